@@ -1,0 +1,29 @@
+"""Baton: large language models served by separate prefill and decode tiers.
+
+The public Python face. `Client` and `AsyncClient` speak to a running router;
+`LLM` runs the same engine in this process. Importing this package is cheap:
+torch is loaded when `LLM` is first used, grpc when a client is.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from baton.errors import BatonError
+from baton.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from baton.client import AsyncClient, Client
+    from baton.llm import LLM
+
+__all__ = ["LLM", "AsyncClient", "BatonError", "Client", "SamplingParams", "__version__"]
+
+__version__ = "0.1.0"
+
+_LAZY_MODULES = {"LLM": "baton.llm", "Client": "baton.client", "AsyncClient": "baton.client"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the heavy public names on first use (PEP 562)."""
+    if name not in _LAZY_MODULES:
+        raise AttributeError(f"module 'baton' has no attribute {name!r}")
+    return getattr(import_module(_LAZY_MODULES[name]), name)

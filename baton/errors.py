@@ -1,0 +1,108 @@
+"""Every error Baton raises on purpose, in one tree.
+
+    BatonError
+    ├── InvalidArgumentError      a bad or out-of-range field
+    ├── FailedPreconditionError   tiers that do not match; unsupported feature
+    ├── NotFoundError             unknown model or object
+    ├── ResourceExhaustedError    queue full, or larger than can ever fit
+    ├── DeadlineExceededError     the caller's deadline passed
+    ├── RequestCancelledError     the caller went away
+    ├── UnavailableError          nothing can take it now; safe to retry
+    ├── AbortedError              retry at a higher level
+    ├── InternalError             a bug; the text says nothing of the cause
+    └── ConfigurationError        start-up: a flag, a checkpoint, a URL
+
+A leaf module: every package may import it, and it imports only the standard
+library. `code` is the name of the gRPC status; `rpc.errors` translates.
+"""
+
+from typing import Any, ClassVar
+
+__all__ = [
+    "AbortedError",
+    "BatonError",
+    "ConfigurationError",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
+    "InternalError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "RequestCancelledError",
+    "ResourceExhaustedError",
+    "UnavailableError",
+]
+
+
+class BatonError(Exception):
+    """Base of the tree. `message` is fit for the caller's eyes."""
+
+    code: ClassVar[str] = "UNKNOWN"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidArgumentError(BatonError):
+    """A field of a request is bad; names the field, its value and the limit."""
+
+    code = "INVALID_ARGUMENT"
+
+    @classmethod
+    def for_field(cls, field: str, value: Any, limit: str) -> "InvalidArgumentError":
+        """The standard wording: `top_p is 1.5; it must be in (0, 1]`."""
+        return cls(f"{field} is {value!r}; it must be {limit}")
+
+
+class FailedPreconditionError(BatonError):
+    """The tiers do not match, or the model lacks a feature; do not retry."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class NotFoundError(BatonError):
+    """No such model or object."""
+
+    code = "NOT_FOUND"
+
+
+class ResourceExhaustedError(BatonError):
+    """A queue is full, or the request is larger than the pool can ever hold."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+class DeadlineExceededError(BatonError):
+    """The request's deadline passed."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class RequestCancelledError(BatonError):
+    """The caller cancelled the request."""
+
+    code = "CANCELLED"
+
+
+class UnavailableError(BatonError):
+    """No replica can take the request now; safe to retry."""
+
+    code = "UNAVAILABLE"
+
+
+class AbortedError(BatonError):
+    """The request was ended from outside; retry it as a whole."""
+
+    code = "ABORTED"
+
+
+class InternalError(BatonError):
+    """A bug. The log has the cause under the request's id; the caller does not."""
+
+    code = "INTERNAL"
+
+
+class ConfigurationError(BatonError):
+    """The process cannot start: a flag, a checkpoint folder or a URL is wrong."""
+
+    code = "FAILED_PRECONDITION"

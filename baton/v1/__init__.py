@@ -1,0 +1,1 @@
+"""Generated from `protos/baton/v1` by `make proto`; do not edit."""

@@ -1,0 +1,1 @@
+"""What both tiers share: configuration, requests, block pool, scheduler, runtime, models."""

@@ -1,0 +1,1 @@
+"""Tensor primitives behind one dispatch. `kernels.reference` is the oracle."""

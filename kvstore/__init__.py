@@ -1,0 +1,1 @@
+"""Block keys, the KV connector interface, its backends and their conformance suite."""

@@ -1,0 +1,116 @@
+"""Block keys: content addresses of KV blocks, the same in every process.
+
+    root  = H("root", namespace, lora, salt)
+    key_i = H("full", key_{i-1}, tokens of block i)
+    tail  = H("tail", key_{n-1}, tokens of the partial block, handoff id)
+
+A key names the tokens of its block, all tokens before it and, through the
+namespace, everything else KV bytes depend on. Equal keys therefore mean equal
+bytes. A partial tail's key carries the handoff's id as well: tails are made
+for one handoff and deleted with it, so two requests must never share one.
+
+Pure: the standard library only. The router imports this module.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+__all__ = ["KEY_BYTES", "KEY_FORMAT_VERSION", "BlockKeyChain", "derive_namespace", "tail_key"]
+
+KEY_FORMAT_VERSION = 1
+KEY_BYTES = 32
+
+
+def derive_namespace(
+    *, model_fingerprint: bytes, kv_dtype: str, layout_version: int, block_size: int
+) -> bytes:
+    """Digest of everything KV bytes depend on except tokens, LoRA and salt.
+
+    Args:
+        model_fingerprint: digest of the model's config and weights.
+        kv_dtype: element type of stored KV, say "bfloat16".
+        layout_version: version of the pool layout (`kvstore.layout`).
+        block_size: tokens per block.
+    """
+    return _hash(
+        b"namespace",
+        KEY_FORMAT_VERSION.to_bytes(4, "little"),
+        model_fingerprint,
+        kv_dtype.encode(),
+        layout_version.to_bytes(4, "little"),
+        block_size.to_bytes(4, "little"),
+    )
+
+
+class BlockKeyChain:
+    """The keys of one sequence's full blocks, extended as the sequence grows.
+
+    Args:
+        namespace: from `derive_namespace`.
+        block_size: tokens per block.
+        cache_salt: separates tenants' caches.
+        lora: digest of the LoRA in use; empty without one.
+    """
+
+    __slots__ = ("_block_size", "_keys", "_root")
+
+    def __init__(
+        self, namespace: bytes, block_size: int, *, cache_salt: str = "", lora: bytes = b""
+    ) -> None:
+        self._root = _hash(b"root", namespace, lora, cache_salt.encode())
+        self._block_size = block_size
+        self._keys: list[bytes] = []
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        """Keys of the full blocks seen so far, in order. Not to be changed."""
+        return self._keys
+
+    def extend(self, token_ids: Sequence[int]) -> Sequence[bytes]:
+        """Adds keys for the full blocks of the sequence not keyed yet.
+
+        Args:
+            token_ids: the whole sequence, of which the part already keyed must
+                be unchanged.
+
+        Returns:
+            All keys, as `keys`.
+        """
+        size, keys = self._block_size, self._keys
+        for index in range(len(keys), len(token_ids) // size):
+            block = token_ids[index * size : (index + 1) * size]
+            keys.append(_hash(b"full", keys[-1] if keys else self._root, _token_bytes(block)))
+        return keys
+
+    def parent_of(self, block_index: int) -> bytes:
+        """The key that block `block_index` is chained to."""
+        return self._keys[block_index - 1] if block_index else self._root
+
+
+def tail_key(parent: bytes, token_ids: Sequence[int], handoff_id: str) -> bytes:
+    """Key of the partial block that ends one handoff's prompt.
+
+    Args:
+        parent: key of the block before, or the chain's root (`parent_of`).
+        token_ids: the tokens in the block, fewer than a full block.
+        handoff_id: the handoff that the block is made for.
+    """
+    return _hash(b"tail", parent, _token_bytes(token_ids), handoff_id.encode())
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    words = array("I", token_ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def _hash(tag: bytes, *parts: bytes) -> bytes:
+    """BLAKE2b over length-prefixed parts, so that no two part lists collide."""
+    digest = blake2b(digest_size=KEY_BYTES, person=tag.ljust(16, b"\0"))
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,233 @@
+"""The KV connector interface: how KV blocks leave and enter an engine.
+
+A connector has two halves, as in vLLM's KVConnectorBase_V1. The *scheduler
+half* is pure bookkeeping: it decides what to look up, load and save, in plain
+data. The *worker half* owns buffers and threads and moves the bytes. Between
+them go only `ConnectorWork` (down, once per step) and `TransferResults` (up).
+
+Who owns what:
+
+- Blocks named in a `LoadJob` or `SaveJob` stay referenced in the engine's
+  pool until the job's result comes back, whatever happens to the request. So
+  a peer may read or write them at any time in between.
+- Every job ends in exactly one result, within the connector's own deadline.
+- Cancelling a load only makes its result come sooner.
+
+Block lists are half-open prefixes: job item `i` moves `block_ids[i]` under
+`keys[i]`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.handoff import KvHandoff
+from kvstore.layout import KvLayout
+
+__all__ = [
+    "ConnectorWork",
+    "KvConnectorScheduler",
+    "KvConnectorWorker",
+    "LoadJob",
+    "LoadResult",
+    "LookupJob",
+    "LookupResult",
+    "SaveJob",
+    "SaveResult",
+    "TransferResults",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LookupJob:
+    """How many of these keys, from the first, can be loaded?"""
+
+    request_id: str
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Fill these blocks of the pool."""
+
+    job_id: int
+    keys: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Publish these blocks of the pool.
+
+    Attributes:
+        num_tail_tokens: valid tokens in the last block if it is a partial
+            tail, whose other slots must not leave this process; 0 if all
+            blocks are full.
+    """
+
+    job_id: int
+    keys: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    num_tail_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """The first `num_blocks` keys of the lookup can be loaded now."""
+
+    request_id: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The first `num_blocks` blocks hold verified bytes; the rest must not be read.
+
+    `error` says why, where fewer than asked arrived: "missing", "corrupt",
+    "unavailable", "cancelled".
+    """
+
+    job_id: int
+    num_blocks: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """Whether every block of the job can now be loaded by others."""
+
+    job_id: int
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorWork:
+    """What the worker half shall start in this step."""
+
+    lookups: tuple[LookupJob, ...] = ()
+    loads: tuple[LoadJob, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+    cancelled_loads: tuple[int, ...] = ()
+    deletes: tuple[bytes, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.lookups or self.loads or self.saves or self.cancelled_loads or self.deletes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResults:
+    """What has ended since the last poll."""
+
+    lookups: tuple[LookupResult, ...] = ()
+    loads: tuple[LoadResult, ...] = ()
+    saves: tuple[SaveResult, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.lookups or self.loads or self.saves)
+
+
+@dataclass(slots=True)
+class WorkBuffer:
+    """Jobs gathered during one step, drained into a `ConnectorWork`."""
+
+    lookups: list[LookupJob] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    cancelled_loads: list[int] = field(default_factory=list)
+    deletes: list[bytes] = field(default_factory=list)
+
+    def drain(self) -> ConnectorWork:
+        """Returns what was gathered and empties the buffer."""
+        work = ConnectorWork(
+            tuple(self.lookups),
+            tuple(self.loads),
+            tuple(self.saves),
+            tuple(self.cancelled_loads),
+            tuple(self.deletes),
+        )
+        for jobs in (self.lookups, self.loads, self.saves, self.cancelled_loads, self.deletes):
+            jobs.clear()  # type: ignore[attr-defined]
+        return work
+
+
+class KvConnectorScheduler(ABC):
+    """The half beside the scheduler: pure, no I/O, no torch."""
+
+    scheme: str
+    """The URL scheme, as `KvHandoff.connector` names it."""
+
+    @abstractmethod
+    def lookup(self, request_id: str, keys: Sequence[bytes]) -> int | None:
+        """How many leading keys can be loaded; None means ask again next step.
+
+        The first call for a request starts the lookup. May be called often.
+        """
+
+    @abstractmethod
+    def forget(self, request_id: str) -> None:
+        """Drops what `lookup` remembers of a request. Unknown ids are fine."""
+
+    @abstractmethod
+    def load(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> int:
+        """Schedules a load; returns its job id. The blocks stay until its result."""
+
+    @abstractmethod
+    def cancel_load(self, job_id: int) -> None:
+        """The load's bytes are no longer wanted. Its result still comes."""
+
+    @abstractmethod
+    def save(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], num_tail_tokens: int = 0
+    ) -> int:
+        """Schedules a save; returns its job id. The blocks stay until its result."""
+
+    @abstractmethod
+    def make_handoff(
+        self, handoff_id: str, namespace: bytes, keys: Sequence[bytes], num_tokens: int
+    ) -> KvHandoff:
+        """The handoff for committed blocks of a prompt."""
+
+    @abstractmethod
+    def release_handoff(self, handoff: KvHandoff, has_tail: bool) -> None:
+        """The handoff is no longer needed: drop what was kept for it alone."""
+
+    @abstractmethod
+    def build_work(self) -> ConnectorWork:
+        """What this step must start; empties the buffer."""
+
+    @abstractmethod
+    def update(self, results: TransferResults) -> None:
+        """Takes in lookup results; called before the scheduler handles the rest."""
+
+
+class KvConnectorWorker(ABC):
+    """The half beside the model runner: buffers, threads, bytes."""
+
+    @abstractmethod
+    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+        """Hands over the KV pool tensor `[num_blocks, *layout.block_shape]`.
+
+        Called once, before `start`.
+        """
+
+    @abstractmethod
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """`wake` is to be called, from any thread, when `poll` has news."""
+
+    @abstractmethod
+    def start(self, work: ConnectorWork) -> None:
+        """Starts jobs; returns without waiting for them. Engine thread only.
+
+        Called after the step that computed the saved blocks.
+        """
+
+    @abstractmethod
+    def poll(self) -> TransferResults:
+        """What has ended since the last call. Engine thread only; does not block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops threads and closes the backend; jobs under way are given up. Idempotent."""

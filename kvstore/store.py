@@ -1,0 +1,122 @@
+"""`KvStore`: what a backend must do to hold KV blocks.
+
+A store keeps immutable byte objects under 32-byte keys. It knows nothing of
+models or digests: the codec (`kvstore.codec`) frames and verifies. A new
+store is one small class; `kvstore.conformance` tests it.
+
+Contract, tested by the conformance suite:
+
+- An object becomes visible whole or not at all (atomic commit), and never
+  changes: putting a key that exists keeps the old object and succeeds.
+- Objects live `ttl_s` from their last put or hit at least when nothing evicts
+  them, and are never returned `ttl_s` after their last touch plus a grace.
+- Memory or disk is bounded by `max_bytes`: the oldest go first.
+- Every method is safe to call from several threads at once and ends within
+  `timeout_s`, with `StoreUnavailableError` if the backend does not answer.
+  Nothing else escapes: what is absent is a result, not an error.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = [
+    "GetStatus",
+    "KvStore",
+    "StoreCapabilities",
+    "StoreStats",
+    "StoreUnavailableError",
+]
+
+
+class StoreUnavailableError(Exception):
+    """The backend did not answer in time or refused; nothing was returned."""
+
+
+class GetStatus(IntEnum):
+    """What became of one key of `get_many_into`."""
+
+    HIT = 0
+    MISSING = 1
+    WRONG_SIZE = 2
+    """The object's size is not the buffer's; the buffer's content is undefined."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCapabilities:
+    """What a backend can do, declared and not guessed."""
+
+    shared_between_processes: bool
+    shared_between_hosts: bool
+    survives_restart: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counters of one store object since it was opened, and the store's size.
+
+    `num_objects` and `num_bytes` are None where the backend cannot tell cheaply.
+    """
+
+    puts: int
+    gets: int
+    hits: int
+    put_bytes: int
+    get_bytes: int
+    num_objects: int | None
+    num_bytes: int | None
+
+
+class KvStore(ABC):
+    """A backend for KV blocks. See the module's contract."""
+
+    capabilities: StoreCapabilities
+    ttl_s: float
+
+    @abstractmethod
+    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        """Stores each value under its key, batched or pipelined.
+
+        The values may be reused by the caller once this returns. On an error
+        any subset may have been stored, each of them whole.
+
+        Raises:
+            StoreUnavailableError: the backend did not answer or is full.
+        """
+
+    @abstractmethod
+    def get_many_into(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[GetStatus]:
+        """Reads each object into its preallocated writable buffer of the same size.
+
+        Raises:
+            StoreUnavailableError: the backend did not answer.
+        """
+
+    @abstractmethod
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys exist: the index of the first missing one.
+
+        One call to the backend, whatever the number of keys.
+
+        Raises:
+            StoreUnavailableError: the backend did not answer.
+        """
+
+    @abstractmethod
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Removes objects; returns how many existed.
+
+        Raises:
+            StoreUnavailableError: the backend did not answer.
+        """
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """Counters and size. Never raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases connections and mappings. The objects stay. Idempotent."""
