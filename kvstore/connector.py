@@ -149,7 +149,7 @@ class WorkBuffer:
             tuple(self.deletes),
         )
         for jobs in (self.lookups, self.loads, self.saves, self.cancelled_loads, self.deletes):
-            jobs.clear()  # type: ignore[attr-defined]
+            jobs.clear()
         return work
 
 
