@@ -11,10 +11,11 @@ __all__ = ["EngineLoad", "EngineRequest", "FinishReason", "RequestOutput", "Stag
 
 
 class FinishReason(Enum):
-    """Why a request ended."""
+    """Why a request ended. HANDOFF: prefill's part is done, decode goes on."""
 
     STOP = "stop"
     LENGTH = "length"
+    HANDOFF = "handoff"
     ABORTED = "aborted"
     ERROR = "error"
 
@@ -76,8 +77,8 @@ class RequestOutput:
         error: set where `finish_reason` is ERROR.
         cached_tokens: prompt tokens not computed here but found or loaded.
         timings: set on the first output that carries tokens and on the last.
-        handoff: set on a prefill engine's last output, unless the generation
-            is over or the connector did not take every block.
+        handoff: set where `finish_reason` is HANDOFF, unless the connector did
+            not take every block: decode must then compute the prompt itself.
     """
 
     request_id: str

@@ -8,8 +8,9 @@ Contract, tested by the conformance suite:
 
 - An object becomes visible whole or not at all (atomic commit), and never
   changes: putting a key that exists keeps the old object and succeeds.
-- Objects live `ttl_s` from their last put or hit at least when nothing evicts
-  them, and are never returned `ttl_s` after their last touch plus a grace.
+- Objects live `ttl_s` from their last touch unless evicted, and are not
+  returned long after. Puts (of existing keys too), gets that hit and keys that
+  `contains_prefix` counts are touches: what a look-up promised can be loaded.
 - Memory or disk is bounded by `max_bytes`: the oldest go first.
 - Every method is safe to call from several threads at once and ends within
   `timeout_s`, with `StoreUnavailableError` if the backend does not answer.
@@ -99,7 +100,8 @@ class KvStore(ABC):
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         """How many leading keys exist: the index of the first missing one.
 
-        One call to the backend, whatever the number of keys.
+        One call to the backend, whatever the number of keys. Touches the keys
+        it counts.
 
         Raises:
             StoreUnavailableError: the backend did not answer.
