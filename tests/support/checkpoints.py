@@ -1,0 +1,199 @@
+"""Tiny random checkpoints of every model family, and what `transformers` generates from them.
+
+`tiny_checkpoint(variant)` gives a folder with config, safetensors weights and
+a byte-level tokenizer whose token ids 0 to 255 are the bytes themselves.
+Weights are seeded and scaled so that logits spread and depend on the whole
+context: a wrong KV entry changes the greedy tokens.
+"""
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+
+BOS_TOKEN_ID = 256
+EOS_TOKEN_ID = 257
+PAD_TOKEN_ID = 258
+VOCAB_SIZE = 259
+MAX_MODEL_LEN = 2048
+SLIDING_WINDOW = 11
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gpt2")
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": PAD_TOKEN_ID,
+}
+_GATED: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "tie_word_embeddings": False,
+}
+
+
+def _scaled_rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, **parameters}}
+
+
+# variant -> (family, what its config adds to the family's)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied_biased": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama_rope_llama3": (
+        "llama",
+        _scaled_rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "llama_rope_linear": ("llama", _scaled_rope("linear", factor=4.0)),
+    "llama_rope_yarn": (
+        "llama",
+        _scaled_rope("yarn", factor=4.0, original_max_position_embeddings=512),
+    ),
+    "llama_sharded": ("llama", {"head_dim": 24}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_sliding": ("mistral", {"sliding_window": SLIDING_WINDOW}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3_untied": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "opt": ("opt", {}),
+    "opt_post_norm": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "gpt2": ("gpt2", {}),
+    "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80}),
+}
+
+
+@cache
+def tiny_checkpoint(variant: str) -> Path:
+    """Folder of the variant's checkpoint, made once per process; not to be changed."""
+    import transformers
+
+    family, overrides = VARIANTS[variant]
+    folder = _session_folder() / variant
+    config = _family_config(family, overrides)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    _randomize(model, seed=crc32(variant.encode()))
+    shard_size = "200KB" if variant.endswith("sharded") else "1GB"
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+def reference_greedy(path: Path, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """The tokens that `transformers` draws greedily with its KV cache, past any end token."""
+    model = reference_model(path)
+    token_ids = torch.tensor([list(prompt_ids)])
+    cache_state, drawn = None, []
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            output = model(token_ids, past_key_values=cache_state, use_cache=True)
+            cache_state = output.past_key_values
+            token_ids = output.logits[:, -1:].argmax(-1)
+            drawn.append(int(token_ids))
+    return drawn
+
+
+@cache
+def reference_model(path: Path) -> Any:
+    """The `transformers` model of a checkpoint, float32, plain ("eager") attention."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    """A random prompt of byte tokens; prompts of one seed are prefixes of each other."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (MAX_MODEL_LEN,), generator=generator)[:num_tokens].tolist()
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json: one token per byte, three specials."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<pad>"])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_MODEL_LEN,
+    ).save_pretrained(folder)
+
+
+def _byte_level_alphabet() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    shifted = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(shifted)) for byte in range(256)]
+
+
+def _family_config(family: str, overrides: dict[str, Any]) -> Any:
+    import transformers
+
+    extra: dict[str, Any] = _GATED
+    if family == "opt":
+        extra = {"ffn_dim": 96}
+    elif family == "gpt2":
+        extra = {}
+    return transformers.AutoConfig.for_model(family, **{**_COMMON, **extra, **overrides})
+
+
+@torch.no_grad()
+def _randomize(model: Any, seed: int) -> None:
+    """Gives every parameter random values of a scale at which each layer matters."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(_scaled(noise, type(module).__name__, name))
+
+
+def _scaled(noise: torch.Tensor, module_kind: str, name: str) -> torch.Tensor:
+    if module_kind == "Linear" and name == "weight":
+        return noise * 1.5 / noise.shape[1] ** 0.5
+    if module_kind == "Conv1D" and name == "weight":
+        return noise * 1.5 / noise.shape[0] ** 0.5
+    if name == "bias":
+        return noise * 0.2
+    if "Norm" in module_kind:
+        return 1 + noise * 0.2
+    return noise * 0.15  # embeddings
+
+
+@cache
+def _session_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="baton-checkpoints-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
