@@ -1,0 +1,26 @@
+# One image for every service: `docker run IMAGE router|prefill|decode ...`.
+
+FROM python:3.11-slim AS builder
+# Where torch comes from. PyPI's torch brings CUDA: build with
+# --build-arg TORCH_INDEX_URL=https://pypi.org/simple to serve from GPUs.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# torch has a layer of its own: it is large and changes seldom.
+RUN python -m venv /opt/baton \
+    && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"
+WORKDIR /source
+COPY . .
+RUN /opt/baton/bin/pip install .
+
+FROM python:3.11-slim
+COPY --from=builder /opt/baton /opt/baton
+ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1
+RUN useradd --create-home --uid 10001 baton
+USER 10001
+WORKDIR /home/baton
+EXPOSE 50051
+# Healthy once the model is loaded; a draining service is unhealthy.
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 \
+    CMD ["baton", "health", "127.0.0.1:50051"]
+ENTRYPOINT ["baton"]
+CMD ["--help"]

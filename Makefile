@@ -1,0 +1,72 @@
+# What a developer types. `make` alone lists the targets.
+#
+# The virtual environment .venv is made on first use with Python 3.11 or newer.
+# Variables:
+#   PYTHON=python3.12     interpreter to make .venv with
+#   PIP_ARGS="..."        more arguments to every pip install. On Linux, PyPI's
+#                         torch brings gigabytes of CUDA packages; a machine
+#                         without a GPU is served faster by
+#                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   ARGS="..."            more arguments to baton up (run, up) or pytest (test, test-all)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
+
+.PHONY: help run up test test-all lint type proto bench check clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+run: $(VENV)/.base ## start a cluster on the demo model and stream a completion
+	@$(BIN)/baton up --demo $(ARGS)
+
+up: $(VENV)/.base ## start a cluster; ARGS="--model ... --decode 2"
+	@$(BIN)/baton up $(ARGS)
+
+test: $(VENV)/.test ## run the tests, but for the slow ones
+	@scripts/ensure_redis.sh
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.test ## run every test
+	@scripts/ensure_redis.sh
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev ## check style, layers, protos, stubs and the Dockerfile
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/python scripts/generate_stubs.py --check
+	$(BIN)/hadolint Dockerfile
+
+type: $(VENV)/.dev ## check types
+	$(BIN)/mypy
+
+proto: $(VENV)/.dev ## generate baton/v1 from protos/
+	$(BIN)/python scripts/generate_stubs.py
+
+bench: $(VENV)/.base ## measure split against whole
+	$(BIN)/python -m benchmarks $(ARGS)
+
+check: lint type test ## lint, type and test
+
+clean: ## remove .venv and everything generated outside git
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: each set of packages holds the smaller ones.
+$(BIN)/python:
+	scripts/make_venv.sh $(VENV)
+
+$(VENV)/.base: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --editable ".[test]"
+	@touch $(VENV)/.base $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --editable ".[dev]"
+	@touch $(VENV)/.base $(VENV)/.test $@
