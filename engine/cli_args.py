@@ -1,0 +1,84 @@
+"""Command-line flags made from `EngineConfig`'s fields, and the way back.
+
+Torch-free, so that every command's `--help` is quick.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Collection
+from typing import Any
+
+from engine.config import EngineConfig
+from kvstore.byte_size import parse_byte_size
+
+__all__ = ["add_engine_args", "engine_config_from_args"]
+
+
+def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = ()) -> None:
+    """Adds one flag per `EngineConfig` field, with dashes for underscores.
+
+    Args:
+        parser: where to add them, in a group of their own.
+        omit: names of fields that get no flag; pass their values to
+            `engine_config_from_args`.
+    """
+    group = parser.add_argument_group("engine")
+    for field in dataclasses.fields(EngineConfig):
+        if field.name not in omit:
+            group.add_argument(f"--{field.name.replace('_', '-')}", **_argument_options(field))
+
+
+def engine_config_from_args(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
+    """The config that parsed flags describe; `overrides` win over them.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    flags = {name: value for name, value in vars(args).items() if name in names}
+    return EngineConfig(**{**flags, **overrides})
+
+
+def _argument_options(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Keyword arguments of `add_argument` for one field."""
+    options: dict[str, Any] = {"help": _help(field)}
+    if field.default is dataclasses.MISSING:
+        options["required"] = True
+    else:
+        options["default"] = field.default
+    if field.type is bool:
+        options["action"] = argparse.BooleanOptionalAction
+        return options
+    options["type"] = _parser_of(field)
+    if "choices" in field.metadata:
+        options["choices"] = field.metadata["choices"]
+    else:
+        options["metavar"] = options["type"].__name__.removeprefix("_").upper()
+    return options
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    """The field's help, with its default where the text does not tell it."""
+    text: str = field.metadata["help"].replace("%", "%%")
+    if field.default is dataclasses.MISSING or field.default is None:
+        return text
+    return f"{text} (default: %(default)s)"
+
+
+def _parser_of(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    """What turns the flag's text into the field's type; `X | None` counts as X."""
+    if field.metadata.get("parse") == "bytes":
+        return _bytes
+    if not isinstance(field.type, types.UnionType):
+        return typing.cast("Callable[[str], Any]", field.type)
+    (parser,) = (member for member in typing.get_args(field.type) if member is not types.NoneType)
+    return typing.cast("Callable[[str], Any]", parser)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_byte_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
