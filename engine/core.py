@@ -1,0 +1,174 @@
+"""`EngineCore`: scheduler, runner and connector as one synchronous engine.
+
+    outputs = core.step()      # schedule -> execute -> commit, and transfers
+
+The caller owns the thread: `AsyncEngine` runs a core behind asyncio, `LLM`
+runs one in the caller's thread.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+from baton.errors import InternalError
+from engine.batch import ScheduledBatch
+from engine.config import EngineConfig
+from engine.request import EngineLoad, EngineRequest, RequestOutput
+from engine.runner import ModelInfo, Runner
+from engine.scheduler import Scheduler
+from engine.validation import check_request
+from kvstore.block_key import derive_namespace
+from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
+from kvstore.layout import LAYOUT_VERSION
+
+__all__ = ["EngineCore"]
+
+_logger = logging.getLogger("baton.engine")
+
+
+class EngineCore:
+    """One engine. Not safe to call from two threads at once.
+
+    Args:
+        config: limits and role.
+        runner: executes batches.
+        connector: both halves of the KV connector, if there is one.
+
+    Attributes:
+        config: as given.
+        info: the loaded model's facts.
+        namespace: digest that block keys are rooted in.
+        num_blocks: KV blocks in the pool.
+        is_stalled: the last step found nothing to run; see `wait`.
+    """
+
+    is_stalled: bool = False
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        connector: tuple[KvConnectorScheduler, KvConnectorWorker] | None = None,
+    ) -> None:
+        self.config = config
+        self.info: ModelInfo = runner.info
+        self.num_blocks = runner.num_blocks
+        self.namespace = _namespace_of(runner.info)
+        self._runner = runner
+        self._connector = connector[1] if connector else None
+        self._woken = threading.Event()
+        self.scheduler = Scheduler(
+            config,
+            runner.info,
+            num_blocks=runner.num_blocks,
+            namespace=self.namespace,
+            connector=connector[0] if connector else None,
+            clock=time.monotonic,
+        )
+        if self._connector is not None:
+            self._connector.register_pool(runner.kv_pool, runner.info.layout)
+            self._connector.set_waker(self.wake)
+
+    @classmethod
+    def build(cls, config: EngineConfig) -> "EngineCore":
+        """Loads the model and opens the connector.
+
+        Raises:
+            ConfigurationError: the checkpoint, a flag or the connector is bad.
+        """
+        from engine.runtime.model_runner import ModelRunner
+        from kvstore.store_connector import open_connector
+
+        # The connector first: a bad URL is told before minutes of loading.
+        connector = open_connector(config.kv_connector) if config.kv_connector else None
+        return cls(config, ModelRunner(config), connector)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request has not had its last output."""
+        return self.scheduler.num_unfinished > 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is left to step for, transfers of finished requests included."""
+        return self.has_unfinished or self.scheduler.num_transfers > 0
+
+    def check(self, request: EngineRequest) -> None:
+        """Refuses a request that could never finish; see `engine.validation`. Thread-safe."""
+        check_request(
+            request,
+            config=self.config,
+            info=self.info,
+            num_blocks=self.num_blocks,
+            namespace=self.namespace,
+        )
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queues a request that `check` accepts; its id must not be live."""
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Ends requests and frees what they hold; returns their last outputs."""
+        return self.scheduler.abort(request_ids)
+
+    def release_handoff(self, handoff_id: str) -> None:
+        """Drops what the connector kept for one handoff alone."""
+        self.scheduler.release_handoff(handoff_id)
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        return self.scheduler.load()
+
+    def wake(self) -> None:
+        """Ends `wait`. Any thread may call it."""
+        self._woken.set()
+
+    def wait(self) -> None:
+        """Sleeps while nothing can run: until a transfer ends, a deadline passes or `wake`."""
+        if self.is_stalled:
+            deadline = self.scheduler.next_deadline
+            self._woken.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._woken.clear()
+
+    def step(self) -> list[RequestOutput]:
+        """One engine step: returns outputs, at most one per request."""
+        outputs: list[RequestOutput] = []
+        if self._connector is not None:
+            outputs += self.scheduler.apply(self._connector.poll())
+        outputs += self.scheduler.expire()
+        batch = self.scheduler.schedule()
+        # Loads go out before the forward pass, to run beside it.
+        self._start_transfers()
+        self.is_stalled = batch is None
+        if batch is not None:
+            outputs += self._execute(batch)
+            self._start_transfers()
+        return outputs
+
+    def close(self) -> None:
+        """Closes the connector. Idempotent."""
+        if self._connector is not None:
+            self._connector.close()
+
+    def _execute(self, batch: ScheduledBatch) -> list[RequestOutput]:
+        try:
+            output = self._runner.execute(batch)
+        except Exception:
+            request_ids = [share.request_id for share in batch.sequences]
+            _logger.exception("step %d failed for %s", batch.step, request_ids)
+            return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
+        return self.scheduler.commit(batch, output)
+
+    def _start_transfers(self) -> None:
+        if self._connector is not None and (work := self.scheduler.build_work()):
+            self._connector.start(work)
+
+
+def _namespace_of(info: ModelInfo) -> bytes:
+    return derive_namespace(
+        model_fingerprint=info.fingerprint,
+        kv_dtype=info.layout.dtype,
+        layout_version=LAYOUT_VERSION,
+        block_size=info.layout.block_size,
+    )
