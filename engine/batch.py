@@ -63,7 +63,11 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step brought: one drawn token per sequence, None where none was asked."""
+    """What a step brought: one drawn token per sequence, None where none was asked.
+
+    A None where the sequence has `draw` set means that its logits were not
+    finite: the engine ends that request with `InternalError`.
+    """
 
     step: int
     token_ids: tuple[int | None, ...]

@@ -1,0 +1,128 @@
+"""Sizes and allocates the KV pool: `[num_blocks, *layout.block_shape]`."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from baton.errors import ConfigurationError
+from engine.config import EngineConfig
+from kvstore.layout import KvLayout
+
+__all__ = ["DeviceMemory", "allocate_pool", "decide_num_blocks", "log_pool"]
+
+_DEFAULT_CPU_BYTES = 2**30
+_MEBIBYTE = 2**20
+
+logger = logging.getLogger("baton.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a GPU after the profile run, in bytes.
+
+    Attributes:
+        total: of the device.
+        free: with torch's cache emptied.
+        used_by_others: used on the device before the engine loaded anything.
+        reserved: held by torch: the weights.
+        peak_reserved: the most that torch held: weights and activations.
+    """
+
+    total: int
+    free: int
+    used_by_others: int
+    reserved: int
+    peak_reserved: int
+
+    def left_for_pool(self, utilization: float) -> int:
+        """Bytes the pool may take so that the engine stays within its share."""
+        outside_torch = max(0, self.total - self.free - self.reserved - self.used_by_others)
+        within_share = int(self.total * utilization) - self.peak_reserved - outside_torch
+        activations = self.peak_reserved - self.reserved
+        return max(0, min(within_share, self.free - activations))
+
+
+def decide_num_blocks(
+    config: EngineConfig, layout: KvLayout, max_model_len: int, free_bytes: int | None
+) -> int:
+    """How many blocks the pool gets.
+
+    In this order: `num_gpu_blocks_override`; what `kv_cache_memory` holds; on
+    a GPU what its memory holds; on CPU what 1 GiB holds, but no more than
+    `max_num_seqs` requests of `max_model_len` need.
+
+    Args:
+        config: the flags.
+        layout: shape of a block.
+        max_model_len: tokens of the longest request.
+        free_bytes: what the profile run left of the GPU's share; None on CPU.
+
+    Raises:
+        ConfigurationError: the pool cannot hold one request of
+            `max_model_len`; says which flag to change to what.
+    """
+    blocks_per_request = -(-max_model_len // layout.block_size)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+    elif config.kv_cache_memory is not None:
+        num_blocks = config.kv_cache_memory // layout.block_bytes
+    elif free_bytes is not None:
+        num_blocks = free_bytes // layout.block_bytes
+    else:
+        most_needed = config.max_num_seqs * blocks_per_request
+        num_blocks = min(_DEFAULT_CPU_BYTES // layout.block_bytes, most_needed)
+    if num_blocks < blocks_per_request:
+        raise _too_small(config, layout, max_model_len, num_blocks, blocks_per_request)
+    return num_blocks
+
+
+def allocate_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> torch.Tensor:
+    """The pool, zeroed: an unused slot may meet a weight of 0, and 0 * NaN is NaN.
+
+    Raises:
+        ConfigurationError: the device has not that much memory.
+    """
+    shape = (num_blocks, *layout.block_shape)
+    try:
+        return torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        raise ConfigurationError(
+            f"cannot allocate a KV cache of {num_blocks * layout.block_bytes // _MEBIBYTE} MiB "
+            f"on {device}; set --kv-cache-memory lower"
+        ) from error
+
+
+def log_pool(num_blocks: int, layout: KvLayout, max_model_len: int) -> None:
+    """Logs what the pool holds."""
+    num_tokens = num_blocks * layout.block_size
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %d tokens, %.1f MiB; holds %.2f requests of %d tokens",
+        num_blocks,
+        layout.block_size,
+        num_tokens,
+        num_blocks * layout.block_bytes / _MEBIBYTE,
+        num_tokens / max_model_len,
+        max_model_len,
+    )
+
+
+def _too_small(
+    config: EngineConfig,
+    layout: KvLayout,
+    max_model_len: int,
+    num_blocks: int,
+    blocks_per_request: int,
+) -> ConfigurationError:
+    if config.num_gpu_blocks_override is not None:
+        enlarge = f"--num-gpu-blocks-override {blocks_per_request}"
+    else:
+        needed_bytes = blocks_per_request * layout.block_bytes
+        enlarge = f"--kv-cache-memory {-(-needed_bytes // _MEBIBYTE)}MiB"
+    num_tokens = num_blocks * layout.block_size
+    shorten = f" or set --max-model-len {num_tokens}" if num_tokens else ""
+    whose = "--max-model-len is" if config.max_model_len is not None else "the model's length is"
+    return ConfigurationError(
+        f"the KV cache holds {num_tokens} tokens, but {whose} {max_model_len}; "
+        f"set {enlarge}{shorten}"
+    )

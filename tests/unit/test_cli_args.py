@@ -1,0 +1,116 @@
+"""Flags made from `EngineConfig`."""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from baton.errors import ConfigurationError
+from engine.cli_args import add_engine_args, engine_config_from_args
+from engine.config import EngineConfig
+
+
+def _parse(*arguments, omit=(), **overrides):
+    parser = argparse.ArgumentParser()
+    add_engine_args(parser, omit=omit)
+    return engine_config_from_args(parser.parse_args(arguments), **overrides)
+
+
+def _help():
+    parser = argparse.ArgumentParser(prog="engine")
+    add_engine_args(parser)
+    return " ".join(parser.format_help().split())
+
+
+def test_no_flags_give_the_defaults():
+    assert _parse("--model", "m") == EngineConfig(model="m")
+
+
+def test_every_field_can_be_given():
+    config = EngineConfig(
+        model="folder/m",
+        served_model_name="name",
+        role="prefill",
+        dtype="bfloat16",
+        device="cpu",
+        num_threads=3,
+        block_size=8,
+        max_model_len=100,
+        max_num_seqs=5,
+        max_num_batched_tokens=77,
+        max_num_waiting=9,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.5,
+        kv_cache_memory=1234,
+        num_gpu_blocks_override=11,
+        kv_connector="shm://",
+        kv_load_failure_policy="fail",
+    )
+    default = EngineConfig(model="m")
+    arguments = []
+    for name, value in dataclasses.asdict(config).items():
+        assert value != getattr(default, name), f"{name} is not exercised"
+        flag = name.replace("_", "-")
+        arguments += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+    assert _parse(*arguments) == config
+
+
+def test_bytes_take_units():
+    assert _parse("--model", "m", "--kv-cache-memory", "512MiB").kv_cache_memory == 512 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a byte size"),
+        (["--block-size", "big"], "--block-size: invalid int value: 'big'"),
+        (["--role", "chef"], "--role: invalid choice: 'chef'"),
+        (["--blocksize", "4"], "unrecognized arguments: --blocksize"),
+    ],
+)
+def test_a_bad_value_names_its_flag(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        _parse("--model", "m", *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_the_model_is_required(capsys):
+    with pytest.raises(SystemExit):
+        _parse()
+    assert "--model" in capsys.readouterr().err
+
+
+def test_ranges_are_checked_by_the_config():
+    with pytest.raises(ConfigurationError, match="--block-size is 0; it must be >= 1"):
+        _parse("--model", "m", "--block-size", "0")
+
+
+def test_omitted_fields_have_no_flag_and_take_overrides(capsys):
+    config = _parse("--model", "m", omit=("role",), role="decode", block_size=4)
+    assert (config.role, config.block_size) == ("decode", 4)
+    with pytest.raises(SystemExit):
+        _parse("--model", "m", "--role", "decode", omit=("role",))
+    assert "unrecognized arguments: --role" in capsys.readouterr().err
+
+
+def test_flags_of_others_are_left_alone():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=1)
+    add_engine_args(parser)
+    assert engine_config_from_args(parser.parse_args(["--model", "m"])) == EngineConfig(model="m")
+
+
+def test_help_tells_every_flag_its_meaning_and_default():
+    text = _help()
+    for field in dataclasses.fields(EngineConfig):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert field.metadata["help"] in text
+    assert "tokens per KV block (default: 16)" in text
+    assert "--no-enable-prefix-caching" in text
+
+
+def test_importing_flags_imports_no_torch():
+    code = "import sys, engine.cli_args; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,108 @@
+"""How large the KV pool becomes, and what is said when it is too small."""
+
+import logging
+import re
+
+import pytest
+import torch
+
+from baton.errors import ConfigurationError
+from engine.config import EngineConfig
+from engine.runtime.kv_pool import DeviceMemory, allocate_pool, decide_num_blocks, log_pool
+from kvstore.layout import KvLayout
+
+_LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=16, head_dim=4, dtype="float16")
+_GIBIBYTE = 2**30
+
+
+def _decide(max_model_len=100, free_bytes=None, layout=_LAYOUT, **flags):
+    config = EngineConfig(model="m", **flags)
+    return decide_num_blocks(config, layout, max_model_len, free_bytes)
+
+
+def test_the_override_wins_over_everything():
+    flags = {"num_gpu_blocks_override": 7, "kv_cache_memory": _GIBIBYTE}
+    assert _decide(free_bytes=_GIBIBYTE, **flags) == 7
+
+
+def test_given_memory_is_filled_with_whole_blocks():
+    assert _decide(kv_cache_memory=_LAYOUT.block_bytes * 50 - 1) == 49
+    assert _decide(kv_cache_memory=_LAYOUT.block_bytes * 50, free_bytes=1) == 50
+
+
+def test_a_gpu_is_filled_with_whole_blocks():
+    assert _decide(free_bytes=_LAYOUT.block_bytes * 1000 + 5) == 1000
+
+
+def test_a_cpu_takes_no_more_than_its_sequences_need():
+    assert _decide(max_model_len=100, max_num_seqs=3) == 3 * 7
+
+
+def test_a_cpu_takes_one_gibibyte_at_most():
+    assert _decide(max_model_len=10**5, max_num_seqs=1000) == _GIBIBYTE // _LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "size_flag"),
+    [
+        ({"num_gpu_blocks_override": 6}, "--num-gpu-blocks-override"),
+        ({"kv_cache_memory": 6 * _LAYOUT.block_bytes}, "--kv-cache-memory"),
+        ({"free_bytes": 6 * _LAYOUT.block_bytes}, "--kv-cache-memory"),
+    ],
+)
+def test_a_pool_too_small_for_one_request_says_what_to_change(flags, size_flag):
+    with pytest.raises(ConfigurationError, match="the model's length is 100") as caught:
+        _decide(**flags)
+    message = caught.value.message
+    assert "holds 96 tokens" in message
+    assert size_flag in message
+    # Both remedies work as told.
+    assert re.search(r"--max-model-len (\d+)", message)[1] == "96"
+    assert _decide(max_model_len=96, **flags) == 6
+    told = re.search(rf"{size_flag} (\d+)(MiB)?", message)
+    remedy = int(told[1]) * (2**20 if told[2] else 1)
+    field = size_flag.removeprefix("--").replace("-", "_")
+    assert _decide(**{field: remedy}) >= 7
+
+
+def test_a_pool_too_small_for_the_flag_names_the_flag():
+    config = EngineConfig(model="m", num_gpu_blocks_override=6, max_model_len=100)
+    with pytest.raises(ConfigurationError, match="--max-model-len is 100"):
+        decide_num_blocks(config, _LAYOUT, 100, None)
+
+
+def test_a_pool_of_nothing_does_not_advise_a_length_of_zero():
+    with pytest.raises(ConfigurationError) as caught:
+        _decide(kv_cache_memory=1)
+    assert "--max-model-len" not in caught.value.message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_pool_is_zeroed_in_the_layouts_shape(dtype):
+    layout = KvLayout(num_layers=2, num_kv_heads=3, block_size=8, head_dim=4, dtype=dtype)
+    pool = allocate_pool(5, layout, torch.device("cpu"))
+    assert pool.shape == (5, 2, 2, 3, 8, 4)
+    assert pool.nbytes == 5 * layout.block_bytes
+    assert pool.is_contiguous()
+    assert (pool == 0).all()
+
+
+def test_a_pool_beyond_memory_is_a_configuration_error():
+    with pytest.raises(ConfigurationError, match="--kv-cache-memory"):
+        allocate_pool(2**50, _LAYOUT, torch.device("cpu"))
+
+
+def test_the_log_tells_blocks_tokens_and_concurrency(caplog):
+    with caplog.at_level(logging.INFO, logger="baton.engine"):
+        log_pool(10, _LAYOUT, 64)
+    assert "10 blocks of 16 tokens, 160 tokens" in caplog.text
+    assert "2.50 requests of 64 tokens" in caplog.text
+
+
+def test_memory_left_for_the_pool_is_the_share_less_all_else():
+    memory = DeviceMemory(total=1000, free=500, used_by_others=100, reserved=350, peak_reserved=420)
+    # 50 outside torch (context, libraries): 1000 - 500 - 100 - 350.
+    assert memory.left_for_pool(0.8) == 800 - 420 - 50
+    # 430 are free beside activations, however large the share.
+    assert memory.left_for_pool(1.0) == 430
+    assert memory.left_for_pool(0.4) == 0

@@ -1,0 +1,195 @@
+"""Draws: distribution, filters, and that nothing but a row's own input matters."""
+
+import math
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from engine.batch import DrawParams
+from engine.runtime import sampler
+from engine.runtime.sampler import draw_tokens
+
+_CHI_SQUARE_P = 1e-6
+
+
+def _draw_params(temperature=1.0, top_k=0, top_p=1.0, seed=0):
+    return DrawParams(temperature, top_k, top_p, seed)
+
+
+def _random_logits(rows, vocab, seed=0, scale=3.0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def _counts(logits, draw, num_draws):
+    """How often each token is drawn over `num_draws` positions: `[vocab]`."""
+    rows = logits.expand(num_draws, -1)
+    tokens = draw_tokens(rows, [draw] * num_draws, range(num_draws))
+    return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
+
+
+def _assert_follows(counts, probabilities):
+    """Chi-square test against `[vocab]` probabilities; nothing of probability 0 may occur."""
+    expected = probabilities.double() * counts.sum()
+    assert counts[expected == 0].sum() == 0
+    likely = expected >= 5
+    rest = (counts[~likely].sum(), expected[~likely].sum())
+    observed_all = torch.cat([counts[likely], rest[0][None]]).double()
+    expected_all = torch.cat([expected[likely], rest[1][None]]).clamp(min=1e-9)
+    if rest[1] < 5:
+        assert rest[0] < 40
+        observed_all, expected_all = observed_all[:-1], expected_all[:-1]
+    statistic = float(((observed_all - expected_all) ** 2 / expected_all).sum())
+    degrees = torch.tensor((len(expected_all) - 1) / 2, dtype=torch.float64)
+    tail = torch.special.gammaincc(degrees, torch.tensor(statistic / 2, dtype=torch.float64))
+    assert tail > _CHI_SQUARE_P
+
+
+def _warped(logits, draw):
+    """Logits `[1, vocab]` after transformers' warpers, in its order."""
+    scores = TemperatureLogitsWarper(draw.temperature)(None, logits)
+    if draw.top_k:
+        scores = TopKLogitsWarper(draw.top_k)(None, scores)
+    if draw.top_p < 1:
+        scores = TopPLogitsWarper(draw.top_p)(None, scores)
+    return scores
+
+
+def test_greedy_takes_the_largest_and_of_ties_the_lowest():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 1.0, 5.0], [-math.inf, -3.0, -3.0]])
+    assert draw_tokens(logits, [_draw_params(temperature=0.0)] * 3, [4, 4, 4]) == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        _draw_params(seed=1),
+        _draw_params(temperature=0.3, seed=2**64 - 1),
+        _draw_params(temperature=2.5, seed=3),
+        _draw_params(top_k=5, seed=4),
+        _draw_params(top_p=0.7, seed=2**32),
+        _draw_params(temperature=1.5, top_k=10, top_p=0.8, seed=6),
+    ],
+)
+def test_draws_follow_the_warped_softmax(draw):
+    logits = _random_logits(1, 23, scale=1.5)
+    counts = _counts(logits, draw, 20_000)
+    _assert_follows(counts, _warped(logits, draw).softmax(-1)[0])
+
+
+def test_draws_of_many_seeds_at_one_position_follow_the_softmax():
+    logits = _random_logits(1, 11, scale=1.0)
+    draws = [_draw_params(seed=seed * 2**29) for seed in range(20_000)]
+    tokens = draw_tokens(logits.expand(len(draws), -1), draws, [7] * len(draws))
+    counts = torch.bincount(torch.tensor(tokens), minlength=11)
+    _assert_follows(counts, logits.softmax(-1)[0])
+
+
+def test_draws_at_neighbouring_positions_are_independent():
+    logits = torch.zeros(1, 3)
+    tokens = draw_tokens(logits.expand(9000, -1), [_draw_params(seed=8)] * 9000, range(9000))
+    pairs = torch.tensor(tokens[::2]) * 3 + torch.tensor(tokens[1::2])
+    _assert_follows(torch.bincount(pairs, minlength=9), torch.full((9,), 1 / 9))
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 7, 64, 200])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.9999, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_kept_tokens_are_those_of_transformers(top_k, top_p, temperature):
+    draw = _draw_params(temperature, top_k, top_p)
+    logits = _random_logits(8, 100, seed=top_k)
+    kept = _kept(logits, [draw] * 8)
+    assert torch.equal(kept, _warped(logits, draw).isfinite())
+
+
+def test_tokens_that_tie_with_the_last_kept_are_kept():
+    logits = torch.tensor([[1.0, 3.0, 1.0, 2.0, -9.0]])
+    assert _kept(logits, [_draw_params(top_k=3)]).tolist() == [[True, True, True, True, False]]
+    assert _kept(torch.zeros(1, 4), [_draw_params(top_p=0.1)]).all()
+
+
+def _kept(logits, draws):
+    """Which tokens the filters leave: `[rows, vocab]` bool."""
+    (chunk,) = sampler.prepare_draws(draws, [0] * len(draws), logits.device)
+    scaled = (logits - logits.amax(-1, keepdim=True)).double() / chunk.temperature
+    return scaled >= sampler._thresholds(scaled, chunk)
+
+
+def test_filtered_draws_stay_within_what_is_kept():
+    logits = _random_logits(1, 300)
+    draw = _draw_params(temperature=2.0, top_k=9, top_p=0.95, seed=11)
+    counts = _counts(logits, draw, 3000)
+    assert torch.equal(counts > 0, _warped(logits, draw).isfinite()[0])
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 259, 33_001])
+def test_a_row_alone_and_in_any_batch_draws_the_same(vocab, monkeypatch):
+    monkeypatch.setattr(sampler, "_CHUNK_ELEMENTS", 3 * vocab)
+    logits = _random_logits(24, vocab, seed=5)
+    draws = [
+        _draw_params((0.0, 0.7, 1.3)[row % 3], (0, 4, 0, 50)[row % 4], (1.0, 0.9)[row % 2], row)
+        for row in range(24)
+    ]
+    positions = [row * 1000 for row in range(24)]
+    alone = [
+        draw_tokens(logits[row : row + 1].clone(), [draws[row]], [positions[row]])[0]
+        for row in range(24)
+    ]
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist()
+    shuffled = draw_tokens(
+        logits[order], [draws[row] for row in order], [positions[row] for row in order]
+    )
+    assert draw_tokens(logits, draws, positions) == alone
+    assert shuffled == [alone[row] for row in order]
+
+
+def test_noise_is_bitwise_the_same_in_any_batch():
+    draws = [_draw_params(seed=seed) for seed in (3, 2**40, 2**64 - 1)]
+    (batch,) = sampler.prepare_draws(draws, [5, 2**20, 0], torch.device("cpu"))
+    together = sampler._gumbel_noise(batch, 1001)
+    for row, part in enumerate(batch.split(1)):
+        assert torch.equal(sampler._gumbel_noise(part, 1001)[0], together[row])
+
+
+def test_noise_depends_on_seed_and_position_and_extends_with_the_vocabulary():
+    draws = [_draw_params(seed=seed) for seed in (1, 1, 2, 1 + 2**32)]
+    (batch,) = sampler.prepare_draws(draws, [9, 10, 9, 9], torch.device("cpu"))
+    noise = sampler._gumbel_noise(batch, 4000)
+    assert noise.isfinite().all()
+    assert len({tuple(row) for row in noise.tolist()}) == 4
+    assert torch.equal(sampler._gumbel_noise(batch, 17), noise[:, :17])
+
+
+def test_extreme_words_give_finite_noise(monkeypatch):
+    extremes = (torch.tensor([[0]]), torch.tensor([[2**32 - 1]])) * 2
+    monkeypatch.setattr(sampler, "philox4x32", lambda _counter, _key: extremes)
+    (batch,) = sampler.prepare_draws([_draw_params()], [0], torch.device("cpu"))
+    noise = sampler._gumbel_noise(batch, 4)
+    assert noise.isfinite().all()
+    assert noise[0, 0] < 0 < noise[0, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 5e-324])
+def test_a_tiny_temperature_draws_the_largest(temperature):
+    logits = torch.tensor([[-3e38, 1.0, 3e38, 2.0]])
+    draws = [_draw_params(temperature, top_k, top_p) for top_k, top_p in ((0, 1.0), (3, 0.9))]
+    assert draw_tokens(logits.expand(2, -1), draws, [0, 0]) == [2, 2]
+
+
+def test_minus_infinity_is_never_drawn():
+    logits = torch.full((1, 40), -math.inf)
+    logits[0, [3, 17]] = 0.0
+    for draw in (_draw_params(), _draw_params(top_k=30), _draw_params(top_p=0.99)):
+        counts = _counts(logits, draw, 400)
+        assert counts.nonzero().flatten().tolist() == [3, 17]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
+def test_a_bad_row_is_none_and_hurts_no_other(bad):
+    logits = _random_logits(6, 50)
+    draws = [_draw_params(0.0), _draw_params(), _draw_params(top_k=5, top_p=0.5)] * 2
+    expected = draw_tokens(logits, draws, range(6))
+    logits[:3] = -math.inf
+    if bad != "all -inf":
+        logits[:3, 20] = bad
+    assert draw_tokens(logits, draws, range(6)) == [None] * 3 + expected[3:]
