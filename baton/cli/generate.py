@@ -1,0 +1,60 @@
+"""`baton generate`: one completion, streamed to the terminal."""
+
+import argparse
+import sys
+from collections.abc import Iterable
+
+from baton.cli.sampling_args import add_sampling_args, sampling_params_from_args
+from baton.client import Client
+from baton.results import CompletionChunk
+
+__all__ = ["add_args", "format_summary", "main", "print_stream"]
+
+DEFAULT_ADDRESS = "127.0.0.1:8000"
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument("prompt", help="the text to complete; - reads it from stdin")
+    parser.add_argument(
+        "--address",
+        default=DEFAULT_ADDRESS,
+        metavar="HOST:PORT",
+        help="the router (default: %(default)s)",
+    )
+    parser.add_argument("--model", default="", help="model to ask for (default: the served one)")
+    parser.add_argument("--timeout-s", type=float, metavar="SECONDS", help="give up after this")
+    add_sampling_args(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Completes a prompt: the text goes to stdout as it comes, the timings to stderr."""
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = sampling_params_from_args(args)
+    with Client(args.address, model=args.model) as client:
+        print_stream(client.stream(prompt, params, timeout_s=args.timeout_s))
+    return 0
+
+
+def print_stream(chunks: Iterable[CompletionChunk]) -> None:
+    """Writes the text of a stream as it comes, then a line of figures to stderr."""
+    for chunk in chunks:
+        print(chunk.text, end="", flush=True)
+        if chunk.finish_reason is not None:
+            print(flush=True)
+            print(format_summary(chunk), file=sys.stderr)
+
+
+def format_summary(last: CompletionChunk) -> str:
+    """Counts and timings of a stream's last chunk, in one line."""
+    usage, timings = last.usage, last.timings
+    assert usage is not None
+    assert timings is not None
+    stages = ("route", "queue", "prefill", "transfer", "load", "first_token", "decode", "total")
+    figures = " | ".join(
+        f"{stage.replace('_', ' ')} {getattr(timings, f'{stage}_ms'):.1f}" for stage in stages
+    )
+    return (
+        f"[{last.finish_reason}; tokens: {usage.prompt_tokens} prompt, "
+        f"{usage.cached_tokens} cached, {usage.completion_tokens} generated; ms: {figures}]"
+    )

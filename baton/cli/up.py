@@ -1,0 +1,111 @@
+"""`baton up`: a whole cluster on this machine, and its demonstration."""
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from contextlib import nullcontext
+
+from baton.cli.generate import DEFAULT_ADDRESS, print_stream
+from baton.client import Client
+from baton.demo import DEMO_PROMPT, demo_model_path
+from baton.sampling_params import SamplingParams
+from baton.up.cluster import ClusterConfig, ClusterPlan, plan_cluster, run_cluster
+from baton.up.embedded_store import embedded_store
+from engine.cli_args import add_engine_args, engine_config_from_args
+
+__all__ = ["add_args", "main"]
+
+_DEFAULT_HOST, _, _DEFAULT_PORT = DEFAULT_ADDRESS.partition(":")
+_DEMO_PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--model", help="checkpoint folder or Hugging Face Hub name (default: the demo model)"
+    )
+    parser.add_argument(
+        "--demo", action="store_true", help="complete a prompt once the cluster is up"
+    )
+    for tier, text in (
+        ("prefill", "prefill workers; 0: decode does both"),
+        ("decode", "decode workers"),
+    ):
+        parser.add_argument(
+            f"--{tier}", type=int, default=1, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--kv-connector",
+        metavar="URL",
+        help="where KV is handed over: shm://NAME, file:///path, redis://host:port/db "
+        "(default: a store in shared memory that goes with the cluster)",
+    )
+    parser.add_argument("--host", default=_DEFAULT_HOST, help="the router's address (%(default)s)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=int(_DEFAULT_PORT),
+        help="the router's port; 0 takes a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=("debug", "info", "warning", "error"),
+        help="of every process (default: %(default)s)",
+    )
+    add_engine_args(parser, omit=("model", "role", "kv_connector"))
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs a router, prefill and decode workers on this machine, and restarts those
+    that die. Ctrl-C stops everything: the router first, then the workers.
+    Engine flags go to every worker.
+    """
+    store = nullcontext(args.kv_connector) if args.kv_connector else embedded_store()
+    with store as kv_connector:
+        plan = plan_cluster(_config_from_args(args, kv_connector))
+        asyncio.run(run_cluster(plan, _write_line, lambda: _greet(plan, args.demo)))
+    return 0
+
+
+def _config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConfig:
+    num_threads = args.num_threads
+    if num_threads is None:
+        num_threads = max(1, (os.cpu_count() or 1) // max(1, args.prefill + args.decode))
+    return ClusterConfig(
+        engine=engine_config_from_args(
+            args,
+            model=args.model or str(demo_model_path()),
+            kv_connector=kv_connector,
+            num_threads=num_threads,
+        ),
+        num_prefill=args.prefill,
+        num_decode=args.decode,
+        host=args.host,
+        port=args.port,
+        log_level=args.log_level,
+    )
+
+
+def _write_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+async def _greet(plan: ClusterPlan, with_demo: bool) -> None:
+    """Says where everything listens, after a first completion if asked."""
+    if with_demo:
+        await asyncio.to_thread(_stream_demo, plan.router.address)
+    for server in (plan.router, *plan.workers):
+        print(f"{server.spec.name:<10} {server.address}")
+    prompt = shlex.quote(DEMO_PROMPT)
+    print(f"\nTry it:\n  baton generate {prompt} --address {plan.router.address}")
+    print("Ctrl-C stops everything.", flush=True)
+
+
+def _stream_demo(address: str) -> None:
+    print(f"{DEMO_PROMPT}", end="", flush=True)
+    with Client(address) as client:
+        print_stream(client.stream(DEMO_PROMPT, _DEMO_PARAMS, timeout_s=120))
+    print()

@@ -1,0 +1,140 @@
+"""What `Client`, `AsyncClient` and `LLM` return: frozen plain data."""
+
+from dataclasses import dataclass
+
+__all__ = ["Completion", "CompletionChunk", "Generation", "ModelDescription", "Timings", "Usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `cached_tokens` are the prompt tokens whose
+    KV was found and not computed.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a request's time went, in milliseconds; see `baton.v1.Timings`.
+
+    Stages that a request did not pass are 0.
+    """
+
+    route_ms: float = 0.0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    load_ms: float = 0.0
+    first_token_ms: float = 0.0
+    decode_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One candidate.
+
+    Attributes:
+        index: the candidate's number, from 0.
+        text: the text of the tokens, cut before a matched stop text.
+        token_ids: every generated token, the stopping one included.
+        finish_reason: "stop", "length" or "aborted".
+        matched_stop: the stop text, or the id of the stop or end-of-sequence
+            token, that ended it; None otherwise.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    matched_stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished request. `text`, `token_ids`, `finish_reason` and
+    `matched_stop` are those of its first candidate.
+
+    Attributes:
+        request_id: the request's name.
+        outputs: the candidates, by index.
+        usage: token counts.
+        timings: where the time went.
+        prompt_token_ids: the prompt; None where it went to a server as text.
+    """
+
+    request_id: str
+    outputs: tuple[Completion, ...]
+    usage: Usage
+    timings: Timings
+    prompt_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """The first candidate's text."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first candidate's tokens."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first candidate ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """What stopped the first candidate."""
+        return self.outputs[0].matched_stop
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionChunk:
+    """A piece of one candidate, as it is generated.
+
+    Attributes:
+        request_id: the request's name.
+        index: the candidate's number, from 0.
+        text: text since the chunk before; lags behind `token_ids` while a
+            character or a stop text is incomplete.
+        token_ids: tokens since the chunk before.
+        finish_reason: set on the last chunk, as are `usage` and `timings`.
+        matched_stop: as in `Completion`; on the last chunk.
+        usage: token counts.
+        timings: where the time went.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    matched_stop: str | int | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """The served model; see `baton.v1.GetModelResponse`.
+
+    Attributes:
+        name: as requests give it.
+        max_model_len: the most prompt and generated tokens together.
+        vocab_size: token ids are below it.
+        eos_token_ids: ids that end a generation unless `ignore_eos` is set.
+        block_size: tokens in one KV block.
+        namespace: hex digest of everything KV bytes depend on.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    namespace: str

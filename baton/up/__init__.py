@@ -1,0 +1,1 @@
+"""`baton up`: a cluster on one machine, whose processes this package supervises."""

@@ -1,0 +1,158 @@
+"""`SupervisedProcess`: one child process that is kept running until told to stop."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["ProcessSpec", "RestartPolicy", "SupervisedProcess"]
+
+_READ_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """A process to run: `python -m module arguments...`, called `name` in the log."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When a process that died starts again, and how long one may take to stop.
+
+    The delay doubles from `first_delay_s` to `max_delay_s` with each death, and
+    starts over once a process has lived for `settled_after_s`.
+    """
+
+    first_delay_s: float = 0.5
+    max_delay_s: float = 10.0
+    settled_after_s: float = 60.0
+    stop_grace_s: float = 10.0
+
+
+class SupervisedProcess:
+    """Runs a process, copies its output line by line, restarts it when it dies.
+
+    Args:
+        spec: what to run.
+        write_line: takes each line of output, prefixed with the process's name.
+        policy: delays.
+
+    Attributes:
+        pid: of the process running now; None between two.
+        died: set when the process has ended unasked, once or more.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        write_line: Callable[[str], None],
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self.spec = spec
+        self.pid: int | None = None
+        self.died = asyncio.Event()
+        self._write_line = write_line
+        self._policy = policy or RestartPolicy()
+        self._stopping = asyncio.Event()
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts the process and its supervision."""
+        self._keeper = asyncio.create_task(self._keep_running(), name=self.spec.name)
+
+    async def stop(self) -> None:
+        """Ends the process with SIGTERM, after the grace period with SIGKILL. Idempotent."""
+        self._stopping.set()
+        if self._keeper is not None:
+            await self._keeper
+
+    def kill(self) -> None:
+        """Ends the process now; it starts again unless `stop` was called."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _keep_running(self) -> None:
+        delay_s = self._policy.first_delay_s
+        while True:
+            started_at = time.monotonic()
+            code = await self._run_once()
+            if self._stopping.is_set():
+                return
+            self.died.set()
+            if time.monotonic() - started_at > self._policy.settled_after_s:
+                delay_s = self._policy.first_delay_s
+            self._log(f"ended with status {code}")
+            await self._wait_for_stop(delay_s)
+            if self._stopping.is_set():
+                return
+            self._log("starting again")
+            delay_s = min(2 * delay_s, self._policy.max_delay_s)
+
+    async def _run_once(self) -> int | None:
+        """Runs the process until it ends or `stop` is called; its exit status."""
+        process = await self._spawn()
+        self._process, self.pid = process, process.pid
+        ending = asyncio.create_task(process.wait())
+        stopping = asyncio.create_task(self._stopping.wait())
+        copying = asyncio.create_task(self._copy_output(process))
+        await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not ending.done():
+            await self._terminate(process, ending)
+        self.pid = None
+        await copying
+        return process.returncode
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "baton.up.child",
+            str(os.getpid()),
+            self.spec.module,
+            *self.spec.arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # Ctrl-C in the terminal must reach the supervisor alone, which stops in order.
+            start_new_session=True,
+        )
+
+    async def _terminate(
+        self, process: asyncio.subprocess.Process, ending: "asyncio.Task[int]"
+    ) -> None:
+        process.terminate()
+        await asyncio.wait({ending}, timeout=self._policy.stop_grace_s)
+        if not ending.done():
+            self._log(f"did not end within {self._policy.stop_grace_s:g} s; killed")
+            process.kill()
+            await ending
+
+    async def _wait_for_stop(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        pending = b""
+        while chunk := await process.stdout.read(_READ_BYTES):
+            *lines, pending = (pending + chunk).replace(b"\r", b"\n").split(b"\n")
+            if len(pending) > _MAX_LINE_BYTES:
+                lines, pending = [*lines, pending], b""
+            for line in lines:
+                self._log(line.decode(errors="replace"))
+        self._log(pending.decode(errors="replace"))
+
+    def _log(self, line: str) -> None:
+        if line.strip():
+            self._write_line(f"{self.spec.name} | {line.rstrip()}")

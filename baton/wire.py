@@ -1,0 +1,158 @@
+"""Between the public Python types and `baton.v1` messages: pure functions.
+
+`Client` and `AsyncClient` share them, so that both speak the same wire.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TypedDict
+
+from baton.errors import InternalError, InvalidArgumentError
+from baton.results import (
+    Completion,
+    CompletionChunk,
+    Generation,
+    ModelDescription,
+    Timings,
+    Usage,
+)
+from baton.sampling_params import SamplingParams
+from baton.v1 import common_pb2, generation_pb2
+
+__all__ = ["RequestOptions", "build_request", "parse_chunk", "parse_generation", "parse_model"]
+
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORTED: "aborted",
+}
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say besides its prompt and sampling parameters.
+
+    Attributes:
+        request_id: names the request in logs; default: the router makes one.
+        priority: larger is scheduled first; default 0.
+        cache_salt: requests share cached prefixes only under the same salt.
+    """
+
+    request_id: str
+    priority: int
+    cache_salt: str
+
+
+def build_request(
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    model: str,
+    *,
+    request_id: str = "",
+    priority: int = 0,
+    cache_salt: str = "",
+) -> generation_pb2.GenerateRequest:
+    """The message that asks for a completion.
+
+    Raises:
+        InvalidArgumentError: a value that the message cannot hold.
+    """
+    try:
+        request = generation_pb2.GenerateRequest(
+            request_id=request_id,
+            model=model,
+            sampling=common_pb2.SamplingParams(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                seed=params.seed,
+            ),
+            stopping=common_pb2.StoppingParams(
+                max_tokens=params.max_tokens,
+                stop=params.stop,
+                stop_token_ids=params.stop_token_ids,
+                ignore_eos=params.ignore_eos,
+            ),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        _set_prompt(request, prompt)
+    except ValueError as error:  # out of the field's range, or a lone surrogate
+        raise InvalidArgumentError(f"the request cannot be sent: {error}") from error
+    return request
+
+
+def _set_prompt(request: generation_pb2.GenerateRequest, prompt: str | Sequence[int]) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        # An empty list must still say which kind of prompt it is.
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(prompt)
+
+
+def parse_generation(
+    response: generation_pb2.GenerateResponse, prompt: str | Sequence[int]
+) -> Generation:
+    """The public form of a whole completion of `prompt`."""
+    if not response.completions:
+        raise InternalError("the server answered without a completion")
+    return Generation(
+        request_id=response.request_id,
+        outputs=tuple(
+            Completion(
+                index=completion.index,
+                text=completion.text,
+                token_ids=tuple(completion.token_ids),
+                finish_reason=_FINISH_REASONS.get(completion.finish_reason, "unknown"),
+                matched_stop=_parse_matched_stop(completion.matched_stop),
+            )
+            for completion in response.completions
+        ),
+        usage=_parse_usage(response.usage),
+        timings=_parse_timings(response.timings),
+        prompt_token_ids=None if isinstance(prompt, str) else tuple(prompt),
+    )
+
+
+def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionChunk:
+    """The public form of a piece of a stream."""
+    is_last = response.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+    return CompletionChunk(
+        request_id=response.request_id,
+        index=response.index,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        finish_reason=_FINISH_REASONS.get(response.finish_reason, "unknown") if is_last else None,
+        matched_stop=_parse_matched_stop(response.matched_stop),
+        usage=_parse_usage(response.usage) if is_last else None,
+        timings=_parse_timings(response.timings) if is_last else None,
+    )
+
+
+def parse_model(response: generation_pb2.GetModelResponse) -> ModelDescription:
+    """The public form of a model's description."""
+    return ModelDescription(
+        name=response.model,
+        max_model_len=response.max_model_len,
+        vocab_size=response.vocab_size,
+        eos_token_ids=tuple(response.eos_token_ids),
+        block_size=response.block_size,
+        namespace=response.namespace,
+    )
+
+
+def _parse_matched_stop(stop: common_pb2.MatchedStop) -> str | int | None:
+    match stop.WhichOneof("match"):
+        case "text":
+            return stop.text
+        case "token_id":
+            return stop.token_id
+    return None
+
+
+def _parse_usage(usage: common_pb2.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+
+
+def _parse_timings(timings: common_pb2.Timings) -> Timings:
+    return Timings(**{stage.name: getattr(timings, stage.name) for stage in fields(Timings)})
