@@ -1,0 +1,1 @@
+"""The decode tier's server: takes handed-over KV and generates tokens."""

@@ -1,0 +1,177 @@
+"""`RouterSession`: one router's Connect stream, without gRPC.
+
+A reader handles commands in the order they come. Each response takes whatever
+is pending, at most one output per request; so there is one response per
+engine step while the router keeps up, and a lagging router gets the tokens of
+several steps in one.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
+
+from baton.errors import BatonError, InternalError, InvalidArgumentError
+from baton.v1 import decode_pb2
+from engine.async_engine import AsyncEngine
+from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.wire import (
+    check_namespace,
+    engine_request,
+    finish_reason_to_proto,
+    merge_outputs,
+    timings_to_proto,
+)
+from kvstore.handoff_proto import handoff_from_proto
+from rpc.errors import to_worker_error
+
+__all__ = ["RouterSession"]
+
+_LOGGER = logging.getLogger("baton.decode")
+_MAX_PENDING_REFUSALS = 1024
+
+Commands = AsyncIterator[decode_pb2.ConnectRequest]
+
+
+class RouterSession:
+    """Runs one router's requests on an engine.
+
+    Args:
+        engine: a started engine of role decode.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        # By request id. The value tells a request from an earlier one of the same id.
+        self._live: dict[str, EngineRequest] = {}
+        self._pending: dict[str, RequestOutput] = {}
+        self._num_refusals = 0
+        self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._is_closing = False
+
+    async def responses(
+        self, commands: Commands
+    ) -> AsyncGenerator[decode_pb2.ConnectResponse, None]:
+        """Serves the stream to its end; to be closed by the caller.
+
+        It ends when the router has sent its last command, or `close` was
+        called, and every request has ended. If it ends otherwise (the router
+        is gone, bytes that are no command), its requests are aborted.
+        """
+        reader = asyncio.create_task(self._read(commands))
+        reader.add_done_callback(lambda _: self._changed.set())
+        try:
+            while not self._is_over(reader):
+                await self._changed.wait()
+                self._changed.clear()
+                if self._pending:
+                    yield self._take_pending()
+        finally:
+            self._engine.abort(list(self._live))
+            self._live.clear()
+            reader.cancel()
+
+    def close(self) -> None:
+        """Takes no more commands; `responses` ends once every request has ended and been told."""
+        self._is_closing = True
+        self._changed.set()
+
+    def _is_over(self, reader: "asyncio.Task[None]") -> bool:
+        if reader.done():
+            reader.result()  # raises what ended the reader, if it was not the stream's end
+        return (reader.done() or self._is_closing) and not self._live and not self._pending
+
+    # Commands.
+
+    async def _read(self, commands: Commands) -> None:
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "start":
+                    self._start(command.start)
+                case "cancel":
+                    self._cancel(command.cancel.request_id)
+                case _:
+                    raise InvalidArgumentError("command is unset; set one of start, cancel")
+            while self._num_refusals >= _MAX_PENDING_REFUSALS:
+                self._taken.clear()
+                await self._taken.wait()
+
+    def _start(self, start: decode_pb2.StartDecode) -> None:
+        request_id = start.request.request_id
+        if request_id in self._live or request_id in self._pending:
+            self._end_duplicate(request_id)
+            return
+        try:
+            request = _engine_request(start, self._engine.namespace)
+            self._live[request_id] = request
+            self._engine.submit(request, partial(self._on_output, request))
+        except BatonError as error:
+            self._refuse(request_id, error)
+        except Exception:
+            _LOGGER.exception("start failed request_id=%s", ascii(request_id))
+            self._refuse(request_id, InternalError("internal error"))
+
+    def _cancel(self, request_id: str) -> None:
+        if self._live.pop(request_id, None) is not None:
+            self._engine.abort([request_id])
+        self._pending.pop(request_id, None)
+
+    def _end_duplicate(self, request_id: str) -> None:
+        """Ends the running request too: the router could not tell their tokens apart."""
+        self._cancel(request_id)
+        error = InvalidArgumentError.for_field(
+            "request_id", request_id, "unique among this stream's running requests"
+        )
+        self._refuse(request_id, error)
+
+    def _refuse(self, request_id: str, error: BatonError) -> None:
+        self._live.pop(request_id, None)
+        self._num_refusals += 1
+        self._pending[request_id] = RequestOutput(
+            request_id=request_id, finish_reason=FinishReason.ERROR, error=error
+        )
+        self._changed.set()
+
+    # Outputs.
+
+    def _on_output(self, request: EngineRequest, output: RequestOutput) -> None:
+        """Called on the event loop; all outputs of a step before the next response is made."""
+        request_id = request.request_id
+        if self._live.get(request_id) is not request:
+            return  # cancelled; this output was under way
+        if output.finish_reason is not None:
+            del self._live[request_id]
+        self._pending[request_id] = merge_outputs(self._pending.get(request_id), output)
+        self._changed.set()
+
+    def _take_pending(self) -> decode_pb2.ConnectResponse:
+        outputs, self._pending = self._pending, {}
+        self._num_refusals = 0
+        self._taken.set()
+        messages = [_output_message(output) for output in outputs.values()]
+        return decode_pb2.ConnectResponse(outputs=messages)
+
+
+def _engine_request(start: decode_pb2.StartDecode, namespace: bytes) -> EngineRequest:
+    check_namespace(start.request.namespace, namespace)
+    if start.timeout_ms < 1:
+        raise InvalidArgumentError.for_field("timeout_ms", start.timeout_ms, ">= 1")
+    return engine_request(
+        start.request,
+        deadline=time.monotonic() + start.timeout_ms / 1000,
+        output_token_ids=start.output_token_ids,
+        handoff=handoff_from_proto(start.handoff) if start.HasField("handoff") else None,
+    )
+
+
+def _output_message(output: RequestOutput) -> decode_pb2.DecodeOutput:
+    return decode_pb2.DecodeOutput(
+        request_id=output.request_id,
+        token_ids=output.token_ids,
+        finish_reason=finish_reason_to_proto(output.finish_reason),
+        error=None if output.error is None else to_worker_error(output.error),
+        cached_tokens=output.cached_tokens,
+        timings=timings_to_proto(output.timings),
+    )

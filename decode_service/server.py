@@ -1,0 +1,42 @@
+"""Wires a decode replica: engine, servicers, server."""
+
+import argparse
+
+from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from decode_service.config import DecodeConfig, add_args, config_from_args
+from decode_service.servicer import DecodeServicer
+from engine.async_engine import AsyncEngine
+from engine.worker import EngineWorker
+from rpc.process import run_process
+from rpc.server import RpcServer, serve
+from rpc.worker_tier import WorkerTier
+
+__all__ = ["SERVICE_NAMES", "add_args", "main", "run"]
+
+SERVICE_NAMES: tuple[str, ...] = (
+    decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,
+    worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
+)
+
+
+async def run(config: DecodeConfig) -> None:
+    """Serves until SIGTERM or SIGINT, then drains.
+
+    Raises:
+        ConfigurationError: the checkpoint, a flag, the connector or the address is bad.
+    """
+
+    async def start(server: RpcServer) -> WorkerTier:
+        engine = await AsyncEngine.start(config.engine)
+        servicer = DecodeServicer(engine)
+        server.add_servicer(decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
+        return WorkerTier(
+            EngineWorker(engine, worker_pb2.WORKER_ROLE_DECODE), server, flush=servicer.close
+        )
+
+    await serve(config.server, SERVICE_NAMES, start)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs one decode replica: takes handed-over KV and streams tokens to routers."""
+    return run_process("baton decode", args.log_level, lambda: run(config_from_args(args)))

@@ -1,0 +1,53 @@
+"""`DecodeServicer`: DecodeService over an engine of role decode."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from baton.v1 import decode_pb2, decode_pb2_grpc
+from decode_service.router_session import RouterSession
+from engine.async_engine import AsyncEngine
+
+__all__ = ["DecodeServicer"]
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Generates tokens; see `protos/baton/v1/decode.proto`.
+
+    Args:
+        engine: a started engine of role decode.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._sessions: set[RouterSession] = set()
+        self._all_ended = asyncio.Event()
+
+    async def Connect(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[decode_pb2.ConnectRequest], context: Any
+    ) -> AsyncIterator[decode_pb2.ConnectResponse]:
+        """Serves one router."""
+        session = RouterSession(self._engine)
+        self._sessions.add(session)
+        try:
+            async with aclosing(session.responses(request_iterator)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            self._sessions.discard(session)
+            if not self._sessions:
+                self._all_ended.set()
+
+    async def close(self, timeout_s: float) -> None:
+        """Ends each stream once its requests have ended and been told, or at the timeout."""
+        self._all_ended.clear()
+        for session in self._sessions:
+            session.close()
+        if not self._sessions:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_ended.wait()
+        except TimeoutError:
+            pass

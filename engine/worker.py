@@ -1,0 +1,67 @@
+"""`EngineWorker`: an engine as a server sees it (`rpc.worker.Worker`)."""
+
+import uuid
+from collections.abc import Sequence
+
+from baton import __version__
+from baton.v1 import worker_pb2
+from engine.async_engine import AsyncEngine
+from engine.wire import load_to_proto
+
+__all__ = ["EngineWorker"]
+
+
+class EngineWorker:
+    """Describes and steers one engine.
+
+    Args:
+        engine: the engine.
+        role: the tier it serves.
+
+    Attributes:
+        info: what it serves; the worker id in it is drawn here.
+    """
+
+    def __init__(self, engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType") -> None:
+        self.info = _describe(engine, role)
+        self._engine = engine
+
+    def load(self) -> worker_pb2.WorkerLoad:
+        """The engine's load as of its last step."""
+        return load_to_proto(self._engine.load())
+
+    def abort(self, request_ids: Sequence[str]) -> int:
+        """Ends requests with ABORTED; returns how many were live."""
+        return self._engine.abort(request_ids, notify=True)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuses new requests, waits for the running; returns how many remain."""
+        return await self._engine.drain(timeout_s)
+
+    async def wait_failed(self) -> BaseException:
+        """Returns the cause when the engine has died."""
+        return await self._engine.wait_failed()
+
+    async def close(self) -> None:
+        """Stops the engine."""
+        await self._engine.close()
+
+
+def _describe(
+    engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType"
+) -> worker_pb2.GetInfoResponse:
+    config, info = engine.config, engine.info
+    return worker_pb2.GetInfoResponse(
+        worker_id=uuid.uuid4().hex,
+        role=role,
+        model=config.model_name,
+        namespace=engine.namespace,
+        block_size=info.layout.block_size,
+        num_blocks=engine.num_blocks,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        max_num_seqs=config.max_num_seqs,
+        kv_connector=(config.kv_connector or "").partition(":")[0],
+        version=__version__,
+    )

@@ -1,0 +1,38 @@
+"""`PrefillConfig` and its flags."""
+
+import argparse
+from dataclasses import dataclass
+
+from engine.cli_args import add_engine_args, engine_config_from_args
+from engine.config import EngineConfig
+from rpc.server_config import ServerConfig, add_server_args, server_config_from_args
+
+__all__ = ["PrefillConfig", "add_args", "config_from_args"]
+
+DEFAULT_PORT = 50061
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """Where a prefill server listens, and its engine."""
+
+    server: ServerConfig
+    engine: EngineConfig
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a prefill server."""
+    add_server_args(parser, default_port=DEFAULT_PORT)
+    add_engine_args(parser, omit=("role", "kv_load_failure_policy"))
+
+
+def config_from_args(args: argparse.Namespace) -> PrefillConfig:
+    """The config that parsed flags describe.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+    return PrefillConfig(
+        server=server_config_from_args(args),
+        engine=engine_config_from_args(args, role="prefill"),
+    )

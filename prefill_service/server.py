@@ -1,0 +1,40 @@
+"""Wires a prefill replica: engine, servicers, server."""
+
+import argparse
+
+from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
+from engine.async_engine import AsyncEngine
+from engine.worker import EngineWorker
+from prefill_service.config import PrefillConfig, add_args, config_from_args
+from prefill_service.servicer import PrefillServicer
+from rpc.process import run_process
+from rpc.server import RpcServer, serve
+from rpc.worker_tier import WorkerTier
+
+__all__ = ["SERVICE_NAMES", "add_args", "main", "run"]
+
+SERVICE_NAMES: tuple[str, ...] = (
+    prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
+    worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
+)
+
+
+async def run(config: PrefillConfig) -> None:
+    """Serves until SIGTERM or SIGINT, then drains.
+
+    Raises:
+        ConfigurationError: the checkpoint, a flag, the connector or the address is bad.
+    """
+
+    async def start(server: RpcServer) -> WorkerTier:
+        engine = await AsyncEngine.start(config.engine)
+        servicer = PrefillServicer(engine)
+        server.add_servicer(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, servicer)
+        return WorkerTier(EngineWorker(engine, worker_pb2.WORKER_ROLE_PREFILL), server)
+
+    await serve(config.server, SERVICE_NAMES, start)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs one prefill replica: computes prompts and hands their KV over through the connector."""
+    return run_process("baton prefill", args.log_level, lambda: run(config_from_args(args)))

@@ -1,0 +1,82 @@
+"""Baton's errors on the wire and back.
+
+BatonError  <->  grpc status          between any client and server
+BatonError  <->  baton.v1.WorkerError inside DecodeService.Connect
+"""
+
+from typing import cast
+
+import grpc
+
+from baton.errors import (
+    AbortedError,
+    BatonError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from baton.v1 import decode_pb2
+
+__all__ = [
+    "from_rpc_error",
+    "from_worker_error",
+    "status_of_number",
+    "to_status",
+    "to_worker_error",
+]
+
+_ERRORS: tuple[type[BatonError], ...] = (
+    AbortedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+_ERROR_BY_STATUS = {grpc.StatusCode[error.code]: error for error in _ERRORS}
+_STATUS_BY_NUMBER: dict[int, grpc.StatusCode] = {
+    status.value[0]: status for status in grpc.StatusCode
+}
+
+
+def status_of_number(number: int) -> grpc.StatusCode:
+    """The status with a canonical code number; UNKNOWN for a number that has none."""
+    return _STATUS_BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN)
+
+
+def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
+    """The status and message that tell a caller of `error`."""
+    return grpc.StatusCode[error.code], error.message
+
+
+def from_rpc_error(error: grpc.RpcError) -> BatonError:
+    """The error behind a failed call of grpc or grpc.aio, its message kept."""
+    call = cast("grpc.Call", error)  # what grpc raises is both; its types do not say so
+    return _error_of(call.code(), call.details() or "")
+
+
+def to_worker_error(error: BatonError) -> decode_pb2.WorkerError:
+    """The failure of one request of a Connect stream."""
+    status, message = to_status(error)
+    return decode_pb2.WorkerError(code=status.value[0], message=message)
+
+
+def from_worker_error(error: decode_pb2.WorkerError) -> BatonError:
+    """The error behind the failure of one request of a Connect stream."""
+    return _error_of(status_of_number(error.code), error.message)
+
+
+def _error_of(status: grpc.StatusCode, message: str) -> BatonError:
+    """Statuses that Baton never sends (UNIMPLEMENTED, UNKNOWN ...) are bugs: INTERNAL."""
+    known = _ERROR_BY_STATUS.get(status)
+    if known is None:
+        return InternalError(f"{status.name}: {message}")
+    return known(message or status.name)

@@ -1,0 +1,80 @@
+"""`HealthServicer`: grpc.health.v1 for one server.
+
+grpcio-health-checking brings a servicer too; there, when one of several
+watchers of a service leaves, the others miss every later change.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from baton.errors import NotFoundError
+
+__all__ = ["HEALTH_SERVICE_NAME", "HealthServicer"]
+
+HEALTH_SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # untyped
+    """All services of a server share one status; "" names the server itself.
+
+    Args:
+        service_names: full names of the services, say `baton.v1.WorkerService`.
+    """
+
+    def __init__(self, service_names: Iterable[str]) -> None:
+        self._service_names = frozenset(("", *service_names))
+        self._is_serving = False
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the answer is SERVING."""
+        return self._is_serving
+
+    def set_serving(self, is_serving: bool) -> None:
+        """Changes the status and tells watchers. Ignored after `close`."""
+        if self._is_closed or is_serving == self._is_serving:
+            return
+        self._is_serving = is_serving
+        self._notify()
+
+    def close(self) -> None:
+        """NOT_SERVING from now on; watchers are told and their streams end."""
+        self.set_serving(False)
+        self._is_closed = True
+        self._notify()
+
+    async def Check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: N802 - gRPC's name
+        """The status now; NOT_FOUND for a service this server has not."""
+        if request.service not in self._service_names:
+            raise NotFoundError(f"service {request.service!r} is not served here")
+        return HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(  # noqa: N802 - gRPC's name
+        self, request: HealthCheckRequest, context: Any
+    ) -> AsyncIterator[HealthCheckResponse]:
+        """The status now and after each change; SERVICE_UNKNOWN for one not served."""
+        sent = None
+        while True:
+            changed, status = self._changed, self._status(request.service)
+            if status != sent:
+                yield HealthCheckResponse(status=status)
+                sent = status
+            if self._is_closed:
+                return
+            await changed.wait()
+
+    def _status(self, service: str) -> "HealthCheckResponse.ServingStatus":
+        if service not in self._service_names:
+            return HealthCheckResponse.SERVICE_UNKNOWN
+        return HealthCheckResponse.SERVING if self._is_serving else HealthCheckResponse.NOT_SERVING
+
+    def _notify(self) -> None:
+        """Each change has an event of its own, which all its watchers see."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,179 @@
+"""`CallInterceptor`: what every call of every Baton server has in common.
+
+- Requests that are no valid message (torn bytes, invalid UTF-8) end in
+  INVALID_ARGUMENT. Left alone, grpc.aio calls them UNKNOWN.
+- A `BatonError` becomes its status. Any other exception is logged under the
+  request's id and becomes INTERNAL without its text.
+- One log line per call.
+
+Behaviours are coroutine functions or async generator functions; a generator
+is closed before its call ends, so its `finally` runs at once on a cancel.
+"""
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+
+from baton.errors import BatonError, InvalidArgumentError
+from rpc.errors import status_of_number, to_status
+
+__all__ = ["CallInterceptor", "request_id_of"]
+
+_LOGGER = logging.getLogger("baton.rpc")
+_QUIET_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+_LONGEST_LOGGED_ID = 128
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
+
+# By (request is a stream, response is a stream).
+_HANDLER_FACTORIES: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Maps errors and logs calls; see the module."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler of one call; None, for a method unknown, stays None."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        return _guarded_handler(handler, str(handler_call_details.method))
+
+
+def request_id_of(message: Any) -> str:
+    """The request id a message carries, itself or in its `request`; "" if none."""
+    request_id = getattr(getattr(message, "request", message), "request_id", "")
+    return str(request_id)[:_LONGEST_LOGGED_ID]
+
+
+def _guarded_handler(handler: Any, method: str) -> Any:
+    kind, factory = _HANDLER_FACTORIES[handler.request_streaming, handler.response_streaming]
+    behaviour = _as_coroutine_function(getattr(handler, kind))
+    deserialize = _strict(handler.request_deserializer)
+    if handler.request_streaming:
+        # Bad bytes surface where the behaviour reads its requests.
+        guarded, deserializer = _guard_stream(behaviour, method), deserialize
+    else:
+        # grpc.aio would answer bad bytes itself; so it passes them through to us.
+        guarded, deserializer = _guard_unary(behaviour, method, deserialize), None
+    return factory(
+        guarded,
+        request_deserializer=deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _guard_unary(behaviour: Behaviour, method: str, deserialize: Callable[[bytes], Any]) -> Any:
+    async def guarded(request_bytes: bytes, context: Context) -> Any:
+        async with _guard(_Call(method, context)) as call:
+            request = deserialize(request_bytes)
+            call.request_id = request_id_of(request)
+            return await behaviour(request, context)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Behaviour, method: str) -> Any:
+    async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
+        async with _guard(_Call(method, context)):
+            return await behaviour(requests, context)
+
+    return guarded
+
+
+def _as_coroutine_function(behaviour: Any) -> Behaviour:
+    """Turns a generator of responses into a coroutine that writes them."""
+    if not inspect.isasyncgenfunction(behaviour):
+        return behaviour  # type: ignore[no-any-return]
+
+    async def write_all(request: Any, context: Context) -> None:
+        async with aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return write_all
+
+
+def _strict(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    def deserialize_strictly(data: bytes) -> Any:
+        if deserialize is None:
+            return data
+        try:
+            return deserialize(data)
+        except Exception as error:  # protobuf's parsers raise types of their own
+            raise InvalidArgumentError(
+                "the request is not a valid message: torn bytes, or a string that is not UTF-8"
+            ) from error
+
+    return deserialize_strictly
+
+
+class _Call:
+    """One call, for its log line."""
+
+    def __init__(self, method: str, context: Context) -> None:
+        self.method = method
+        self.context = context
+        self.request_id = ""
+        self.status: grpc.StatusCode | None = None
+        self._start = time.monotonic()
+
+    def log(self) -> None:
+        quiet = self.method.startswith(_QUIET_SERVICES)
+        status = self.status or status_of_number(_number(self.context.code()))
+        _LOGGER.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "call method=%s code=%s duration_ms=%.1f peer=%s request_id=%s",
+            self.method,
+            status.name,
+            (time.monotonic() - self._start) * 1000,
+            self.context.peer(),
+            ascii(self.request_id),
+        )
+
+
+@asynccontextmanager
+async def _guard(call: _Call) -> AsyncIterator[_Call]:
+    try:
+        yield call
+    except asyncio.CancelledError:
+        call.status = _cancel_status(call.context)
+        raise
+    except grpc.aio.AbortError:
+        raise  # the behaviour has set a status itself
+    except BatonError as error:
+        await call.context.abort(*to_status(error))
+    except Exception:
+        _LOGGER.exception("failed method=%s request_id=%s", call.method, ascii(call.request_id))
+        await call.context.abort(
+            grpc.StatusCode.INTERNAL, f"internal error; request_id={call.request_id!a}"
+        )
+    finally:
+        call.log()
+
+
+def _cancel_status(context: Context) -> grpc.StatusCode:
+    remaining = context.time_remaining()
+    expired = remaining is not None and remaining <= 0
+    return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
+
+
+def _number(code: Any) -> int:
+    """`context.code()` is a number, a StatusCode or None, depending on who set it."""
+    return code.value[0] if isinstance(code, grpc.StatusCode) else int(code or 0)

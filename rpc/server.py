@@ -1,0 +1,256 @@
+"""The life of a server process, the same for the router and both tiers.
+
+1. Listen; health answers NOT_SERVING and every other call UNAVAILABLE.
+2. Start the service (load a model, find replicas), which may take minutes.
+3. The service says when it is ready; health answers SERVING.
+4. The first SIGTERM or SIGINT: NOT_SERVING, drain. A second one cuts it short.
+5. Stop the server, close the service.
+
+A service that dies says so (`RpcServer.fail`); the process then ends with its
+error, for whoever supervises it to start anew.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.errors import ConfigurationError, UnavailableError
+from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
+from rpc.interceptors import CallInterceptor
+from rpc.options import SERVER_OPTIONS
+from rpc.server_config import ServerConfig
+
+__all__ = ["RpcServer", "Service", "serve"]
+
+_LOGGER = logging.getLogger("baton.rpc")
+_STOP_GRACE_S = 2.0  # for answers under way after the drain; streams that never end are cut
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_Result = TypeVar("_Result")
+
+
+class Service(Protocol):
+    """What a server serves once started."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new work and returns when the running work has ended, or at the timeout."""
+
+    async def close(self) -> None:
+        """Releases everything. Called after the server has stopped."""
+
+
+ServiceStarter = Callable[["RpcServer"], Coroutine[Any, Any, Service]]
+"""Starts the service, adds its servicers to the `RpcServer` and says when it is ready."""
+
+
+class _HandlerTable(grpc.GenericRpcHandler):
+    """Method handlers that may be added after the server has started.
+
+    Takes the place of the server in the generated `add_…Servicer_to_server`.
+    Until the first is added, calls of the named services are UNAVAILABLE.
+    """
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self._service_names = frozenset(service_names)
+        self._handlers: list[grpc.GenericRpcHandler] = []
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Adds the handlers of one service."""
+        self._handlers.extend(handlers)
+
+    def add_registered_method_handlers(self, service_name: str, handlers: Any) -> None:
+        """The generated code gives the same handlers here again."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The handler of a method; None for a method nobody has."""
+        if not self._handlers and self._is_expected(str(handler_call_details.method)):
+            # On the wire a call of any arity is a stream of requests and responses.
+            return grpc.stream_stream_rpc_method_handler(_refuse)
+        found = (handler.service(handler_call_details) for handler in self._handlers)
+        return next((handler for handler in found if handler is not None), None)
+
+    def _is_expected(self, method: str) -> bool:
+        return method.strip("/").partition("/")[0] in self._service_names
+
+
+async def _refuse(requests: Any, context: Any) -> None:
+    raise UnavailableError("the server is starting")
+
+
+class RpcServer:
+    """A grpc.aio server with health, reflection and Baton's interceptor.
+
+    Args:
+        config: where to listen.
+        service_names: full names of the services to come, say
+            `baton.v1.WorkerService`; known to health and reflection at once.
+
+    Attributes:
+        port: the bound port, once listening.
+    """
+
+    def __init__(self, config: ServerConfig, service_names: Sequence[str]) -> None:
+        self._handlers = _HandlerTable(service_names)
+        self.port = 0
+        self._config = config
+        self._health = HealthServicer(service_names)
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._server = grpc.aio.server(interceptors=[CallInterceptor()], options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((self._handlers,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflected = (*service_names, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, self._server)
+
+    @property
+    def address(self) -> str:
+        """`host:port`, once listening."""
+        host = self._config.host
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    def add_servicer(self, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
+        """Adds a servicer, before or after `listen`.
+
+        Args:
+            add_to_server: the generated `add_…Servicer_to_server`.
+            servicer: what it adds.
+        """
+        add_to_server(servicer, self._handlers)
+
+    async def listen(self) -> None:
+        """Binds and answers: health NOT_SERVING, everything else UNAVAILABLE.
+
+        Raises:
+            ConfigurationError: the address cannot be bound or the port file not written.
+        """
+        self.port = self._config.port
+        try:
+            self.port = self._server.add_insecure_port(self.address)
+        except RuntimeError:
+            raise ConfigurationError(
+                f"cannot listen on {self.address}: in use, or not an address of this machine"
+            ) from None
+        await self._server.start()
+        if self._config.port_file is not None:
+            _write_port_file(Path(self._config.port_file), self.port)
+        _LOGGER.info("listening address=%s", self.address)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether health answers SERVING."""
+        return self._health.is_serving
+
+    def set_serving(self, is_serving: bool) -> None:
+        """What health answers. Ignored once the server stops."""
+        if is_serving != self.is_serving:
+            _LOGGER.info("health address=%s serving=%s", self.address, is_serving)
+        self._health.set_serving(is_serving)
+
+    def fail(self, cause: BaseException) -> None:
+        """The service can serve no more: NOT_SERVING, and `serve` ends with `cause`."""
+        self._health.close()
+        if not self._failure.done():
+            self._failure.set_exception(cause)
+
+    async def wait_failed(self) -> None:
+        """Raises what `fail` is given; waits until then."""
+        await asyncio.shield(self._failure)
+
+    def begin_stop(self) -> None:
+        """Health answers NOT_SERVING for good. Calls go on."""
+        self._health.close()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more calls, waits for those under way, then cancels them."""
+        self.begin_stop()
+        await self._server.stop(grace_s)
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT: the first asks to stop, the second to stop now."""
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+        self.forced = asyncio.Event()
+
+    def __enter__(self) -> "_StopSignals":
+        for number in _STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number in _STOP_SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        (self.forced if self.requested.is_set() else self.requested).set()
+
+
+async def serve(
+    config: ServerConfig, service_names: Sequence[str], start_service: ServiceStarter
+) -> None:
+    """Runs a server until SIGTERM or SIGINT; see the module's five steps.
+
+    Raises:
+        ConfigurationError: the address cannot be bound, or the service cannot start.
+        BaseException: what the service gave `RpcServer.fail`.
+    """
+    server = RpcServer(config, service_names)
+    with _StopSignals() as signals:
+        try:
+            await server.listen()
+            service = await _unless(signals.requested, start_service(server))
+            if service is not None:
+                await _run(server, service, signals, config.drain_timeout_s)
+        finally:
+            await server.stop(0)
+
+
+async def _run(
+    server: RpcServer, service: Service, signals: _StopSignals, drain_timeout_s: float
+) -> None:
+    try:
+        await _unless(signals.requested, server.wait_failed())
+        server.begin_stop()
+        _LOGGER.info("draining address=%s timeout_s=%.1f", server.address, drain_timeout_s)
+        await _unless(signals.forced, service.drain(drain_timeout_s))
+        await server.stop(0 if signals.forced.is_set() else _STOP_GRACE_S)
+    finally:
+        await service.close()
+        _LOGGER.info("stopped address=%s", server.address)
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """The result of `work`, or None if the event came first; `work` is then cancelled."""
+    task = asyncio.ensure_future(work)
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        waiter.cancel()
+        await _cancel(task)
+
+
+async def _cancel(task: Awaitable[Any]) -> None:
+    future = asyncio.ensure_future(task)
+    if not future.done():
+        future.cancel()
+        await asyncio.wait((future,))
+
+
+def _write_port_file(path: Path, port: int) -> None:
+    """Writes beside and renames, so that no reader sees half a number."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(f"{port}\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write --port-file {path}: {error.strerror}") from None

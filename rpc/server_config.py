@@ -1,0 +1,78 @@
+"""`ServerConfig`: where a server listens and how it stops, and its flags."""
+
+import argparse
+from dataclasses import dataclass
+
+from baton.errors import ConfigurationError
+
+__all__ = ["ServerConfig", "add_server_args", "server_config_from_args"]
+
+DEFAULT_DRAIN_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where a server listens and how it stops.
+
+    Attributes:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        port_file: file that gets the chosen port in decimal, written whole
+            once the server listens; None for none.
+        drain_timeout_s: how long running requests may go on after the first
+            SIGTERM or SIGINT.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    port_file: str | None = None
+    drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigurationError(f"--port is {self.port}; it must be in [0, 65536)")
+        if not self.drain_timeout_s >= 0:
+            raise ConfigurationError(
+                f"--drain-timeout-s is {self.drain_timeout_s}; it must be >= 0"
+            )
+
+
+def add_server_args(parser: argparse.ArgumentParser, *, default_port: int) -> None:
+    """Adds the flags of `ServerConfig`, and --log-level."""
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 in containers"
+    )
+    group.add_argument(
+        "--port", type=int, default=default_port, help="port to listen on; 0 takes a free one"
+    )
+    group.add_argument(
+        "--port-file", metavar="PATH", help="write the port to this file once listening"
+    )
+    group.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        metavar="SECONDS",
+        default=DEFAULT_DRAIN_TIMEOUT_S,
+        help="how long running requests may go on after SIGTERM; a second signal ends them",
+    )
+    group.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="logging"
+    )
+
+
+def server_config_from_args(args: argparse.Namespace) -> ServerConfig:
+    """Builds the config from flags that `add_server_args` added.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+    return ServerConfig(
+        host=args.host,
+        port=args.port,
+        port_file=args.port_file,
+        drain_timeout_s=args.drain_timeout_s,
+    )
