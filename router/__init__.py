@@ -1,0 +1,1 @@
+"""The router: text in and out, routing, the request pipeline. Imports no torch."""

@@ -1,0 +1,112 @@
+"""`RouterConfig` and its command-line flags."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from baton.errors import ConfigurationError
+from rpc.server_config import ServerConfig, add_server_args, server_config_from_args
+
+__all__ = ["DEFAULT_PORT", "RouterConfig", "add_args", "config_from_args"]
+
+DEFAULT_PORT = 8000
+
+
+def _flag(default: Any, parse: Callable[[str], Any], help_text: str) -> Any:
+    """A field with its command-line flag."""
+    return field(default=default, metadata={"parse": parse, "help": help_text})
+
+
+def _targets(tier: str, default: Any, note: str = "") -> Any:
+    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a name"
+    return field(
+        default=default, metadata={"help": f"{help_text}; comma-separated, repeatable{note}"}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Where the router listens, how it finds its replicas and treats requests.
+
+    Field names are the command line's flags with underscores.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+
+    server: ServerConfig
+    model: str = _flag(MISSING, str, "folder or Hub name that holds the tokenizer")
+    decode: tuple[str, ...] = _targets("decode", MISSING)
+    prefill: tuple[str, ...] = _targets("prefill", (), "; without any, decode computes all prompts")
+    served_model_name: str | None = _flag(
+        None, str, "name in requests and on workers (default: --model's last part)"
+    )
+    max_local_prefill_tokens: int = _flag(
+        16, int, "longest uncached prompt remainder that decode computes itself"
+    )
+    default_timeout_s: float = _flag(
+        600.0, float, "deadline of requests that bring none, and the longest one granted"
+    )
+    max_concurrent_requests: int = _flag(4096, int, "requests beyond get RESOURCE_EXHAUSTED")
+    resume_timeout_s: float = _flag(
+        30.0, float, "how long a request that lost its decode replica waits for another"
+    )
+    dns_interval_s: float = _flag(5.0, float, "seconds between resolutions of dns:/// targets")
+    max_indexed_blocks: int = _flag(1_000_000, int, "KV block keys remembered per replica")
+
+    def __post_init__(self) -> None:
+        if not self.decode:
+            raise ConfigurationError("--decode is missing; give at least one host:port")
+        limits = (
+            ("max_local_prefill_tokens", self.max_local_prefill_tokens >= 0, ">= 0"),
+            ("default_timeout_s", self.default_timeout_s > 0, "> 0"),
+            ("max_concurrent_requests", self.max_concurrent_requests >= 1, ">= 1"),
+            ("resume_timeout_s", self.resume_timeout_s >= 0, ">= 0"),
+            ("dns_interval_s", self.dns_interval_s > 0, "> 0"),
+            ("max_indexed_blocks", self.max_indexed_blocks >= 1, ">= 1"),
+        )
+        for name, holds, limit in limits:
+            if not holds:
+                flag = name.replace("_", "-")
+                raise ConfigurationError(f"--{flag} is {getattr(self, name)!r}; it must be {limit}")
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests give."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a router."""
+    add_server_args(parser, default_port=DEFAULT_PORT)
+    group = parser.add_argument_group("router")
+    for flag in _flags():
+        options: dict[str, Any] = {"help": flag.metadata["help"]}
+        if "parse" in flag.metadata:
+            options["type"] = flag.metadata["parse"]
+        else:
+            options |= {"action": "append", "metavar": "TARGET"}
+        if flag.default is MISSING:
+            options["required"] = True
+        elif flag.default not in (None, ()):
+            options["default"] = flag.default
+            options["help"] += " (default: %(default)s)"
+        group.add_argument(f"--{flag.name.replace('_', '-')}", **options)
+
+
+def config_from_args(args: argparse.Namespace) -> RouterConfig:
+    """The config that parsed flags describe.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+    values = {flag.name: getattr(args, flag.name) for flag in _flags()}
+    for tier in ("decode", "prefill"):
+        given = ",".join(values[tier] or ())
+        values[tier] = tuple(target.strip() for target in given.split(",") if target.strip())
+    return RouterConfig(server=server_config_from_args(args), **values)
+
+
+def _flags() -> list[Field[Any]]:
+    return [field for field in fields(RouterConfig) if "help" in field.metadata]

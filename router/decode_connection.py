@@ -1,0 +1,151 @@
+"""`DecodeConnection`: the one Connect stream between this router and a decode replica.
+
+Commands go in, and each message that comes out carries the new tokens of all
+of this router's requests there. A request's outputs wait, merged, in its
+`DecodeStream`: at most `max_tokens` token ids, however slow its client is.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.errors import UnavailableError
+from baton.v1 import decode_pb2, decode_pb2_grpc
+
+__all__ = ["DecodeConnection", "DecodeStream", "ReplicaLostError"]
+
+
+class ReplicaLostError(UnavailableError):
+    """The replica died or cannot be reached; its requests can go on elsewhere."""
+
+
+class DecodeStream:
+    """The outputs of one request on one replica, merged while nobody reads."""
+
+    def __init__(self, request_id: str, connection: "DecodeConnection") -> None:
+        self._request_id = request_id
+        self._connection = connection
+        self._pending: decode_pb2.DecodeOutput | None = None
+        self._failure: ReplicaLostError | None = None
+        self._changed = asyncio.Event()
+
+    def deliver(self, output: decode_pb2.DecodeOutput) -> None:
+        """Adds an output: token ids in order, the rest as protobuf merges."""
+        if self._pending is None:
+            self._pending = output
+        else:
+            self._pending.MergeFrom(output)
+        self._changed.set()
+
+    def fail(self, error: ReplicaLostError) -> None:
+        """Ends the stream; what was delivered can still be read."""
+        self._failure = error
+        self._changed.set()
+
+    async def read(self) -> decode_pb2.DecodeOutput:
+        """All that came since the last read; waits for something to come.
+
+        Raises:
+            ReplicaLostError: nothing more will come.
+        """
+        while self._pending is None:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+        output, self._pending = self._pending, None
+        return output
+
+    def close(self) -> None:
+        """Cancels the request on the replica unless it has ended. Idempotent."""
+        self._connection.cancel(self._request_id)
+
+
+class DecodeConnection:
+    """Commands and outputs of all requests on one replica.
+
+    Args:
+        stub: of the replica's channel.
+        name: the replica, for error messages.
+    """
+
+    def __init__(self, stub: "decode_pb2_grpc.DecodeServiceAsyncStub", name: str) -> None:
+        self._stub = stub
+        self._name = name
+        self._streams: dict[str, DecodeStream] = {}
+        # By request id: a cancel takes back a start that was not sent yet, so at most one
+        # command waits per request.
+        self._commands: dict[str, decode_pb2.ConnectRequest] = {}
+        self._has_commands = asyncio.Event()
+        self._is_open = True
+
+    async def run(self) -> None:
+        """Sends commands and delivers outputs until the stream breaks.
+
+        Raises:
+            ReplicaLostError: always, in the end; every request got it too.
+        """
+        call = self._stub.Connect(self._outgoing())
+        reason = "the replica closed its stream"
+        try:
+            async for response in call:
+                for output in response.outputs:
+                    self._deliver(output)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        finally:
+            call.cancel()
+            self._close(reason)
+        raise self._lost(reason)
+
+    def start(self, command: decode_pb2.StartDecode) -> DecodeStream:
+        """Starts a request; its id must be new to the replica.
+
+        Raises:
+            ReplicaLostError: the connection has broken.
+        """
+        if not self._is_open:
+            raise self._lost("the connection is closed")
+        request_id = command.request.request_id
+        stream = self._streams[request_id] = DecodeStream(request_id, self)
+        self._send(request_id, decode_pb2.ConnectRequest(start=command))
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """Stops a request and forgets it. Unknown and ended ids are fine."""
+        if self._streams.pop(request_id, None) is None:
+            return
+        if self._commands.pop(request_id, None) is None:
+            cancel = decode_pb2.CancelDecode(request_id=request_id)
+            self._send(request_id, decode_pb2.ConnectRequest(cancel=cancel))
+
+    def _send(self, request_id: str, command: decode_pb2.ConnectRequest) -> None:
+        self._commands[request_id] = command
+        self._has_commands.set()
+
+    async def _outgoing(self) -> AsyncIterator[decode_pb2.ConnectRequest]:
+        while True:
+            await self._has_commands.wait()
+            while self._commands:
+                yield self._commands.pop(next(iter(self._commands)))
+            self._has_commands.clear()
+
+    def _deliver(self, output: decode_pb2.DecodeOutput) -> None:
+        """Late outputs of cancelled requests find no stream and are dropped."""
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        if output.finish_reason:
+            del self._streams[output.request_id]
+        stream.deliver(output)
+
+    def _close(self, reason: str) -> None:
+        self._is_open = False
+        self._commands.clear()
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(self._lost(reason))
+
+    def _lost(self, reason: str) -> ReplicaLostError:
+        return ReplicaLostError(f"decode replica {self._name} was lost ({reason})")

@@ -1,0 +1,173 @@
+"""`Tier`: the replicas of one tier, found, connected, followed and let go.
+
+Each address has one task that connects, follows the replica until it is
+lost, and tries again. An address that left DNS is not tried again, but a
+connected replica stays in use until it is lost: names flicker.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import grpc
+
+from baton.errors import BatonError, FailedPreconditionError
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from router.discovery import Discovery
+from router.replica import Replica
+from rpc.channels import open_channel
+from rpc.errors import from_rpc_error
+
+__all__ = ["MakeReplica", "ReplicaT", "Tier"]
+
+_LOGGER = logging.getLogger("baton.router")
+_INFO_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+
+ReplicaT = TypeVar("ReplicaT", bound=Replica)
+MakeReplica = Callable[[str, worker_pb2.GetInfoResponse, grpc.aio.Channel], ReplicaT]
+
+
+class Tier(Generic[ReplicaT]):
+    """One tier's replicas.
+
+    Args:
+        name: "prefill" or "decode".
+        discovery: says where replicas may be.
+        make_replica: from address, description and channel.
+        check: raises `FailedPreconditionError` for a replica that must not be used.
+        on_change: called when a replica starts or stops taking requests.
+        on_forget: called with the id of a worker that restarted or left.
+        dns_interval_s: time between two questions to `discovery`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        discovery: Discovery,
+        make_replica: MakeReplica[ReplicaT],
+        *,
+        check: Callable[[Replica], None],
+        on_change: Callable[[], None],
+        on_forget: Callable[[str], None],
+        dns_interval_s: float,
+    ) -> None:
+        self.name = name
+        self._discovery = discovery
+        self._make_replica = make_replica
+        self._check = check
+        self._on_change = on_change
+        self._on_forget = on_forget
+        self._dns_interval_s = dns_interval_s
+        self._addresses: frozenset[str] = frozenset()
+        self._connected: dict[str, ReplicaT] = {}
+        self._followers: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def connected(self) -> Sequence[ReplicaT]:
+        """Every replica in touch, whether or not it takes requests."""
+        return list(self._connected.values())
+
+    @property
+    def candidates(self) -> Sequence[ReplicaT]:
+        """The replicas that take new requests."""
+        return [replica for replica in self._connected.values() if replica.takes_requests]
+
+    async def run(self) -> None:
+        """Keeps replicas connected until cancelled."""
+        try:
+            while True:
+                self._addresses = await self._discovery.addresses()
+                for address in self._addresses - self._followers.keys():
+                    self._followers[address] = asyncio.create_task(self._follow(address))
+                if self._discovery.is_static:
+                    await asyncio.Event().wait()
+                await asyncio.sleep(self._dns_interval_s)
+        finally:
+            followers = list(self._followers.values())
+            for follower in followers:
+                follower.cancel()
+            await asyncio.gather(*followers, return_exceptions=True)
+
+    async def _follow(self, address: str) -> None:
+        """Connects again and again while discovery knows the address."""
+        follower = _Follower(self.name, address)
+        try:
+            while address in self._addresses:
+                await self._connect_once(follower)
+                await asyncio.sleep(follower.next_backoff_s())
+        finally:
+            del self._followers[address]
+            self._on_forget(follower.worker_id)
+
+    async def _connect_once(self, follower: "_Follower") -> None:
+        try:
+            await self._connect(follower)
+        except FailedPreconditionError as error:
+            follower.log_refusal(error)
+        except BatonError as error:
+            follower.log_loss(error)
+        except Exception:
+            _LOGGER.exception("%s replica %s: unexpected failure", self.name, follower.address)
+
+    async def _connect(self, follower: "_Follower") -> None:
+        """Follows one connection from GetInfo to its loss, of which it raises."""
+        channel = open_channel(follower.address)
+        try:
+            info = await _get_info(channel)
+            if follower.worker_id != info.worker_id:
+                self._on_forget(follower.worker_id)
+                follower.worker_id = info.worker_id
+            replica = self._make_replica(follower.address, info, channel)
+            self._check(replica)
+            self._connected[follower.address] = replica
+            follower.log_connected()
+            try:
+                await replica.run(self._on_change)
+            finally:
+                del self._connected[follower.address]
+        finally:
+            await channel.close()
+
+
+class _Follower:
+    """What is remembered of an address from one connection to the next."""
+
+    def __init__(self, tier: str, address: str) -> None:
+        self.address = address
+        self.worker_id = ""
+        self._tier = tier
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._reported = ""
+
+    def next_backoff_s(self) -> float:
+        """Doubles from one failure to the next; jittered, so that routers spread."""
+        backoff_s, self._backoff_s = self._backoff_s, min(self._backoff_s * 2, _MAX_BACKOFF_S)
+        return backoff_s * random.uniform(0.5, 1.0)
+
+    def log_connected(self) -> None:
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._report(logging.INFO, "connected, worker " + self.worker_id)
+
+    def log_refusal(self, error: BatonError) -> None:
+        self._report(logging.ERROR, f"REFUSED, worker {self.worker_id}: {error.message}")
+
+    def log_loss(self, error: BatonError) -> None:
+        self._report(logging.WARNING, f"not connected: {error.message}")
+
+    def _report(self, level: int, message: str) -> None:
+        """Says a thing once, not at every attempt."""
+        if message != self._reported:
+            self._reported = message
+            _LOGGER.log(level, "%s replica %s %s", self._tier, self.address, message)
+
+
+async def _get_info(channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse:
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    try:
+        return await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error

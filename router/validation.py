@@ -1,0 +1,122 @@
+"""What clients send, checked before it costs anything.
+
+Every refusal is an `InvalidArgumentError` that names the field, its value and
+the limit. Invalid UTF-8 and other bytes that are no message never get here:
+`rpc` refuses them where they are parsed.
+"""
+
+import uuid
+from collections.abc import Sequence
+
+from baton.errors import InvalidArgumentError
+from baton.sampling_params import SamplingParams
+from baton.v1 import generation_pb2
+from router.request import GenerationRequest, RequestLimits
+
+__all__ = [
+    "MAX_CACHE_SALT_CHARS",
+    "MAX_REQUEST_ID_CHARS",
+    "check_model",
+    "check_prompt_length",
+    "check_token_ids",
+    "fitting_max_tokens",
+    "validate_generate_request",
+]
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_CACHE_SALT_CHARS = 256
+_SHOWN_CHARS = 64
+
+
+def validate_generate_request(
+    message: generation_pb2.GenerateRequest, served_model: str
+) -> GenerationRequest:
+    """Checks all that needs neither tokenizer nor replicas.
+
+    Raises:
+        InvalidArgumentError: names the field, its value and the limit.
+    """
+    check_model(message.model, served_model)
+    _check_length("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
+    _check_length("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
+    return GenerationRequest(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt=_prompt(message),
+        params=_sampling_params(message),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+    )
+
+
+def check_model(model: str, served_model: str) -> None:
+    """Refuses a model that is not served; an empty name is the served one.
+
+    Raises:
+        InvalidArgumentError: names the served model.
+    """
+    if model not in ("", served_model):
+        raise InvalidArgumentError.for_field("model", model[:_SHOWN_CHARS], repr(served_model))
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses ids that the vocabulary lacks.
+
+    Raises:
+        InvalidArgumentError: names the field and the largest bad id.
+    """
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidArgumentError.for_field(
+            field, largest, f"below the vocabulary size {vocab_size}"
+        )
+
+
+def check_prompt_length(num_prompt_tokens: int, limits: RequestLimits) -> None:
+    """Refuses prompts that leave no room for one generated token.
+
+    Raises:
+        InvalidArgumentError: names the prompt's length and the limit.
+    """
+    if num_prompt_tokens == 0:
+        raise InvalidArgumentError("prompt has no tokens; it must have at least 1")
+    for limit, what in (
+        (limits.max_model_len, "the model's context length"),
+        (limits.max_pool_tokens, "the tokens that a replica's KV pool holds"),
+    ):
+        if num_prompt_tokens >= limit:
+            raise InvalidArgumentError(
+                f"prompt has {num_prompt_tokens} tokens; it must have fewer than {limit}, {what}"
+            )
+
+
+def fitting_max_tokens(num_prompt_tokens: int, max_tokens: int, limits: RequestLimits) -> int:
+    """`max_tokens` cut to what fits after the prompt; the rest would end as LENGTH anyway."""
+    room = min(limits.max_model_len, limits.max_pool_tokens) - num_prompt_tokens
+    return min(max_tokens, room)
+
+
+def _check_length(field: str, text: str, max_chars: int) -> None:
+    if len(text) > max_chars:
+        raise InvalidArgumentError(
+            f"{field} has {len(text)} characters; it must have at most {max_chars}"
+        )
+
+
+def _prompt(message: generation_pb2.GenerateRequest) -> str | tuple[int, ...]:
+    which = message.WhichOneof("prompt")
+    if which is None:
+        raise InvalidArgumentError("prompt is unset; set one of text, token_ids")
+    prompt = message.text if which == "text" else tuple(message.token_ids.ids)
+    if not prompt:
+        raise InvalidArgumentError(f"{which} is empty; the prompt must have at least 1 token")
+    return prompt
+
+
+def _sampling_params(message: generation_pb2.GenerateRequest) -> SamplingParams:
+    """Unset fields take the dataclass's defaults; explicit zeros stay zeros."""
+    given = {
+        field.name: value
+        for part in (message.sampling, message.stopping)
+        for field, value in part.ListFields()
+    }
+    return SamplingParams(**given)
