@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LookupJob:
-    """How many of these keys, from the first, can be loaded?"""
+    """Asks how many of these keys, from the first, can be loaded."""
 
     request_id: str
     keys: tuple[bytes, ...]
