@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Self
 
 __all__ = [
     "GetStatus",
@@ -46,11 +47,22 @@ class GetStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoreCapabilities:
-    """What a backend can do, declared and not guessed."""
+    """What a backend can do, declared and not guessed.
+
+    Attributes:
+        shared_between_processes: processes of one host that open the same URL
+            see each other's objects.
+        shared_between_hosts: so do processes of different hosts.
+        survives_restart: objects outlive a restart of what holds them: the
+            machine or the server, as configured by default.
+        takes_max_bytes: the URL's `max_bytes` bounds the store; otherwise the
+            backend is bounded by its own configuration.
+    """
 
     shared_between_processes: bool
     shared_between_hosts: bool
     survives_restart: bool
+    takes_max_bytes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,18 @@ class KvStore(ABC):
 
     capabilities: StoreCapabilities
     ttl_s: float
+
+    @classmethod
+    @abstractmethod
+    def from_url(cls, url: str) -> Self:
+        """Opens the backend that a URL names; `kvstore.stores.url` helps to read it.
+
+        Every store takes the options `ttl_s` and `timeout_s`. A backend that is
+        down is no reason to fail here: the methods will say so.
+
+        Raises:
+            ConfigurationError: the URL is wrong; names the option.
+        """
 
     @abstractmethod
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:

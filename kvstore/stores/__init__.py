@@ -1,0 +1,1 @@
+"""The stores that come with Baton: memory, shm and file, redis."""

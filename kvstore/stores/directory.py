@@ -1,0 +1,157 @@
+"""`file:///path` and `shm://NAME`: one file per object, shared by processes.
+
+Both are the same store on different folders; `kvstore.stores.object_folder`
+says how objects lie there.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from kvstore.store import GetStatus, KvStore, StoreCapabilities, StoreStats
+from kvstore.stores.counters import StoreCounters
+from kvstore.stores.file_io import os_errors_as_unavailable, status_of
+from kvstore.stores.object_folder import ObjectFolder
+from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
+
+__all__ = ["FileStore", "ShmStore"]
+
+_OPTIONS = ("ttl_s", "max_bytes", "timeout_s")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
+
+
+class _DirectoryStore(KvStore):
+    """What both stores do, once the folder is chosen."""
+
+    def __init__(self, folder: ObjectFolder, ttl_s: float) -> None:
+        self.ttl_s = ttl_s
+        self._folder = folder
+        self._counters = StoreCounters()
+        self._is_closed = False
+
+    @classmethod
+    def _open(cls, parts: StoreUrl, path: Path, default_max_bytes: int) -> Self:
+        """Opens the folder at a path, made if absent, with the URL's options."""
+        ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
+        timeout_s = parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)
+        max_bytes = parts.num_bytes("max_bytes")
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = ObjectFolder(
+                path,
+                ttl_s=ttl_s,
+                max_bytes=max_bytes,
+                default_max_bytes=default_max_bytes,
+                timeout_s=timeout_s,
+            )
+        except OSError as error:
+            raise parts.error(f"cannot use the folder {path}: {error.strerror}") from error
+        return cls(folder, ttl_s)
+
+    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        """See `KvStore.put_many`."""
+        with os_errors_as_unavailable():
+            for key, value in zip(keys, values, strict=True):
+                self._folder.put(key, value)
+        self._counters.count_puts(values)
+
+    def get_many_into(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[GetStatus]:
+        """See `KvStore.get_many_into`."""
+        with os_errors_as_unavailable():
+            pairs = zip(keys, buffers, strict=True)
+            statuses = [self._folder.read_into(key, buffer) for key, buffer in pairs]
+        self._counters.count_gets(statuses, buffers)
+        return statuses
+
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `KvStore.contains_prefix`."""
+        with os_errors_as_unavailable():
+            missing = (i for i, key in enumerate(keys) if not self._folder.contains(key))
+            return next(missing, len(keys))
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """See `KvStore.delete`."""
+        with os_errors_as_unavailable():
+            return self._folder.remove(keys)
+
+    def stats(self) -> StoreStats:
+        """See `KvStore.stats`."""
+        num_bytes = None if self._is_closed else self._folder.num_bytes()
+        return self._counters.snapshot(num_objects=None, num_bytes=num_bytes)
+
+    def close(self) -> None:
+        """See `KvStore.close`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._folder.close()
+
+
+class FileStore(_DirectoryStore):
+    """`file:///path`: objects on a disk."""
+
+    capabilities = StoreCapabilities(
+        shared_between_processes=True,
+        shared_between_hosts=False,
+        survives_restart=True,
+        takes_max_bytes=True,
+    )
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Opens `file:///path?ttl_s=&max_bytes=&timeout_s=`, making the folder if absent.
+
+        Raises:
+            ConfigurationError: no absolute path; a bad option; an unusable folder.
+        """
+        parts = StoreUrl.parse(url, _OPTIONS)
+        if parts.authority or not parts.path.strip("/"):
+            raise parts.error("write file:///absolute/path")
+        return cls._open(parts, Path(parts.path), default_max_bytes=16 << 30)
+
+
+class ShmStore(_DirectoryStore):
+    """`shm://NAME`: objects in the machine's shared memory, `/dev/shm/baton-NAME`."""
+
+    capabilities = StoreCapabilities(
+        shared_between_processes=True,
+        shared_between_hosts=False,
+        survives_restart=False,
+        takes_max_bytes=True,
+    )
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Opens `shm://NAME?ttl_s=&max_bytes=&timeout_s=`; without a name it is "default".
+
+        Raises:
+            ConfigurationError: a bad name or option; a machine without
+                `/dev/shm`; a folder that other users can read or write.
+        """
+        parts = StoreUrl.parse(url, _OPTIONS)
+        name = parts.authority or "default"
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or parts.path.strip("/"):
+            raise parts.error("write shm://NAME, the name of letters, digits, '.', '_' and '-'")
+        if not _SHARED_MEMORY.is_dir():
+            raise parts.error(
+                f"this machine has no {_SHARED_MEMORY}; use file:///path between processes, "
+                "or memory:// within one"
+            )
+        folder = _SHARED_MEMORY / f"baton-{name}"
+        if not _is_private_or_absent(folder):
+            raise parts.error(f"{folder} is not a private folder of this user; choose another name")
+        return cls._open(parts, folder, default_max_bytes=4 << 30)
+
+
+def _is_private_or_absent(folder: Path) -> bool:
+    """Whether nobody but this user can have put anything there."""
+    status = status_of(folder)
+    return status is None or (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.getuid()
+        and stat.S_IMODE(status.st_mode) & 0o077 == 0
+    )

@@ -1,0 +1,52 @@
+"""Whole reads and writes of open files, and their errors told as a store's."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvstore.store import StoreUnavailableError
+
+__all__ = ["os_errors_as_unavailable", "read_all", "status_of", "touch", "write_all"]
+
+
+@contextmanager
+def os_errors_as_unavailable() -> Iterator[None]:
+    """Turns what the operating system refuses (full, read-only, broken) into the store's error."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailableError(f"{error.strerror} ({error.filename or 'write'})") from error
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """The status of a path itself, not of what it links to; None where nothing is."""
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
+def touch(target: int | Path) -> None:
+    """Sets the modification time to now, by the clock that ages are measured with."""
+    now_ns = time.time_ns()
+    os.utime(target, ns=(now_ns, now_ns))
+
+
+def read_all(fd: int, buffer: memoryview) -> bool:
+    """Fills the buffer from an open file; whether the file held enough."""
+    filled = 0
+    while filled < len(buffer):
+        num_read = os.readv(fd, [buffer[filled:]])
+        if num_read == 0:
+            return False
+        filled += num_read
+    return True
+
+
+def write_all(fd: int, value: memoryview) -> None:
+    """Writes all of a value to an open file."""
+    written = 0
+    while written < len(value):
+        written += os.write(fd, value[written:])

@@ -1,0 +1,188 @@
+"""`memory://NAME`: objects in this process, least recently used out first.
+
+All stores of one process that are open under one name share their objects,
+so that a prefill and a decode engine in one process can hand over. The
+objects go when the last of them closes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from time import monotonic
+from typing import Self
+
+from kvstore.store import GetStatus, KvStore, StoreCapabilities, StoreStats, StoreUnavailableError
+from kvstore.stores.buffers import copy_into
+from kvstore.stores.counters import StoreCounters
+from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
+
+__all__ = ["MemoryStore"]
+
+_DEFAULT_MAX_BYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class _Entry:
+    value: bytes
+    touched_s: float
+
+
+@dataclass(slots=True)
+class _Objects:
+    """The objects of one name, the least recently touched first.
+
+    As all objects have one TTL, that order is also the order of expiry. Every
+    method is called with `lock` held.
+    """
+
+    ttl_s: float
+    max_bytes: int
+    lock: Lock = field(default_factory=Lock)
+    entries: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+    num_users: int = 0
+
+    def find(self, key: bytes) -> _Entry | None:
+        entry = self.entries.get(key)
+        return None if entry is None or self._is_expired(entry) else entry
+
+    def touch(self, key: bytes) -> bytes | None:
+        """The value of a living object, which is now the youngest."""
+        entry = self.find(key)
+        if entry is None:
+            return None
+        entry.touched_s = monotonic()
+        self.entries.move_to_end(key)
+        return entry.value
+
+    def insert(self, key: bytes, value: bytes) -> None:
+        """Adds an object that does not exist, after making room for it."""
+        self._remove_expired()
+        while self.num_bytes + len(value) > self.max_bytes:
+            self.remove(next(iter(self.entries)))
+        self.entries[key] = _Entry(value, monotonic())
+        self.num_bytes += len(value)
+
+    def remove(self, key: bytes) -> bool:
+        """Removes an object; whether it was there and alive."""
+        was_alive = self.find(key) is not None
+        entry = self.entries.pop(key, None)
+        self.num_bytes -= len(entry.value) if entry else 0
+        return was_alive
+
+    def _remove_expired(self) -> None:
+        while self.entries:
+            key, entry = next(iter(self.entries.items()))
+            if not self._is_expired(entry):
+                return
+            self.remove(key)
+
+    def _is_expired(self, entry: _Entry) -> bool:
+        return monotonic() - entry.touched_s > self.ttl_s
+
+
+_registry: dict[str, _Objects] = {}
+_registry_lock = Lock()
+
+
+class MemoryStore(KvStore):
+    """One user of the objects of a name; from `from_url`."""
+
+    capabilities = StoreCapabilities(
+        shared_between_processes=False,
+        shared_between_hosts=False,
+        survives_restart=False,
+        takes_max_bytes=True,
+    )
+
+    def __init__(self, name: str, objects: _Objects) -> None:
+        self.ttl_s = objects.ttl_s
+        self._name = name
+        self._objects = objects
+        self._counters = StoreCounters()
+        self._is_closed = False
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Opens `memory://NAME?ttl_s=&max_bytes=&timeout_s=`.
+
+        Nothing here can be waited for, so `timeout_s` is checked and has no effect.
+
+        Raises:
+            ConfigurationError: a bad option, or a path; the name is open in
+                this process with other options.
+        """
+        parts = StoreUrl.parse(url, ("ttl_s", "max_bytes", "timeout_s"))
+        if parts.path.strip("/"):
+            raise parts.error("a path has no meaning; write memory://NAME")
+        parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)
+        ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
+        max_bytes = parts.num_bytes("max_bytes") or _DEFAULT_MAX_BYTES
+        with _registry_lock:
+            objects = _registry.setdefault(parts.authority, _Objects(ttl_s, max_bytes))
+            if (objects.ttl_s, objects.max_bytes) != (ttl_s, max_bytes):
+                raise parts.error(
+                    "it is open in this process with other options: "
+                    f"ttl_s={objects.ttl_s:g}, max_bytes={objects.max_bytes}"
+                )
+            objects.num_users += 1
+        return cls(parts.authority, objects)
+
+    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        """See `KvStore.put_many`."""
+        for key, value in zip(keys, values, strict=True):
+            self._put(key, value)
+        self._counters.count_puts(values)
+
+    def _put(self, key: bytes, value: memoryview) -> None:
+        objects = self._objects
+        if value.nbytes > objects.max_bytes:
+            raise StoreUnavailableError(
+                f"an object of {value.nbytes} bytes exceeds max_bytes={objects.max_bytes}"
+            )
+        with objects.lock:
+            if objects.touch(key) is not None:
+                return
+        copy = bytes(value)  # outside the lock: it is the long part
+        with objects.lock:
+            if objects.touch(key) is None:
+                objects.remove(key)
+                objects.insert(key, copy)
+
+    def get_many_into(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[GetStatus]:
+        """See `KvStore.get_many_into`."""
+        with self._objects.lock:
+            values = [self._objects.touch(key) for key in keys]
+        statuses = [copy_into(value, buffer) for value, buffer in zip(values, buffers, strict=True)]
+        self._counters.count_gets(statuses, buffers)
+        return statuses
+
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `KvStore.contains_prefix`."""
+        with self._objects.lock:
+            missing = (i for i, key in enumerate(keys) if self._objects.find(key) is None)
+            return next(missing, len(keys))
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """See `KvStore.delete`."""
+        with self._objects.lock:
+            return sum(self._objects.remove(key) for key in keys)
+
+    def stats(self) -> StoreStats:
+        """See `KvStore.stats`."""
+        with self._objects.lock:
+            num_objects, num_bytes = len(self._objects.entries), self._objects.num_bytes
+        return self._counters.snapshot(num_objects=num_objects, num_bytes=num_bytes)
+
+    def close(self) -> None:
+        """Leaves the name; its objects go with the last user."""
+        with _registry_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._objects.num_users -= 1
+            if self._objects.num_users == 0:
+                del _registry[self._name]

@@ -1,0 +1,139 @@
+"""Store URLs: `scheme://authority/path?option=value`, taken apart and checked.
+
+Every store takes `ttl_s`, and most take `max_bytes` and `timeout_s`. A store
+names the options that it takes; any other is an error, so that a misspelt
+option never goes unnoticed.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from baton.errors import ConfigurationError
+
+__all__ = ["DEFAULT_TIMEOUT_S", "DEFAULT_TTL_S", "StoreUrl", "parse_num_bytes"]
+
+DEFAULT_TTL_S = 3600.0
+DEFAULT_TIMEOUT_S = 2.0
+
+_SECONDS_RANGE = (0.001, 1e9)
+_UNIT_BYTES = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_num_bytes(text: str) -> int:
+    """Bytes of a size such as "1048576", "512MiB" or "1.5GiB".
+
+    Raises:
+        ValueError: not a positive size in one of the units.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
+    if match is None or match[2] not in _UNIT_BYTES:
+        raise ValueError(text)
+    num_bytes = int(float(match[1]) * _UNIT_BYTES[match[2]])
+    if num_bytes <= 0:
+        raise ValueError(text)
+    return num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """The parts of a store's URL.
+
+    Attributes:
+        scheme: the part before `://`, in lower case.
+        authority: between `://` and the path, as written.
+        path: from the first slash on, percent-decoded; may be empty.
+        options: the query's parameters.
+    """
+
+    scheme: str
+    authority: str
+    path: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, url: str, known_options: Collection[str]) -> "StoreUrl":
+        """Takes a URL apart.
+
+        Args:
+            url: the store's URL.
+            known_options: names of all options that the store takes.
+
+        Raises:
+            ConfigurationError: not a URL; an unknown or repeated option.
+        """
+        parts = _split(url)
+        parsed = cls(parts.scheme, parts.netloc, unquote(parts.path), _options(parts))
+        for name in parsed.options:
+            if name not in known_options:
+                known = ", ".join(sorted(known_options))
+                raise parsed.error(f"unknown option {name!r}; it takes {known}")
+        return parsed
+
+    def seconds(self, name: str, default_s: float) -> float:
+        """A duration option, in seconds.
+
+        Raises:
+            ConfigurationError: not a number of seconds in range.
+        """
+        text = self.options.get(name)
+        if text is None:
+            return default_s
+        lowest_s, highest_s = _SECONDS_RANGE
+        try:
+            value_s = float(text)
+        except ValueError:
+            value_s = math.nan
+        if not lowest_s <= value_s <= highest_s:
+            raise self.error(
+                f"{name} is {text!r}; it must be {lowest_s:g} to {highest_s:g} seconds"
+            )
+        return value_s
+
+    def num_bytes(self, name: str) -> int | None:
+        """A size option, in bytes; None where it is not given.
+
+        Raises:
+            ConfigurationError: not a size.
+        """
+        text = self.options.get(name)
+        if text is None:
+            return None
+        try:
+            return parse_num_bytes(text)
+        except ValueError:
+            message = f"{name} is {text!r}; it must be a size such as 512MiB or 4GiB"
+            raise self.error(message) from None
+
+    def error(self, message: str) -> ConfigurationError:
+        """A configuration error that begins with the URL, its secrets left out."""
+        return ConfigurationError(f"KV store {self}: {message}")
+
+    def __str__(self) -> str:
+        """The URL without user, password and options."""
+        return f"{self.scheme}://{self.authority.rpartition('@')[2]}{self.path}"
+
+
+def _split(url: str) -> SplitResult:
+    """`urlsplit`, whose failures must not repeat a password that the URL may hold."""
+    scheme, separator, _ = url.partition("://")
+    if not separator or not scheme:
+        raise ConfigurationError("a KV store's URL is scheme://..., say memory:// or shm://name")
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ConfigurationError(f"the KV store's {scheme}:// URL is malformed: {error}") from None
+
+
+def _options(parts: SplitResult) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError as error:
+        message = f"the options of the KV store's {parts.scheme}:// URL are malformed: {error}"
+        raise ConfigurationError(message) from None
+    options = dict(pairs)
+    if len(options) != len(pairs):
+        raise ConfigurationError(f"an option of the KV store's {parts.scheme}:// URL is repeated")
+    return options
