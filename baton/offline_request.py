@@ -74,11 +74,7 @@ class OfflineRequest:
         self._token_ids += output.token_ids[: piece.num_tokens]
         self._take_piece(piece)
         if output.finish_reason is not None and not self.is_finished:
-            self._take_piece(self._stream.finish())
-        if output.finish_reason is not None and not self.is_finished:
-            last_token = self._token_ids[-1] if self._token_ids else None
-            is_stop = output.finish_reason is FinishReason.STOP
-            self._finish(output.finish_reason, last_token if is_stop else None)
+            self._take_end(output.finish_reason)
 
     def result(self) -> Generation:
         """The finished request."""
@@ -102,6 +98,12 @@ class OfflineRequest:
         self._texts.append(piece.text)
         if piece.matched_stop is not None:
             self._finish(FinishReason.STOP, piece.matched_stop)
+
+    def _take_end(self, reason: FinishReason) -> None:
+        """The engine is done; text held back comes out, and may complete a stop."""
+        self._take_piece(self._stream.finish())
+        if not self.is_finished:
+            self._finish(reason, self._token_ids[-1] if reason is FinishReason.STOP else None)
 
     def _take_facts(self, output: RequestOutput) -> None:
         if output.token_ids and not self._token_ids:

@@ -1,0 +1,174 @@
+"""`Client` and `AsyncClient` against a scripted server."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from baton import AsyncClient, Client, SamplingParams
+from baton.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from baton.results import CompletionChunk, Timings, Usage
+from tests.support.fake_generation import running_fake_generation
+
+USAGE = Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=3)
+TIMINGS = Timings(route_ms=1.5, first_token_ms=20.0, total_ms=30.0)
+CHUNKS = [
+    CompletionChunk("r", 0, "Hello", (5,)),
+    CompletionChunk("r", 0, ", world", (6, 7), "stop", "!", USAGE, TIMINGS),
+]
+
+
+@pytest.fixture
+def server():
+    with running_fake_generation() as fake:
+        yield fake
+
+
+def test_generate_returns_the_whole_result(server):
+    with Client(server.address) as client:
+        result = client.generate("hi", request_id="mine")
+    assert result.request_id == "mine"
+    assert result.text == result.outputs[0].text == "Hello, world"
+    assert result.token_ids == (5, 6, 7)
+    assert (result.finish_reason, result.matched_stop) == ("stop", 7)
+    assert (result.usage, result.timings) == (USAGE, TIMINGS)
+    assert result.prompt_token_ids is None
+
+
+async def test_async_generate_returns_the_same(server):
+    with Client(server.address) as client:
+        expected = client.generate([1, 2, 3], request_id="mine")
+    async with AsyncClient(server.address) as client:
+        assert await client.generate([1, 2, 3], request_id="mine") == expected
+    assert expected.prompt_token_ids == (1, 2, 3)
+
+
+def test_every_parameter_reaches_the_server(server):
+    params = SamplingParams(
+        temperature=0.0,
+        top_k=3,
+        top_p=0.5,
+        seed=0,
+        max_tokens=9,
+        stop=["a", "b"],
+        stop_token_ids=[4],
+        ignore_eos=True,
+    )
+    with Client(server.address, model="m") as client:
+        client.generate([7], params, request_id="r", priority=-1, cache_salt="s")
+    (request,) = server.requests
+    assert (request.request_id, request.model, request.cache_salt) == ("r", "m", "s")
+    assert request.WhichOneof("prompt") == "token_ids"
+    assert list(request.token_ids.ids) == [7]
+    sampling, stopping = request.sampling, request.stopping
+    # Zeros are said, not left to the server's defaults.
+    assert all(sampling.HasField(name) for name in ("temperature", "top_k", "top_p", "seed"))
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 3, 0.5)
+    assert (stopping.max_tokens, stopping.ignore_eos) == (9, True)
+    assert (list(stopping.stop), list(stopping.stop_token_ids)) == (["a", "b"], [4])
+    assert (request.priority, request.HasField("priority")) == (-1, True)
+
+
+def test_an_unset_seed_stays_unset(server):
+    with Client(server.address) as client:
+        client.generate("hi", SamplingParams())
+    assert not server.requests[0].sampling.HasField("seed")
+
+
+def test_an_empty_token_list_says_that_it_is_one(server):
+    with Client(server.address) as client:
+        client.generate([])
+    assert server.requests[0].WhichOneof("prompt") == "token_ids"
+
+
+def test_stream_yields_the_pieces(server):
+    with Client(server.address) as client:
+        assert list(client.stream("hi")) == CHUNKS
+
+
+async def test_async_stream_yields_the_pieces(server):
+    async with AsyncClient(server.address) as client:
+        assert [chunk async for chunk in client.stream("hi")] == CHUNKS
+
+
+def test_leaving_a_stream_cancels_the_request(server):
+    with Client(server.address) as client:
+        for _ in client.stream("hang"):
+            break
+        assert server.cancelled.wait(10)
+
+
+async def test_closing_an_async_stream_cancels_the_request(server):
+    async with AsyncClient(server.address) as client:
+        async with contextlib.aclosing(client.stream("hang")) as stream:
+            await anext(stream)
+        assert server.cancelled.wait(10)
+
+
+def test_a_truncated_stream_is_an_error(server):
+    with Client(server.address) as client, pytest.raises(InternalError, match="before"):
+        list(client.stream("truncate"))
+
+
+async def test_a_truncated_async_stream_is_an_error(server):
+    async with AsyncClient(server.address) as client:
+        with pytest.raises(InternalError, match="before"):
+            [chunk async for chunk in client.stream("truncate")]
+
+
+def test_errors_come_typed(server):
+    with Client(server.address) as client:
+        with pytest.raises(ResourceExhaustedError, match="the queue is full"):
+            client.generate("fail")
+        with pytest.raises(UnavailableError, match="no replica is left"):
+            list(client.stream("fail"))
+        with pytest.raises(DeadlineExceededError):
+            list(client.stream("hang", timeout_s=0.3))
+
+
+async def test_async_errors_come_typed(server):
+    async with AsyncClient(server.address) as client:
+        with pytest.raises(ResourceExhaustedError, match="the queue is full"):
+            await client.generate("fail")
+        with pytest.raises(UnavailableError, match="no replica is left"):
+            [chunk async for chunk in client.stream("fail")]
+        with pytest.raises(DeadlineExceededError):
+            [chunk async for chunk in client.stream("hang", timeout_s=0.3)]
+
+
+def test_no_server_is_unavailable(server):
+    with Client("127.0.0.1:1") as client, pytest.raises(UnavailableError):
+        client.generate("hi", timeout_s=10)
+
+
+@pytest.mark.parametrize("prompt", ["\ud800", [-1], [2**32]])
+def test_what_the_wire_cannot_hold_is_refused(server, prompt):
+    with Client(server.address) as client, pytest.raises(InvalidArgumentError):
+        client.generate(prompt)
+
+
+def test_tokenize_and_detokenize(server):
+    with Client(server.address) as client:
+        assert client.tokenize("ab") == [1, 97, 98]
+        assert client.tokenize("ab", add_special_tokens=False) == [97, 98]
+        assert client.detokenize([97, 98]) == "ab"
+
+
+async def test_async_tokenize_and_detokenize(server):
+    async with AsyncClient(server.address) as client:
+        assert await client.tokenize("ab") == [1, 97, 98]
+        assert await client.detokenize([97, 98]) == "ab"
+
+
+async def test_get_model(server):
+    with Client(server.address) as client:
+        model = client.get_model()
+    assert (model.name, model.max_model_len, model.eos_token_ids) == ("fake", 64, (2,))
+    async with AsyncClient(server.address) as client:
+        assert await client.get_model() == model

@@ -1,0 +1,107 @@
+"""A scripted `GenerationService` on a free port, for tests of clients."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+
+from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+
+class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers every prompt with "Hello, world"; some prompts make it misbehave.
+
+    "fail": RESOURCE_EXHAUSTED. "truncate": the stream ends early. "hang": the
+    stream stays open after its first message; `cancelled` is set when the
+    client leaves.
+    """
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.requests: list[object] = []
+        self.cancelled = threading.Event()
+
+    def Generate(self, request, context):
+        self.requests.append(request)
+        if request.text == "fail":
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+        return generation_pb2.GenerateResponse(
+            request_id=request.request_id or "made-up",
+            completions=[
+                generation_pb2.Completion(
+                    index=0,
+                    token_ids=[5, 6, 7],
+                    text="Hello, world",
+                    finish_reason=common_pb2.FINISH_REASON_STOP,
+                    matched_stop=common_pb2.MatchedStop(token_id=7),
+                )
+            ],
+            usage=_usage(),
+            timings=_timings(),
+        )
+
+    def GenerateStream(self, request, context):
+        self.requests.append(request)
+        if request.text == "hang":
+            context.add_callback(self.cancelled.set)
+        yield generation_pb2.GenerateStreamResponse(request_id="r", token_ids=[5], text="Hello")
+        if request.text == "hang":
+            self.cancelled.wait(30)
+            return
+        if request.text == "truncate":
+            return
+        if request.text == "fail":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "no replica is left")
+        yield generation_pb2.GenerateStreamResponse(
+            request_id="r",
+            token_ids=[6, 7],
+            text=", world",
+            finish_reason=common_pb2.FINISH_REASON_STOP,
+            matched_stop=common_pb2.MatchedStop(text="!"),
+            usage=_usage(),
+            timings=_timings(),
+        )
+
+    def Tokenize(self, request, context):
+        ids = [ord(character) for character in request.text]
+        return generation_pb2.TokenizeResponse(
+            token_ids=[1, *ids] if request.add_special_tokens else ids
+        )
+
+    def Detokenize(self, request, context):
+        return generation_pb2.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
+
+    def GetModel(self, request, context):
+        return generation_pb2.GetModelResponse(
+            model="fake",
+            max_model_len=64,
+            vocab_size=300,
+            eos_token_ids=[2],
+            block_size=16,
+            namespace="abc",
+        )
+
+
+def _usage():
+    return common_pb2.Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=3)
+
+
+def _timings():
+    return common_pb2.Timings(route_ms=1.5, first_token_ms=20.0, total_ms=30.0)
+
+
+@contextmanager
+def running_fake_generation() -> Iterator[FakeGeneration]:
+    """Serves until the block ends."""
+    fake = FakeGeneration()
+    server = grpc.server(ThreadPoolExecutor(8))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(fake, server)
+    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield fake
+    finally:
+        fake.cancelled.set()
+        server.stop(0).wait()
