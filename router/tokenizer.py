@@ -1,0 +1,212 @@
+"""Text to token ids and back, with the `tokenizers` package alone.
+
+Reads the files that a Hugging Face checkpoint folder carries and gives what
+`transformers.AutoTokenizer` gives for the same folder, without importing it: the
+router process must not pay for torch. `tokenizer.json` says everything; an older
+GPT-2 or OPT folder has `vocab.json` and `merges.txt`, and its special tokens in
+`tokenizer_config.json`.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from baton.errors import ConfigurationError, InvalidArgumentError
+
+__all__ = ["Tokenizer"]
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+# Tokens named by role (`bos_token`) are special, whatever else is said of them.
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_GPT2_END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer:
+    """A model's tokenizer. Made by `load`.
+
+    Attributes:
+        vocab_size: number of token ids, added tokens included.
+        special_token_ids: ids that `decode` leaves out by default.
+        byte_token_ids: ids of single bytes (`<0x0A>`) in a vocabulary with
+            byte fallback; runs of them decode together.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_token_ids = frozenset(i for i in byte_ids if i is not None)
+
+    @classmethod
+    def load(cls, path_or_name: str | Path) -> "Tokenizer":
+        """Loads the tokenizer of a checkpoint folder or of a Hub repository.
+
+        Raises:
+            ConfigurationError: there is no such folder or repository, or its
+                tokenizer files are missing, broken or of an unsupported kind.
+        """
+        return cls(_load_backend(_resolve_folder(path_or_name)))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`, by default with the model's special tokens.
+
+        Raises:
+            InvalidArgumentError: `text` has no UTF-8 form (a lone surrogate).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(
+                f"text is not valid Unicode: lone surrogate at character {error.start}"
+            ) from None
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; ids outside the vocabulary have none."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` writes anything for this id: special and unknown ids have no text."""
+        return token_id not in self.special_token_ids and bool(self._backend.id_to_token(token_id))
+
+
+def _resolve_folder(path_or_name: str | Path) -> Path:
+    """The local folder; a Hub repository's tokenizer files are downloaded."""
+    folder = Path(path_or_name)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path_or_name), allow_patterns=list(_FILES)))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path_or_name} is neither a folder nor a Hub repository that can be reached "
+            f"({type(error).__name__})"
+        ) from error
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    try:
+        if (folder / "tokenizer.json").is_file():
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            _add_tokens(backend, _read_settings(folder))
+            return backend
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            return _load_gpt2(folder)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # `tokenizers` raises plain Exception for broken files
+        raise ConfigurationError(f"cannot read the tokenizer in {folder}: {error}") from error
+    raise ConfigurationError(_missing_files_message(folder))
+
+
+def _missing_files_message(folder: Path) -> str:
+    if not (folder / "tokenizer.model").is_file():
+        return f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json and merges.txt"
+    return (
+        f"{folder} has tokenizer.model but no tokenizer.json; convert it once with: "
+        "pip install sentencepiece && python -c 'from transformers import AutoTokenizer as T; "
+        f'T.from_pretrained("{folder}").save_pretrained("{folder}")\''
+    )
+
+
+def _load_gpt2(folder: Path) -> tokenizers.Tokenizer:
+    """Byte-level BPE from `vocab.json` and `merges.txt`."""
+    settings = {f"{name}_token": _GPT2_END_OF_TEXT for name in ("bos", "eos", "unk")}
+    settings |= _read_settings(folder)
+    tokenizer_class = settings.get("tokenizer_class", _GPT2_CLASSES[0])
+    if tokenizer_class not in _GPT2_CLASSES:
+        raise ConfigurationError(
+            f"{folder} has no tokenizer.json, and {tokenizer_class} cannot be built "
+            "from vocab.json and merges.txt"
+        )
+    model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=bool(settings.get("add_prefix_space", False))
+    )
+    backend.decoder = decoders.ByteLevel()
+    _add_tokens(backend, settings)
+    backend.post_processor = _bos_eos_template(backend, settings)
+    return backend
+
+
+def _bos_eos_template(
+    backend: tokenizers.Tokenizer, settings: dict[str, Any]
+) -> processors.TemplateProcessing:
+    """Adds BOS and EOS where `add_bos_token` and `add_eos_token` say so."""
+    bos = [_content(settings["bos_token"])] if settings.get("add_bos_token") else []
+    eos = [_content(settings["eos_token"])] if settings.get("add_eos_token") else []
+    return processors.TemplateProcessing(
+        single=[*bos, "$A", *eos],
+        special_tokens=[(token, backend.token_to_id(token)) for token in {*bos, *eos}],
+    )
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """`tokenizer_config.json`, completed by the files that it came to replace."""
+    settings = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:
+        settings |= _read_json(folder / "special_tokens_map.json")
+        added = _read_json(folder / "added_tokens.json")
+        settings["added_tokens_decoder"] = {i: {"content": text} for text, i in added.items()}
+    return settings
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """Adds the tokens that `settings` describes and `backend` does not know as added."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in _described_tokens(settings):
+        if token.content not in known:
+            backend.add_tokens([token])
+            known.add(token.content)
+
+
+def _described_tokens(settings: dict[str, Any]) -> Iterator[AddedToken]:
+    """Added tokens in the order of their ids, then those that are named by role."""
+    by_id = {int(i): token for i, token in settings["added_tokens_decoder"].items()}
+    for _, token in sorted(by_id.items()):
+        yield _as_added_token(token)
+    named = [settings.get(f"{role}_token") for role in _ROLES]
+    for name in _EXTRA_TOKENS:
+        extra = settings.get(name) or []
+        named.extend(extra.values() if isinstance(extra, dict) else extra)
+    for token in filter(None, named):
+        yield _as_added_token(token, special=True)
+
+
+def _as_added_token(token: str | dict[str, Any], **overrides: bool) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, **overrides)
+    flags = {name: value for name, value in token.items() if name not in ("__type", "id")}
+    return AddedToken(**(flags | overrides))
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    """The text of a token given as itself or as a description."""
+    return str(token["content"]) if isinstance(token, dict) else token

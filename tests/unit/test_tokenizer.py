@@ -1,0 +1,147 @@
+"""`Tokenizer` agrees with `transformers` and refuses what it cannot read."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from transformers import AutoTokenizer
+
+from baton.errors import ConfigurationError, InvalidArgumentError
+from router.tokenizer import Tokenizer
+from tests.support.tokenizer_folders import (
+    CORPUS,
+    write_byte_fallback_folder,
+    write_byte_level_folder,
+    write_gpt2_folder,
+    write_opt_folder,
+)
+
+WRITERS = [
+    write_byte_level_folder,
+    write_byte_fallback_folder,
+    write_opt_folder,
+    write_gpt2_folder,
+]
+TEXTS = [
+    *CORPUS[:4],
+    "",
+    " ",
+    "  leading and trailing  ",
+    "hello",
+    " hello</s>there<pad><unk> <s>",
+    "a <tool ü> and an <image>b<|endoftext|>",
+    "\x00\x01 control\r\n\ttabs",
+    "don't 12345 we'll ... ",
+    "مرحبا 🏳️‍🌈 \U0010ffff",
+]
+
+
+@pytest.fixture(params=WRITERS, ids=lambda writer: writer.__name__.removeprefix("write_"))
+def folder(request, tmp_path) -> Path:
+    return request.param(tmp_path / "checkpoint")
+
+
+def test_encode_equals_transformers(folder):
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        for special in (True, False):
+            expected = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == expected, text
+
+
+def test_decode_equals_transformers(folder):
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.vocab_size == len(theirs)
+    draw = random.Random(0)
+    for _ in range(300):
+        ids = [draw.randrange(ours.vocab_size) for _ in range(draw.randrange(12))]
+        for skip in (True, False):
+            expected = theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == expected, ids
+
+
+def test_text_survives_the_round_trip(folder):
+    tokenizer = Tokenizer.load(folder)
+    for text in ["hello", *CORPUS[:4]]:
+        assert tokenizer.decode(tokenizer.encode(text)).lstrip() == text
+
+
+def test_opt_texts_begin_with_the_end_token(tmp_path):
+    tokenizer = Tokenizer.load(write_opt_folder(tmp_path))
+    assert tokenizer.decode(tokenizer.encode("dog")[:1], skip_special_tokens=False) == "</s>"
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(folder):
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.decode([tokenizer.vocab_size, 2**32 - 1]) == ""
+    assert not tokenizer.has_text(tokenizer.vocab_size)
+
+
+def test_special_tokens_have_no_text(tmp_path):
+    tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
+    padding = tokenizer.encode("<pad>", add_special_tokens=False)
+    assert set(padding) < tokenizer.special_token_ids
+    assert not tokenizer.has_text(padding[0])
+    assert tokenizer.has_text(tokenizer.encode("dog")[-1])
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
+    write_byte_level_folder(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=64)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(CORPUS[0])) == CORPUS[0]
+    assert len(tokenizer.encode("a")) == 2
+
+
+def test_needs_neither_torch_nor_transformers():
+    code = "import sys, router.text_stream; print({'torch', 'transformers'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert run.stdout.strip() == b"set()"
+
+
+def test_a_lone_surrogate_is_refused(tmp_path):
+    tokenizer = Tokenizer.load(write_byte_level_folder(tmp_path))
+    with pytest.raises(InvalidArgumentError, match="lone surrogate at character 2"):
+        tokenizer.encode("ab\ud800")
+
+
+def test_sentencepiece_alone_says_how_to_convert(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
+    with pytest.raises(
+        ConfigurationError, match=r"convert it once with: .*save_pretrained"
+    ) as info:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in info.value.message
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="has no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"version": "1.0"}', "\xff"])
+def test_a_broken_file_is_refused(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigurationError, match="cannot read the tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_another_class_without_tokenizer_json_is_refused(tmp_path):
+    write_opt_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ConfigurationError, match="Qwen2Tokenizer cannot be built"):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_unknown_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("nobody/nothing", str(tmp_path / "no" / "such" / "folder")):
+        with pytest.raises(ConfigurationError, match="neither a folder nor a Hub repository"):
+            Tokenizer.load(name)
