@@ -1,0 +1,343 @@
+"""Trains the bundled demo model on the Python standard library's docstrings.
+
+    python scripts/train_demo_model.py --output baton/demo_model
+
+Writes a Hugging Face checkpoint folder: a small Llama and its byte-level BPE
+tokenizer, with a model card that records the versions, the corpus digest and
+the loss curve. Runs on one CPU thread; the same seed, steps, Python and torch on
+the same kind of processor give the same weights.
+
+The corpus is what every Python installation has: the docstrings of the standard
+library and the help topics of `pydoc`, read from source with `ast`.
+"""
+
+import argparse
+import ast
+import hashlib
+import math
+import platform
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["main"]
+
+_BOS, _EOS = "<s>", "</s>"
+_VOCAB_SIZE = 2048
+_MAX_POSITIONS = 1024
+_SEQUENCE_LENGTH = 512
+_BATCH_SIZE = 8
+_PEAK_LEARNING_RATE = 3e-3
+_WARMUP_STEPS = 100
+_EVALUATE_EVERY = 200
+_HELD_OUT_EVERY = 50
+_MIN_DOCUMENT_CHARS = 40
+# Not the library itself: its tests, bundled third-party code, and applications.
+_SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "_vendor", "dist-packages", "site-packages"}
+    | {"ensurepip", "idlelib", "lib2to3", "test", "tests", "turtledemo"}
+)
+
+_CARD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+---
+# Baton demo model
+
+A small Llama that completes English text about Python, so that Baton runs
+without a download. It is made for trying the software, not for being right.
+
+- Shape: {num_layers} layers, hidden size {hidden_size}, {num_heads} attention heads, \
+{num_kv_heads} KV heads, vocabulary {vocab_size}, {num_parameters:,} parameters.
+- Weights are stored in bfloat16 and meant to run in float32, as `config.json` says.
+- Positions up to {max_positions}; trained on sequences of {sequence_length} tokens.
+- Made by `scripts/train_demo_model.py --steps {steps} --seed {seed}`.
+
+## Training text
+Docstrings of the Python {python} standard library and the help topics of
+`pydoc`: {num_documents:,} documents, {num_chars:,} characters, {num_tokens:,} tokens,
+SHA-256 `{digest}`.
+
+## Training
+Step {step} of {steps}, each of {batch_size} x {sequence_length} tokens, AdamW, bfloat16 autocast,
+one CPU thread; torch {torch}, transformers {transformers}, tokenizers {tokenizers}.
+One document in {held_out_every} was held out. Loss is in nats per token.
+
+| step | training loss | held-out loss |
+| ---: | ---: | ---: |
+{curve}
+
+## Licence
+The weights are under the Apache License 2.0. The training text is part of
+Python, Copyright (c) 2001 Python Software Foundation; All Rights Reserved,
+used under the Python Software Foundation License Version 2
+(https://docs.python.org/3/license.html).
+"""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The documents in a fixed order, split for training and evaluation."""
+
+    training: list[str]
+    held_out: list[str]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all documents, in hex."""
+        text = "\0".join(self.training + self.held_out)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+@dataclass
+class LossCurve:
+    """Losses in nats per token, as rows (step, training, held out)."""
+
+    rows: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def as_table(self) -> str:
+        """The rows of a Markdown table."""
+        return "\n".join(
+            f"| {step} | {train:.3f} | {held:.3f} |" for step, train, held in self.rows
+        )
+
+
+def library_sources() -> Iterator[Path]:
+    """The standard library's Python files, in the same order everywhere."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts):
+            yield path
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """The docstrings of a file's module, classes and functions."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, documented):
+            yield ast.get_docstring(node) or ""
+
+
+def help_topics() -> Iterator[str]:
+    """The texts that `help("topic")` shows."""
+    path = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.Assign):
+            yield from ast.literal_eval(node.value).values()
+
+
+def collect_corpus() -> Corpus:
+    """Gathers every document once, leaving out those too short to learn from."""
+    texts = [text for path in library_sources() for text in docstrings(path)]
+    texts.extend(help_topics())
+    stripped = (text.strip() for text in texts)
+    documents = list(dict.fromkeys(text for text in stripped if len(text) >= _MIN_DOCUMENT_CHARS))
+    held_out = documents[::_HELD_OUT_EVERY]
+    return Corpus([text for text in documents if text not in set(held_out)], held_out)
+
+
+def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that begins every text with the BOS token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE,
+        special_tokens=[_BOS, _EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{_BOS} $A",
+        pair=f"{_BOS} $A $B",
+        special_tokens=[(_BOS, tokenizer.token_to_id(_BOS))],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=_BOS,
+        eos_token=_EOS,
+        model_max_length=_MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
+    """All documents one after another, each from BOS to EOS: [tokens]."""
+    token_ids: list[int] = []
+    for encoding in tokenizer.backend_tokenizer.encode_batch(documents):
+        token_ids.extend([*encoding.ids, tokenizer.eos_token_id])
+    return torch.tensor(token_ids)
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The untrained model."""
+    config = LlamaConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=_MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def loss_of(model: LlamaForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the next token over `token_ids` [sequences, tokens]."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss: torch.Tensor = model(input_ids=token_ids, labels=token_ids).loss
+    return loss
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, token_ids: torch.Tensor) -> float:
+    """Mean loss over `token_ids` [tokens], cut into whole sequences."""
+    num_sequences = len(token_ids) // _SEQUENCE_LENGTH
+    sequences = token_ids[: num_sequences * _SEQUENCE_LENGTH].view(num_sequences, -1)
+    losses = [loss_of(model, batch).item() * len(batch) for batch in sequences.split(_BATCH_SIZE)]
+    return sum(losses) / num_sequences
+
+
+def learning_rate_scale(step: int, num_steps: int) -> float:
+    """Linear warm-up, then a cosine to zero."""
+    warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
+    return warmup * 0.5 * (1 + math.cos(math.pi * step / num_steps))
+
+
+def draw_batch(token_ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random windows of `token_ids` [tokens]: [_BATCH_SIZE, _SEQUENCE_LENGTH]."""
+    last_start = len(token_ids) - _SEQUENCE_LENGTH
+    starts = torch.randint(0, last_start + 1, (_BATCH_SIZE,), generator=generator)
+    return torch.stack([token_ids[start : start + _SEQUENCE_LENGTH] for start in starts])
+
+
+class Training:
+    """One training run; `run` yields after every step that should be saved."""
+
+    def __init__(
+        self, model: LlamaForCausalLM, train_ids: torch.Tensor, held_out_ids: torch.Tensor
+    ) -> None:
+        self.model = model
+        self.curve = LossCurve()
+        self._train_ids = train_ids  # [tokens]
+        self._held_out_ids = held_out_ids  # [tokens]
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=_PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+        )
+
+    def run(self, num_steps: int, seed: int) -> Iterator[int]:
+        """Trains for `num_steps`; yields the step number at each save point."""
+        generator = torch.Generator().manual_seed(seed)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: learning_rate_scale(step, num_steps)
+        )
+        progress = tqdm(range(1, num_steps + 1), unit="step", mininterval=10)
+        for step in progress:
+            loss = self._step(draw_batch(self._train_ids, generator))
+            schedule.step()
+            progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            if step % _EVALUATE_EVERY == 0 or step == num_steps:
+                self.curve.rows.append((step, loss, evaluate(self.model, self._held_out_ids)))
+                yield step
+
+    def _step(self, token_ids: torch.Tensor) -> float:
+        loss = loss_of(self.model, token_ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.item()
+
+
+def write_checkpoint(
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str
+) -> None:
+    """Writes the folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
+    stored = LlamaForCausalLM(model.config)
+    stored.load_state_dict(model.state_dict())
+    stored.to(torch.bfloat16).save_pretrained(folder)
+    # bfloat16 halves the file; float32 keeps greedy decoding free of ties.
+    stored.config.dtype = torch.float32
+    stored.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "MODEL_CARD.md").write_text(card)
+
+
+def model_card(
+    training: Training, corpus: Corpus, num_tokens: int, arguments: argparse.Namespace
+) -> str:
+    """The model card of a run so far."""
+    config = training.model.config
+    documents = corpus.training + corpus.held_out
+    return _CARD.format(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        vocab_size=config.vocab_size,
+        num_parameters=training.model.num_parameters(),
+        max_positions=_MAX_POSITIONS,
+        sequence_length=_SEQUENCE_LENGTH,
+        batch_size=_BATCH_SIZE,
+        held_out_every=_HELD_OUT_EVERY,
+        step=training.curve.rows[-1][0],
+        steps=arguments.steps,
+        seed=arguments.seed,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        tokenizers=tokenizers.__version__,
+        num_documents=len(documents),
+        num_chars=sum(map(len, documents)),
+        num_tokens=num_tokens,
+        digest=corpus.digest,
+        curve=training.curve.as_table(),
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Train the bundled demo model on the standard library's docstrings."
+    )
+    parser.add_argument("--output", type=Path, required=True, help="checkpoint folder to write")
+    parser.add_argument("--steps", type=int, default=1500, help="training steps (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains and writes the checkpoint, also at every evaluation on the way."""
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(arguments.seed)
+    corpus = collect_corpus()
+    tokenizer = train_tokenizer(corpus.training)
+    train_ids = encode_documents(tokenizer, corpus.training)
+    held_out_ids = encode_documents(tokenizer, corpus.held_out)
+    model = build_model(tokenizer)
+    training = Training(model, train_ids, held_out_ids)
+    num_tokens = len(train_ids) + len(held_out_ids)
+    for _ in training.run(arguments.steps, arguments.seed):
+        card = model_card(training, corpus, num_tokens, arguments)
+        write_checkpoint(arguments.output, model, tokenizer, card)
+
+
+if __name__ == "__main__":
+    main()
