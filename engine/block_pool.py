@@ -94,6 +94,10 @@ class BlockPool:
             self._key_of[block_id] = key
             self._block_of[key] = block_id
 
+    def references(self) -> dict[int, int]:
+        """Reference counts of the blocks that somebody holds."""
+        return {block_id: count for block_id, count in enumerate(self._ref_counts) if count}
+
     def check(self) -> None:
         """Verifies the invariants, for tests and idle moments.
 

@@ -14,6 +14,7 @@ fits: the most important sequence always makes progress.
 import heapq
 import logging
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from baton.errors import AbortedError, BatonError, DeadlineExceededError
@@ -179,15 +180,17 @@ class Scheduler:
         sequences = [self._sequences[share.request_id] for share in batch.sequences]
         return [self._end(s, FinishReason.ERROR, error=error) for s in sequences]
 
-    def check_idle(self) -> None:
-        """Verifies that nothing is held while no request is live and no job is under way.
+    def check(self) -> None:
+        """Verifies that every block reference belongs to a sequence or a job.
 
         Raises:
-            AssertionError: a block leaked; a bug.
+            AssertionError: a block leaked or is held twice; a bug.
         """
         self._kv.pool.check()
-        if self._kv.pool.num_free != self._kv.pool.num_blocks:
-            raise AssertionError("blocks are held by no request")
+        owned = [block for s in self._sequences.values() for block in s.block_ids]
+        owned += self._transfers.held_blocks()
+        if Counter(owned) != self._kv.pool.references():
+            raise AssertionError("reference counts differ from owners")
 
     # Running sequences.
 

@@ -79,6 +79,11 @@ class Transfers:
         """Jobs whose result is not in."""
         return len(self._loads) + len(self._save_jobs)
 
+    def held_blocks(self) -> list[int]:
+        """One entry per reference that a job holds."""
+        held = [block for load in self._loads.values() for block in load.block_ids]
+        return held + [block for _, blocks in self._save_jobs.values() for block in blocks]
+
     def num_loadable(self, sequence: Sequence) -> int | None:
         """Leading blocks that the connector can load; None: ask again next step."""
         if self._connector is None or not sequence.may_load:

@@ -1,0 +1,134 @@
+"""`FakeEngine`: AsyncEngine's methods, with outputs that the test emits."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from engine.config import EngineConfig
+from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
+from engine.runner import ModelInfo
+from kvstore.layout import KvLayout
+
+NAMESPACE = bytes(range(32))
+
+
+class FakeEngine:
+    """Records what it is told; `emit` plays one engine step."""
+
+    def __init__(self, role: str) -> None:
+        self.config = EngineConfig(model="tests/scripted", role=role, kv_connector="memory://fake")
+        layout = KvLayout(
+            num_layers=1, num_kv_heads=1, block_size=16, head_dim=8, dtype="float32"
+        )
+        self.info = ModelInfo(
+            max_model_len=512,
+            vocab_size=1000,
+            eos_token_ids=(2,),
+            fingerprint=b"f",
+            layout=layout,
+        )
+        self.namespace = NAMESPACE
+        self.num_blocks = 64
+        self.live: dict[str, EngineRequest] = {}
+        self.aborted: list[str] = []
+        self.released: list[str] = []
+        self.refusal: BatonError | None = None
+        self.is_closed = False
+        self.num_running = 0
+        self._handlers: dict[str, Callable[[RequestOutput], None]] = {}
+        self._is_draining = False
+        self._changed = asyncio.Event()
+        self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    # What services call.
+
+    def submit(self, request: EngineRequest, on_output: Callable[[RequestOutput], None]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        if self._is_draining:
+            raise UnavailableError("this replica takes no new requests")
+        if request.request_id in self.live:
+            raise InvalidArgumentError("request_id is not unique")
+        self.live[request.request_id] = request
+        self._handlers[request.request_id] = on_output
+        self._notify()
+
+    def abort(self, request_ids: Iterable[str], *, notify: bool = False) -> int:
+        known = [i for i in request_ids if i in self.live]
+        self.aborted += known
+        for request_id in known:
+            if notify:
+                self.emit(finished(request_id, FinishReason.ABORTED))
+            else:
+                self._forget(request_id)
+        return len(known)
+
+    def release_handoff(self, handoff_id: str) -> None:
+        self.released.append(handoff_id)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            num_running=self.num_running,
+            num_waiting=0,
+            num_queued_tokens=0,
+            num_free_blocks=self.num_blocks,
+            num_blocks=self.num_blocks,
+            draining=self._is_draining,
+        )
+
+    async def drain(self, timeout_s: float) -> int:
+        self._is_draining = True
+        self._notify()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.until(lambda: not self.live)
+        except TimeoutError:
+            pass
+        return len(self.live)
+
+    async def wait_failed(self) -> BaseException:
+        return await asyncio.shield(self._failed)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    # What tests call.
+
+    def emit(self, *outputs: RequestOutput) -> None:
+        """Delivers one step's outputs, as the real engine does: in one loop callback."""
+        for output in outputs:
+            handler = self._handlers[output.request_id]
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+            handler(output)
+
+    def die(self, cause: BaseException) -> None:
+        self._failed.set_result(cause)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition on what the engine was told."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _forget(self, request_id: str) -> None:
+        del self.live[request_id]
+        del self._handlers[request_id]
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+
+def tokens(request_id: str, *token_ids: int) -> RequestOutput:
+    return RequestOutput(request_id=request_id, token_ids=token_ids)
+
+
+def finished(
+    request_id: str, reason: FinishReason = FinishReason.STOP, *token_ids: int
+) -> RequestOutput:
+    return RequestOutput(request_id=request_id, token_ids=token_ids, finish_reason=reason)

@@ -1,0 +1,52 @@
+"""Block pool: eviction order and sharing, by example."""
+
+from engine.block_pool import Allocation, BlockPool
+
+
+def test_unhashed_blocks_are_taken_before_cached_ones() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    pool.register(blocks[0], b"a")
+    pool.register(blocks[1], b"b")
+    pool.release(blocks)
+
+    taken = pool.allocate(2)
+
+    assert set(taken).isdisjoint(blocks[:2])
+    assert pool.match([b"a", b"b"]) == blocks[:2]
+
+
+def test_a_sequences_tail_is_evicted_before_its_head() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
+        pool.register(block, key)
+    pool.release(blocks)
+
+    assert pool.allocate(1) == [blocks[2]]
+    assert pool.match([b"a", b"b", b"c"]) == blocks[:2]
+
+
+def test_a_hit_revives_a_free_block() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.register(blocks[0], b"a")
+    pool.release(blocks)
+
+    pool.acquire(pool.match([b"a"]))
+
+    assert pool.num_free == 1
+    assert pool.can_allocate(2) is Allocation.LATER
+    assert pool.can_allocate(3) is Allocation.NEVER
+    assert pool.allocate(1) != blocks
+    pool.check()
+
+
+def test_a_key_that_is_indexed_stays_where_it_is() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.register(first, b"a")
+    pool.register(second, b"a")
+
+    assert pool.match([b"a"]) == [first]
+    pool.check()
