@@ -1,0 +1,1 @@
+"""Model families as plain tensor code. `registry` says which architecture is which."""

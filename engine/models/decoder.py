@@ -1,0 +1,129 @@
+"""Llama, Mistral, Qwen2 and Qwen3: rotary positions, RMS norms, gated MLP.
+
+The families differ in flags of `DecoderConfig` alone: biases, norms on Q and K,
+sliding windows, rotary scaling, tied embeddings.
+"""
+
+import torch
+from torch import nn
+
+import kernels
+from engine.models.config import DecoderConfig
+from engine.models.layers import CausalModel, FusedLinear, RmsNorm, cached_attention
+from engine.models.rotary import RotaryEmbedding
+from kernels.attention_metadata import AttentionMetadata
+
+__all__ = ["Decoder"]
+
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [num_tokens, head_dim / 2]
+
+
+class Decoder(CausalModel):
+    """See `CausalModel`."""
+
+    checkpoint_prefix = "model."
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config, head_width=config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
+        self.layers = nn.ModuleList(
+            _Layer(config, sliding_window) for sliding_window in config.sliding_windows
+        )
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `CausalModel.forward`."""
+        hidden = self.embed_tokens(token_ids)  # [num_tokens, hidden_size]
+        rotation = self.rotary(positions, hidden.dtype)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rotation, meta, kv[:, index])
+        normed: torch.Tensor = self.norm(hidden)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalModel.logits`."""
+        return self._head(hidden, self.embed_tokens)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DecoderConfig, sliding_window: int | None) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = _Attention(config, sliding_window)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = _GatedMlp(config)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        meta: AttentionMetadata,
+        kv_layer: torch.Tensor,
+    ) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, meta, kv_layer)
+        output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, sliding_window: int | None) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.sliding_window = sliding_window
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        self.qkv_proj = FusedLinear(
+            config.hidden_size,
+            {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
+            bias=config.qkv_bias,
+        )
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        meta: AttentionMetadata,
+        kv_layer: torch.Tensor,
+    ) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden).unflatten(1, (-1, self.head_dim))
+        num_kv_heads = kv_layer.shape[2]
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        # each [num_tokens, its heads, head_dim]
+        query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        attended = cached_attention(
+            kernels.apply_rotary(query, *rotation),
+            kernels.apply_rotary(key, *rotation),
+            value,
+            kv_layer,
+            meta,
+            scale=self.head_dim**-0.5,
+            sliding_window=self.sliding_window,
+        )
+        output: torch.Tensor = self.o_proj(attended)
+        return output
+
+
+class _GatedMlp(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = FusedLinear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias
+        )
+        self.down_proj = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down_proj(kernels.silu_and_mul(self.gate_up_proj(hidden)))
+        return output

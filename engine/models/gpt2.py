@@ -1,0 +1,87 @@
+"""GPT-2: learned positions, layer norms before each part, matrices stored transposed."""
+
+import torch
+from torch import nn
+
+from engine.models.config import Gpt2Config
+from engine.models.layers import CausalModel, TransposedLinear, activation_named, cached_attention
+from kernels.attention_metadata import AttentionMetadata
+
+__all__ = ["Gpt2"]
+
+
+class Gpt2(CausalModel):
+    """See `CausalModel`."""
+
+    checkpoint_prefix = "transformer."
+
+    def __init__(self, config: Gpt2Config) -> None:
+        super().__init__(config, head_width=config.hidden_size)
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.max_model_len, config.hidden_size)
+        self.h = nn.ModuleList(_Layer(config, scale) for scale in config.attention_scales)
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `CausalModel.forward`."""
+        hidden = self.wte(token_ids) + self.wpe(positions)  # [num_tokens, hidden_size]
+        for index, layer in enumerate(self.h):
+            hidden = layer(hidden, meta, kv[:, index])
+        normed: torch.Tensor = self.ln_f(hidden)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalModel.logits`."""
+        return self._head(hidden, self.wte)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Gpt2Config, scale: float) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attn = _Attention(config, scale)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = _Mlp(config)
+
+    def forward(
+        self, hidden: torch.Tensor, meta: AttentionMetadata, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = hidden + self.attn(self.ln_1(hidden), meta, kv_layer)
+        output: torch.Tensor = hidden + self.mlp(self.ln_2(hidden))
+        return output
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Gpt2Config, scale: float) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.scale = scale
+        self.c_attn = TransposedLinear(config.hidden_size, 3 * config.hidden_size)
+        self.c_proj = TransposedLinear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self, hidden: torch.Tensor, meta: AttentionMetadata, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        qkv = self.c_attn(hidden).unflatten(1, (3, -1, self.head_dim))
+        query, key, value = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
+        attended = cached_attention(query, key, value, kv_layer, meta, scale=self.scale)
+        output: torch.Tensor = self.c_proj(attended)
+        return output
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: Gpt2Config) -> None:
+        super().__init__()
+        self.c_fc = TransposedLinear(config.hidden_size, config.inner_size)
+        self.c_proj = TransposedLinear(config.inner_size, config.hidden_size)
+        self.activation = activation_named(config.activation)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.c_proj(self.activation(self.c_fc(hidden)))
+        return output

@@ -1,0 +1,100 @@
+"""OPT (arXiv:2205.01068): learned positions, layer norms before or after, plain MLP."""
+
+import torch
+from torch import nn
+
+from engine.models.config import OptConfig
+from engine.models.layers import CausalModel, FusedLinear, activation_named, cached_attention
+from kernels.attention_metadata import AttentionMetadata
+
+__all__ = ["Opt"]
+
+# The position table's first rows were padding ids in the code OPT was trained with.
+_POSITION_OFFSET = 2
+
+
+class Opt(CausalModel):
+    """See `CausalModel`."""
+
+    checkpoint_prefix = "model.decoder."
+
+    def __init__(self, config: OptConfig) -> None:
+        super().__init__(config, head_width=config.embedding_size)
+        width, size = config.embedding_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.embed_positions = nn.Embedding(config.max_model_len + _POSITION_OFFSET, size)
+        projected = width != size
+        self.project_in = nn.Linear(width, size, bias=False) if projected else nn.Identity()
+        self.project_out = nn.Linear(size, width, bias=False) if projected else nn.Identity()
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
+        self.final_layer_norm = _layer_norm(config) if config.final_norm else nn.Identity()
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `CausalModel.forward`."""
+        hidden = self.project_in(self.embed_tokens(token_ids))  # [num_tokens, hidden_size]
+        hidden = hidden + self.embed_positions(positions + _POSITION_OFFSET)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, meta, kv[:, index])
+        normed: torch.Tensor = self.final_layer_norm(hidden)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalModel.logits`."""
+        return self._head(self.project_out(hidden), self.embed_tokens)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: OptConfig) -> None:
+        super().__init__()
+        self.norm_before = config.norm_before
+        self.self_attn = _Attention(config)
+        self.self_attn_layer_norm = _layer_norm(config)
+        self.fc1 = nn.Linear(config.hidden_size, config.ffn_dim, bias=config.bias)
+        self.fc2 = nn.Linear(config.ffn_dim, config.hidden_size, bias=config.bias)
+        self.final_layer_norm = _layer_norm(config)
+        self.activation = activation_named(config.activation)
+
+    def forward(
+        self, hidden: torch.Tensor, meta: AttentionMetadata, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        if self.norm_before:
+            hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), meta, kv_layer)
+            return hidden + self._mlp(self.final_layer_norm(hidden))
+        hidden = self.self_attn_layer_norm(hidden + self.self_attn(hidden, meta, kv_layer))
+        output: torch.Tensor = self.final_layer_norm(hidden + self._mlp(hidden))
+        return output
+
+    def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.fc2(self.activation(self.fc1(hidden)))
+        return output
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: OptConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.head_dim = config.head_dim
+        self.qkv_proj = FusedLinear(
+            size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=config.bias
+        )
+        self.out_proj = nn.Linear(size, size, bias=config.bias)
+
+    def forward(
+        self, hidden: torch.Tensor, meta: AttentionMetadata, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden).unflatten(1, (3, -1, self.head_dim))
+        query, key, value = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
+        scale = self.head_dim**-0.5
+        attended = cached_attention(query, key, value, kv_layer, meta, scale=scale)
+        output: torch.Tensor = self.out_proj(attended)
+        return output
+
+
+def _layer_norm(config: OptConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, elementwise_affine=config.norm_affine)

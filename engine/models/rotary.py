@@ -1,0 +1,97 @@
+"""Rotary position embedding: angles per position, with the scalings for long contexts."""
+
+import math
+
+import torch
+from torch import nn
+
+from engine.models.config import RopeConfig
+
+__all__ = ["RotaryEmbedding"]
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of each position's angles (arXiv:2104.09864).
+
+    Args:
+        rope: base and scaling.
+        head_dim: width of a head, even.
+    """
+
+    inverse_frequencies: torch.Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        # On CPU even when the parameters are being laid out on the meta device.
+        frequencies = _inverse_frequencies(rope, head_dim)  # [head_dim / 2]
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+        self.amplitude = _amplitude(rope)
+
+    def forward(
+        self, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, each `[num_tokens, head_dim / 2]` of `dtype`.
+
+        Args:
+            positions: `[num_tokens]`.
+            dtype: of the states to rotate. Angles are computed in float32.
+        """
+        angles = positions.unsqueeze(1).float() * self.inverse_frequencies
+        cos, sin = angles.cos() * self.amplitude, angles.sin() * self.amplitude
+        return cos.to(dtype), sin.to(dtype)
+
+
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.rope_type == "yarn":
+        return _yarn(frequencies, rope)
+    return frequencies
+
+
+def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Llama 3.1: slow down long wavelengths, keep short ones, blend between."""
+    turns = rope.original_len * frequencies / (2 * math.pi)  # in the original context
+    span = rope.high_freq_factor - rope.low_freq_factor
+    kept = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies
+
+
+def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """YaRN (arXiv:2309.00071): as llama3, but the blend is linear in the dimension."""
+    num_pairs = len(frequencies)
+
+    def pair_turning(turns: float) -> float:
+        wavelengths = rope.original_len / (turns * 2 * math.pi)
+        return num_pairs * math.log(wavelengths) / math.log(rope.theta)
+
+    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    if low == high:
+        high += 0.001  # no division by zero
+    pairs = torch.arange(num_pairs, dtype=torch.float32, device="cpu")
+    slowed = ((pairs - low) / (high - low)).clamp(0, 1)
+    return slowed * frequencies / rope.factor + (1 - slowed) * frequencies
+
+
+def _amplitude(rope: RopeConfig) -> float:
+    """YaRN's factor on cosines and sines; 1 for the other types."""
+    if rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _temperature(rope.factor, rope.mscale) / _temperature(
+            rope.factor, rope.mscale_all_dim
+        )
+    return _temperature(rope.factor, 1.0)
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

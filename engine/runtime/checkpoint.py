@@ -1,0 +1,185 @@
+"""`Checkpoint`: a model's folder on disk, found and checked, and its fingerprint.
+
+Nothing is read here but JSON, file names and, for the fingerprint, bytes.
+"""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from baton.errors import ConfigurationError
+
+__all__ = ["Checkpoint", "one_line", "open_checkpoint"]
+
+_CONFIG = "config.json"
+_GENERATION_CONFIG = "generation_config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "tokenizer.model")
+
+_MAX_REASON_LENGTH = 300
+
+_HASH_PART_BYTES = 64 * 2**20
+_HASH_READ_BYTES = 2**20
+_HASH_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint folder.
+
+    Attributes:
+        folder: where it is.
+        config: content of config.json.
+        weight_files: its safetensors files, by name; all exist.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    weight_files: tuple[Path, ...]
+
+    @property
+    def architecture(self) -> str | None:
+        """The first architecture that config.json names."""
+        architectures = self.config.get("architectures")
+        return architectures[0] if isinstance(architectures, list) and architectures else None
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation: generation_config.json's, else config.json's.
+
+        Raises:
+            ConfigurationError: generation_config.json is not JSON, or the ids are no integers.
+        """
+        eos = None
+        if (self.folder / _GENERATION_CONFIG).is_file():
+            eos = _read_json(self.folder / _GENERATION_CONFIG).get("eos_token_id")
+        if eos is None:
+            eos = self.config.get("eos_token_id")
+        ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        if not all(isinstance(token_id, int) for token_id in ids):
+            raise ConfigurationError(f"{self.folder}: eos_token_id {eos!r} is no token id")
+        return ids
+
+    def fingerprint(self) -> bytes:
+        """Digest of config.json and of every weight file's name and bytes.
+
+        XXH3-128 over the digests of fixed parts, which threads compute. Tells
+        checkpoints apart; no defence against someone who forges one.
+        """
+        parts = [
+            part for file in (self.folder / _CONFIG, *self.weight_files) for part in _parts(file)
+        ]
+        digest = xxhash.xxh3_128()
+        with ThreadPoolExecutor(_HASH_THREADS) as threads:
+            for (file, start), part in zip(parts, threads.map(_hash_part, parts), strict=True):
+                digest.update(f"{file.name}\0{start}\0".encode() + part)
+        return bytes(digest.digest())
+
+
+def open_checkpoint(path_or_name: str) -> Checkpoint:
+    """Finds a checkpoint folder, or downloads it from the Hugging Face Hub.
+
+    Args:
+        path_or_name: a folder, or a Hub name such as `org/model`.
+
+    Raises:
+        ConfigurationError: no such folder or Hub model; a file is missing or
+            is not JSON; the weights are not safetensors.
+    """
+    folder = _find_folder(path_or_name)
+    if not (folder / _CONFIG).is_file():
+        raise ConfigurationError(f"{folder} has no {_CONFIG}; it is no checkpoint folder")
+    return Checkpoint(folder, _read_json(folder / _CONFIG), _find_weights(folder))
+
+
+def _find_folder(path_or_name: str) -> Path:
+    folder = Path(path_or_name).expanduser()
+    if folder.is_dir():
+        return folder
+    looks_like_path = path_or_name.startswith((".", "/", "~")) or path_or_name.count("/") > 1
+    if looks_like_path or folder.exists():
+        raise ConfigurationError(f"{path_or_name} is no folder")
+    return _download(path_or_name)
+
+
+def _download(name: str) -> Path:
+    """The Hub model's folder in the local cache; the cached one serves when offline."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
+    except LocalEntryNotFoundError as error:
+        reason = "the Hub cannot be reached and the model is not in the local cache"
+        raise _no_model(name, reason) from error
+    except Exception as error:  # also what its HTTP library raises, which is no base of ours
+        raise _no_model(name, one_line(error)) from error
+
+
+def _no_model(name: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} is no folder here, nor could it be had from the Hugging Face Hub: {reason}"
+    )
+
+
+def _find_weights(folder: Path) -> tuple[Path, ...]:
+    if (folder / _INDEX).is_file():
+        return tuple(_shards(folder))
+    if (folder / _WEIGHTS).is_file():
+        return (folder / _WEIGHTS,)
+    if any(folder.glob("*.bin")):
+        raise ConfigurationError(
+            f"{folder} has weights as .bin files only; convert them to safetensors "
+            f"(in transformers: model.save_pretrained)"
+        )
+    raise ConfigurationError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}")
+
+
+def _shards(folder: Path) -> Iterator[Path]:
+    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigurationError(f"{folder / _INDEX} has no weight_map")
+    for name in sorted(set(weight_map.values())):
+        if not (folder / name).is_file():
+            raise ConfigurationError(f"{folder} lacks {name}, which {_INDEX} lists")
+        yield folder / name
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{file} is not readable JSON: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{file} holds no JSON object")
+    return content
+
+
+def one_line(error: Exception) -> str:
+    """The error's text fit for the end of a one-line message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_REASON_LENGTH else f"{text[:_MAX_REASON_LENGTH]}..."
+
+
+def _parts(file: Path) -> Iterator[tuple[Path, int]]:
+    """(file, start) of each of the file's parts."""
+    for start in range(0, max(1, file.stat().st_size), _HASH_PART_BYTES):
+        yield file, start
+
+
+def _hash_part(part: tuple[Path, int]) -> bytes:
+    file, start = part
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_HASH_READ_BYTES))
+    with file.open("rb", buffering=0) as source:
+        source.seek(start)
+        left = _HASH_PART_BYTES
+        while left and (num_read := source.readinto(buffer[:left])):
+            digest.update(buffer[:num_read])
+            left -= num_read
+    return bytes(digest.digest())

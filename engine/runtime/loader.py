@@ -1,0 +1,209 @@
+"""Loads a checkpoint: builds the model and copies the weights straight into place.
+
+    lay out on the meta device -> check every name and shape -> allocate -> copy
+
+Nothing is allocated until the files' headers agree with the model. Each
+parameter is allocated once, in its final type and place; each checkpoint tensor
+is copied from the memory-mapped file into its slice. There is never a second
+copy of the model.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from baton.errors import ConfigurationError
+from engine.config import DTYPES
+from engine.models.layers import CausalModel
+from engine.models.registry import family_of
+from engine.runtime.checkpoint import Checkpoint, one_line, open_checkpoint
+
+__all__ = ["LoadedModel", "load_model"]
+
+_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names
+# Tensors that checkpoints carry and no model needs: constants of the code that wrote them.
+_HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and its facts.
+
+    Attributes:
+        model: the weights in place, no gradients.
+        max_model_len: the most prompt and generated tokens together.
+        vocab_size: token ids are below it.
+        eos_token_ids: ids that end a generation.
+        fingerprint: digest of config and weights.
+        num_layers: layers of the KV cache.
+        num_kv_heads: heads of the KV cache.
+        head_dim: width of a head.
+        dtype: of weights and activations: "float32", "bfloat16" or "float16".
+    """
+
+    model: CausalModel
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: bytes
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+def load_model(
+    path_or_name: str, dtype: str, device: torch.device | str, *, progress: bool
+) -> LoadedModel:
+    """Loads a model for inference.
+
+    Args:
+        path_or_name: a checkpoint folder or a Hugging Face Hub name.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        device: where the weights go.
+        progress: whether to show a bar over the bytes on stderr.
+
+    Raises:
+        ConfigurationError: the checkpoint is missing, broken or unsupported;
+            one line that names the file, field or tensor.
+    """
+    checkpoint = open_checkpoint(path_or_name)
+    family = family_of(checkpoint.architecture)
+    source = _parse_config(checkpoint, family.model_type)
+    dtype_name = _resolve_dtype(dtype, source)
+    with torch.device("meta"):
+        model = family.build(family.read_config(source))
+    names = _match_tensors(model, checkpoint)
+    _allocate(model, getattr(torch, dtype_name), torch.device(device))
+    _copy_weights(model.checkpoint_tensors(), names, progress=progress)
+    return LoadedModel(
+        model=model.eval(),
+        max_model_len=model.config.max_model_len,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids(),
+        fingerprint=checkpoint.fingerprint(),
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=dtype_name,
+    )
+
+
+def _parse_config(checkpoint: Checkpoint, model_type: str) -> Any:
+    from transformers import AutoConfig
+
+    file = checkpoint.folder / "config.json"
+    if checkpoint.config.get("model_type") != model_type:
+        raise ConfigurationError(
+            f"{file}: model_type is {checkpoint.config.get('model_type')!r}; "
+            f"{checkpoint.architecture} is {model_type!r}"
+        )
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder)
+    except Exception as error:  # transformers raises whatever its validators raise
+        raise ConfigurationError(f"{file}: {one_line(error)}") from error
+
+
+def _resolve_dtype(dtype: str, source: Any) -> str:
+    """The name of the type to load in; "auto" is config.json's, float32 where it has none."""
+    name = str(source.dtype or "float32").removeprefix("torch.") if dtype == "auto" else dtype
+    if name not in DTYPES[1:]:
+        raise ConfigurationError(
+            f"dtype {name} is not supported; --dtype takes {', '.join(DTYPES)}"
+        )
+    return name
+
+
+# A tensor of a file: (file, its name there, the model's name for it).
+_Match = tuple[Path, str, str]
+
+
+def _match_tensors(model: CausalModel, checkpoint: Checkpoint) -> list[_Match]:
+    """Pairs the files' tensors with the model's, checking that they fit one to one."""
+    expected = model.checkpoint_tensors()
+    matches: dict[str, _Match] = {}
+    for file in checkpoint.weight_files:
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no dict)
+                target = _target_of(name, model, expected)
+                if target is None:
+                    continue
+                _check_tensor(file, name, tensors.get_slice(name), expected[target])
+                matches[target] = (file, name, target)
+    for name in expected:
+        if name not in matches:
+            raise ConfigurationError(f"{checkpoint.folder} lacks tensor {name}")
+    return list(matches.values())
+
+
+def _target_of(name: str, model: CausalModel, expected: dict[str, torch.Tensor]) -> str | None:
+    """The model's name for a file's tensor; None for one it does not need.
+
+    Checkpoints saved from the bare model lack the first part of the prefix.
+    """
+    first_part = model.checkpoint_prefix.partition(".")[0]
+    for candidate in (name, f"{first_part}.{name}"):
+        if candidate in expected:
+            return candidate
+    if _HARMLESS.search(name) or (name == "lm_head.weight" and model.lm_head is None):
+        return None
+    raise ConfigurationError(f"the checkpoint has tensor {name}, which the model does not know")
+
+
+def _check_tensor(file: Path, name: str, stored: Any, expected: torch.Tensor) -> None:
+    if stored.get_dtype() not in _FLOAT_DTYPES:
+        raise ConfigurationError(
+            f"{file}: tensor {name} is {stored.get_dtype()}; quantized weights are not supported"
+        )
+    shape, expected_shape = list(stored.get_shape()), list(expected.shape)
+    if shape != expected_shape:
+        raise ConfigurationError(
+            f"{file}: tensor {name} has shape {shape}; config.json asks for {expected_shape}"
+        )
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Gives each parameter its memory, unset, and moves the buffers."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _copy_weights(
+    targets: dict[str, torch.Tensor], matches: list[_Match], *, progress: bool
+) -> None:
+    num_bytes = sum(target.nbytes for target in targets.values())
+    with tqdm(
+        total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
+    ) as bar:
+        for target, tensor in _read_tensors(targets, matches):
+            target.copy_(tensor)
+            bar.update(target.nbytes)
+
+
+def _read_tensors(
+    targets: dict[str, torch.Tensor], matches: list[_Match]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(where to, memory-mapped tensor), file by file."""
+    for file in dict.fromkeys(match[0] for match in matches):
+        with _open(file) as tensors:
+            for other_file, name, target in matches:
+                if other_file == file:
+                    yield targets[target], tensors.get_tensor(name)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"{file} is no readable safetensors file: {error}") from error
