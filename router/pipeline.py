@@ -1,0 +1,138 @@
+"""`Pipeline`: the life of a request, in the numbered order of docs/architecture.md.
+
+1. Validate, tokenize, compute block keys              validation, preparation
+2. Pick a decode replica; is remote prefill worth it?  policy, decode_stage
+3. Prefill computes the prompt and its first token     prefill_stage
+4. The first token goes to the client at once          completion
+5. Decode loads the KV and generates the rest          decode_stage
+6. Tokens become text, up to a stop                    completion
+7. Finish, cancel, deadline: every tier lets go        here, by closing generators
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from baton.errors import UnavailableError
+from baton.v1 import decode_pb2, generation_pb2
+from router.admission import Admission
+from router.completion import Completion
+from router.config import RouterConfig
+from router.decode_stage import DecodeStage
+from router.fleet import Fleet
+from router.policy import wants_remote_prefill
+from router.prefill_stage import Prefilled, PrefillStage
+from router.prefix_index import PrefixIndex
+from router.preparation import prepare_request
+from router.replica import DecodeReplica
+from router.request import RoutedRequest
+from router.tokenizer import Tokenizer
+from router.validation import validate_generate_request
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """Takes requests from validation to the last message.
+
+    Args:
+        config: the router's.
+        tokenizer: the model's.
+        fleet: the replicas.
+        prefix_index: what they probably cache.
+        admission: says whether more requests may run.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        fleet: Fleet,
+        prefix_index: PrefixIndex,
+        admission: Admission,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._fleet = fleet
+        self._admission = admission
+        self._prefill = PrefillStage(fleet, prefix_index)
+        self._decode = DecodeStage(fleet, prefix_index, config.resume_timeout_s)
+
+    async def generate(
+        self, message: generation_pb2.GenerateRequest, deadline: float
+    ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
+        """Yields messages until one has a finish reason. To be closed by the caller.
+
+        While the caller is busy with one message, the tokens that come are
+        gathered in the next.
+
+        Args:
+            message: the client's request.
+            deadline: event loop time at which the caller will give up.
+
+        Raises:
+            BatonError: see `GenerationService`.
+        """
+        arrival = asyncio.get_running_loop().time()
+        request = validate_generate_request(message, self._config.model_name)
+        with self._admission.admit(request.request_id):
+            model, limits = self._fleet.require_model()
+            routed = await prepare_request(request, self._tokenizer, model, limits, deadline)
+            completion = Completion(routed, self._tokenizer, arrival)
+            async with aclosing(self._outputs(routed, completion)) as outputs:
+                async for output in outputs:
+                    response = completion.add(output)
+                    yield response
+                    if response.finish_reason:
+                        return
+
+    async def _outputs(
+        self, request: RoutedRequest, completion: Completion
+    ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
+        """The tokens of both tiers as one sequence of outputs."""
+        replica = self._decode.pick(request)
+        if replica is None:
+            raise UnavailableError("no decode replica is ready; try again later")
+        completion.mark_routed()
+        prefilled = await self._maybe_prefill(request, replica)
+        handoff = prefilled.handoff if prefilled else None
+        try:
+            token_ids: list[int] = []
+            if prefilled:
+                first = _first_output(request, prefilled)
+                token_ids.extend(first.token_ids)
+                yield first
+                if first.finish_reason:
+                    return
+            async with aclosing(self._decode.run(request, replica, token_ids, handoff)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            if handoff:
+                handoff.release()
+
+    async def _maybe_prefill(
+        self, request: RoutedRequest, replica: DecodeReplica
+    ) -> Prefilled | None:
+        """Runs the prompt on the prefill tier, if that is worth it and possible."""
+        overlap_blocks = self._decode.overlap_blocks(request, replica)
+        if not wants_remote_prefill(
+            len(request.prompt_token_ids),
+            overlap_blocks * request.block_size,
+            self._config.max_local_prefill_tokens,
+        ):
+            return None
+        with replica.reserve(num_blocks=request.num_prompt_blocks - overlap_blocks):
+            return await self._prefill.run(request)
+
+
+def _first_output(request: RoutedRequest, prefilled: Prefilled) -> decode_pb2.DecodeOutput:
+    """The prefill tier's answer in the form of decode's."""
+    response = prefilled.response
+    return decode_pb2.DecodeOutput(
+        request_id=request.request_id,
+        token_ids=response.token_ids,
+        finish_reason=response.finish_reason,
+        cached_tokens=response.cached_tokens,
+        timings=response.timings,
+    )

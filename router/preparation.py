@@ -1,0 +1,79 @@
+"""Step 1 of a request's life: text to token ids, limits, block keys, a seed."""
+
+import asyncio
+import secrets
+from dataclasses import replace
+
+from baton.sampling_params import SamplingParams
+from kvstore.block_key import BlockKeyChain
+from router.request import GenerationRequest, RequestLimits, RoutedRequest
+from router.served_model import ServedModel
+from router.tokenizer import Tokenizer
+from router.validation import check_prompt_length, check_token_ids, fitting_max_tokens
+
+__all__ = ["encode", "prepare_request"]
+
+_LONGEST_INLINE_PROMPT = 4096
+"""Characters or token ids; more are worked on in a thread, as the event loop would notice."""
+
+
+async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text; a long one is encoded off the event loop."""
+    if len(text) <= _LONGEST_INLINE_PROMPT:
+        return tokenizer.encode(text, add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+
+async def prepare_request(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    limits: RequestLimits,
+    deadline: float,
+) -> RoutedRequest:
+    """Makes a request ready for the tiers.
+
+    Raises:
+        InvalidArgumentError: the prompt or a stop token does not fit the model.
+    """
+    prompt = request.prompt
+    token_ids = tuple(await encode(tokenizer, prompt)) if isinstance(prompt, str) else prompt
+    check_prompt_length(len(token_ids), limits)
+    check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
+    check_token_ids("stop_token_ids", request.params.stop_token_ids, limits.vocab_size)
+    params = request.params
+    return RoutedRequest(
+        request_id=request.request_id,
+        namespace=model.namespace,
+        prompt_token_ids=token_ids,
+        block_keys=await _block_keys(token_ids, model, request.cache_salt),
+        block_size=model.block_size,
+        params=replace(
+            params,
+            seed=_seed(params),
+            max_tokens=fitting_max_tokens(len(token_ids), params.max_tokens, limits),
+        ),
+        stop_token_ids=(
+            *params.stop_token_ids,
+            *(() if params.ignore_eos else model.eos_token_ids),
+        ),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        deadline=deadline,
+    )
+
+
+async def _block_keys(
+    token_ids: tuple[int, ...], model: ServedModel, cache_salt: str
+) -> tuple[bytes, ...]:
+    chain = BlockKeyChain(model.namespace, model.block_size, cache_salt=cache_salt)
+    if len(token_ids) <= _LONGEST_INLINE_PROMPT:
+        return tuple(chain.extend(token_ids))
+    return tuple(await asyncio.to_thread(chain.extend, token_ids))
+
+
+def _seed(params: SamplingParams) -> int:
+    """Whoever resumes the request draws the same noise; greedy decoding draws none."""
+    if params.seed is not None:
+        return params.seed
+    return secrets.randbits(64) if params.temperature > 0 else 0

@@ -1,0 +1,81 @@
+"""Wires a router: tokenizer, replicas, pipeline, server."""
+
+import argparse
+import asyncio
+
+from baton.v1 import generation_pb2, generation_pb2_grpc
+from router.admission import Admission
+from router.config import RouterConfig, add_args, config_from_args
+from router.fleet import Fleet
+from router.pipeline import Pipeline
+from router.prefix_index import PrefixIndex
+from router.servicer import GenerationServicer
+from router.tokenizer import Tokenizer
+from rpc.process import run_process
+from rpc.server import RpcServer, serve
+
+__all__ = ["SERVICE_NAMES", "RouterService", "add_args", "main", "run"]
+
+SERVICE_NAMES: tuple[str, ...] = (
+    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+)
+
+
+class RouterService:
+    """A started router (`rpc.server.Service`).
+
+    Args:
+        config: the router's.
+        tokenizer: the model's.
+        server: where to add the servicer; told whenever the router can or
+            cannot serve: it can while a decode replica takes requests.
+
+    Raises:
+        ConfigurationError: a target is malformed.
+    """
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, server: RpcServer) -> None:
+        prefix_index = PrefixIndex(config.max_indexed_blocks)
+        self._server = server
+        self._fleet = Fleet(config, prefix_index)
+        self._admission = Admission(config.max_concurrent_requests)
+        pipeline = Pipeline(config, tokenizer, self._fleet, prefix_index, self._admission)
+        server.add_servicer(
+            generation_pb2_grpc.add_GenerationServiceServicer_to_server,
+            GenerationServicer(config, tokenizer, self._fleet, pipeline),
+        )
+        self._fleet.start()
+        self._health = asyncio.create_task(self._follow_health())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests and waits for the running ones."""
+        await self._admission.drain(timeout_s)
+
+    async def close(self) -> None:
+        """Lets all replicas go."""
+        self._health.cancel()
+        await self._fleet.close()
+
+    async def _follow_health(self) -> None:
+        while True:
+            self._server.set_serving(self._fleet.can_serve)
+            await self._fleet.wait_for_change()
+
+
+async def run(config: RouterConfig) -> None:
+    """Serves until SIGTERM or SIGINT, then drains.
+
+    Raises:
+        ConfigurationError: the tokenizer, a flag, a target or the address is bad.
+    """
+
+    async def start(server: RpcServer) -> RouterService:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, config.model)
+        return RouterService(config, tokenizer, server)
+
+    await serve(config.server, SERVICE_NAMES, start)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the router: clients talk to it, and it to the prefill and decode replicas."""
+    return run_process("baton router", args.log_level, lambda: run(config_from_args(args)))
