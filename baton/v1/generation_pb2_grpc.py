@@ -29,7 +29,7 @@ class GenerationServiceStub(object):
     """Text generation, served by the router.
 
     Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit; NOT_FOUND an unknown model; RESOURCE_EXHAUSTED a full queue;
+    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
     UNAVAILABLE that no replica can take the request now (safe to retry);
     DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
     """
@@ -71,7 +71,7 @@ class GenerationServiceServicer(object):
     """Text generation, served by the router.
 
     Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit; NOT_FOUND an unknown model; RESOURCE_EXHAUSTED a full queue;
+    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
     UNAVAILABLE that no replica can take the request now (safe to retry);
     DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
     """
@@ -154,7 +154,7 @@ class GenerationService(object):
     """Text generation, served by the router.
 
     Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit; NOT_FOUND an unknown model; RESOURCE_EXHAUSTED a full queue;
+    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
     UNAVAILABLE that no replica can take the request now (safe to retry);
     DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
     """

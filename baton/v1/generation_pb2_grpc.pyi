@@ -27,7 +27,7 @@ class GenerationServiceStub:
     """Text generation, served by the router.
 
     Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit; NOT_FOUND an unknown model; RESOURCE_EXHAUSTED a full queue;
+    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
     UNAVAILABLE that no replica can take the request now (safe to retry);
     DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
     """
@@ -57,7 +57,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Text generation, served by the router.
 
     Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit; NOT_FOUND an unknown model; RESOURCE_EXHAUSTED a full queue;
+    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
     UNAVAILABLE that no replica can take the request now (safe to retry);
     DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
     """
@@ -83,7 +83,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
     """Text generation, served by the router.
 
     Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit; NOT_FOUND an unknown model; RESOURCE_EXHAUSTED a full queue;
+    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
     UNAVAILABLE that no replica can take the request now (safe to retry);
     DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
     """
