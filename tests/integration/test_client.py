@@ -108,7 +108,7 @@ async def test_closing_an_async_stream_cancels_the_request(server):
     async with AsyncClient(server.address) as client:
         async with contextlib.aclosing(client.stream("hang")) as stream:
             await anext(stream)
-        assert server.cancelled.wait(10)
+        assert await asyncio.to_thread(server.cancelled.wait, 10)
 
 
 def test_a_truncated_stream_is_an_error(server):

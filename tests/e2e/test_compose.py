@@ -1,0 +1,73 @@
+"""`docker-compose.yml` and the Dockerfile, as far as a machine without Docker can check them."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from baton import Client, SamplingParams
+from baton.health import wait_until_serving
+from tests.support.compose import ROOT, ComposeProcesses, image_entrypoint, load_compose
+
+START_TIMEOUT_S = 90
+
+
+def test_compose_accepts_the_file():
+    compose = shutil.which("docker-compose")
+    if compose is None:
+        pytest.skip("docker-compose is not installed")
+    result = subprocess.run(
+        [compose, "-f", ROOT / "docker-compose.yml", "config", "--services"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(result.stdout.split()) == {"redis", "router", "prefill", "decode"}
+
+
+def test_tiers_can_scale():
+    """A fixed name or a published port would allow one replica only."""
+    services = load_compose({})
+    for tier in ("prefill", "decode"):
+        assert not {"container_name", "ports", "hostname"} & services[tier].keys()
+        assert f"--{tier}=dns:///{tier}:50051" in services["router"]["command"]
+
+
+def test_environment_chooses_model_port_and_memory():
+    services = load_compose(
+        {"BATON_MODEL": "/models/big", "BATON_PORT": "9", "BATON_REDIS_MEMORY": "1gb"}
+    )
+    assert services["decode"]["volumes"] == ["/models/big:/model:ro"]
+    assert services["router"]["ports"] == ["9:50051"]
+    assert "1gb" in services["redis"]["command"]
+
+
+def test_the_image_checks_the_port_that_services_listen_on():
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    (check,) = re.findall(r"^HEALTHCHECK[^\[]*(\[.*\])$", dockerfile, re.MULTILINE)
+    assert image_entrypoint() == ["baton"]
+    assert json.loads(check) == ["baton", "health", "127.0.0.1:50051"]
+    for name, service in load_compose({}).items():
+        assert name == "redis" or "--port=50051" in service["command"]
+    assert re.search(r"^USER \d+$", dockerfile, re.MULTILINE), "runs as root"
+
+
+async def test_the_services_commands_make_a_cluster(tmp_path):
+    with ComposeProcesses(tmp_path, {}) as services:
+        try:
+            await wait_until_serving(services.addresses["prefill"], START_TIMEOUT_S)
+            await wait_until_serving(services.addresses["router"], START_TIMEOUT_S)
+            with Client(services.addresses["router"]) as client:
+                params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+                prompt = "Return the number of items in a container. " * 4
+                first = client.generate(prompt, params, timeout_s=60)
+                again = client.generate(prompt, params, timeout_s=60)
+        finally:
+            logs = {name: services.log(name) for name in services.processes}
+            print(json.dumps(logs, indent=1))
+    assert len(first.token_ids) == 8
+    assert first.token_ids == again.token_ids
+    assert first.timings.prefill_ms > 0
+    assert again.usage.cached_tokens > 0

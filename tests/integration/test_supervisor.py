@@ -1,0 +1,123 @@
+"""`SupervisedProcess` with real processes: restarts, an orderly stop, no orphans."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from baton.up.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
+
+QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, stop_grace_s=0.5)
+DEADLINE_S = 30
+
+
+class Lines:
+    """The lines that processes wrote, and a way to wait for one."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self._news = asyncio.Event()
+
+    def write(self, line: str) -> None:
+        self.seen.append(line)
+        self._news.set()
+
+    async def wait_for(self, text: str, times: int = 1) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while sum(text in line for line in self.seen) < times:
+                self._news.clear()
+                await self._news.wait()
+
+    def pids(self) -> list[int]:
+        return [int(line.split()[-1]) for line in self.seen if " pid " in line]
+
+
+@pytest.fixture
+async def lines():
+    return Lines()
+
+
+@pytest.fixture
+async def supervise(lines):
+    """Starts a scripted worker; all are stopped at the end."""
+    started = []
+
+    def start(*arguments: str) -> SupervisedProcess:
+        spec = ProcessSpec("worker", "tests.support.scripted_worker", arguments)
+        process = SupervisedProcess(spec, lines.write, QUICK)
+        process.start()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        await process.stop()
+
+
+async def test_output_is_prefixed(lines, supervise):
+    process = supervise("serve")
+    await lines.wait_for("ready")
+    assert lines.seen == [f"worker | pid {process.pid}", "worker | ready"]
+
+
+async def test_stop_asks_first(lines, supervise):
+    process = supervise("serve")
+    await lines.wait_for("ready")
+    await process.stop()
+    assert lines.seen[-1] == "worker | terminated"
+    assert not psutil.pid_exists(lines.pids()[0])
+    assert process.pid is None
+    assert not process.died.is_set()
+
+
+async def test_stop_kills_who_does_not_listen(lines, supervise):
+    process = supervise("stubborn")
+    await lines.wait_for("ready")
+    await process.stop()
+    assert any("killed" in line for line in lines.seen)
+    assert not psutil.pid_exists(lines.pids()[0])
+
+
+async def test_a_killed_worker_starts_again(lines, supervise):
+    process = supervise("serve")
+    await lines.wait_for("ready")
+    os.kill(process.pid, signal.SIGKILL)
+    await lines.wait_for("ready", times=2)
+    first, second = lines.pids()
+    assert first != second == process.pid
+    assert process.died.is_set()
+
+
+async def test_stop_ends_a_crash_loop(lines, supervise):
+    process = supervise("crash", "3")
+    await lines.wait_for("ended with status 3", times=3)
+    await process.stop()
+    assert process.pid is None
+    assert not any(psutil.pid_exists(pid) for pid in lines.pids())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_killed_parent_leaves_no_orphan():
+    command = [sys.executable, "-m", "tests.support.supervising_parent", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        seen: list[str] = []
+        try:
+            while sum("ready" in line for line in seen) < 2:
+                seen.append(parent.stdout.readline())
+                assert seen[-1], f"the parent ended early: {seen}"
+        finally:
+            parent.kill()
+    children = [int(line.split()[-1]) for line in seen if " pid " in line]
+    assert len(children) == 2
+    remaining = []
+    for pid in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            remaining.append(psutil.Process(pid))
+    # Where nobody reaps orphans they stay as zombies, which hold nothing.
+    _, alive = psutil.wait_procs(remaining, timeout=10)
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)

@@ -1,0 +1,120 @@
+"""Runs the services of `docker-compose.yml` as processes of this machine, by their own commands.
+
+Each service gets one process. Container names and ports become 127.0.0.1 and
+free ports; the model's mount becomes the folder that is mounted. Nothing else
+of a command changes.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTAINER_PORTS = {"redis": 6379, "prefill": 50051, "decode": 50051, "router": 50051}
+
+
+def load_compose(environment: dict[str, str]) -> dict[str, Any]:
+    """The services, with `${NAME:-default}` filled in from `environment`."""
+    text = (ROOT / "docker-compose.yml").read_text()
+    filled = re.sub(
+        r"\$\{(\w+):-([^}]*)\}", lambda match: environment.get(match[1], match[2]), text
+    )
+    return yaml.safe_load(filled)["services"]
+
+
+def image_entrypoint() -> list[str]:
+    """The exec-form ENTRYPOINT of the Dockerfile."""
+    (line,) = re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    return json.loads(line)
+
+
+class ComposeProcesses:
+    """The services as processes, in a context manager that ends them.
+
+    Attributes:
+        addresses: `host:port` of each service.
+        processes: each service's process.
+    """
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._folder = folder
+        self._services = load_compose(environment)
+        self.addresses = {name: f"127.0.0.1:{port}" for name, port in _free_ports()}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            for name in self._services:
+                self._start(name)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def command(self, name: str) -> list[str]:
+        """A service's command on this machine."""
+        service = self._services[name]
+        arguments = [self._localize(name, argument) for argument in service["command"]]
+        if "build" not in service:  # a stock image, whose server is on PATH
+            return [*arguments, "--port", self._port(name), "--dir", str(self._folder)]
+        (program,) = image_entrypoint()
+        return [str(Path(sys.executable).with_name(program)), *arguments]
+
+    def log(self, name: str) -> str:
+        """What a service has written."""
+        return (self._folder / f"{name}.log").read_text(errors="replace")
+
+    def _localize(self, name: str, argument: str) -> str:
+        own_port = f"--port={CONTAINER_PORTS[name]}"
+        replaced = argument.replace(own_port, f"--port={self._port(name)}")
+        replaced = replaced.replace("--host=0.0.0.0", "--host=127.0.0.1")
+        for service, port in CONTAINER_PORTS.items():
+            replaced = replaced.replace(f"/{service}:{port}", f"/{self.addresses[service]}")
+        for volume in self._services[name].get("volumes", ()):
+            source, target, _ = volume.split(":")
+            if replaced.endswith(f"={target}"):
+                replaced = replaced.removesuffix(target) + str((ROOT / source).resolve())
+        return replaced
+
+    def _port(self, name: str) -> str:
+        return self.addresses[name].rpartition(":")[2]
+
+    def _start(self, name: str) -> None:
+        log = self._stack.enter_context((self._folder / f"{name}.log").open("wb"))
+        process = subprocess.Popen(
+            self.command(name),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._stack.callback(_end, process)
+        self.processes[name] = process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, then SIGKILL."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _free_ports() -> list[tuple[str, int]]:
+    bound = [(name, socket.create_server(("127.0.0.1", 0))) for name in CONTAINER_PORTS]
+    ports = [(name, server.getsockname()[1]) for name, server in bound]
+    for _, server in bound:
+        server.close()
+    return ports

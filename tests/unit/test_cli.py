@@ -1,0 +1,85 @@
+"""The `baton` command: help, version, exit statuses, what it writes."""
+
+import io
+
+import pytest
+
+import baton
+from baton.cli import main
+from tests.support.fake_generation import running_fake_generation
+
+COMMANDS = {
+    "up": ("--prefill", "--decode", "--kv-connector", "--demo", "--max-num-seqs"),
+    "router": ("--prefill", "--decode", "--model", "--port"),
+    "prefill": ("--kv-connector", "--block-size", "--max-num-batched-tokens", "--port"),
+    "decode": ("--kv-connector", "--gpu-memory-utilization", "--max-num-seqs", "--port"),
+    "generate": ("--address", "--max-tokens", "--temperature", "--seed", "--stop"),
+    "health": ("HOST:PORT", "--timeout-s"),
+}
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"baton {baton.__version__}\n"
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {command} " in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: baton {command}")
+    assert all(flag in text for flag in COMMANDS[command])
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["generate"]])
+def test_usage_errors_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert "usage: baton" in capsys.readouterr().err
+
+
+def test_generate_streams_text_to_stdout_and_figures_to_stderr(capsys):
+    with running_fake_generation() as server:
+        status = main(["generate", "hi", "--address", server.address, "--seed", "5", "--stop", "x"])
+    captured = capsys.readouterr()
+    assert status == 0
+    assert captured.out == "Hello, world\n"
+    assert "4 prompt, 2 cached, 3 generated" in captured.err
+    assert "first token 20.0" in captured.err
+    (request,) = server.requests
+    assert (request.sampling.seed, list(request.stopping.stop)) == (5, ["x"])
+
+
+def test_generate_reads_stdin(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    with running_fake_generation() as server:
+        main(["generate", "-", "--address", server.address])
+    assert server.requests[0].text == "from a pipe"
+
+
+def test_errors_are_one_line_and_status_1(capsys):
+    with running_fake_generation() as server:
+        assert main(["generate", "fail", "--address", server.address]) == 1
+    assert capsys.readouterr().err == "baton generate: error: no replica is left\n"
+
+
+def test_a_bad_parameter_is_told(capsys):
+    assert main(["generate", "hi", "--top-p", "0"]) == 1
+    assert "top_p is 0.0" in capsys.readouterr().err
+
+
+def test_health_of_nobody(capsys):
+    assert main(["health", "127.0.0.1:1", "--timeout-s", "5"]) == 1
+    assert capsys.readouterr().out == "UNAVAILABLE\n"

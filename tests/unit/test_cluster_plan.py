@@ -1,0 +1,144 @@
+"""`baton up`: the processes it plans, its flags, its store."""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from baton.errors import ConfigurationError
+from baton.up.cluster import ClusterConfig, engine_flags, plan_cluster
+from baton.up.embedded_store import embedded_store
+from decode_service.config import add_args as add_decode_args
+from decode_service.config import config_from_args as decode_config_from_args
+from engine.config import EngineConfig
+from prefill_service.config import add_args as add_prefill_args
+from prefill_service.config import config_from_args as prefill_config_from_args
+from router.config import add_args as add_router_args
+from router.config import config_from_args as router_config_from_args
+
+ENGINE = EngineConfig(
+    model="/models/some",
+    kv_connector="shm://x",
+    enable_prefix_caching=False,
+    block_size=8,
+    kv_cache_memory=2**20,
+    kv_load_failure_policy="fail",
+    num_threads=1,
+)
+
+
+def config(**overrides):
+    return ClusterConfig(
+        **{
+            "engine": ENGINE,
+            "num_prefill": 2,
+            "num_decode": 3,
+            "host": "127.0.0.1",
+            "port": 0,
+            "log_level": "info",
+            **overrides,
+        }
+    )
+
+
+def parse(add_args, arguments):
+    parser = argparse.ArgumentParser()
+    add_args(parser)
+    return parser.parse_args(arguments)
+
+
+def test_every_process_has_a_name_and_a_port_of_its_own():
+    plan = plan_cluster(config())
+    servers = (*plan.workers, plan.router)
+    assert [server.spec.name for server in servers] == [
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+        "decode-2",
+        "router",
+    ]
+    assert len({server.address for server in servers}) == 6
+
+
+def test_the_commands_understand_their_flags():
+    """What the plan says comes out of the services' own parsers unchanged."""
+    plan = plan_cluster(config())
+    decode = decode_config_from_args(parse(add_decode_args, plan.decode[1].spec.arguments))
+    assert decode.engine == EngineConfig(
+        **{name: getattr(ENGINE, name) for name in ENGINE.__slots__ if name != "role"},
+        role="decode",
+    )
+    assert plan.decode[1].address == f"{decode.server.host}:{decode.server.port}"
+    prefill = prefill_config_from_args(parse(add_prefill_args, plan.prefill[0].spec.arguments))
+    assert prefill.engine.role == "prefill"
+    assert prefill.engine.block_size == 8
+    router = router_config_from_args(parse(add_router_args, plan.router.spec.arguments))
+    assert router.prefill == tuple(server.address for server in plan.prefill)
+    assert router.decode == tuple(server.address for server in plan.decode)
+    assert router.model_name == ENGINE.model_name == "some"
+
+
+def test_defaults_need_no_flags():
+    assert engine_flags(EngineConfig(model="m")) == ["--model", "m"]
+    assert engine_flags(EngineConfig(model="m"), omit={"model"}) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"), [("num_prefill", "--prefill"), ("num_decode", "--decode")]
+)
+def test_impossible_numbers_are_refused(field, flag):
+    with pytest.raises(ConfigurationError, match=f"{flag} is -1"):
+        config(**{field: -1})
+
+
+def test_prefill_is_optional():
+    plan = plan_cluster(config(num_prefill=0))
+    assert plan.prefill == ()
+    assert "--prefill" not in plan.router.spec.arguments
+
+
+def test_a_port_in_use_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}.*--port"):
+            plan_cluster(config(port=port))
+
+
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("baton.up.embedded_store._SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_the_embedded_store_goes_with_the_cluster(shared_memory):
+    with embedded_store() as url:
+        folder = shared_memory / f"baton-{url.removeprefix('shm://')}"
+        (folder / "objects").mkdir(parents=True)
+    assert not folder.exists()
+
+
+def test_what_a_killed_cluster_left_is_removed(shared_memory):
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
+    dead = shared_memory / f"baton-up-{int(ended.stdout)}-ab12"
+    alive = shared_memory / f"baton-up-{os.getppid()}-ab12"
+    foreign = shared_memory / "baton-upper"
+    for folder in (dead, alive, foreign):
+        folder.mkdir()
+    with embedded_store():
+        assert not dead.exists()
+        assert alive.exists()
+        assert foreign.exists()
+
+
+def test_without_shared_memory_a_temporary_folder_serves(tmp_path, monkeypatch):
+    monkeypatch.setattr("baton.up.embedded_store._SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with embedded_store() as url:
+        assert url.startswith(f"file://{tmp_path}/baton-up-")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,72 @@
+"""What the package exports exists, is documented, and costs nothing until used."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import baton
+
+PACKAGES = (
+    "baton",
+    "engine",
+    "kernels",
+    "kvstore",
+    "router",
+    "rpc",
+    "prefill_service",
+    "decode_service",
+)
+SILENT = ("__main__", "baton.v1", "conformance", "conftest")
+
+
+def public_modules():
+    for package in PACKAGES:
+        root = importlib.import_module(package)
+        yield package
+        for module in pkgutil.walk_packages(root.__path__, f"{package}."):
+            if not any(part in module.name for part in SILENT):
+                yield module.name
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_every_exported_name_exists(name):
+    module = importlib.import_module(name)
+    exported = getattr(module, "__all__", ())
+    assert len(set(exported)) == len(exported)
+    for exported_name in exported:
+        assert hasattr(module, exported_name), f"{name}.__all__ has {exported_name}"
+    assert module.__doc__, f"{name} does not say what it is"
+
+
+def test_the_package_exports_its_public_face():
+    assert set(baton.__all__) == {
+        "LLM",
+        "AsyncClient",
+        "BatonError",
+        "Client",
+        "SamplingParams",
+        "__version__",
+    }
+    for name in baton.__all__:
+        assert getattr(baton, name)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = baton.Nothing
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        ("import baton", ("torch", "grpc", "transformers")),
+        ("from baton import Client", ("torch", "transformers")),
+        ("import baton.cli.up", ("torch", "transformers")),
+    ],
+)
+def test_imports_stay_cheap(statement, unwanted):
+    program = (
+        f"import sys; {statement}; print([name for name in {unwanted} if name in sys.modules])"
+    )
+    output = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert output.strip() == "[]"
