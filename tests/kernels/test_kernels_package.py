@@ -1,0 +1,44 @@
+"""The package itself: what importing it costs, its dispatch, and its name."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import baton
+import kernels
+from kernels import reference
+
+PRIMITIVES = sorted(set(reference.__all__))
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_dispatch_has_the_references_signature(name):
+    assert name in kernels.__all__
+    dispatched = inspect.signature(getattr(kernels, name))
+    assert dispatched == inspect.signature(getattr(reference, name))
+
+
+def test_importing_kernels_brings_torch_and_nothing_heavy():
+    code = (
+        "import sys, torch; before = set(sys.modules); import kernels, json; "
+        "print(json.dumps(sorted({m.partition('.')[0] for m in set(sys.modules) - before})))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
+    assert set(json.loads(output)) <= {"kernels", "json"}
+
+
+def test_transformers_takes_our_folder_for_no_kernels_package():
+    """Hugging Face has an optional package of the same name, which transformers looks for."""
+    from packaging.version import Version
+    from transformers.utils import import_utils, is_kernels_available
+
+    assert Path(kernels.__file__).parent.parent == Path(baton.__file__).parent.parent
+    assert not hasattr(kernels, "__version__")
+    assert not is_kernels_available()
+    # An installed Baton may lend our folder its own version; that must not look like theirs.
+    theirs = (import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION)
+    assert not Version(theirs[0]) <= Version(baton.__version__) < Version(theirs[1])
