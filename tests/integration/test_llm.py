@@ -1,0 +1,160 @@
+"""The offline `LLM` on tiny checkpoints: prompts, results, stops, errors."""
+
+import pytest
+
+from baton import LLM, SamplingParams
+from baton.errors import ConfigurationError, InvalidArgumentError
+from tests.support.checkpoints import EOS_TOKEN_ID, prompt_of, reference_greedy, tiny_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+NUM_BLOCKS = 24
+
+
+@pytest.fixture(scope="module")
+def path():
+    return tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    arguments = {"dtype": "float32", "max_num_seqs": 4, "num_gpu_blocks_override": NUM_BLOCKS}
+    with LLM(str(path), max_model_len=200, num_threads=1, **arguments) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_request_left(llm):
+    yield
+    load = llm._core.load()
+    assert (load.num_running, load.num_waiting) == (0, 0)
+    assert load.num_free_blocks == NUM_BLOCKS
+
+
+def test_results_are_those_of_transformers_in_the_prompts_order(llm, path):
+    prompts = [prompt_of(length, seed=length) for length in (33, 1, 16, 7, 50, 17)]
+    results = llm.generate(prompts, GREEDY, use_tqdm=False)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.prompt_token_ids == tuple(prompt)
+        assert list(result.outputs[0].token_ids) == reference_greedy(path, prompt, 12)
+        assert (result.finish_reason, result.matched_stop) == ("length", None)
+        assert result.usage.prompt_tokens == len(prompt)
+        assert result.usage.completion_tokens == 12
+        assert 0 < result.timings.first_token_ms <= result.timings.total_ms
+
+
+def test_a_text_is_its_bytes(llm):
+    (from_text,) = llm.generate("Hello", GREEDY, use_tqdm=False)
+    (from_ids,) = llm.generate(list(b"Hello"), GREEDY, use_tqdm=False)
+    assert from_text.token_ids == from_ids.token_ids
+    assert from_text.prompt_token_ids == tuple(b"Hello")
+    expected = bytes(token for token in from_text.token_ids if token < 256)
+    assert from_text.text == expected.decode(errors="replace")
+
+
+def test_a_list_may_mix_texts_and_tokens(llm):
+    text, ids = llm.generate(["Hello", list(b"Hello")], GREEDY, use_tqdm=False)
+    assert text.outputs == ids.outputs
+
+
+def test_no_prompts_no_results(llm):
+    assert llm.generate([], use_tqdm=False) == []
+
+
+def test_each_prompt_may_have_its_own_params(llm):
+    params = [SamplingParams(max_tokens=number, ignore_eos=True) for number in (1, 5)]
+    results = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert [len(result.token_ids) for result in results] == [1, 5]
+    with pytest.raises(InvalidArgumentError, match="1 entries for 2 prompts"):
+        llm.generate(["a", "b"], params[:1])
+
+
+def test_a_seed_repeats_its_draw(llm):
+    params = SamplingParams(temperature=1.5, seed=7, max_tokens=20, ignore_eos=True)
+    alone = llm.generate("abc", params, use_tqdm=False)[0]
+    among_others = llm.generate(["xyz", "abc", "q"], params, use_tqdm=False)[1]
+    unseeded = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
+    other = llm.generate("abc", unseeded, use_tqdm=False)[0]
+    assert alone.token_ids == among_others.token_ids != other.token_ids
+
+
+def ascii_prompt(llm):
+    """A prompt whose greedy continuation has printable ASCII to stop at."""
+    for seed in range(200):
+        result = llm.generate(prompt_of(5, seed), GREEDY, use_tqdm=False)[0]
+        for index, token in enumerate(result.token_ids[3:8], start=3):
+            if 32 < token < 127 and token not in result.token_ids[:index]:
+                return list(result.prompt_token_ids), index, result
+    pytest.fail("no such prompt")
+
+
+def test_a_stop_text_ends_the_generation_before_it(llm):
+    prompt, index, whole = ascii_prompt(llm)
+    stop = chr(whole.token_ids[index])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[stop])
+    (result,) = llm.generate([prompt], params, use_tqdm=False)
+    assert result.token_ids == whole.token_ids[: index + 1]
+    assert (result.finish_reason, result.matched_stop) == ("stop", stop)
+    assert stop not in result.text
+    assert whole.text.startswith(result.text + stop)
+
+
+def test_a_stop_token_ends_the_generation(llm):
+    prompt, index, whole = ascii_prompt(llm)
+    stop = whole.token_ids[index]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+    (result,) = llm.generate([prompt], params, use_tqdm=False)
+    assert result.token_ids == whole.token_ids[: index + 1]
+    assert (result.finish_reason, result.matched_stop) == ("stop", stop)
+
+
+def test_a_repeated_prefix_is_not_computed_again(llm):
+    prompt = prompt_of(40, seed=99)
+    (first,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    (second,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert first.usage.cached_tokens == 0
+    assert second.usage.cached_tokens == 32
+    assert first.token_ids == second.token_ids
+
+
+def test_generation_ends_with_the_models_length(llm):
+    params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+    (result,) = llm.generate([prompt_of(190)], params, use_tqdm=False)
+    assert len(result.token_ids) == 10
+    assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "empty"), ([], "empty"), ([EOS_TOKEN_ID + 2], "token_ids"), ([0] * 300, "200")],
+)
+def test_bad_prompts_are_refused_before_anything_runs(llm, prompt, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        llm.generate(["fine", prompt], GREEDY, use_tqdm=False)
+
+
+def test_an_interrupt_leaves_the_engine_usable(llm, monkeypatch):
+    step = llm._core.step
+
+    def interrupted():
+        step()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._core, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].finish_reason == "length"
+
+
+def test_the_progress_bar_counts_prompts(llm, capsys):
+    llm.generate(["a", "b"], GREEDY)
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_unknown_and_bad_arguments(path):
+    with pytest.raises(TypeError, match="max_num_sequences"):
+        LLM(str(path), max_num_sequences=4)
+    with pytest.raises(ConfigurationError, match="--block-size is 0"):
+        LLM(str(path), block_size=0)
+    with pytest.raises(ConfigurationError):
+        LLM("/nowhere/at/all")
