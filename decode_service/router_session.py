@@ -32,6 +32,7 @@ _LOGGER = logging.getLogger("baton.decode")
 _MAX_PENDING_REFUSALS = 1024
 
 Commands = AsyncIterator[decode_pb2.ConnectRequest]
+Responses = AsyncGenerator[decode_pb2.ConnectResponse, None]
 
 
 class RouterSession:
@@ -51,9 +52,7 @@ class RouterSession:
         self._taken = asyncio.Event()
         self._is_closing = False
 
-    async def responses(
-        self, commands: Commands
-    ) -> AsyncGenerator[decode_pb2.ConnectResponse, None]:
+    async def responses(self, commands: Commands) -> Responses:
         """Serves the stream to its end; to be closed by the caller.
 
         It ends when the router has sent its last command, or `close` was

@@ -11,12 +11,20 @@ from rpc.process import run_process
 from rpc.server import RpcServer, serve
 from rpc.worker_tier import WorkerTier
 
-__all__ = ["SERVICE_NAMES", "add_args", "main", "run"]
+__all__ = ["SERVICE_NAMES", "add_args", "add_services", "main", "run"]
 
 SERVICE_NAMES: tuple[str, ...] = (
     decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,
     worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
 )
+
+
+def add_services(engine: AsyncEngine, server: RpcServer) -> WorkerTier:
+    """Adds a started engine's services to a server, which then is ready."""
+    servicer = DecodeServicer(engine)
+    server.add_servicer(decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
+    worker = EngineWorker(engine, worker_pb2.WORKER_ROLE_DECODE)
+    return WorkerTier(worker, server, flush=servicer.close)
 
 
 async def run(config: DecodeConfig) -> None:
@@ -27,12 +35,7 @@ async def run(config: DecodeConfig) -> None:
     """
 
     async def start(server: RpcServer) -> WorkerTier:
-        engine = await AsyncEngine.start(config.engine)
-        servicer = DecodeServicer(engine)
-        server.add_servicer(decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
-        return WorkerTier(
-            EngineWorker(engine, worker_pb2.WORKER_ROLE_DECODE), server, flush=servicer.close
-        )
+        return add_services(await AsyncEngine.start(config.engine), server)
 
     await serve(config.server, SERVICE_NAMES, start)
 

@@ -11,12 +11,20 @@ from rpc.process import run_process
 from rpc.server import RpcServer, serve
 from rpc.worker_tier import WorkerTier
 
-__all__ = ["SERVICE_NAMES", "add_args", "main", "run"]
+__all__ = ["SERVICE_NAMES", "add_args", "add_services", "main", "run"]
 
 SERVICE_NAMES: tuple[str, ...] = (
     prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
     worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
 )
+
+
+def add_services(engine: AsyncEngine, server: RpcServer) -> WorkerTier:
+    """Adds a started engine's services to a server, which then is ready."""
+    servicer = PrefillServicer(engine)
+    server.add_servicer(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, servicer)
+    worker = EngineWorker(engine, worker_pb2.WORKER_ROLE_PREFILL)
+    return WorkerTier(worker, server)
 
 
 async def run(config: PrefillConfig) -> None:
@@ -27,10 +35,7 @@ async def run(config: PrefillConfig) -> None:
     """
 
     async def start(server: RpcServer) -> WorkerTier:
-        engine = await AsyncEngine.start(config.engine)
-        servicer = PrefillServicer(engine)
-        server.add_servicer(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, servicer)
-        return WorkerTier(EngineWorker(engine, worker_pb2.WORKER_ROLE_PREFILL), server)
+        return add_services(await AsyncEngine.start(config.engine), server)
 
     await serve(config.server, SERVICE_NAMES, start)
 

@@ -61,11 +61,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # un
         """The status now and after each change; SERVICE_UNKNOWN for one not served."""
         sent = None
         while True:
-            changed, status = self._changed, self._status(request.service)
+            # All three of one moment: a change while the status goes out is seen next time.
+            changed, is_last = self._changed, self._is_closed
+            status = self._status(request.service)
             if status != sent:
                 yield HealthCheckResponse(status=status)
                 sent = status
-            if self._is_closed:
+            if is_last:
                 return
             await changed.wait()
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -236,14 +236,9 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _
         return task.result() if task.done() else None
     finally:
         waiter.cancel()
-        await _cancel(task)
-
-
-async def _cancel(task: Awaitable[Any]) -> None:
-    future = asyncio.ensure_future(task)
-    if not future.done():
-        future.cancel()
-        await asyncio.wait((future,))
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
 
 
 def _write_port_file(path: Path, port: int) -> None:

@@ -17,9 +17,7 @@ class FakeEngine:
 
     def __init__(self, role: str) -> None:
         self.config = EngineConfig(model="tests/scripted", role=role, kv_connector="memory://fake")
-        layout = KvLayout(
-            num_layers=1, num_kv_heads=1, block_size=16, head_dim=8, dtype="float32"
-        )
+        layout = KvLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=8, dtype="float32")
         self.info = ModelInfo(
             max_model_len=512,
             vocab_size=1000,
@@ -35,7 +33,7 @@ class FakeEngine:
         self.refusal: BatonError | None = None
         self.is_closed = False
         self.num_running = 0
-        self._handlers: dict[str, Callable[[RequestOutput], None]] = {}
+        self.handlers: dict[str, Callable[[RequestOutput], None]] = {}
         self._is_draining = False
         self._changed = asyncio.Event()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -50,7 +48,7 @@ class FakeEngine:
         if request.request_id in self.live:
             raise InvalidArgumentError("request_id is not unique")
         self.live[request.request_id] = request
-        self._handlers[request.request_id] = on_output
+        self.handlers[request.request_id] = on_output
         self._notify()
 
     def abort(self, request_ids: Iterable[str], *, notify: bool = False) -> int:
@@ -97,7 +95,7 @@ class FakeEngine:
     def emit(self, *outputs: RequestOutput) -> None:
         """Delivers one step's outputs, as the real engine does: in one loop callback."""
         for output in outputs:
-            handler = self._handlers[output.request_id]
+            handler = self.handlers[output.request_id]
             if output.finish_reason is not None:
                 self._forget(output.request_id)
             handler(output)
@@ -117,7 +115,7 @@ class FakeEngine:
 
     def _forget(self, request_id: str) -> None:
         del self.live[request_id]
-        del self._handlers[request_id]
+        del self.handlers[request_id]
         self._notify()
 
     def _notify(self) -> None:

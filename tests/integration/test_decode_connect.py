@@ -1,0 +1,323 @@
+"""DecodeService.Connect over a scripted engine."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from baton.errors import DeadlineExceededError, ResourceExhaustedError
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
+from decode_service.router_session import RouterSession
+from decode_service.server import SERVICE_NAMES, add_services
+from engine.request import FinishReason, RequestOutput
+from rpc.errors import from_worker_error
+from tests.support.fake_engine import FakeEngine, finished, tokens
+from tests.support.rpc_servers import running_server, worker_request
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def start(request_id, *, timeout_ms=20_000, output_token_ids=(), handoff=None, **changes):
+    return decode_pb2.ConnectRequest(
+        start=decode_pb2.StartDecode(
+            request=worker_request(request_id, **changes),
+            output_token_ids=output_token_ids,
+            handoff=handoff,
+            timeout_ms=timeout_ms,
+        )
+    )
+
+
+def cancel(request_id):
+    return decode_pb2.ConnectRequest(cancel=decode_pb2.CancelDecode(request_id=request_id))
+
+
+def by_id(response):
+    return {output.request_id: list(output.token_ids) for output in response.outputs}
+
+
+@pytest.fixture
+async def engine():
+    return FakeEngine("decode")
+
+
+@pytest.fixture
+async def served(engine):
+    services = []
+
+    def add(server):
+        services.append(add_services(engine, server))
+        return services[0]
+
+    async with running_server(SERVICE_NAMES, add) as (_, channel):
+        yield services[0], channel
+
+
+@pytest.fixture
+async def stub(served):
+    return decode_pb2_grpc.DecodeServiceStub(served[1])
+
+
+async def connect(stub, engine, *request_ids):
+    """A stream on which requests run."""
+    stream = stub.Connect()
+    for request_id in request_ids:
+        await stream.write(start(request_id))
+    await engine.until(lambda: set(request_ids) <= set(engine.live))
+    return stream
+
+
+async def test_one_message_per_engine_step(stub, engine):
+    stream = await connect(stub, engine, "a", "b")
+    for step in range(3):
+        engine.emit(tokens("a", step), tokens("b", 10 + step))
+        assert by_id(await stream.read()) == {"a": [step], "b": [10 + step]}
+    engine.emit(finished("a", FinishReason.STOP, 2), tokens("b", 13))
+    response = await stream.read()
+    assert response.outputs[0].finish_reason == common_pb2.FINISH_REASON_STOP
+    assert response.outputs[1].finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+    stream.cancel()
+
+
+async def test_start_reaches_the_engine_whole(stub, engine):
+    handoff = prefill_pb2.KvHandoff(
+        format_version=1, handoff_id="h", block_keys=[b"k" * 32], num_tokens=3
+    )
+    stream = stub.Connect()
+    before = time.monotonic()
+    await stream.write(start("a", timeout_ms=5000, output_token_ids=[9], handoff=handoff))
+    await engine.until(lambda: "a" in engine.live)
+    request = engine.live["a"]
+    assert request.output_token_ids == (9,)
+    assert request.handoff.handoff_id == "h"
+    assert before + 5 <= request.deadline <= time.monotonic() + 5
+    stream.cancel()
+
+
+async def test_two_steps_before_the_writer_runs_are_one_message(stub, engine):
+    stream = await connect(stub, engine, "a", "b")
+    engine.emit(tokens("a", 1))
+    engine.emit(tokens("a", 2), tokens("b", 7))
+    assert by_id(await stream.read()) == {"a": [1, 2], "b": [7]}
+    stream.cancel()
+
+
+async def test_a_router_that_does_not_read_gets_every_token_in_few_messages(stub, engine):
+    stream = await connect(stub, engine, "a")
+    num_steps, per_step = 3000, 200
+    for step in range(num_steps):
+        engine.emit(tokens("a", *range(step * per_step, (step + 1) * per_step)))
+        await asyncio.sleep(0)
+    engine.emit(finished("a"))
+    received, num_messages = [], 0
+    while True:
+        response = await stream.read()
+        num_messages += 1
+        received += response.outputs[0].token_ids
+        if response.outputs[0].finish_reason:
+            break
+    assert received == list(range(num_steps * per_step))
+    assert num_messages < num_steps / 2
+    stream.cancel()
+
+
+async def test_cancel_ends_a_request_and_its_outputs(stub, engine):
+    stream = await connect(stub, engine, "a", "b")
+    await stream.write(cancel("a"))
+    await engine.until(lambda: engine.aborted == ["a"])
+    await stream.write(cancel("unknown"))
+    engine.emit(tokens("b", 1))
+    assert by_id(await stream.read()) == {"b": [1]}
+    stream.cancel()
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "words"),
+    [
+        (start("x", max_tokens=0), grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0"),
+        (start("x", timeout_ms=0), grpc.StatusCode.INVALID_ARGUMENT, "timeout_ms is 0"),
+        (start("x", namespace=b"?"), grpc.StatusCode.FAILED_PRECONDITION, "KV namespace"),
+        (
+            start("x", handoff=prefill_pb2.KvHandoff(format_version=7)),
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "format version",
+        ),
+        (start(""), grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
+    ],
+    ids=["field", "timeout", "namespace", "handoff", "id"],
+)
+async def test_a_bad_start_fails_alone(stub, engine, bad, code, words):
+    stream = await connect(stub, engine, "good")
+    await stream.write(bad)
+    (output,) = (await stream.read()).outputs
+    assert output.request_id == bad.start.request.request_id
+    assert output.finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert output.error.code == code.value[0]
+    assert words in output.error.message
+    engine.emit(tokens("good", 1))
+    assert by_id(await stream.read()) == {"good": [1]}
+    stream.cancel()
+
+
+async def test_the_engines_refusal_and_its_failures_are_typed(stub, engine):
+    stream = await connect(stub, engine, "a")
+    engine.refusal = ResourceExhaustedError("the queue is full")
+    await stream.write(start("b"))
+    (refused,) = (await stream.read()).outputs
+    assert isinstance(from_worker_error(refused.error), ResourceExhaustedError)
+    error = DeadlineExceededError("too late")
+    engine.emit(RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, error=error))
+    (failed,) = (await stream.read()).outputs
+    assert isinstance(from_worker_error(failed.error), DeadlineExceededError)
+    stream.cancel()
+
+
+async def test_a_bug_in_the_engine_is_internal_and_tells_nothing(stub, engine, caplog):
+    stream = await connect(stub, engine, "a")
+    engine.refusal = RuntimeError("password=hunter2")
+    await stream.write(start("b"))
+    (output,) = (await stream.read()).outputs
+    assert output.error.code == grpc.StatusCode.INTERNAL.value[0]
+    assert "hunter2" not in output.error.message
+    assert "hunter2" in caplog.text
+    stream.cancel()
+
+
+async def test_a_duplicate_id_is_refused_and_ends_the_request_it_names(stub, engine):
+    stream = await connect(stub, engine, "a", "b")
+    await stream.write(start("a"))
+    (output,) = (await stream.read()).outputs
+    assert (output.request_id, output.error.code) == ("a", 3)
+    assert engine.aborted == ["a"]
+    engine.emit(tokens("b", 1))
+    assert by_id(await stream.read()) == {"b": [1]}
+    stream.cancel()
+
+
+async def test_two_routers_do_not_hear_each_other(stub, engine):
+    first = await connect(stub, engine, "a")
+    second = await connect(stub, engine, "b")
+    engine.emit(tokens("a", 1), tokens("b", 2))
+    assert by_id(await first.read()) == {"a": [1]}
+    assert by_id(await second.read()) == {"b": [2]}
+    await second.write(start("a"))  # live on the first stream
+    assert (await second.read()).outputs[0].error.code == 3
+    assert set(engine.live) == {"a", "b"}
+    for stream in (first, second):
+        stream.cancel()
+
+
+@pytest.mark.parametrize("end", ["cancel", "lost connection"])
+async def test_a_broken_stream_aborts_its_requests_alone(served, engine, end):
+    _, channel = served
+    stub = decode_pb2_grpc.DecodeServiceStub(channel)
+    other = await connect(stub, engine, "other")
+    if end == "cancel":
+        (await connect(stub, engine, "a", "b")).cancel()
+        await engine.until(lambda: set(engine.live) == {"other"})
+        other.cancel()
+    else:
+        await channel.close()
+    await engine.until(lambda: not engine.live)
+
+
+async def test_bytes_that_are_no_command_end_the_stream(served, engine):
+    _, channel = served
+    raw = channel.stream_stream("/baton.v1.DecodeService/Connect")()
+    await raw.write(start("a").SerializeToString())
+    await engine.until(lambda: "a" in engine.live)
+    await raw.write(b"\x0a\x7f")
+    assert await raw.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await engine.until(lambda: engine.aborted == ["a"])
+
+
+async def test_an_unset_command_ends_the_stream(stub, engine):
+    stream = await connect(stub, engine, "a")
+    await stream.write(decode_pb2.ConnectRequest())
+    assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await engine.until(lambda: engine.aborted == ["a"])
+
+
+async def test_a_router_without_more_commands_gets_the_rest(stub, engine):
+    stream = await connect(stub, engine, "a")
+    await stream.done_writing()
+    engine.emit(tokens("a", 1))
+    assert by_id(await stream.read()) == {"a": [1]}
+    engine.emit(finished("a"))
+    assert (await stream.read()).outputs[0].finish_reason
+    assert await stream.read() is grpc.aio.EOF
+    assert await stream.code() is grpc.StatusCode.OK
+
+
+async def test_draining_refuses_new_requests_and_finishes_the_running(served, stub, engine):
+    tier, _ = served
+    stream = await connect(stub, engine, "a")
+    draining = asyncio.create_task(tier.drain(30))
+    await engine.until(lambda: engine.is_draining)
+    await stream.write(start("b"))
+    (refused,) = (await stream.read()).outputs
+    assert refused.error.code == grpc.StatusCode.UNAVAILABLE.value[0]
+    engine.emit(tokens("a", 1))
+    assert by_id(await stream.read()) == {"a": [1]}
+    engine.emit(finished("a"))
+    assert (await stream.read()).outputs[0].finish_reason
+    assert await stream.read() is grpc.aio.EOF
+    await draining
+
+
+# The session alone, where the test decides when the writer runs.
+
+
+async def test_a_new_request_never_gets_outputs_of_a_cancelled_one_of_its_id(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    reading = asyncio.create_task(anext(responses))
+    commands.put_nowait(start("a"))
+    await engine.until(lambda: "a" in engine.live)
+    under_way = engine.handlers["a"]
+    commands.put_nowait(cancel("a"))
+    commands.put_nowait(start("a"))
+    await engine.until(lambda: engine.aborted == ["a"] and "a" in engine.live)
+    under_way(tokens("a", 99))
+    engine.emit(tokens("a", 2))
+    assert by_id(await reading) == {"a": [2]}
+    await responses.aclose()
+    assert not engine.live
+
+
+async def test_an_id_whose_end_is_not_yet_told_is_not_free(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    reading = asyncio.create_task(anext(responses))
+    commands.put_nowait(start("a"))
+    await engine.until(lambda: "a" in engine.live)
+    engine.emit(tokens("a", 1))
+    await reading  # the writer is not asked for more until below
+    engine.emit(finished("a", FinishReason.STOP, 2))
+    commands.put_nowait(start("a"))
+    while not commands.empty():
+        await asyncio.sleep(0)
+    (output,) = (await anext(responses)).outputs
+    assert output.finish_reason == common_pb2.FINISH_REASON_ERROR
+    assert not engine.live
+    await responses.aclose()
+
+
+async def test_refusals_that_nobody_reads_stop_the_reader(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    num_refused, received, largest = 5000, 0, 0
+    for index in range(num_refused):
+        commands.put_nowait(start(f"bad {index}", max_tokens=0))
+    while received < num_refused:
+        num_outputs = len((await anext(responses)).outputs)
+        largest = max(largest, num_outputs)
+        received += num_outputs
+    assert largest <= 1024
+    await responses.aclose()
+
+
+async def iterate(queue):
+    while True:
+        yield await queue.get()

@@ -1,0 +1,216 @@
+"""Errors, bad bytes, cancels and log lines, for calls of every arity."""
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+
+from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.v1 import generation_pb2
+from rpc.interceptors import CallInterceptor
+
+SERVICE = "test.Echo"
+ARITIES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+INVALID_UTF8 = b"\x0a\x02\xff\xfe"  # field 1, a string of two bytes that are not UTF-8
+TORN = b"\x0a\x7f"
+
+
+class Echo:
+    """A service whose behaviour each test sets: `act(text, context)`."""
+
+    def __init__(self):
+        self.act = None
+        self.ended = asyncio.Event()
+
+    async def _act(self, request, context):
+        try:
+            return await self.act(request.text, context)
+        finally:
+            self.ended.set()
+
+    async def unary_unary(self, request, context):
+        return await self._act(request, context)
+
+    async def unary_stream(self, request, context):
+        yield await self._act(request, context)
+
+    async def stream_unary(self, requests, context):
+        async for request in requests:
+            return await self._act(request, context)
+        raise InvalidArgumentError("no request came")
+
+    async def stream_stream(self, requests, context):
+        async for request in requests:
+            yield await self._act(request, context)
+
+
+def handlers_of(echo):
+    handlers = {
+        arity: getattr(grpc, f"{arity}_rpc_method_handler")(
+            getattr(echo, arity),
+            request_deserializer=generation_pb2.TokenizeRequest.FromString,
+            response_serializer=generation_pb2.DetokenizeResponse.SerializeToString,
+        )
+        for arity in ARITIES
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+
+@pytest.fixture
+async def echo():
+    service = Echo()
+    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    server.add_generic_rpc_handlers((handlers_of(service),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        service.channel = channel
+        yield service
+    await server.stop(0)
+
+
+def start_call(echo, arity, payload):
+    method = getattr(echo.channel, arity)(
+        f"/{SERVICE}/{arity}", response_deserializer=generation_pb2.DetokenizeResponse.FromString
+    )
+    return method(iter([payload]) if arity.startswith("stream") else payload, timeout=20)
+
+
+async def call(echo, arity, payload):
+    started = start_call(echo, arity, payload)
+    if arity.endswith("unary"):
+        return await started
+    return await anext(aiter(started))
+
+
+def text(value):
+    return generation_pb2.TokenizeRequest(text=value).SerializeToString()
+
+
+async def error_of(echo, arity, payload=None):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(echo, arity, text("x") if payload is None else payload)
+    return caught.value
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_answers_pass_through(echo, arity):
+    async def act(request_text, context):
+        return generation_pb2.DetokenizeResponse(text=request_text.upper())
+
+    echo.act = act
+    assert (await call(echo, arity, text("ok"))).text == "OK"
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_baton_errors_become_their_status(echo, arity):
+    async def act(request_text, context):
+        raise ResourceExhaustedError("the queue is full")
+
+    echo.act = act
+    error = await error_of(echo, arity)
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.details() == "the queue is full"
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_other_errors_are_internal_and_tell_nothing(echo, arity, caplog):
+    async def act(request_text, context):
+        raise RuntimeError("password=hunter2")
+
+    echo.act = act
+    error = await error_of(echo, arity)
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "hunter2" not in error.details()
+    assert "hunter2" in caplog.text  # the log has the cause
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_a_behaviours_own_abort_keeps_its_status(echo, arity):
+    async def act(request_text, context):
+        await context.abort(grpc.StatusCode.DATA_LOSS, "mine")
+
+    echo.act = act
+    error = await error_of(echo, arity)
+    assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "mine")
+
+
+@pytest.mark.parametrize("payload", [INVALID_UTF8, TORN], ids=["utf8", "torn"])
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_bytes_that_are_no_message_are_invalid_arguments(echo, arity, payload):
+    error = await error_of(echo, arity, payload)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "not a valid message" in error.details()
+    assert not echo.ended.is_set()
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_a_cancel_reaches_the_behaviour(echo, arity):
+    started = asyncio.Event()
+
+    async def act(request_text, context):
+        started.set()
+        await asyncio.Event().wait()
+
+    echo.act = act
+    rpc = start_call(echo, arity, text("x"))
+    async with asyncio.timeout(10):
+        await started.wait()
+        rpc.cancel()
+        await echo.ended.wait()
+
+
+async def test_generators_are_closed_at_once_when_the_reader_leaves(echo):
+    closed = asyncio.Event()
+
+    async def endless(request, context):
+        try:
+            while True:
+                yield generation_pb2.DetokenizeResponse(text="x" * 10_000)
+        finally:
+            closed.set()
+
+    echo.unary_stream = endless
+    # The fixture's table has the method bound already; so serve the new one.
+    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    server.add_generic_rpc_handlers((handlers_of(echo),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        echo.channel = channel
+        rpc = start_call(echo, "unary_stream", text("x"))
+        await rpc.read()
+        rpc.cancel()
+        await closed.wait()
+    await server.stop(0)
+
+
+async def logged_call(caplog, method):
+    """The line of a call's end may come after its answer."""
+    async with asyncio.timeout(10):
+        while True:
+            for record in caplog.records:
+                if record.getMessage().startswith(f"call method={method} "):
+                    return record.getMessage()
+            await asyncio.sleep(0)
+
+
+async def test_one_log_line_tells_of_a_call(echo, caplog):
+    caplog.set_level(logging.INFO, logger="baton.rpc")
+
+    async def act(request_text, context):
+        raise InvalidArgumentError("no")
+
+    echo.act = act
+    await error_of(echo, "unary_unary")
+    line = await logged_call(caplog, f"/{SERVICE}/unary_unary")
+    assert "code=INVALID_ARGUMENT" in line
+    assert "duration_ms=" in line
+    assert "peer=ipv4:127.0.0.1" in line
+
+
+async def test_unknown_methods_are_unimplemented(echo):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await echo.channel.unary_unary(f"/{SERVICE}/nothing")(b"", timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

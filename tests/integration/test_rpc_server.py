@@ -1,0 +1,249 @@
+"""A server's life: health, reflection, start, drain and stop."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from baton.errors import ConfigurationError, NotFoundError
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from decode_service import server as decode_server
+from prefill_service import server as prefill_server
+from rpc.channels import open_channel
+from rpc.errors import from_rpc_error
+from rpc.server import RpcServer, serve
+from rpc.server_config import ServerConfig
+from tests.support.fake_engine import FakeEngine
+from tests.support.rpc_servers import running_server
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+TIERS = {"prefill": prefill_server, "decode": decode_server}
+
+
+async def health_of(channel, service=""):
+    request = health_pb2.HealthCheckRequest(service=service)
+    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
+
+
+@pytest.mark.parametrize("tier", TIERS)
+async def test_not_serving_and_unavailable_until_the_engine_is_there(tier):
+    names = TIERS[tier].SERVICE_NAMES
+    server = RpcServer(ServerConfig(), names)
+    await server.listen()
+    async with open_channel(server.address) as channel:
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        for name in ("", *names):
+            assert await health_of(channel, name) == NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+        engine = FakeEngine(tier)
+        service = TIERS[tier].add_services(engine, server)
+        for name in ("", *names):
+            assert await health_of(channel, name) == SERVING
+        info = await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+        assert info.namespace == engine.namespace
+    await server.stop(0)
+    await service.close()
+    assert engine.is_closed
+
+
+async def test_unknown_services_have_no_health():
+    server = RpcServer(ServerConfig(), ("test.Known",))
+    await server.listen()
+    async with open_channel(server.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health_of(channel, "test.Unknown")
+        assert isinstance(from_rpc_error(caught.value), NotFoundError)
+    await server.stop(0)
+
+
+async def test_watchers_hear_of_every_change_even_when_others_leave():
+    server = RpcServer(ServerConfig(), ())
+    await server.listen()
+    async with asyncio.timeout(20), open_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        leaving, staying = (stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2))
+        for watcher in (leaving, staying):
+            assert (await watcher.read()).status == NOT_SERVING
+        leaving.cancel()
+        server.set_serving(True)
+        assert (await staying.read()).status == SERVING
+        server.begin_stop()
+        assert (await staying.read()).status == NOT_SERVING
+        assert await staying.read() is grpc.aio.EOF
+        server.set_serving(True)
+        assert await health_of(channel) == NOT_SERVING
+    await server.stop(0)
+
+
+async def test_health_answers_while_a_step_is_running():
+    """Health shares the loop with handlers, which only await; a busy thread does not stop it."""
+    busy = threading.Event()
+
+    def compute():
+        while not busy.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        start = prefill_server.add_services
+        async with running_server(
+            prefill_server.SERVICE_NAMES, lambda server: start(FakeEngine("prefill"), server)
+        ) as (_, channel):
+            statuses = await asyncio.gather(*(health_of(channel) for _ in range(50)))
+        assert set(statuses) == {SERVING}
+    finally:
+        busy.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+async def test_a_client_that_knows_only_reflection_can_call(tier):
+    module = TIERS[tier]
+    async with running_server(
+        module.SERVICE_NAMES, lambda server: module.add_services(FakeEngine(tier), server)
+    ) as (server, _):
+        services, info = await asyncio.to_thread(call_by_reflection, server.address)
+    assert {*module.SERVICE_NAMES, "grpc.health.v1.Health"} <= set(services)
+    assert (info.model, info.block_size, info.vocab_size) == ("scripted", 16, 1000)
+
+
+def call_by_reflection(address):
+    """Lists services and calls GetInfo with nothing but what the server tells."""
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        pool = descriptor_pool.DescriptorPool(database)
+        services = database.get_services()
+        for service in services:
+            assert pool.FindServiceByName(service).methods
+        method = pool.FindServiceByName("baton.v1.WorkerService").FindMethodByName("GetInfo")
+        get_info = channel.unary_unary(
+            "/baton.v1.WorkerService/GetInfo",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+        )
+        return services, get_info(message_factory.GetMessageClass(method.input_type)(), timeout=10)
+
+
+async def test_a_port_in_use_is_told_in_one_line():
+    first = RpcServer(ServerConfig(), ())
+    await first.listen()
+    second = RpcServer(ServerConfig(port=first.port), ())
+    with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{first.port}"):
+        await second.listen()
+    await first.stop(0)
+
+
+async def test_the_port_file_has_the_port(tmp_path):
+    path = tmp_path / "port"
+    server = RpcServer(ServerConfig(port_file=str(path)), ())
+    await server.listen()
+    assert path.read_text() == f"{server.port}\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["port"]
+    await server.stop(0)
+    missing = RpcServer(ServerConfig(port_file=str(tmp_path / "no" / "port")), ())
+    with pytest.raises(ConfigurationError, match="port-file"):
+        await missing.listen()
+    await missing.stop(0)
+
+
+@pytest.mark.parametrize("changes", [{"port": -1}, {"port": 65536}, {"drain_timeout_s": -1.0}])
+def test_bad_flags_are_named(changes):
+    (name,) = changes
+    with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')} is"):
+        ServerConfig(**changes)
+
+
+class ScriptedService:
+    """A service whose drain ends when the test says."""
+
+    def __init__(self):
+        self.drain_begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.is_closed = False
+
+    async def drain(self, timeout_s):
+        self.drain_begun.set()
+        await self.may_end.wait()
+
+    async def close(self):
+        self.is_closed = True
+
+
+async def serve_scripted(service):
+    """Runs `serve` until the service is ready."""
+    started = asyncio.get_running_loop().create_future()
+
+    async def start(server):
+        server.set_serving(True)
+        started.set_result(server)
+        return service
+
+    task = asyncio.create_task(serve(ServerConfig(), (), start))
+    return await started, task
+
+
+async def test_sigterm_drains_then_stops():
+    service = ScriptedService()
+    async with asyncio.timeout(20):
+        server, task = await serve_scripted(service)
+        async with open_channel(server.address) as channel:
+            assert await health_of(channel) == SERVING
+            os.kill(os.getpid(), signal.SIGTERM)
+            await service.drain_begun.wait()
+            assert await health_of(channel) == NOT_SERVING
+            assert not service.is_closed
+        service.may_end.set()
+        await task
+    assert service.is_closed
+
+
+async def test_a_second_signal_cuts_the_drain_short():
+    service = ScriptedService()
+    async with asyncio.timeout(20):
+        _, task = await serve_scripted(service)
+        os.kill(os.getpid(), signal.SIGINT)
+        await service.drain_begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        await task
+    assert service.is_closed
+
+
+async def test_a_signal_while_starting_stops():
+    begun = asyncio.Event()
+
+    async def start(server):
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(20):
+        task = asyncio.create_task(serve(ServerConfig(), (), start))
+        await begun.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await task
+
+
+async def test_a_service_that_dies_ends_the_server_with_its_error():
+    engine = FakeEngine("decode")
+
+    async def start(server):
+        service = decode_server.add_services(engine, server)
+        engine.die(RuntimeError("the engine loop died"))
+        return service
+
+    async with asyncio.timeout(20):
+        with pytest.raises(RuntimeError, match="the engine loop died"):
+            await serve(ServerConfig(), decode_server.SERVICE_NAMES, start)
+    assert engine.is_closed

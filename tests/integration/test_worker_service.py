@@ -1,0 +1,121 @@
+"""WorkerService over a scripted engine, and the channel's retries of it."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from baton.errors import UnavailableError
+from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from prefill_service.server import SERVICE_NAMES, add_services
+from rpc.channels import open_channel
+from rpc.server import RpcServer
+from rpc.server_config import ServerConfig
+from tests.support.fake_engine import FakeEngine
+from tests.support.rpc_servers import running_server, worker_request
+
+
+@pytest.fixture
+async def engine():
+    return FakeEngine("prefill")
+
+
+@pytest.fixture
+async def served(engine):
+    async with running_server(SERVICE_NAMES, lambda server: add_services(engine, server)) as (
+        server,
+        channel,
+    ):
+        yield server, channel
+
+
+@pytest.fixture
+async def worker(served):
+    return worker_pb2_grpc.WorkerServiceStub(served[1])
+
+
+async def test_info_and_load(worker, engine):
+    info = await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+    assert info.role == worker_pb2.WORKER_ROLE_PREFILL
+    assert (info.namespace, info.num_blocks, info.kv_connector) == (engine.namespace, 64, "memory")
+    assert list(info.eos_token_ids) == [2]
+    assert info.worker_id
+    engine.num_running = 3
+    load = (await worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=10)).load
+    assert (load.num_running, load.num_free_blocks, load.draining) == (3, 64, False)
+
+
+async def test_watchers_get_the_load_now_and_at_each_change(worker, engine):
+    async with asyncio.timeout(10):
+        watch = worker.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=1))
+        assert (await watch.read()).load.num_running == 0
+        for num_running in (1, 2):
+            engine.num_running = num_running
+            assert (await watch.read()).load.num_running == num_running
+        watch.cancel()
+
+
+async def test_an_interval_of_zero_is_refused(worker):
+    with pytest.raises(grpc.aio.AioRpcError, match="interval_ms is 0"):
+        await worker.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=0), timeout=10).read()
+
+
+async def test_abort_ends_requests_with_a_reason(served, worker, engine):
+    stub = prefill_pb2_grpc.PrefillServiceStub(served[1])
+    call = stub.Prefill(prefill_pb2.PrefillRequest(request=worker_request("r")), timeout=20)
+    async with asyncio.timeout(10):
+        await engine.until(lambda: "r" in engine.live)
+    answer = await worker.Abort(worker_pb2.AbortRequest(request_ids=["r", "unknown"]), timeout=10)
+    assert answer.num_aborted == 1
+    assert (await call).finish_reason == 3  # ABORTED
+
+
+async def test_drain_waits_and_turns_health_off(served, worker, engine):
+    server, channel = served
+    stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+    call = stub.Prefill(prefill_pb2.PrefillRequest(request=worker_request("r")), timeout=20)
+    async with asyncio.timeout(10):
+        await engine.until(lambda: "r" in engine.live)
+    draining = await worker.Drain(worker_pb2.DrainRequest(timeout_ms=0), timeout=10)
+    assert draining.num_remaining == 1
+    assert not server.is_serving
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Prefill(prefill_pb2.PrefillRequest(request=worker_request("s")), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    waiting = worker.Drain(worker_pb2.DrainRequest(), timeout=20)
+    engine.abort(["r"], notify=True)
+    assert (await waiting).num_remaining == 0
+    await call
+
+
+class FlakyWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Fails the first call of every method."""
+
+    def __init__(self):
+        self.calls = []
+
+    async def GetInfo(self, request, context):
+        return self._answer("GetInfo", worker_pb2.GetInfoResponse())
+
+    async def Drain(self, request, context):
+        return self._answer("Drain", worker_pb2.DrainResponse())
+
+    def _answer(self, method, answer):
+        self.calls.append(method)
+        if self.calls.count(method) == 1:
+            raise UnavailableError("not now")
+        return answer
+
+
+async def test_channels_retry_only_the_listed_methods():
+    flaky = FlakyWorker()
+    server = RpcServer(ServerConfig(), SERVICE_NAMES)
+    server.add_servicer(worker_pb2_grpc.add_WorkerServiceServicer_to_server, flaky)
+    await server.listen()
+    async with open_channel(server.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Drain(worker_pb2.DrainRequest(), timeout=10)
+    assert flaky.calls == ["GetInfo", "GetInfo", "Drain"]
+    await server.stop(0)

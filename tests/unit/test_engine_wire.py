@@ -1,0 +1,128 @@
+"""Messages become engine requests and engine outputs merge without loss."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.v1 import common_pb2
+from engine.request import FinishReason, RequestOutput, StageTimings
+from engine.wire import (
+    check_namespace,
+    engine_request,
+    finish_reason_to_proto,
+    merge_outputs,
+    timings_to_proto,
+)
+from kvstore.handoff import KvHandoff
+from kvstore.handoff_proto import handoff_from_proto, handoff_to_proto
+from tests.support.rpc_servers import worker_request
+
+HANDOFF = KvHandoff(
+    handoff_id="h",
+    namespace=b"n" * 32,
+    block_keys=(b"k" * 32, b"l" * 32),
+    num_tokens=20,
+    connector="redis",
+    digest_scheme="xxh3-128",
+    lease_ms=5000,
+    connector_params=b"p",
+)
+
+
+def test_every_field_reaches_the_engine():
+    message = worker_request(
+        "r",
+        sampling=common_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=0.25, seed=2**64 - 1),
+        stop_token_ids=[2, 9],
+        priority=-4,
+        cache_salt="tenant",
+    )
+    request = engine_request(message, deadline=7.0, output_token_ids=[1, 2], handoff=HANDOFF)
+    assert request.request_id == "r"
+    assert request.prompt_token_ids == (5, 6, 7)
+    assert request.output_token_ids == (1, 2)
+    draw = request.draw
+    assert (draw.temperature, draw.top_k, draw.top_p, draw.seed) == (0.5, 3, 0.25, 2**64 - 1)
+    assert request.max_tokens == 8
+    assert request.stop_token_ids == frozenset((2, 9))
+    assert (request.priority, request.cache_salt) == (-4, "tenant")
+    assert (request.handoff, request.deadline) == (HANDOFF, 7.0)
+
+
+def test_unset_sampling_fields_take_the_defaults_and_zeros_stay_zeros():
+    unset = engine_request(
+        worker_request("r", sampling=common_pb2.SamplingParams(seed=0)), deadline=1.0
+    )
+    assert (unset.draw.temperature, unset.draw.top_p, unset.draw.seed) == (1.0, 1.0, 0)
+    zero = worker_request("r", sampling=common_pb2.SamplingParams(temperature=0.0, seed=0))
+    assert engine_request(zero, deadline=1.0).draw.temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"request_id": ""}, "request_id"),
+        ({"sampling": common_pb2.SamplingParams()}, "seed"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, temperature=float("nan"))}, "temperature"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, top_p=0.0)}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_bad_fields_are_named(changes, field):
+    with pytest.raises(InvalidArgumentError, match=field):
+        engine_request(worker_request(**{"request_id": "r", **changes}), deadline=1.0)
+
+
+def test_namespace_mismatch_names_both_sides():
+    check_namespace(b"a", b"a")
+    with pytest.raises(FailedPreconditionError, match=r"aa.*bb"):
+        check_namespace(b"\xaa", b"\xbb")
+
+
+def test_handoff_round_trip():
+    assert handoff_from_proto(handoff_to_proto(HANDOFF)) == HANDOFF
+
+
+def test_foreign_handoffs_are_refused():
+    newer = handoff_to_proto(HANDOFF)
+    newer.format_version = 99
+    with pytest.raises(FailedPreconditionError, match="decode has 1, prefill sent 99"):
+        handoff_from_proto(newer)
+    torn = handoff_to_proto(HANDOFF)
+    torn.block_keys[1] = b"short"
+    with pytest.raises(InvalidArgumentError, match="block_keys"):
+        handoff_from_proto(torn)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6))
+def test_merging_keeps_every_token_in_order(steps):
+    first = StageTimings(queue_ms=1.0)
+    merged = None
+    for index, token_ids in enumerate(steps):
+        is_last = index == len(steps) - 1
+        output = RequestOutput(
+            request_id="r",
+            token_ids=tuple(token_ids),
+            cached_tokens=16 if index == 0 else 0,
+            timings=first if index == 0 else None,
+            finish_reason=FinishReason.STOP if is_last else None,
+        )
+        merged = merge_outputs(merged, output)
+    assert merged.token_ids == tuple(token for step in steps for token in step)
+    assert (merged.cached_tokens, merged.timings) == (16, first)
+    assert merged.finish_reason is FinishReason.STOP
+
+
+def test_every_finish_reason_has_a_wire_form():
+    assert finish_reason_to_proto(None) == common_pb2.FINISH_REASON_UNSPECIFIED
+    going_on = {FinishReason.HANDOFF}
+    for reason in FinishReason:
+        wire = finish_reason_to_proto(reason)
+        assert (wire == common_pb2.FINISH_REASON_UNSPECIFIED) == (reason in going_on)
+
+
+def test_timings_keep_their_stages():
+    assert timings_to_proto(None) is None
+    wire = timings_to_proto(StageTimings(queue_ms=1, prefill_ms=2, transfer_ms=3, load_ms=4))
+    assert (wire.queue_ms, wire.prefill_ms, wire.transfer_ms, wire.load_ms) == (1, 2, 3, 4)

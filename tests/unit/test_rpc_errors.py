@@ -1,0 +1,46 @@
+"""Errors keep their kind and message over the wire."""
+
+import grpc
+import pytest
+
+from baton import errors
+from baton.v1 import decode_pb2
+from rpc.errors import from_rpc_error, from_worker_error, to_status, to_worker_error
+
+WIRE_ERRORS = [
+    getattr(errors, name)
+    for name in errors.__all__
+    if name not in ("BatonError", "ConfigurationError")
+]
+
+
+def rpc_error(status: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    empty = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(status, empty, empty, details=details)
+
+
+@pytest.mark.parametrize("error_type", WIRE_ERRORS)
+def test_status_round_trip(error_type):
+    status, message = to_status(error_type("top_p is 2"))
+    assert status.name == error_type.code
+    back = from_rpc_error(rpc_error(status, message))
+    assert type(back) is error_type
+    assert back.message == "top_p is 2"
+
+
+@pytest.mark.parametrize("error_type", WIRE_ERRORS)
+def test_worker_error_round_trip(error_type):
+    back = from_worker_error(to_worker_error(error_type("why")))
+    assert (type(back), back.message) == (error_type, "why")
+
+
+def test_foreign_statuses_are_internal_and_keep_their_message():
+    back = from_rpc_error(rpc_error(grpc.StatusCode.UNIMPLEMENTED, "no such method"))
+    assert isinstance(back, errors.InternalError)
+    assert "UNIMPLEMENTED: no such method" in back.message
+    unknown = from_worker_error(decode_pb2.WorkerError(code=999, message="?"))
+    assert isinstance(unknown, errors.InternalError)
+
+
+def test_empty_messages_get_the_status_name():
+    assert from_rpc_error(rpc_error(grpc.StatusCode.UNAVAILABLE, "")).message == "UNAVAILABLE"
