@@ -6,35 +6,19 @@ option never goes unnoticed.
 """
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from baton.errors import ConfigurationError
+from kvstore.byte_size import parse_byte_size
 
-__all__ = ["DEFAULT_TIMEOUT_S", "DEFAULT_TTL_S", "StoreUrl", "parse_num_bytes"]
+__all__ = ["DEFAULT_TIMEOUT_S", "DEFAULT_TTL_S", "StoreUrl"]
 
 DEFAULT_TTL_S = 3600.0
 DEFAULT_TIMEOUT_S = 2.0
 
 _SECONDS_RANGE = (0.001, 1e9)
-_UNIT_BYTES = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
-def parse_num_bytes(text: str) -> int:
-    """Bytes of a size such as "1048576", "512MiB" or "1.5GiB".
-
-    Raises:
-        ValueError: not a positive size in one of the units.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
-    if match is None or match[2] not in _UNIT_BYTES:
-        raise ValueError(text)
-    num_bytes = int(float(match[1]) * _UNIT_BYTES[match[2]])
-    if num_bytes <= 0:
-        raise ValueError(text)
-    return num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +86,12 @@ class StoreUrl:
         if text is None:
             return None
         try:
-            return parse_num_bytes(text)
-        except ValueError:
-            message = f"{name} is {text!r}; it must be a size such as 512MiB or 4GiB"
-            raise self.error(message) from None
+            num_bytes = parse_byte_size(text)
+        except ValueError as error:
+            raise self.error(f"{name}: {error}") from None
+        if num_bytes <= 0:
+            raise self.error(f"{name} is {text!r}; it must be positive")
+        return num_bytes
 
     def error(self, message: str) -> ConfigurationError:
         """A configuration error that begins with the URL, its secrets left out."""
