@@ -117,12 +117,12 @@ def reference_greedy(path: Path, prompt_ids: Sequence[int], num_tokens: int) -> 
 
 
 @cache
-def reference_model(path: Path) -> Any:
-    """The `transformers` model of a checkpoint, float32, plain ("eager") attention."""
+def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The `transformers` model of a checkpoint, with plain ("eager") attention."""
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path, dtype=dtype, attn_implementation="eager"
     ).eval()
 
 

@@ -1,0 +1,170 @@
+"""Every model family through the paged cache, against `transformers` on the same checkpoint.
+
+The cache starts full of NaN and its blocks are shuffled, so a token that reads
+a slot it should not, or misses one it should, cannot go unnoticed.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+
+from engine.runtime.loader import LoadedModel, load_model
+from tests.support.checkpoints import (
+    MAX_MODEL_LEN,
+    SLIDING_WINDOW,
+    VARIANTS,
+    VOCAB_SIZE,
+    prompt_of,
+    reference_greedy,
+    reference_model,
+    tiny_checkpoint,
+)
+from tests.support.paged_batches import shuffled_tables, step_metadata
+
+BLOCK_SIZE = 8
+# Logits have a spread of about 1.5; float32 rounds each of some hundred operations.
+TOLERANCE = {"atol": 5e-5, "rtol": 0}
+
+# Steps, each of (sequence, query length) in order.
+SCHEDULES = {
+    "whole prompts": [[(0, 43), (1, 8), (2, 1)]],
+    "one at a time": [[(1, 8)], [(0, 43)], [(2, 1)]],
+    "chunks": [[(0, 5), (1, 7)], [(0, 16), (1, 1)], [(0, 1), (2, 1)], [(0, 21)]],
+    "token by token": [
+        *([(0, 1), (1, 1)] for _ in range(8)),
+        [(2, 1), (0, 1)],
+        *([(0, 1)] for _ in range(34)),
+    ],
+    "decode beside prefill": [
+        [(1, 5)],
+        [(1, 1), (0, 20)],
+        [(0, 3), (1, 1), (2, 1)],
+        [(1, 1), (0, 20)],
+    ],
+}
+LENGTHS = (43, 8, 1)
+
+
+@cache
+def loaded(variant: str, dtype: str = "auto") -> LoadedModel:
+    return load_model(str(tiny_checkpoint(variant)), dtype, "cpu", progress=False)
+
+
+class PagedSession:
+    """Sequences of one model over a pool of their own, run step by step."""
+
+    def __init__(self, model: LoadedModel, context_lens: Sequence[int], seed: int = 0) -> None:
+        self.model = model
+        self.tables, num_blocks = shuffled_tables(context_lens, BLOCK_SIZE, seed)
+        block_shape = (model.num_layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+        dtype = getattr(torch, model.dtype)
+        self.pool = torch.full((num_blocks, *block_shape), float("nan"), dtype=dtype)
+        self.done = [0] * len(context_lens)
+
+    @torch.inference_mode()
+    def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+        """Runs (sequence, its next tokens); gives each one's logits `[tokens, vocab]`."""
+        spans = [(self.done[sequence], len(tokens)) for sequence, tokens in work]
+        tables = [self.tables[sequence] for sequence, _ in work]
+        positions, meta = step_metadata(spans, tables, BLOCK_SIZE)
+        token_ids = torch.tensor([token for _, tokens in work for token in tokens])
+        for sequence, tokens in work:
+            self.done[sequence] += len(tokens)
+        logits = self.model.model.logits(self.model.model(token_ids, positions, meta, self.pool))
+        return list(logits.split([length for _, length in spans]))
+
+
+@cache
+def reference_logits(variant: str, seed: int, length: int) -> torch.Tensor:
+    with torch.inference_mode():
+        model = reference_model(tiny_checkpoint(variant))
+        return model(torch.tensor([prompt_of(length, seed)])).logits[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_match_transformers(variant, schedule):
+    prompts = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    session = PagedSession(loaded(variant), LENGTHS)
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for step in SCHEDULES[schedule]:
+        work = []
+        for sequence, length in step:
+            start = session.done[sequence]
+            work.append((sequence, prompts[sequence][start : start + length]))
+        for (sequence, _), logits in zip(work, session.step(work), strict=True):
+            rows[sequence].append(logits)
+    for seed, length in enumerate(LENGTHS):
+        logits = torch.cat(rows[seed])
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, reference_logits(variant, seed, length), **TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_match_transformers(variant):
+    prompts = [prompt_of(length, seed=5) for length in (1, 7, 8, 9, 43)]
+    num_tokens = 12
+    session = PagedSession(loaded(variant), [len(prompt) + num_tokens for prompt in prompts])
+    drawn: list[list[int]] = [[] for _ in prompts]
+    work: list[tuple[int, list[int]]] = list(enumerate(prompts))
+    for _ in range(num_tokens):
+        for sequence, logits in enumerate(session.step(work)):
+            drawn[sequence].append(int(logits[-1].argmax()))
+        work = [(sequence, tokens[-1:]) for sequence, tokens in enumerate(drawn)]
+    path = tiny_checkpoint(variant)
+    assert drawn == [reference_greedy(path, prompt, num_tokens) for prompt in prompts]
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt", "gpt2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_types_stray_no_further_than_transformers_does(variant, dtype):
+    prompt = prompt_of(43)
+    session = PagedSession(loaded(variant, dtype), (43,))
+    logits = torch.cat([*session.step([(0, prompt[:30])]), *session.step([(0, prompt[30:])])])
+    with torch.inference_mode():
+        narrow = reference_model(tiny_checkpoint(variant), getattr(torch, dtype))
+        theirs = narrow(torch.tensor([prompt])).logits[0].float()
+    exact = reference_logits(variant, 0, 43)
+    error, their_error = (logits - exact).abs(), (theirs - exact).abs()
+    assert 0 < error.mean() < 1.3 * their_error.mean()
+    assert error.max() < 2 * their_error.max()
+
+
+def test_a_sliding_window_changes_what_is_seen():
+    """Else the sliding variants would test nothing."""
+    prompt = prompt_of(3 * SLIDING_WINDOW)  # three layers see less far than that
+    changed = [prompt[0] ^ 1, *prompt[1:]]
+    for variant, differs in (
+        ("mistral", True),
+        ("mistral_sliding", False),
+        ("qwen2_sliding", True),
+    ):
+        session = PagedSession(loaded(variant), [len(prompt)] * 2)
+        first, second = session.step([(0, prompt), (1, changed)])
+        assert (not torch.equal(first[-1], second[-1])) is differs
+
+
+@pytest.mark.parametrize("variant", ["llama_rope_llama3", "opt", "gpt2"])
+def test_positions_up_to_the_models_length(variant):
+    length = MAX_MODEL_LEN
+    session = PagedSession(loaded(variant), [length])
+    prompt = prompt_of(length)
+    session.step([(0, prompt[:-1])])
+    (last,) = session.step([(0, prompt[-1:])])
+    with torch.inference_mode():
+        model = reference_model(tiny_checkpoint(variant))
+        expected = model(torch.tensor([prompt]), logits_to_keep=1).logits[0]
+    torch.testing.assert_close(last, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_facts_of_the_loaded_model(variant):
+    model = loaded(variant)
+    config = reference_model(tiny_checkpoint(variant)).config
+    assert model.vocab_size == VOCAB_SIZE
+    assert model.max_model_len == MAX_MODEL_LEN
+    assert model.num_layers == config.num_hidden_layers
+    assert model.num_kv_heads == getattr(config, "num_key_value_heads", 4)
+    assert not any(parameter.requires_grad for parameter in model.model.parameters())
