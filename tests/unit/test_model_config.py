@@ -1,0 +1,136 @@
+"""Reading config.json: what is understood, what is refused by name, and rotary scaling."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from baton.errors import ConfigurationError
+from engine.models.layers import CausalModel
+from engine.models.registry import FAMILIES
+from engine.models.rotary import RotaryEmbedding
+
+ARCHITECTURE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+def source(model_type, **fields):
+    return transformers.AutoConfig.for_model(model_type, **fields)
+
+
+def read(model_type, **fields):
+    return FAMILIES[ARCHITECTURE[model_type]].read_config(source(model_type, **fields))
+
+
+def build(model_type, **fields) -> CausalModel:
+    with torch.device("meta"):
+        return FAMILIES[ARCHITECTURE[model_type]].build(read(model_type, **fields))
+
+
+def scaled(rope_type, **parameters):
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 5e5, **parameters}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURE)
+def test_defaults_of_each_family_build(model_type):
+    model = build(model_type, num_hidden_layers=2)
+    assert model.config.num_layers == 2
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURE)
+def test_a_config_does_not_change(model_type):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read(model_type).vocab_size = 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "named"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", scaled("dynamic", factor=2.0), "rope_type 'dynamic'"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "layer_types 'chunked_attention'"),
+        ("llama", scaled("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads 5"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ("opt", {"activation_function": "tanhshrink"}, "activation_function 'tanhshrink'"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function 'mish'"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(model_type, fields, named):
+    with pytest.raises(ConfigurationError) as failure:
+        build(model_type, **fields)
+    assert named in failure.value.message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("mistral", {"sliding_window": 9}, (9, 9, 9)),
+        ("mistral", {"sliding_window": None}, (None, None, None)),
+        ("llama", {"sliding_window": 9}, (None, None, None)),
+        ("qwen2", {"sliding_window": 9}, (None, None, None)),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+            (None, None, 9),
+        ),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (9, None, 9),
+        ),
+    ],
+)
+def test_sliding_windows_per_layer(model_type, fields, expected):
+    assert read(model_type, num_hidden_layers=3, **fields).sliding_windows == expected
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        scaled("linear", factor=3.0),
+        scaled("llama3", **LLAMA3, original_max_position_embeddings=256),
+        scaled("llama3", **{**LLAMA3, "high_freq_factor": 9.0}),
+        scaled("yarn", factor=4.0, original_max_position_embeddings=512),
+        scaled("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+        scaled("yarn", factor=2.0, beta_fast=16.0, beta_slow=2.0, attention_factor=0.7),
+        scaled("yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.8),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_rotary_scaling_is_that_of_transformers(rope, head_dim):
+    fields = {"head_dim": head_dim, "max_position_embeddings": 1024, **rope}
+    config = source("llama", **fields)
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS[rope["rope_parameters"]["rope_type"]](config)
+    rotary = RotaryEmbedding(read("llama", **fields).rope, head_dim)
+    torch.testing.assert_close(rotary.inverse_frequencies, frequencies, atol=0, rtol=1e-6)
+    assert rotary.amplitude == pytest.approx(amplitude, rel=1e-6)
+
+
+def test_yarn_extends_the_models_length():
+    rope = scaled("yarn", factor=4.0, original_max_position_embeddings=512)
+    assert read("llama", max_position_embeddings=512, **rope).max_model_len == 2048
+    assert read("llama", max_position_embeddings=4096, **rope).max_model_len == 4096
+
+
+def test_a_tied_model_has_no_head_of_its_own():
+    tied, untied = (build("llama", tie_word_embeddings=tied) for tied in (True, False))
+    assert "lm_head.weight" not in tied.checkpoint_tensors()
+    assert untied.checkpoint_tensors()["lm_head.weight"].shape == (32000, 4096)
