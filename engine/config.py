@@ -32,7 +32,9 @@ class EngineConfig:
     model: str = field(metadata={"help": "checkpoint folder or Hugging Face Hub name"})
     served_model_name: str | None = _flag(None, "name in requests (default: --model's last part)")
     role: str = _flag("both", "half of the work this engine does", choices=ROLES)
-    dtype: str = _flag("auto", "type of weights, activations and KV cache", choices=DTYPES)
+    dtype: str = _flag(
+        "auto", "type of weights, activations and KV; auto is the checkpoint's", choices=DTYPES
+    )
     device: str = _flag("auto", "torch device; auto is cuda where there is one, else cpu")
     num_threads: int | None = _flag(None, "CPU threads for compute (default: torch's choice)")
     block_size: int = _flag(16, "tokens per KV block")

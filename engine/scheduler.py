@@ -17,7 +17,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from baton.errors import AbortedError, BatonError, DeadlineExceededError
+from baton.errors import AbortedError, BatonError, DeadlineExceededError, InternalError
 from engine.batch import ScheduledBatch, ScheduledSequence, StepOutput
 from engine.block_pool import Allocation
 from engine.config import EngineConfig
@@ -168,6 +168,10 @@ class Scheduler:
         outputs = []
         for share, token_id in zip(batch.sequences, output.token_ids, strict=True):
             sequence = self._sequences[share.request_id]
+            if share.draw is not None and token_id is None:
+                error = InternalError("the model's output was not finite")
+                outputs.append(self._end(sequence, FinishReason.ERROR, error=error))
+                continue
             sequence.num_computed += share.num_tokens
             self._kv.register_computed(sequence)
             self._transfers.save_computed(sequence)

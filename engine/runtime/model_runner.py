@@ -24,6 +24,10 @@ _DUMMY_DRAW = DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
 class ModelRunner:
     """The engine's `Runner`: loads the model, sizes its pool, runs its steps.
 
+    `dtype` "auto" is the checkpoint's on every device, so that tiers on unlike
+    devices still exchange KV. Most CPUs compute prompts faster in float32 than
+    in float16, which halves memory.
+
     Args:
         config: the flags.
         progress: whether loading shows a progress bar.
@@ -101,7 +105,10 @@ class ModelRunner:
         return memory.left_for_pool(self._config.gpu_memory_utilization)
 
     def _run_dummy(self, num_tokens: int) -> None:
-        """Runs a step of `num_tokens` tokens whose blocks are all one block."""
+        """Runs a step of `num_tokens` tokens, all of whose KV goes to one block.
+
+        So what lies there at the end is undefined, but finite, and never used.
+        """
         lengths = _dummy_lengths(num_tokens, self._config.max_num_seqs, self.info.max_model_len)
         layout = self.info.layout
         sequences = tuple(

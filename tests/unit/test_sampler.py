@@ -8,6 +8,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from engine.batch import DrawParams
 from engine.runtime import sampler
+from engine.runtime.philox import philox4x32
 from engine.runtime.sampler import draw_tokens
 
 _CHI_SQUARE_P = 1e-6
@@ -149,6 +150,17 @@ def test_noise_is_bitwise_the_same_in_any_batch():
     together = sampler._gumbel_noise(batch, 1001)
     for row, part in enumerate(batch.split(1)):
         assert torch.equal(sampler._gumbel_noise(part, 1001)[0], together[row])
+
+
+def test_noise_is_that_of_the_documented_counter_and_lane():
+    seed, position = 0x0123456789ABCDEF, 4321
+    (batch,) = sampler.prepare_draws([_draw_params(seed=seed)], [position], torch.device("cpu"))
+    noise = sampler._gumbel_noise(batch, 4003)[0]
+    key = (torch.tensor(seed % 2**32), torch.tensor(seed >> 32))
+    for token_id in (0, 1, 2, 3, 4, 1030, 4002):
+        counter = tuple(torch.tensor(word) for word in (token_id // 4, position, 0, 0))
+        uniform = (int(philox4x32(counter, key)[token_id % 4]) + 0.5) / 2**32
+        assert float(noise[token_id]) == pytest.approx(-math.log(-math.log(uniform)), rel=1e-12)
 
 
 def test_noise_depends_on_seed_and_position_and_extends_with_the_vocabulary():
