@@ -16,7 +16,7 @@ from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from kvstore.store_connector import StoreConnectorScheduler
 from tests.support.fake_connector import FakeWorker
-from tests.support.fake_engine import FakeRunner, expected_tokens, fake_config, fake_info
+from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
 
 GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 MAX_MODEL_LEN = 24
@@ -27,11 +27,11 @@ class Engine:
 
     def __init__(self, role: str, store: dict, config: dict, num_blocks: int) -> None:
         block_size = config["block_size"]
-        runner = FakeRunner(fake_info(block_size, MAX_MODEL_LEN), num_blocks)
+        self.runner = FakeRunner(fake_info(block_size, MAX_MODEL_LEN), num_blocks)
         self.worker = FakeWorker(store)
         connector = (StoreConnectorScheduler("fake", ttl_s=1), self.worker)
         config = fake_config(role=role, kv_connector="fake://", **config)
-        self.core = EngineCore(config, runner, connector)
+        self.core = EngineCore(config, self.runner, connector)
         self.requests: dict[str, EngineRequest] = {}
 
     def add(self, request: EngineRequest) -> None:
@@ -90,8 +90,16 @@ class TwoTiers(RuleBasedStateMachine):
         self.tokens[request.request_id] = []
         (self.prefill if remote else self.decode).add(request)
 
+    @rule(engine=st.integers(0, 1), count=st.integers(1, 8))
+    def step(self, engine: int, count: int) -> None:
+        for _ in range(count):
+            self._step(self.engines[engine])
+
     @rule(engine=st.integers(0, 1))
-    def step(self, engine: int) -> None:
+    def end_transfers(self, engine: int) -> None:
+        worker = self.engines[engine].worker
+        while worker.pending:
+            worker.end(0, fails=False)
         self._step(self.engines[engine])
 
     @rule(engine=st.integers(0, 1), index=st.integers(0, 50), fails=st.booleans())
@@ -122,6 +130,7 @@ class TwoTiers(RuleBasedStateMachine):
         request = engine.requests[output.request_id]
         tokens = self.tokens[output.request_id]
         tokens += output.token_ids
+        assert not engine.runner.failures
         assert tokens == expected_tokens(request.prompt_token_ids, len(tokens))
         if output.finish_reason is None:
             return
@@ -156,4 +165,4 @@ class TwoTiers(RuleBasedStateMachine):
 
 
 TestTwoTiers = TwoTiers.TestCase
-TestTwoTiers.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestTwoTiers.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
