@@ -296,7 +296,7 @@ async def test_an_id_whose_end_is_not_yet_told_is_not_free(engine):
     await reading  # the writer is not asked for more until below
     engine.emit(finished("a", FinishReason.STOP, 2))
     commands.put_nowait(start("a"))
-    while not commands.empty():
+    while not commands.empty():  # noqa: ASYNC110 - the reader tells nobody that it is done
         await asyncio.sleep(0)
     (output,) = (await anext(responses)).outputs
     assert output.finish_reason == common_pb2.FINISH_REASON_ERROR
