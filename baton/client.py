@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
-import grpc.aio
 
 from baton.errors import InternalError
 from baton.results import CompletionChunk, Generation, ModelDescription
@@ -23,7 +22,7 @@ from baton.wire import (
     parse_generation,
     parse_model,
 )
-from rpc.channels import CHANNEL_OPTIONS
+from rpc.channels import CHANNEL_OPTIONS, open_channel
 from rpc.errors import from_rpc_error
 
 __all__ = ["AsyncClient", "Client"]
@@ -167,7 +166,7 @@ class AsyncClient:
 
     def __init__(self, address: str, *, model: str = "") -> None:
         self._model = model
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(address)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def generate(

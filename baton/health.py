@@ -4,10 +4,10 @@ import asyncio
 import time
 
 import grpc
-import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import DeadlineExceededError
+from rpc.channels import open_channel
 
 __all__ = ["check_health", "wait_until_serving"]
 
@@ -23,7 +23,7 @@ async def check_health(address: str, *, service: str = "", timeout_s: float = 5.
         service: full name of one of its services; empty for the server.
         timeout_s: how long to wait for an answer.
     """
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)

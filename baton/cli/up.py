@@ -18,6 +18,7 @@ from engine.cli_args import add_engine_args, engine_config_from_args
 __all__ = ["add_args", "main"]
 
 _DEFAULT_HOST, _, _DEFAULT_PORT = DEFAULT_ADDRESS.partition(":")
+_TRY_PROMPT = "Return a list of"
 _DEMO_PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
 
 
@@ -99,13 +100,13 @@ async def _greet(plan: ClusterPlan, with_demo: bool) -> None:
         await asyncio.to_thread(_stream_demo, plan.router.address)
     for server in (plan.router, *plan.workers):
         print(f"{server.spec.name:<10} {server.address}")
-    prompt = shlex.quote(DEMO_PROMPT)
-    print(f"\nTry it:\n  baton generate {prompt} --address {plan.router.address}")
+    command = [sys.argv[0], "generate", _TRY_PROMPT, "--address", plan.router.address]
+    print(f"\nTry it:\n  {shlex.join(command)}")
     print("Ctrl-C stops everything.", flush=True)
 
 
 def _stream_demo(address: str) -> None:
-    print(f"{DEMO_PROMPT}", end="", flush=True)
+    print(DEMO_PROMPT, end="", flush=True)
     with Client(address) as client:
         print_stream(client.stream(DEMO_PROMPT, _DEMO_PARAMS, timeout_s=120))
     print()
