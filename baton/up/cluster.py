@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigurationError
@@ -207,23 +207,19 @@ async def run_cluster(
 
 
 async def _serve(
-    servers: Iterable[Server],
-    processes: list[SupervisedProcess],
+    servers: Sequence[Server],
+    processes: Sequence[SupervisedProcess],
     on_ready: Callable[[], Awaitable[None]],
 ) -> None:
-    for process in processes:
-        process.start()
-    await asyncio.gather(
-        *(
-            _wait_until_ready(server, process)
-            for server, process in zip(servers, processes, strict=True)
-        )
-    )
+    *workers, router = zip(servers, processes, strict=True)
+    await asyncio.gather(*(_start(server, process) for server, process in workers))
+    await _start(*router)
     await on_ready()
 
 
-async def _wait_until_ready(server: Server, process: SupervisedProcess) -> None:
-    """A process that cannot start is no reason to try for ever."""
+async def _start(server: Server, process: SupervisedProcess) -> None:
+    """Returns when the server serves. One that cannot start is not tried for ever."""
+    process.start()
     ready = asyncio.create_task(wait_until_serving(server.address, _START_TIMEOUT_S))
     died = asyncio.create_task(process.died.wait())
     try:
