@@ -79,12 +79,12 @@ MIXES = {
     "one prompt": [(0, 13)],
     "block edges": [(0, 3), (0, 4), (0, 5)],
     "cached prefix": [(8, 5), (3, 2), (4, 4)],
-    "decode": [(0, 1), (7, 1), (40, 1), (3, 1), (4, 1)],
+    "decode": [(0, 1), (7, 1), (40, 1), (3, 1), (4, 1), (9, 1)],
     "mixed": [(12, 1), (0, 9), (30, 1), (5, 6), (0, 1), (4, 2)],
 }
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 4, 7, 1000])
+@pytest.mark.parametrize("sliding_window", [None, 1, 2, 4, 7, 1000])
 @pytest.mark.parametrize("mix", MIXES)
 def test_matches_the_oracle(mix, sliding_window):
     case = make_case(MIXES[mix])
