@@ -179,12 +179,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
-    """Adds the tokens that `settings` describes and `backend` does not know as added."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    """Adds the tokens that `settings` describes and `backend` does not know so."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    missing: dict[str, AddedToken] = {}
     for token in _described_tokens(settings):
-        if token.content not in known:
-            backend.add_tokens([token])
-            known.add(token.content)
+        before = missing.get(token.content) or known.get(token.content)
+        if before is None or (token.special and not before.special):
+            missing[token.content] = token
+    backend.add_tokens(list(missing.values()))
 
 
 def _described_tokens(settings: dict[str, Any]) -> Iterator[AddedToken]:

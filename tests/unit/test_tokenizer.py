@@ -1,5 +1,6 @@
 """`Tokenizer` agrees with `transformers` and refuses what it cannot read."""
 
+import json
 import random
 import subprocess
 import sys
@@ -86,6 +87,19 @@ def test_special_tokens_have_no_text(tmp_path):
     assert set(padding) < tokenizer.special_token_ids
     assert not tokenizer.has_text(padding[0])
     assert tokenizer.has_text(tokenizer.encode("dog")[-1])
+
+
+def test_a_token_named_by_role_is_special_whatever_the_file_says(tmp_path):
+    write_byte_level_folder(tmp_path)
+    description = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in description["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    token_ids = theirs.encode("a </s>b<pad> <tool ü>")
+    assert ours.encode("a </s>b<pad> <tool ü>") == token_ids
+    assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
+    assert "</s>" not in ours.decode(token_ids)
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
