@@ -4,10 +4,13 @@
     folder/temporary/…        an object being written, locked by its writer
     folder/ledger             bytes in use, and the lock of whoever changes them
 
-- Commit: an object is written whole under a temporary name and then linked
-  to its own, which fails if the name exists. So it appears whole or not at
-  all, and is never replaced. There is no fsync: after a power cut the codec's
-  digest refuses what was torn.
+- Commit: an object is written whole under a temporary name and then renamed
+  to its own, unless that exists. So it appears whole or not at all, and is
+  never replaced. There is no fsync: after a power cut the codec's digest
+  refuses what was torn.
+- Lock: names come and go only under the ledger's lock, so that two writers
+  cannot both find a name free, and the ledger stays exact. Bytes are written
+  and read without it.
 - Age: a file's modification time is its last touch.
 - Bound: every writer reserves its bytes in the ledger first. When they would
   exceed the bound, the writer lists the folder and removes the oldest objects
@@ -15,8 +18,8 @@
 - Crashes: a writer holds `flock` on its temporary file. One that nobody holds
   is a dead writer's, and the next listing removes it.
 
-Readers take no lock. What is not a regular file of the right name is never
-read; what is foreign in the folder is left alone.
+What is not a regular file of the right name is never read; what is foreign in
+the folder is left alone.
 """
 
 import errno
@@ -173,23 +176,21 @@ class ObjectFolder:
         return self._is_alive(status)
 
     def _write(self, path: Path, value: memoryview) -> None:
-        """Commits an object that does not exist yet."""
+        """Writes an object that did not exist a moment ago."""
         temporary = self._temporary_folder / uuid4().hex
         fd = self._reserve(temporary, value.nbytes)
         try:
             write_all(fd, value)
             touch(fd)
-            path.hardlink_to(temporary)
-        except FileExistsError:  # another writer was first
-            self._give_back(temporary, value.nbytes)
-            self._touch_if_alive(path)
+            is_committed = self._commit(temporary, path, value.nbytes)
         except OSError:
-            self._give_back(temporary, value.nbytes)
+            with self._ledger.locked():
+                self._give_back(temporary, value.nbytes)
             raise
-        else:
-            temporary.unlink(missing_ok=True)
         finally:
             os.close(fd)
+        if not is_committed:
+            self._touch_if_alive(path)
 
     def _reserve(self, temporary: Path, num_bytes: int) -> int:
         """Makes room and a file of the full size, whose descriptor is locked."""
@@ -205,11 +206,19 @@ class ObjectFolder:
             self._ledger.add(num_bytes)
         return fd
 
-    def _give_back(self, temporary: Path, num_bytes: int) -> None:
-        """Undoes `_reserve`; under the lock, so that no listing comes between."""
+    def _commit(self, temporary: Path, path: Path, num_bytes: int) -> bool:
+        """Gives a whole object its name; False if another writer was first."""
         with self._ledger.locked():
-            temporary.unlink(missing_ok=True)
-            self._ledger.add(-num_bytes)
+            if status_of(path) is None:
+                temporary.rename(path)
+                return True
+            self._give_back(temporary, num_bytes)
+            return False
+
+    def _give_back(self, temporary: Path, num_bytes: int) -> None:
+        """Undoes `_reserve`. Under the lock."""
+        temporary.unlink(missing_ok=True)
+        self._ledger.add(-num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
         """Lists the folder, removes the dead and the oldest, corrects the ledger.

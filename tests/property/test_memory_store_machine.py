@@ -1,0 +1,81 @@
+"""The memory store against a model: a bounded dictionary in order of touch, with a clock."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvstore.store import GetStatus
+from kvstore.stores import memory
+
+_TTL_S = 10
+_MAX_BYTES = 100
+_KEYS = st.integers(0, 7).map(lambda number: bytes([number]) * 32)
+_KEY_LISTS = st.lists(_KEYS, max_size=6)
+_SIZES = st.integers(1, 45)
+
+
+class MemoryStoreMachine(RuleBasedStateMachine):
+    """The model: `{key: (value, when touched)}`, the least recently touched first."""
+
+    def __init__(self):
+        super().__init__()
+        self.now_s = 0.0
+        self.original_clock, memory.monotonic = memory.monotonic, lambda: self.now_s
+        url = f"memory://machine?ttl_s={_TTL_S}&max_bytes={_MAX_BYTES}"
+        self.store = memory.MemoryStore.from_url(url)
+        self.model = {}
+
+    def teardown(self):
+        self.store.close()
+        memory.monotonic = self.original_clock
+
+    def touch(self, key):
+        value, _ = self.model.pop(key)
+        self.model[key] = (value, self.now_s)
+        return value
+
+    @rule(seconds=st.integers(1, 6))
+    def wait(self, seconds):
+        self.now_s += seconds
+        self.model = {k: v for k, v in self.model.items() if self.now_s - v[1] <= _TTL_S}
+
+    @rule(key=_KEYS, size=_SIZES, byte=st.integers(0, 255))
+    def put(self, key, size, byte):
+        value = bytes([byte]) * size
+        self.store.put_many([key], [memoryview(value)])
+        if key in self.model:
+            self.touch(key)
+            return
+        while sum(len(v) for v, _ in self.model.values()) + size > _MAX_BYTES:
+            del self.model[next(iter(self.model))]
+        self.model[key] = (value, self.now_s)
+
+    @rule(key=_KEYS, size=_SIZES)
+    def get(self, key, size):
+        buffer = memoryview(bytearray(size))
+        (status,) = self.store.get_many_into([key], [buffer])
+        if key not in self.model:
+            assert status is GetStatus.MISSING
+        elif len(value := self.touch(key)) != size:
+            assert status is GetStatus.WRONG_SIZE
+        else:
+            assert status is GetStatus.HIT
+            assert bytes(buffer) == value
+
+    @rule(keys=_KEY_LISTS)
+    def delete(self, keys):
+        expected = sum(self.model.pop(key, None) is not None for key in keys)
+        assert self.store.delete(keys) == expected
+
+    @rule(keys=_KEY_LISTS)
+    def contains_prefix(self, keys):
+        expected = next((i for i, key in enumerate(keys) if key not in self.model), len(keys))
+        assert self.store.contains_prefix(keys) == expected
+
+    @invariant()
+    def is_bounded(self):
+        assert self.store.stats().num_bytes <= _MAX_BYTES
+
+
+TestMemoryStore = MemoryStoreMachine.TestCase
+TestMemoryStore.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
