@@ -31,7 +31,7 @@ def public_modules():
                 yield module.name
 
 
-@pytest.mark.parametrize("name", public_modules())
+@pytest.mark.parametrize("name", list(public_modules()))
 def test_every_exported_name_exists(name):
     module = importlib.import_module(name)
     exported = getattr(module, "__all__", ())
