@@ -68,6 +68,9 @@ class DecodeConnection:
     Args:
         stub: of the replica's channel.
         name: the replica, for error messages.
+
+    Attributes:
+        is_open: False once the stream has broken.
     """
 
     def __init__(self, stub: "decode_pb2_grpc.DecodeServiceAsyncStub", name: str) -> None:
@@ -78,7 +81,7 @@ class DecodeConnection:
         # command waits per request.
         self._commands: dict[str, decode_pb2.ConnectRequest] = {}
         self._has_commands = asyncio.Event()
-        self._is_open = True
+        self.is_open = True
 
     async def run(self) -> None:
         """Sends commands and delivers outputs until the stream breaks.
@@ -105,7 +108,7 @@ class DecodeConnection:
         Raises:
             ReplicaLostError: the connection has broken.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise self._lost("the connection is closed")
         request_id = command.request.request_id
         stream = self._streams[request_id] = DecodeStream(request_id, self)
@@ -141,7 +144,7 @@ class DecodeConnection:
         stream.deliver(output)
 
     def _close(self, reason: str) -> None:
-        self._is_open = False
+        self.is_open = False
         self._commands.clear()
         streams, self._streams = self._streams, {}
         for stream in streams.values():

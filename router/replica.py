@@ -218,6 +218,11 @@ class DecodeReplica(Replica):
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._connection = DecodeConnection(stub, address)
 
+    @property
+    def takes_requests(self) -> bool:
+        """Not once its connection has broken, which `lost` follows a moment later."""
+        return super().takes_requests and self._connection.is_open
+
     def start(self, command: decode_pb2.StartDecode) -> DecodeStream:
         """Starts a request there; see `DecodeConnection.start`."""
         return self._connection.start(command)

@@ -30,6 +30,9 @@ class RouterService:
         server: where to add the servicer; told whenever the router can or
             cannot serve: it can while a decode replica takes requests.
 
+    Attributes:
+        fleet: the replicas.
+
     Raises:
         ConfigurationError: a target is malformed.
     """
@@ -37,14 +40,14 @@ class RouterService:
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, server: RpcServer) -> None:
         prefix_index = PrefixIndex(config.max_indexed_blocks)
         self._server = server
-        self._fleet = Fleet(config, prefix_index)
+        self.fleet = Fleet(config, prefix_index)
         self._admission = Admission(config.max_concurrent_requests)
-        pipeline = Pipeline(config, tokenizer, self._fleet, prefix_index, self._admission)
+        pipeline = Pipeline(config, tokenizer, self.fleet, prefix_index, self._admission)
         server.add_servicer(
             generation_pb2_grpc.add_GenerationServiceServicer_to_server,
-            GenerationServicer(config, tokenizer, self._fleet, pipeline),
+            GenerationServicer(config, tokenizer, self.fleet, pipeline),
         )
-        self._fleet.start()
+        self.fleet.start()
         self._health = asyncio.create_task(self._follow_health())
 
     async def drain(self, timeout_s: float) -> None:
@@ -54,12 +57,12 @@ class RouterService:
     async def close(self) -> None:
         """Lets all replicas go."""
         self._health.cancel()
-        await self._fleet.close()
+        await self.fleet.close()
 
     async def _follow_health(self) -> None:
         while True:
-            self._server.set_serving(self._fleet.can_serve)
-            await self._fleet.wait_for_change()
+            self._server.set_serving(self.fleet.can_serve)
+            await self.fleet.wait_for_change()
 
 
 async def run(config: RouterConfig) -> None:

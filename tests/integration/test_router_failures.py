@@ -1,0 +1,337 @@
+"""Replicas that die, refuse or hang, clients that leave: tokens or a typed error, always."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from baton.errors import (
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from baton.v1 import common_pb2, generation_pb2_grpc
+from router import replica as replica_module
+from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers
+from tests.support.running_router import PROMPT_IDS, request, running_router, token_ids_of
+
+SCRIPT = [50 + i % 200 for i in range(400)]
+
+
+async def failed_call(call) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+# Decode replicas that are lost.
+
+
+@pytest.mark.parametrize("has_prefill", [True, False])
+async def test_request_resumes_where_a_lost_decode_replica_left_it(has_prefill):
+    first, second = FakeDecode(SCRIPT, pause_after=7), FakeDecode(SCRIPT, pause_after=7)
+    prefills = [FakePrefill(SCRIPT)] if has_prefill else []
+    workers = (*prefills, first, second)
+    async with running_workers(*workers), running_router(*workers) as router:
+        message = request(request_id="r", max_tokens=20)
+        message.sampling.temperature = 1.0
+        call = router.stub.GenerateStream(message, timeout=30)
+        responses = []
+        async for response in call:
+            responses.append(response)
+            if len(token_ids_of(responses)) == 7:
+                dying = first if first.starts else second
+                heir = second if first.starts else first
+                heir.resume()
+                await dying.stop()
+    assert token_ids_of(responses) == SCRIPT[:20]
+    assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert responses[-1].usage.completion_tokens == 20
+    (begun,), (resumed,) = dying.starts, heir.starts
+    assert list(resumed.output_token_ids) == SCRIPT[:7]
+    assert resumed.request.sampling == begun.request.sampling
+    assert resumed.request.max_tokens == 20
+    assert resumed.request.request_id != begun.request.request_id
+    # The partial tail went with the release that followed the first tokens.
+    assert not resumed.HasField("handoff")
+
+
+async def test_handoff_is_passed_on_when_decode_dies_before_loading_it():
+    prefill = FakePrefill(SCRIPT)
+    decodes = FakeDecode(SCRIPT, pause_after=0), FakeDecode(SCRIPT, pause_after=0)
+    workers = (prefill, *decodes)
+    async with running_workers(*workers), running_router(*workers) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=5)))
+        dying = await first_of(decodes, lambda decode: decode.starts)
+        heir = other_of(decodes, dying)
+        heir.resume()
+        await dying.stop()
+        responses = await task
+        await prefill.changes.until(lambda: prefill.released)
+    assert token_ids_of(responses) == SCRIPT[:5]
+    assert heir.starts[0].handoff == dying.starts[0].handoff
+    assert list(heir.starts[0].output_token_ids) == SCRIPT[:1]
+    assert len(prefill.released) == 1
+
+
+async def test_resume_waits_for_a_replica_that_restarts_at_the_same_address():
+    old = FakeDecode(SCRIPT, pause_after=5)
+    async with running_workers(old), running_router(old) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=12)))
+        await old.changes.until(lambda: old.num_sent == 5)
+        await old.stop()
+        new = await FakeDecode(SCRIPT).start(old.port)
+        responses = await task
+        await new.stop()
+    assert token_ids_of(responses) == SCRIPT[:12]
+    assert len(new.starts[0].output_token_ids) == 5
+
+
+async def test_losing_the_last_decode_replica_is_unavailable_in_time():
+    decode = FakeDecode(SCRIPT, pause_after=5)
+    async with running_workers(decode), running_router(decode, resume_timeout_s=0.2) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=12)))
+        await decode.changes.until(lambda: decode.num_sent == 5)
+        await decode.stop()
+        error = await failed_call(task)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no other can go on" in error.details()
+        # New requests need not wait to know.
+        error = await failed_call(router.generate(request()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_request_that_outlives_its_replicas_is_aborted():
+    decodes = [FakeDecode(SCRIPT, pause_after=1) for _ in range(4)]
+    async with running_workers(*decodes), running_router(*decodes) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=12)))
+        for _ in decodes:
+            victim = await first_of(decodes, lambda decode: decode.running)
+            await victim.stop()
+        error = await failed_call(task)
+    assert error.code() is grpc.StatusCode.ABORTED
+
+
+async def test_frozen_replica_is_noticed_and_its_requests_resume(monkeypatch):
+    monkeypatch.setattr(replica_module, "_PROBE_INTERVAL_S", 0.1)
+    monkeypatch.setattr(replica_module, "_PROBE_TIMEOUT_S", 0.3)
+    decodes = [FakeDecode(SCRIPT, pause_after=3) for _ in range(2)]
+    async with running_workers(*decodes), running_router(*decodes) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=6)))
+        frozen = await first_of(decodes, lambda decode: decode.num_sent == 3)
+        other_of(decodes, frozen).resume()
+        frozen.is_frozen = True
+        assert token_ids_of(await task) == SCRIPT[:6]
+        assert router.candidate_ids() == {other_of(decodes, frozen).info.worker_id}
+
+
+# Prefill replicas that are lost.
+
+
+async def test_another_prefill_replica_is_asked_when_one_dies():
+    prefills = FakePrefill(SCRIPT, hold=True), FakePrefill(SCRIPT, hold=True)
+    decode = FakeDecode(SCRIPT)
+    workers = (*prefills, decode)
+    async with running_workers(*workers), running_router(*workers) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=6)))
+        dying = await first_of(prefills, lambda prefill: prefill.requests)
+        heir = other_of(prefills, dying)
+        await dying.stop()
+        await heir.changes.until(lambda: heir.requests)
+        heir.answer()
+        responses = await task
+    assert token_ids_of(responses) == SCRIPT[:6]
+    assert decode.starts[0].HasField("handoff")
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        UnavailableError("drains"),
+        ResourceExhaustedError("queue full"),
+        FailedPreconditionError("namespace"),
+        InternalError("bug"),
+    ],
+    ids=lambda error: error.code,
+)
+async def test_decode_computes_the_prompt_when_no_prefill_replica_can(refusal):
+    prefills = [FakePrefill(SCRIPT) for _ in range(2)]
+    decode = FakeDecode(SCRIPT)
+    workers = (*prefills, decode)
+    async with running_workers(*workers), running_router(*workers) as router:
+        for prefill in prefills:
+            prefill.refusal = refusal
+        responses = await router.generate(request(max_tokens=6))
+    assert token_ids_of(responses) == SCRIPT[:6]
+    assert not decode.starts[0].output_token_ids
+    assert [len(prefill.requests) for prefill in prefills] == [1, 1]
+
+
+async def test_what_prefill_says_of_the_request_itself_reaches_the_client():
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    prefill.refusal = InvalidArgumentError("top_p is 7; it must be in (0, 1]")
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        error = await failed_call(router.generate(request()))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "top_p is 7; it must be in (0, 1]"
+    assert not decode.starts
+
+
+async def test_prompt_too_large_for_prefill_pools_is_computed_on_decode():
+    prefill, decode = FakePrefill(SCRIPT, num_blocks=5), FakeDecode(SCRIPT)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        responses = await router.generate(request(max_tokens=6))
+    assert token_ids_of(responses) == SCRIPT[:6]
+    assert not prefill.requests
+
+
+# Replicas that refuse.
+
+
+async def test_refusing_decode_replica_is_passed_over():
+    decodes = [FakeDecode(SCRIPT) for _ in range(2)]
+    async with running_workers(*decodes), running_router(*decodes) as router:
+        decodes[0].refusal = UnavailableError("drains")
+        responses = await router.generate(request(max_tokens=6))
+        assert token_ids_of(responses) == SCRIPT[:6]
+        decodes[1].refusal = ResourceExhaustedError("queue full")
+        error = await failed_call(router.generate(request(max_tokens=6)))
+    assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+async def test_failure_of_one_request_on_decode_reaches_its_client():
+    decode = FakeDecode(SCRIPT)
+    decode.refusal = InternalError("not a number")
+    async with running_workers(decode), running_router(decode) as router:
+        error = await failed_call(router.generate(request()))
+    assert error.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_draining_replica_gets_no_new_work_and_ends_its_own():
+    draining, other = FakeDecode(SCRIPT, pause_after=3), FakeDecode(SCRIPT)
+    async with running_workers(draining), running_router(draining) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=6)))
+        await draining.changes.until(lambda: draining.num_sent == 3)
+        draining.current_load.draining = True
+        await router.until(lambda: not router.candidate_ids())
+        error = await failed_call(router.generate(request()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        draining.resume()
+        assert token_ids_of(await task) == SCRIPT[:6]
+    assert len(draining.starts) == 1
+    assert not other.starts
+
+
+# Clients that leave, and deadlines.
+
+
+async def test_client_cancel_reaches_decode():
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT, pause_after=5)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        call = router.stub.GenerateStream(request(request_id="c"))
+        await call.read()
+        await decode.changes.until(lambda: decode.num_sent)
+        call.cancel()
+        await decode.changes.until(lambda: decode.cancels)
+    assert decode.cancels == ["c"]
+
+
+async def test_client_cancel_reaches_prefill():
+    prefill, decode = FakePrefill(SCRIPT, hold=True), FakeDecode(SCRIPT)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        call = router.stub.Generate(request())
+        await prefill.changes.until(lambda: prefill.requests)
+        call.cancel()
+        await prefill.changes.until(lambda: prefill.num_cancelled)
+    assert not decode.starts
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+async def test_requests_without_a_deadline_get_the_default_one(stage):
+    prefill = FakePrefill(SCRIPT, hold=stage == "prefill")
+    decode = FakeDecode(SCRIPT, pause_after=5)
+    workers = (prefill, decode)
+    async with running_workers(*workers), running_router(*workers, default_timeout_s=0.3) as router:
+        error = await failed_call(router.generate(request(), timeout_s=None))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if stage == "prefill":
+            await prefill.changes.until(lambda: prefill.num_cancelled)
+        else:
+            await decode.changes.until(lambda: decode.cancels)
+            assert decode.starts[0].timeout_ms <= 300
+
+
+async def test_client_deadline_frees_every_tier():
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT, pause_after=5)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        error = await failed_call(router.generate(request(), timeout_s=0.3))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await decode.changes.until(lambda: decode.cancels)
+        await prefill.changes.until(lambda: prefill.released)
+
+
+async def test_client_that_never_reads_is_ended_at_the_deadline():
+    script = [50] * 4000
+    decode = FakeDecode(script)
+    async with running_workers(decode), running_router(decode, default_timeout_s=1.0) as router:
+        options = [("grpc.http2.bdp_probe", 0)]
+        async with grpc.aio.insecure_channel(router.server.address, options) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            message = request(request_id="r" * 128, max_tokens=len(script))
+            call = stub.GenerateStream(message)
+            await call.read()
+            # The id is free again once the request has ended.
+            async with asyncio.timeout(20):
+                while not await is_accepted(router, message):
+                    pass
+            error = await failed_call(read_to_end(call))
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def is_accepted(router, message) -> bool:
+    call = router.stub.GenerateStream(message)
+    try:
+        await call.read()
+    except grpc.aio.AioRpcError:
+        return "unique among running requests" not in await call.details()
+    return True
+
+
+async def read_to_end(call) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+# All at once.
+
+
+async def test_streams_survive_workers_that_keep_restarting():
+    """Sixty streams while workers of both tiers die and return at their addresses."""
+    prefills = [FakePrefill(SCRIPT) for _ in range(2)]
+    decodes = [FakeDecode(SCRIPT) for _ in range(3)]
+    async with running_workers(*prefills, *decodes) as stack:
+        router = await stack.enter_async_context(running_router(*prefills, *decodes))
+        streams = [
+            asyncio.create_task(router.generate(request((*PROMPT_IDS, i), max_tokens=150)))
+            for i in range(60)
+        ]
+        for _ in range(3):
+            victim = await first_of(decodes, lambda decode: decode.running)
+            decodes[decodes.index(victim)] = await restarted(victim, stack)
+            prefills[0] = await restarted(prefills[0], stack)
+            await router.until_connected(*decodes)
+        for responses in await asyncio.gather(*streams):
+            assert token_ids_of(responses) == SCRIPT[:150]
+
+
+async def restarted(worker, stack):
+    await worker.stop()
+    successor = await type(worker)(SCRIPT).start(worker.port)
+    stack.push_async_callback(successor.stop)
+    return successor
+
+
+def other_of(pair, one):
+    return pair[1] if pair[0] is one else pair[0]

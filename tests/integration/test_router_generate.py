@@ -1,0 +1,241 @@
+"""Requests through a real router and scripted workers: the ways they go and end."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.support.fake_workers import (
+    BLOCK_SIZE,
+    EOS_TOKEN_ID,
+    MAX_MODEL_LEN,
+    FakeDecode,
+    FakePrefill,
+    running_workers,
+)
+from tests.support.running_router import (
+    PROMPT_IDS,
+    request,
+    running_router,
+    script_of,
+    text_of,
+    token_ids_of,
+)
+
+TEXT = "The quick brown fox jumps over the lazy dog, naïve café 😀 and so on."
+
+
+async def test_remote_prefill_then_decode():
+    script = script_of(TEXT)
+    prefill, decode = FakePrefill(script), FakeDecode(script)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        responses = await router.generate(request(request_id="r", max_tokens=len(script)))
+        await prefill.changes.until(lambda: prefill.released)
+    assert token_ids_of(responses) == script
+    assert text_of(responses) == TEXT
+    assert [r.finish_reason for r in responses[:-1]] == [0] * (len(responses) - 1)
+    last = responses[-1]
+    assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert last.usage.prompt_tokens == len(PROMPT_IDS)
+    assert last.usage.cached_tokens == BLOCK_SIZE  # what prefill found, not what decode loaded
+    assert last.usage.completion_tokens == len(script)
+    # Decode got the first token and the handoff, and nothing to compute.
+    (start,) = decode.starts
+    assert list(start.output_token_ids) == script[:1]
+    assert start.handoff.handoff_id == "handoff-r"
+    assert prefill.released == ["handoff-r"]
+    assert 0 < start.timeout_ms <= 31_000  # gRPC rounds timeouts up
+    timings = last.timings
+    assert (timings.queue_ms, timings.prefill_ms, timings.transfer_ms) == (1, 2, 3)
+    assert timings.load_ms == 30
+    assert 0 < timings.route_ms <= timings.first_token_ms <= timings.total_ms
+    assert timings.decode_ms == pytest.approx(timings.total_ms - timings.first_token_ms, abs=0.01)
+
+
+async def test_generate_returns_the_whole_completion():
+    script = script_of(TEXT)
+    prefill, decode = FakePrefill(script), FakeDecode(script)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        response = await router.stub.Generate(request("one two three " * 9, max_tokens=9))
+    (completion,) = response.completions
+    assert list(completion.token_ids) == script[:9]
+    assert response.usage.completion_tokens == 9
+    assert len(response.request_id) == 32
+    assert response.timings.total_ms > 0
+
+
+@pytest.mark.parametrize("has_prefill", [True, False])
+async def test_short_prompts_and_missing_prefill_tier_are_computed_on_decode(has_prefill):
+    script = script_of(TEXT)
+    prefill, decode = FakePrefill(script), FakeDecode(script)
+    workers = (prefill, decode) if has_prefill else (decode,)
+    prompt = PROMPT_IDS[:16] if has_prefill else PROMPT_IDS
+    async with running_workers(*workers), running_router(*workers) as router:
+        responses = await router.generate(request(prompt, max_tokens=5))
+    assert token_ids_of(responses) == script[:5]
+    assert not prefill.requests
+    assert not decode.starts[0].HasField("handoff")
+    assert not decode.starts[0].output_token_ids
+    assert responses[-1].usage.cached_tokens == 2 * BLOCK_SIZE
+    assert responses[-1].timings.prefill_ms == 20
+
+
+async def test_cached_prefix_on_decode_makes_remote_prefill_needless():
+    script = script_of(TEXT)
+    prefill, decode = FakePrefill(script), FakeDecode(script)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        await router.generate(request(max_tokens=5))
+        await router.generate(request((*PROMPT_IDS, 7, 8), max_tokens=5))
+        salted = request((*PROMPT_IDS, 7, 8), max_tokens=5)
+        salted.cache_salt = "another tenant"
+        await router.generate(salted)
+    assert [len(r.prompt_token_ids) for r in prefill.requests] == [40, 42]
+    assert [r.cache_salt for r in prefill.requests] == ["", "another tenant"]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "first_token", "reason"),
+    [(1, 50, "LENGTH"), (8, EOS_TOKEN_ID, "STOP")],
+)
+async def test_generation_that_ends_with_the_first_token_never_reaches_decode(
+    max_tokens, first_token, reason
+):
+    script = [first_token, 60, 61]
+    prefill, decode = FakePrefill(script), FakeDecode(script)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        responses = await router.generate(request(max_tokens=max_tokens))
+    assert token_ids_of(responses) == [first_token]
+    assert responses[-1].finish_reason == common_pb2.FinishReason.Value(f"FINISH_REASON_{reason}")
+    assert responses[-1].matched_stop.token_id == (first_token if reason == "STOP" else 0)
+    assert not decode.starts
+
+
+async def test_missing_handoff_lets_decode_compute_the_prompt():
+    script = script_of(TEXT)
+    prefill, decode = FakePrefill(script), FakeDecode(script)
+    prefill.has_handoff = False
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        responses = await router.generate(request(max_tokens=5))
+    assert token_ids_of(responses) == script[:5]
+    assert not decode.starts[0].HasField("handoff")
+    assert list(decode.starts[0].output_token_ids) == script[:1]
+
+
+async def test_stop_text_across_tokens_cuts_text_and_cancels_decode():
+    script = script_of("abc quick brown") + [300] * 2000
+    prefill, decode = FakePrefill(script), FakeDecode(script)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        message = request(request_id="s", stop=["ck br", "never"], max_tokens=2000)
+        responses = await router.generate(message)
+        await decode.changes.until(lambda: decode.cancels)
+    assert text_of(responses) == "abc qui"
+    assert responses[-1].finish_reason == common_pb2.FINISH_REASON_STOP
+    assert responses[-1].matched_stop.text == "ck br"
+    assert decode.cancels == ["s"]
+    got = token_ids_of(responses)
+    assert got == script[: len(got)]
+    assert responses[-1].usage.completion_tokens == len(got)
+    assert len(got) == len(script_of("abc quick brown"))  # up to the token that completed the stop
+
+
+async def test_stop_tokens_and_ignore_eos_reach_the_workers():
+    script = [50, EOS_TOKEN_ID, 60, 61]
+    prefill, decode = FakePrefill(script), FakeDecode(script)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        until_eos = await router.generate(request(max_tokens=4))
+        past_eos = await router.generate(request(max_tokens=4, ignore_eos=True))
+        until_60 = await router.generate(
+            request(max_tokens=4, ignore_eos=True, stop_token_ids=[60])
+        )
+    assert token_ids_of(until_eos) == [50, EOS_TOKEN_ID]
+    assert until_eos[-1].matched_stop.token_id == EOS_TOKEN_ID
+    assert token_ids_of(past_eos) == script
+    assert token_ids_of(until_60) == [50, EOS_TOKEN_ID, 60]
+
+
+async def test_seed_is_drawn_once_where_noise_matters():
+    script = script_of(TEXT)
+    prefill, decode = FakePrefill(script), FakeDecode(script)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        sampled, seeded = request(max_tokens=3), request(max_tokens=3)
+        sampled.sampling.temperature = 1.0
+        seeded.sampling.CopyFrom(common_pb2.SamplingParams(temperature=0.5, seed=0, top_k=7))
+        for salt, message in (("a", sampled), ("b", sampled), ("c", seeded)):
+            message.cache_salt = salt  # else the second would be computed on decode
+            await router.generate(message)
+    assert len(prefill.requests) == 3
+    first, second, given = (r.sampling for r in prefill.requests)
+    assert first.seed != second.seed
+    assert given.HasField("seed")
+    assert (given.seed, given.top_k, given.top_p) == (0, 7, 1.0)
+    assert [s.request.sampling.seed for s in decode.starts] == [first.seed, second.seed, 0]
+
+
+async def test_max_tokens_is_cut_to_the_context_length():
+    script = [50] * 100
+    decode = FakeDecode(script, max_model_len=50)
+    async with running_workers(decode), running_router(decode) as router:
+        responses = await router.generate(request(max_tokens=10_000))
+    assert len(token_ids_of(responses)) == 10
+    assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+
+async def test_slow_client_gets_every_token_in_fewer_messages():
+    script = [50 + i % 200 for i in range(MAX_MODEL_LEN - len(PROMPT_IDS))]
+    decode = FakeDecode(script)
+    async with running_workers(decode), running_router(decode) as router:
+        # A window that does not grow, and messages with a long id: the stream soon blocks.
+        options = [("grpc.http2.bdp_probe", 0)]
+        async with grpc.aio.insecure_channel(router.server.address, options) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            message = request(request_id="r" * 128, max_tokens=len(script))
+            call = stub.GenerateStream(message, timeout=60)
+            responses = [await call.read()]
+            await decode.changes.until(lambda: decode.num_sent == len(script))
+            while (response := await call.read()) is not grpc.aio.EOF:
+                responses.append(response)
+    assert token_ids_of(responses) == script
+    assert len(responses) < len(script)
+
+
+async def test_describes_the_model_and_its_text():
+    script = script_of(TEXT)
+    decode = FakeDecode(script)
+    async with running_workers(decode), running_router(decode) as router:
+        model = await router.stub.GetModel(generation_pb2.GetModelRequest())
+        plain = await router.stub.Tokenize(
+            generation_pb2.TokenizeRequest(text=TEXT, add_special_tokens=False)
+        )
+        special = await router.stub.Tokenize(generation_pb2.TokenizeRequest(text=TEXT))
+        back = await router.stub.Detokenize(
+            generation_pb2.DetokenizeRequest(token_ids=special.token_ids)
+        )
+        whole = await router.stub.Detokenize(
+            generation_pb2.DetokenizeRequest(token_ids=special.token_ids, skip_special_tokens=False)
+        )
+    assert (model.model, model.block_size) == ("scripted", BLOCK_SIZE)
+    assert model.max_model_len == MAX_MODEL_LEN
+    assert len(bytes.fromhex(model.namespace)) == 32
+    assert list(plain.token_ids) == script
+    assert list(special.token_ids) == [0, *script]
+    assert back.text == TEXT
+    assert whole.text == "<s>" + TEXT
+
+
+async def test_many_requests_share_one_connection_per_replica():
+    script = script_of(TEXT)
+    prefills = [FakePrefill(script) for _ in range(2)]
+    decodes = [FakeDecode(script) for _ in range(2)]
+    workers = (*prefills, *decodes)
+    async with running_workers(*workers), running_router(*workers) as router:
+        streams = [
+            router.generate(request((*PROMPT_IDS[: 20 + i % 20], i), max_tokens=1 + i % 20))
+            for i in range(60)
+        ]
+        results = await asyncio.gather(*streams)
+    for i, responses in enumerate(results):
+        assert token_ids_of(responses) == script[: 1 + i % 20]
+    assert [decode.num_connects for decode in decodes] == [1, 1]
+    assert all(worker.requests for worker in prefills)  # both were used
+    assert all(worker.starts for worker in decodes)
