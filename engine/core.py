@@ -106,10 +106,12 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request that `check` accepts; its id must not be live."""
+        self.is_stalled = False
         self.scheduler.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees what they hold; returns their last outputs."""
+        self.is_stalled = False
         return self.scheduler.abort(request_ids)
 
     def release_handoff(self, handoff_id: str) -> None:
