@@ -125,6 +125,8 @@ class TwoTiers(RuleBasedStateMachine):
     def _step(self, engine: Engine) -> None:
         for output in engine.core.step():
             self._take(engine, output)
+        assert all(batch.num_tokens <= self.budget for batch in engine.runner.batches)
+        engine.runner.batches.clear()
 
     def _take(self, engine: Engine, output: RequestOutput) -> None:
         request = engine.requests[output.request_id]

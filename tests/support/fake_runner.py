@@ -60,6 +60,9 @@ class FakeRunner:
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         self.batches.append(batch)
+        request_ids = {share.request_id for share in batch.sequences}
+        self._check(len(request_ids) == len(batch.sequences), "a sequence is scheduled twice")
+        self._check(all(share.num_tokens for share in batch.sequences), "a share is empty")
         written: set[tuple[int, int]] = set()
         for share in batch.sequences:
             self._write(share, written)

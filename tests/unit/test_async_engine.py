@@ -1,0 +1,203 @@
+"""`AsyncEngine` over a runner without a model: delivery, aborts, draining, death."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from engine.async_engine import AsyncEngine
+from engine.batch import DrawParams, ScheduledBatch, StepOutput
+from engine.core import EngineCore
+from engine.request import EngineRequest, FinishReason, RequestOutput
+from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
+
+GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
+PROMPT = (0, 1, 1, 0, 1)
+
+
+class GatedRunner(FakeRunner):
+    """Executes one step each time the gate is opened, or freely once it is free."""
+
+    def __init__(self) -> None:
+        super().__init__(fake_info(block_size=4, max_model_len=64), num_blocks=32)
+        self.gate = threading.Semaphore(0)
+        self.is_free = False
+        self.error: BaseException | None = None
+
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        if not self.is_free:
+            self.gate.acquire(timeout=30)
+        if self.error is not None:
+            raise self.error
+        return super().execute(batch)
+
+    def free(self) -> None:
+        self.is_free = True
+        self.gate.release()
+
+
+class Collector:
+    """An output handler that a coroutine can wait on."""
+
+    def __init__(self) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.ended = asyncio.Event()
+        self.started = asyncio.Event()
+
+    def __call__(self, output: RequestOutput) -> None:
+        self.outputs.append(output)
+        self.started.set()
+        if output.finish_reason is not None:
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+
+def make_request(request_id: str, max_tokens: int = 6, **overrides: object) -> EngineRequest:
+    fields = {"prompt_token_ids": PROMPT, "draw": GREEDY, "max_tokens": max_tokens}
+    return EngineRequest(request_id=request_id, **(fields | overrides))
+
+
+@pytest.fixture
+def runner() -> GatedRunner:
+    return GatedRunner()
+
+
+@pytest.fixture
+async def engine(runner: GatedRunner) -> AsyncIterator[AsyncEngine]:
+    config = fake_config(max_num_waiting=1, max_num_seqs=2)
+    engine = AsyncEngine(EngineCore(config, runner))
+    yield engine
+    runner.free()
+    await engine.close()
+
+
+async def test_tokens_arrive_in_order_on_the_event_loop(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    runner.free()
+    collector = Collector()
+
+    engine.submit(make_request("a"), collector)
+    await asyncio.wait_for(collector.ended.wait(), 10)
+
+    assert collector.tokens == expected_tokens(PROMPT, 6)
+    assert collector.outputs[-1].finish_reason is FinishReason.LENGTH
+    assert collector.outputs[0].timings is not None
+
+
+async def test_an_id_used_again_after_an_abort_gets_only_its_own_tokens(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    first, second = Collector(), Collector()
+    engine.submit(make_request("a"), first)
+    runner.gate.release()
+    await asyncio.wait_for(first.started.wait(), 10)
+
+    assert engine.abort(["a", "unknown"]) == 1
+    engine.submit(make_request("a", max_tokens=3), second)
+    runner.free()
+    await asyncio.wait_for(second.ended.wait(), 10)
+
+    assert second.tokens == expected_tokens(PROMPT, 3)
+    assert not first.ended.is_set()
+
+
+async def test_abort_with_notice_tells_the_handler(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    collector = Collector()
+    engine.submit(make_request("a"), collector)
+
+    engine.abort(["a"], notify=True)
+    runner.free()
+    await asyncio.wait_for(collector.ended.wait(), 10)
+
+    assert collector.outputs[-1].finish_reason is FinishReason.ABORTED
+
+
+async def test_what_is_refused(engine: AsyncEngine, runner: GatedRunner) -> None:
+    engine.submit(make_request("a"), Collector())
+
+    with pytest.raises(InvalidArgumentError, match="request_id"):
+        engine.submit(make_request("a"), Collector())
+    with pytest.raises(InvalidArgumentError, match="prompt token_ids"):
+        engine.submit(make_request("b", prompt_token_ids=(7,)), Collector())
+    with pytest.raises(InvalidArgumentError, match="prompt is empty"):
+        engine.submit(make_request("b", prompt_token_ids=()), Collector())
+    with pytest.raises(InvalidArgumentError, match="number of prompt tokens is 64"):
+        engine.submit(make_request("b", prompt_token_ids=(0,) * 64), Collector())
+    for request_id in ("b", "c"):
+        engine.submit(make_request(request_id), Collector())
+    with pytest.raises(ResourceExhaustedError, match="3 requests"):
+        engine.submit(make_request("d"), Collector())
+
+
+async def test_a_deadline_ends_a_request_that_nothing_else_would(engine: AsyncEngine) -> None:
+    collector = Collector()
+
+    engine.submit(make_request("a", deadline=time.monotonic() - 1), collector)
+    await asyncio.wait_for(collector.ended.wait(), 10)
+
+    assert isinstance(collector.outputs[-1].error, DeadlineExceededError)
+
+
+async def test_drain_waits_for_running_requests_and_refuses_new_ones(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    collector = Collector()
+    engine.submit(make_request("a"), collector)
+
+    assert await engine.drain(0) == 1
+    with pytest.raises(UnavailableError):
+        engine.submit(make_request("b"), Collector())
+    runner.free()
+
+    assert await engine.drain(10) == 0
+    assert engine.load().draining
+    assert collector.tokens == expected_tokens(PROMPT, 6)
+
+
+async def test_a_failing_step_ends_its_requests_and_not_the_engine(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    collector, after = Collector(), Collector()
+    runner.error = RuntimeError("secret detail")
+    runner.free()
+    engine.submit(make_request("a"), collector)
+    await asyncio.wait_for(collector.ended.wait(), 10)
+    runner.error = None
+    engine.submit(make_request("b"), after)
+    await asyncio.wait_for(after.ended.wait(), 10)
+
+    error = collector.outputs[-1].error
+    assert isinstance(error, InternalError)
+    assert "secret" not in error.message
+    assert after.tokens == expected_tokens(PROMPT, 6)
+    assert engine.load().num_free_blocks == engine.num_blocks
+
+
+async def test_a_dead_engine_tells_every_request_and_refuses_more(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    collector = Collector()
+    runner.error = KeyboardInterrupt()  # not an Exception: nothing in the loop handles it
+    engine.submit(make_request("a"), collector)
+    runner.free()
+
+    await asyncio.wait_for(engine.wait_failed(), 10)
+
+    assert isinstance(collector.outputs[-1].error, InternalError)
+    with pytest.raises(UnavailableError):
+        engine.submit(make_request("b"), Collector())
