@@ -88,10 +88,9 @@ class ObjectFolder:
             self._make_room(0)
 
     def _make_folders(self) -> None:
-        self._temporary_folder.mkdir(mode=0o700, exist_ok=True)
-        for shard in range(256):
-            shard_folder = self._objects_folder / f"{shard:02x}"
-            shard_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shards = (self._objects_folder / f"{shard:02x}" for shard in range(256))
+        for made in (self._temporary_folder, self._objects_folder, *shards):
+            made.mkdir(mode=0o700, exist_ok=True)
 
     def _choose_max_bytes(self, folder: Path, default_max_bytes: int) -> int:
         """Counts what the folder holds already as free, so that every opener agrees."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from redis import Redis, RedisError
+from redis import AuthenticationError, Redis, RedisError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -88,6 +88,8 @@ class RedisServer:
         with client:
             try:
                 return bool(client.ping())
+            except AuthenticationError:
+                return True
             except RedisError:
                 return False
 
@@ -96,8 +98,8 @@ class RedisServer:
 def running_redis_server(*arguments: str) -> Iterator[RedisServer]:
     """A running server, with more command line arguments; stopped at the end."""
     server = RedisServer(*arguments)
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.stop()

@@ -1,0 +1,195 @@
+"""The redis store when the server is slow, stopped, gone, back, full, locked or behind TLS."""
+
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+from redis import Redis
+
+from kvstore.conformance.objects import blank, filled, random_keys, read
+from kvstore.registry import open_store
+from kvstore.store import GetStatus, StoreUnavailableError
+from tests.support.redis_server import running_redis_server
+
+_TIMEOUT_S = 0.3
+_SLACK_S = 5.0  # a busy machine; a call that hangs takes longer than any slack
+
+
+@pytest.fixture
+def store(redis_server):
+    with closing(open_store(f"{redis_server.url}?timeout_s={_TIMEOUT_S}")) as store:
+        yield store
+
+
+def every_call(store):
+    """Each method that asks the server, as a call without arguments."""
+    keys = random_keys(3)
+    return [
+        lambda: store.put_many(keys, [filled(1, 4_000_000)] * 3),
+        lambda: store.get_many_into(keys, [blank(100) for _ in keys]),
+        lambda: store.contains_prefix(keys),
+        lambda: store.delete(keys),
+    ]
+
+
+def assert_unavailable_in_time(call):
+    started_s = time.monotonic()
+    with pytest.raises(StoreUnavailableError):
+        call()
+    assert time.monotonic() - started_s < _TIMEOUT_S + _SLACK_S
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_stopped_server_is_unavailable_in_time(redis_server, store, is_connected):
+    if is_connected:
+        store.put_many(random_keys(1), [filled(1, 100)])
+    redis_server.pause()
+    for call in every_call(store):
+        assert_unavailable_in_time(call)
+    redis_server.resume()
+
+
+def test_many_threads_before_a_stopped_server_all_end(redis_server, store):
+    redis_server.pause()
+    with ThreadPoolExecutor(24) as pool:
+        started_s = time.monotonic()
+        calls = [pool.submit(store.contains_prefix, random_keys(1)) for _ in range(24)]
+        errors = [call.exception(timeout=30) for call in calls]
+    assert {type(error) for error in errors} == {StoreUnavailableError}
+    assert time.monotonic() - started_s < 2 * _TIMEOUT_S + _SLACK_S
+    redis_server.resume()
+
+
+def test_the_store_works_again_when_a_stopped_server_does(redis_server, store):
+    (key,) = random_keys(1)
+    store.put_many([key], [filled(1, 100)])
+    redis_server.pause()
+    for call in every_call(store):
+        assert_unavailable_in_time(call)
+    redis_server.resume()
+    assert read(store, key, 100) == bytes(filled(1, 100))
+
+
+def test_the_store_works_again_when_a_killed_server_returns(redis_server, store):
+    (key,) = random_keys(1)
+    with ThreadPoolExecutor(8) as pool:  # so that the pool has several connections to lose
+        list(pool.map(lambda byte: store.put_many([key], [filled(byte, 100_000)]), range(8)))
+    redis_server.kill()
+    for call in every_call(store):
+        assert_unavailable_in_time(call)
+    redis_server.start()
+    assert read(store, key, 100) is GetStatus.MISSING
+    store.put_many([key], [filled(2, 100)])
+    assert store.contains_prefix([key]) == 1
+
+
+def test_a_server_that_is_not_there_is_no_reason_not_to_open(store):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        with closing(open_store(f"redis://127.0.0.1:{unused.getsockname()[1]}/0")) as absent:
+            for call in every_call(absent):
+                assert_unavailable_in_time(call)
+
+
+def test_a_peer_that_never_answers_is_unavailable_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with closing(open_store(f"redis://127.0.0.1:{port}/0?timeout_s={_TIMEOUT_S}")) as store:
+            assert_unavailable_in_time(lambda: store.contains_prefix(random_keys(1)))
+
+
+def test_the_servers_bound_evicts_the_least_recently_used():
+    with (
+        running_redis_server("--maxmemory", "20mb", "--maxmemory-policy", "allkeys-lru") as server,
+        closing(open_store(server.url)) as store,
+    ):
+        keys = random_keys(200)
+        for key in keys:
+            store.put_many([key], [filled(1, 200_000)])
+        assert store.contains_prefix(keys[-1:]) == 1
+        num_alive = sum(store.contains_prefix([key]) for key in keys)
+        assert 20 < num_alive < 100
+
+
+def test_a_full_server_that_does_not_evict_is_unavailable():
+    with (
+        running_redis_server("--maxmemory", "5mb", "--maxmemory-policy", "noeviction") as server,
+        closing(open_store(server.url)) as store,
+    ):
+        keys = random_keys(40)
+        with pytest.raises(StoreUnavailableError, match="maxmemory"):
+            store.put_many(keys, [filled(1, 500_000)] * 40)
+        assert store.contains_prefix(keys) < 40
+
+
+def test_a_password_is_needed_and_used():
+    with running_redis_server("--requirepass", "p@ss/word") as server:
+        with closing(open_store(server.url)) as store, pytest.raises(StoreUnavailableError):
+            store.contains_prefix(random_keys(1))
+        url = server.url.replace("//", "//:p%40ss%2Fword@")
+        with closing(open_store(url)) as store:
+            assert store.contains_prefix(random_keys(1)) == 0
+
+
+def test_objects_of_an_existing_key_are_not_sent_again(redis_server, store):
+    (key,) = random_keys(1)
+    with Redis.from_url(redis_server.url) as client:
+        store.put_many([key], [filled(1, 1_000_000)])
+        received = client.info("stats")["total_net_input_bytes"]
+        store.put_many([key], [filled(1, 1_000_000)])
+        assert client.info("stats")["total_net_input_bytes"] - received < 10_000
+
+
+def test_a_prefix_lookup_is_one_command(redis_server, store):
+    keys = random_keys(500)
+    store.put_many(keys, [filled(1, 10)] * 500)
+    store.contains_prefix(keys)  # the first call teaches the server the script
+    with Redis.from_url(redis_server.url) as client:
+        before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        assert store.contains_prefix(keys) == 500
+        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == before + 1
+
+
+def test_keys_carry_the_prefix_and_an_expiry(redis_server, store):
+    (key,) = random_keys(1)
+    store.put_many([key], [filled(1, 10)])
+    with Redis.from_url(redis_server.url) as client:
+        assert client.keys() == [b"baton:kv:" + key]
+        assert 3_590_000 < client.pttl(b"baton:kv:" + key) <= 3_600_000
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """A certificate for 127.0.0.1 that is its own authority."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    # fmt: off
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+            "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
+            "-keyout", key, "-out", certificate,
+        ],
+        check=True, capture_output=True,
+    )
+    # fmt: on
+    return certificate, key
+
+
+def test_tls_is_spoken_and_the_certificate_checked(certificate, monkeypatch):
+    path, key = map(str, certificate)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        tls_port = probe.getsockname()[1]
+    arguments = ("--tls-port", str(tls_port), "--tls-cert-file", path, "--tls-key-file", key)
+    (object_key,) = random_keys(1)
+    url = f"rediss://127.0.0.1:{tls_port}/0"
+    with running_redis_server(*arguments, "--tls-auth-clients", "no"):
+        with closing(open_store(url)) as distrusting, pytest.raises(StoreUnavailableError):
+            distrusting.contains_prefix([object_key])
+        monkeypatch.setenv("SSL_CERT_FILE", path)
+        with closing(open_store(url)) as store:
+            store.put_many([object_key], [filled(1, 1_000_000)])
+            assert read(store, object_key, 1_000_000) == bytes(filled(1, 1_000_000))
