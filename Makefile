@@ -11,7 +11,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
 .PHONY: help run up test test-all lint type proto bench check clean
 
