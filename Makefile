@@ -35,7 +35,7 @@ test-all: $(VENV)/.test ## run every test
 lint: $(VENV)/.dev ## check style, layers, protos, stubs and the Dockerfile
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint protos
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/hadolint Dockerfile

@@ -3,8 +3,8 @@
 import uuid
 from collections.abc import Sequence
 
-from baton import __version__
 from baton.v1 import worker_pb2
+from baton.version import __version__
 from engine.async_engine import AsyncEngine
 from engine.wire import load_to_proto
 
