@@ -20,6 +20,11 @@ def generate(target: Path) -> None:
     well_known_types = Path(grpc_tools.__file__).parent / "_proto"
     outputs = ("python", "grpc_python", "mypy", "mypy_grpc")
     arguments = ["protoc", f"-I{PROTOS}", f"-I{well_known_types}"]
+    # The plugins lie beside the interpreter, which need not be on PATH.
+    arguments += [
+        f"--plugin={plugin}={Path(sys.executable).with_name(plugin)}"
+        for plugin in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+    ]
     arguments += [f"--{output}_out={target}" for output in outputs]
     arguments += [str(path.relative_to(PROTOS)) for path in sorted(PROTOS.rglob("*.proto"))]
     if protoc.main(arguments) != 0:
