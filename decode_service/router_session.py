@@ -29,7 +29,8 @@ from rpc.errors import to_worker_error
 __all__ = ["RouterSession"]
 
 _LOGGER = logging.getLogger("baton.decode")
-_MAX_PENDING_REFUSALS = 1024
+_MAX_PENDING_OUTPUTS = 1024  # beyond, commands wait until the router reads
+_FULL_RESPONSE_TOKENS = 2**20  # keeps a response well below rpc.options.MAX_MESSAGE_BYTES
 
 Commands = AsyncIterator[decode_pb2.ConnectRequest]
 Responses = AsyncGenerator[decode_pb2.ConnectResponse, None]
@@ -47,7 +48,6 @@ class RouterSession:
         # By request id. The value tells a request from an earlier one of the same id.
         self._live: dict[str, EngineRequest] = {}
         self._pending: dict[str, RequestOutput] = {}
-        self._num_refusals = 0
         self._changed = asyncio.Event()
         self._taken = asyncio.Event()
         self._is_closing = False
@@ -65,7 +65,7 @@ class RouterSession:
             while not self._is_over(reader):
                 await self._changed.wait()
                 self._changed.clear()
-                if self._pending:
+                while self._pending:
                     yield self._take_pending()
         finally:
             self._engine.abort(list(self._live))
@@ -73,7 +73,7 @@ class RouterSession:
             reader.cancel()
 
     def close(self) -> None:
-        """Takes no more commands; `responses` ends once every request has ended and been told."""
+        """`responses` ends once every running request has ended and been told."""
         self._is_closing = True
         self._changed.set()
 
@@ -93,7 +93,7 @@ class RouterSession:
                     self._cancel(command.cancel.request_id)
                 case _:
                     raise InvalidArgumentError("command is unset; set one of start, cancel")
-            while self._num_refusals >= _MAX_PENDING_REFUSALS:
+            while len(self._pending) >= _MAX_PENDING_OUTPUTS:
                 self._taken.clear()
                 await self._taken.wait()
 
@@ -127,7 +127,6 @@ class RouterSession:
 
     def _refuse(self, request_id: str, error: BatonError) -> None:
         self._live.pop(request_id, None)
-        self._num_refusals += 1
         self._pending[request_id] = RequestOutput(
             request_id=request_id, finish_reason=FinishReason.ERROR, error=error
         )
@@ -146,10 +145,13 @@ class RouterSession:
         self._changed.set()
 
     def _take_pending(self) -> decode_pb2.ConnectResponse:
-        outputs, self._pending = self._pending, {}
-        self._num_refusals = 0
+        """What is pending; where that is too much for one message, the oldest of it."""
+        messages, num_tokens = [], 0
+        while self._pending and num_tokens < _FULL_RESPONSE_TOKENS:
+            output = self._pending.pop(next(iter(self._pending)))
+            num_tokens += len(output.token_ids)
+            messages.append(_output_message(output))
         self._taken.set()
-        messages = [_output_message(output) for output in outputs.values()]
         return decode_pb2.ConnectResponse(outputs=messages)
 
 

@@ -15,7 +15,7 @@ DEFAULT_TIMEOUT_S = 600.0
 def remaining_s(
     context: grpc.aio.ServicerContext[Any, Any], default_s: float = DEFAULT_TIMEOUT_S
 ) -> float:
-    """Seconds left for a call; `default_s` where the caller set no deadline.
+    """Seconds left for a call: the caller's, but never more than `default_s`.
 
     Raises:
         DeadlineExceededError: none are left.

@@ -12,6 +12,7 @@ from decode_service.router_session import RouterSession
 from decode_service.server import SERVICE_NAMES, add_services
 from engine.request import FinishReason, RequestOutput
 from rpc.errors import from_worker_error
+from rpc.options import MAX_MESSAGE_BYTES
 from tests.support.fake_engine import FakeEngine, finished, tokens
 from tests.support.rpc_servers import running_server, worker_request
 
@@ -286,6 +287,22 @@ async def test_a_new_request_never_gets_outputs_of_a_cancelled_one_of_its_id(eng
     assert not engine.live
 
 
+async def test_outputs_not_yet_told_go_with_a_cancel(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    reading = asyncio.create_task(anext(responses))
+    for request_id in ("a", "b"):
+        commands.put_nowait(start(request_id))
+    await engine.until(lambda: len(engine.live) == 2)
+    engine.emit(tokens("b", 1))
+    await reading  # the writer is not asked for more until below
+    engine.emit(tokens("a", 2), tokens("b", 3))
+    commands.put_nowait(cancel("a"))
+    await engine.until(lambda: engine.aborted == ["a"])
+    assert by_id(await anext(responses)) == {"b": [3]}
+    await responses.aclose()
+
+
 async def test_an_id_whose_end_is_not_yet_told_is_not_free(engine):
     commands = asyncio.Queue()
     responses = RouterSession(engine).responses(iterate(commands))
@@ -304,7 +321,8 @@ async def test_an_id_whose_end_is_not_yet_told_is_not_free(engine):
     await responses.aclose()
 
 
-async def test_refusals_that_nobody_reads_stop_the_reader(engine):
+async def test_a_router_that_reads_nothing_is_not_listened_to(engine):
+    """Ends that nobody reads hold commands back; so what is pending stays bounded."""
     commands = asyncio.Queue()
     responses = RouterSession(engine).responses(iterate(commands))
     num_refused, received, largest = 5000, 0, 0
@@ -315,6 +333,22 @@ async def test_refusals_that_nobody_reads_stop_the_reader(engine):
         largest = max(largest, num_outputs)
         received += num_outputs
     assert largest <= 1024
+    await responses.aclose()
+
+
+async def test_what_one_message_cannot_hold_goes_in_several(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    reading = asyncio.create_task(anext(responses))
+    request_ids = [f"r{index}" for index in range(8)]
+    for request_id in request_ids:
+        commands.put_nowait(start(request_id))
+    await engine.until(lambda: len(engine.live) == 8)
+    long = [10**9] * 400_000  # five bytes each
+    engine.emit(*(tokens(request_id, *long) for request_id in request_ids))
+    received = [await reading, await anext(responses), await anext(responses)]
+    assert all(response.ByteSize() < MAX_MESSAGE_BYTES for response in received)
+    assert [output.request_id for r in received for output in r.outputs] == request_ids
     await responses.aclose()
 
 
