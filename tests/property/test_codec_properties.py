@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore import codec
 from kvstore.codec import HEADER_BYTES, payload_of, seal, verify
 
 _KEYS = st.binary(min_size=32, max_size=32)
@@ -67,6 +68,15 @@ def test_a_header_fits_no_other_payload(payload, other, key):
 @given(st.binary(max_size=300), _KEYS)
 def test_foreign_bytes_are_refused(foreign, key):
     assert not verify(memoryview(foreign), key)
+
+
+@pytest.mark.parametrize("name", ["_FORMAT_VERSION", "_DIGEST_SCHEME_ID", "_MAGIC"])
+def test_a_frame_of_another_version_is_refused(monkeypatch, name):
+    with monkeypatch.context() as patched:
+        patched.setattr(codec, name, b"OTHERKV\0" if name == "_MAGIC" else 2)
+        slot = _sealed(b"payload", b"k" * 32)
+        assert verify(slot, b"k" * 32)
+    assert not verify(slot, b"k" * 32)
 
 
 def test_a_slot_without_room_for_a_header_is_a_bug():

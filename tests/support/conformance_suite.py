@@ -1,0 +1,58 @@
+"""Runs the public conformance suite as a third party does: in its own process and folder."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+__all__ = ["SUITE_DEADLINE_S", "install_stores", "start_suite"]
+
+SUITE_DEADLINE_S = 110
+
+
+def start_suite(url, folder, *arguments, python_path=""):
+    """Starts the suite in a new folder, away from this repository's pytest settings.
+
+    Args:
+        url: the store to test.
+        folder: made, and worked in.
+        arguments: more arguments for pytest.
+        python_path: a folder of installed packages.
+    """
+    folder.mkdir()
+    # fmt: off
+    command = [
+        sys.executable, "-m", "pytest", "--pyargs", "kvstore.conformance", "--kv-connector", url,
+        "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error", "-q", *arguments,
+    ]
+    # fmt: on
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(python_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def install_stores(folder, source, class_names):
+    """Lays out a package as an installer would, which names its stores as entry points.
+
+    Args:
+        folder: stands for site-packages.
+        source: the package's one module.
+        class_names: of the store of each scheme.
+    """
+    (folder / "third_party_stores.py").write_text(source)
+    metadata = folder / "third_party_stores-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        textwrap.dedent("""\
+            Metadata-Version: 2.1
+            Name: third-party-stores
+            Version: 1.0
+            """)
+    )
+    points = [f"{scheme} = third_party_stores:{name}" for scheme, name in class_names.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[baton.kv_stores]", *points, ""]))
