@@ -53,7 +53,7 @@ class RouterConfig:
         30.0, float, "how long a request that lost its decode replica waits for another"
     )
     dns_interval_s: float = _flag(5.0, float, "seconds between resolutions of dns:/// targets")
-    max_indexed_blocks: int = _flag(1_000_000, int, "KV block keys remembered per replica")
+    max_indexed_blocks: int = _flag(100_000, int, "KV block keys remembered per replica")
 
     def __post_init__(self) -> None:
         if not self.decode:

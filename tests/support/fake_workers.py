@@ -58,8 +58,9 @@ class FakeWorker:
     role: int
     service_name: str
 
-    def __init__(self, script: Sequence[int], **info: Any) -> None:
+    def __init__(self, script: Sequence[int], *, host: str = "127.0.0.1", **info: Any) -> None:
         self.script = list(script)
+        self.host = host
         self.info = worker_pb2.GetInfoResponse(
             **{
                 "worker_id": f"worker-{next(_WORKER_NUMBERS)}",
@@ -88,11 +89,11 @@ class FakeWorker:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     async def start(self, port: int = 0) -> "FakeWorker":
         names = [self.service_name, "baton.v1.WorkerService"]
-        self._server = RpcServer(ServerConfig(port=port), names)
+        self._server = RpcServer(ServerConfig(host=self.host, port=port), names)
         self._server.add_servicer(
             worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._worker_servicer()
         )

@@ -1,0 +1,114 @@
+"""Bad input on the wire: each one INVALID_ARGUMENT, by name, and nothing reaches a worker."""
+
+import grpc
+import pytest
+
+from baton.v1 import common_pb2, generation_pb2
+from tests.support.fake_workers import VOCAB_SIZE, FakeDecode, running_workers
+from tests.support.running_router import PROMPT_IDS, request, running_router
+
+NAN = float("nan")
+
+
+def token_ids(*ids):
+    return {"token_ids": common_pb2.TokenIds(ids=ids)}
+
+
+def sampling(**fields):
+    return {"text": "hello", "sampling": common_pb2.SamplingParams(**fields)}
+
+
+def stopping(**fields):
+    return {"text": "hello", "stopping": common_pb2.StoppingParams(**fields)}
+
+
+BAD_REQUESTS = [
+    ("prompt", {}),
+    ("text", {"text": ""}),
+    ("token_ids", token_ids()),
+    ("prompt has 60 tokens; it must have fewer than 60, the model", token_ids(*range(60))),
+    ("prompt has 48 tokens; it must have fewer than 48, the tokens", token_ids(*range(48))),
+    (f"prompt token_ids is {VOCAB_SIZE}", token_ids(3, VOCAB_SIZE, 4)),
+    ("max_tokens", stopping(max_tokens=0)),
+    ("temperature", sampling(temperature=-1)),
+    ("temperature", sampling(temperature=NAN)),
+    ("top_p", sampling(top_p=0)),
+    ("top_p", sampling(top_p=1.01)),
+    ("model is 'gpt-5'", {"text": "hello", "model": "gpt-5"}),
+    ("stop has 17 entries", stopping(stop=["x"] * 17)),
+    ("stop", stopping(stop=["x" * 257])),
+    (f"stop_token_ids is {VOCAB_SIZE}", stopping(stop_token_ids=[VOCAB_SIZE])),
+]
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_bad_requests(method):
+    # The model's limit is above the pool's for the one prompt, and below it for the other.
+    decode = FakeDecode([50] * 100, max_model_len=60, num_blocks=12)
+    async with running_workers(decode), running_router(decode) as router:
+        call = getattr(router.stub, method)
+        for message, fields in BAD_REQUESTS:
+            error = await failure(call(generation_pb2.GenerateRequest(**fields)))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, message
+            assert error.details().startswith(message)
+        assert not decode.starts
+        # The router is none the worse for it.
+        responses = await router.generate(request(PROMPT_IDS, max_tokens=2))
+        assert len(responses) == 2
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Tokenize", "GetModel"])
+async def test_bytes_that_are_no_message(method):
+    """Field 2 is a string in each of these requests; field 1 of GetModel is."""
+    field = 1 if method == "GetModel" else 2
+    bad_bytes = (bytes([field << 3 | 2, 2, 0xC3, 0x28]), b"\x0a\xff")  # not UTF-8; torn
+    decode = FakeDecode([50] * 100)
+    async with running_workers(decode), running_router(decode) as router:
+        path = f"/baton.v1.GenerationService/{method}"
+        is_stream = method == "GenerateStream"
+        call = (router.channel.unary_stream if is_stream else router.channel.unary_unary)(path)
+        for data in bad_bytes:
+            error = await failure(call(data))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "UTF-8" in error.details()
+
+
+async def test_other_methods_name_their_fields_too():
+    decode = FakeDecode([50])
+    async with running_workers(decode), running_router(decode) as router:
+        for method, message, field in (
+            ("GetModel", generation_pb2.GetModelRequest(model="x"), "model"),
+            ("Tokenize", generation_pb2.TokenizeRequest(model="x"), "model"),
+            ("Detokenize", generation_pb2.DetokenizeRequest(token_ids=[VOCAB_SIZE]), "token_ids"),
+        ):
+            error = await failure(getattr(router.stub, method)(message))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert error.details().startswith(field)
+
+
+async def test_no_two_running_requests_share_an_id_and_their_number_is_bounded():
+    decode = FakeDecode([50] * 100, pause_after=1)
+    async with (
+        running_workers(decode),
+        running_router(decode, max_concurrent_requests=2) as router,
+    ):
+        calls = [router.stub.GenerateStream(request(request_id=name)) for name in "ab"]
+        for call in calls:
+            await call.read()
+        error = await failure(router.generate(request(request_id="a")))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "request_id is 'a'" in error.details()
+        error = await failure(router.generate(request(request_id="c")))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        decode.resume()
+        for call in calls:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert await router.generate(request(request_id="a"))
+
+
+async def failure(call) -> grpc.aio.AioRpcError:
+    answer = call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer
+    return caught.value

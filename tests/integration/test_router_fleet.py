@@ -1,0 +1,204 @@
+"""Which replicas a router uses: found, checked, watched, replaced."""
+
+import asyncio
+import logging
+import socket
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.support.fake_workers import (
+    Changes,
+    FakeDecode,
+    FakePrefill,
+    first_of,
+    running_workers,
+)
+from tests.support.running_router import PROMPT_IDS, request, running_router, token_ids_of
+
+SCRIPT = [50 + i % 200 for i in range(100)]
+
+
+class RouterLog(logging.Handler):
+    """The router's log, to wait for and to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self._changes = Changes()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self._changes.notify()
+
+    async def until(self, text: str) -> None:
+        await self._changes.until(lambda: any(text in r.getMessage() for r in self.records))
+
+
+@pytest.fixture
+def router_log():
+    handler, logger = RouterLog(), logging.getLogger("baton.router")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"namespace": b"another"},
+        {"block_size": 8},
+        {"vocab_size": 7},
+        {"eos_token_ids": [9]},
+        {"kv_connector": "redis"},
+        {"model": "another"},
+    ],
+    ids=lambda difference: next(iter(difference)),
+)
+async def test_replica_that_differs_is_never_used_and_loudly_refused(difference, router_log):
+    decode = FakeDecode(SCRIPT)
+    stranger = FakePrefill(SCRIPT, **difference)
+    async with running_workers(decode, stranger):
+        await stranger.stop()
+        async with running_router(decode, prefill=(stranger.address,)) as router:
+            await stranger.start(stranger.port)  # the first to connect sets the model
+            await router_log.until("REFUSED")
+            await router.generate(request(max_tokens=3))
+    assert not stranger.requests
+    refusals = [record for record in router_log.records if "REFUSED" in record.getMessage()]
+    assert {record.levelno for record in refusals} == {logging.ERROR}
+    (field,) = difference
+    assert field in refusals[0].getMessage()
+
+
+async def test_replica_of_the_wrong_tier_is_refused(router_log):
+    decode, misplaced = FakeDecode(SCRIPT), FakeDecode(SCRIPT)
+    async with (
+        running_workers(decode, misplaced),
+        running_router(decode, prefill=(misplaced.address,)) as router,
+    ):
+        await router_log.until("its role is WORKER_ROLE_DECODE")
+        assert not router.service.fleet.prefill.connected
+
+
+async def test_one_worker_behind_two_addresses_is_used_once(router_log):
+    decode = FakeDecode(SCRIPT)
+    async with running_workers(decode):
+        addresses = (decode.address, f"localhost:{decode.port}")
+        async with running_router(decode, decode=addresses) as router:
+            await router_log.until("it is connected already")
+            assert len(router.service.fleet.decode.connected) == 1
+    assert decode.num_connects == 1
+
+
+async def test_another_model_may_follow_once_every_replica_is_gone():
+    old = FakeDecode(SCRIPT)
+    async with running_workers(old), running_router(old) as router:
+        await old.stop()
+        await router.until(lambda: not router.service.fleet.decode.connected)
+        new = FakeDecode(SCRIPT, namespace=b"new", block_size=8)
+        await new.start(old.port)
+        await router.until_connected(new)
+        await router.generate(request(max_tokens=2))
+        await new.stop()
+    assert new.starts[0].request.namespace == b"new"
+
+
+async def test_restart_forgets_what_the_replica_cached():
+    prefill, old = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    async with running_workers(prefill, old), running_router(prefill, old) as router:
+        await router.generate(request(max_tokens=2))
+        await router.generate(request(max_tokens=2))
+        assert len(prefill.requests) == 1  # the second was cached on decode
+        await old.stop()
+        new = await FakeDecode(SCRIPT).start(old.port)
+        await router.until_connected(new)
+        await router.generate(request(max_tokens=2))
+        await new.stop()
+    assert len(prefill.requests) == 2
+
+
+async def test_requests_follow_their_prefix_and_spread_otherwise():
+    decodes = [FakeDecode(SCRIPT) for _ in range(3)]
+    async with running_workers(*decodes), running_router(*decodes) as router:
+        await router.generate(request(max_tokens=2))
+        home = await first_of(decodes, lambda decode: decode.starts)
+        for _ in range(4):
+            await router.generate(request((*PROMPT_IDS, 9), max_tokens=2))
+        assert len(home.starts) == 5
+        # Those that run at the same time do not pile up on one replica.
+        for decode in decodes:
+            decode.pause_after = 1
+        tasks = [
+            asyncio.create_task(router.generate(request([i] * 40, max_tokens=2)))
+            for i in range(2, 11)
+        ]
+        for decode in decodes:
+            await decode.changes.until(lambda d=decode: len(d.running) == 3)
+            decode.resume()
+        for responses in await asyncio.gather(*tasks):
+            assert token_ids_of(responses) == SCRIPT[:2]
+
+
+async def test_scaled_replicas_are_found_through_dns(monkeypatch):
+    first = FakeDecode(SCRIPT)
+    resolver = FakeResolver(monkeypatch)
+    async with running_workers(first):
+        resolver.hosts = ["127.0.0.1"]
+        target = f"dns:///decode.test:{first.port}"
+        async with running_router(first, decode=(target,), dns_interval_s=0.02) as router:
+            resolver.hosts = ["127.0.0.1", "127.0.0.2"]
+            second = FakeDecode(SCRIPT, host="127.0.0.2")
+            await second.start(first.port)
+            await router.until_connected(second)
+            # A name that stops resolving takes nothing away.
+            resolver.hosts = None
+            await resolver.asked_again()
+            assert len(router.candidate_ids()) == 2
+            # A container that was scaled away is left once it is lost, and not before.
+            resolver.hosts = ["127.0.0.2"]
+            await resolver.asked_again()
+            assert len(router.candidate_ids()) == 2
+            await first.stop()
+            await router.until(lambda: router.candidate_ids() == {second.info.worker_id})
+            await router.generate(request(max_tokens=2))
+            await second.stop()
+    assert len(second.starts) == 1
+
+
+class FakeResolver:
+    """Answers for `decode.test`; None is a failure."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.hosts: list[str] | None = []
+        self._asked = asyncio.Event()
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve)
+
+    async def _resolve(self, host, port, *, type):  # noqa: A002 - getaddrinfo's name
+        assert host == "decode.test"
+        asked, self._asked = self._asked, asyncio.Event()
+        asked.set()
+        if self.hosts is None:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, type, 0, "", (host, port)) for host in self.hosts]
+
+    async def asked_again(self) -> None:
+        """Returns once the present answer was given and used: at the question after it."""
+        for _ in range(2):
+            await self._asked.wait()
+
+
+async def test_health_follows_the_decode_tier():
+    decode, prefill = FakeDecode(SCRIPT), FakePrefill(SCRIPT)
+    async with running_workers(decode, prefill), running_router(decode, prefill) as router:
+        stub = health_pb2_grpc.HealthStub(router.channel)
+        name = "baton.v1.GenerationService"
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=name))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await prefill.stop()  # decode computes prompts then
+        await decode.stop()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        successor = await FakeDecode(SCRIPT).start(decode.port)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+        await successor.stop()

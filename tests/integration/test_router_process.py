@@ -1,0 +1,105 @@
+"""`python -m router` as a process: what it imports, how it starts and how it stops."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.v1 import generation_pb2_grpc
+from rpc.channels import open_channel
+from tests.support.fake_workers import MODEL, FakeDecode, FakePrefill, running_workers
+from tests.support.running_router import request, script_of, token_ids_of
+from tests.support.tokenizer_folders import write_byte_level_folder
+
+TEXT = "The quick brown fox jumps over the lazy dog."
+
+
+async def start_router(tmp_path, *flags):
+    model = write_byte_level_folder(tmp_path / MODEL)
+    command = ["-X", "importtime", "-m", "router", "--model", str(model), "--port", "0"]
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *command,
+        *("--port-file", str(tmp_path / "port"), *flags),
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        limit=2**20,
+    )
+
+
+async def port_of(process, tmp_path, log: list[bytes]) -> int:
+    """The port; the router says on stderr when it listens."""
+    async for line in process.stderr:
+        log.append(line)
+        if b"listening" in line:
+            return int((tmp_path / "port").read_text())
+    raise AssertionError(b"".join(log).decode())
+
+
+async def until_serving(channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+    while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+        pass
+    watch.cancel()
+
+
+async def test_serves_drains_and_never_imports_torch(tmp_path):
+    script = script_of(TEXT)
+    prefill, decode = FakePrefill(script), FakeDecode(script, pause_after=3)
+    log: list[bytes] = []
+    async with running_workers(prefill, decode), asyncio.timeout(60):
+        flags = ("--decode", decode.address, "--prefill", prefill.address)
+        process = await start_router(tmp_path, *flags)
+        try:
+            port = await port_of(process, tmp_path, log)
+            async with open_channel(f"127.0.0.1:{port}") as channel:
+                await until_serving(channel)
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                call = stub.GenerateStream(request("hello " * 20, max_tokens=len(script)))
+                responses = [await call.read()]
+                # It drains: the running request goes on, a new one is refused.
+                process.send_signal(signal.SIGTERM)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await generate_forever(stub)
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                decode.resume()
+                while (response := await call.read()) is not grpc.aio.EOF:
+                    responses.append(response)
+            log += (await process.stderr.read()).splitlines()
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    assert token_ids_of(responses) == script
+    imported = {line.rpartition(b"|")[2].strip() for line in log if b"|" in line}
+    assert b"router.pipeline" in imported
+    assert not imported & {b"torch", b"transformers", b"numpy", b"engine", b"kernels"}
+
+
+async def generate_forever(stub) -> None:
+    while True:
+        await stub.Generate(request([5, 6], max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--decode", "nowhere"), "target 'nowhere' must be host:port"),
+        (("--decode", "h:1", "--default-timeout-s", "0"), "--default-timeout-s is 0.0"),
+        (("--decode", ","), "--decode is missing"),
+    ],
+)
+async def test_bad_flags_are_one_readable_line(tmp_path, flags, message):
+    process = await start_router(tmp_path, *flags)
+    log = await process.stderr.read()
+    assert await process.wait() == 2
+    lines = [line for line in log.decode().splitlines() if "error:" in line]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert b"Traceback" not in log

@@ -1,0 +1,137 @@
+"""Validation accepts what the contract allows, refuses the rest, and says why."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidArgumentError
+from baton.sampling_params import MAX_STOP_BYTES, MAX_STOPS, SamplingParams
+from baton.v1 import common_pb2, generation_pb2
+from router.request import RequestLimits
+from router.validation import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_REQUEST_ID_CHARS,
+    check_prompt_length,
+    check_token_ids,
+    fitting_max_tokens,
+    validate_generate_request,
+)
+
+UINT32 = st.integers(0, 2**32 - 1)
+LIMITS = st.builds(RequestLimits, st.just(100), st.integers(2, 500), st.integers(2, 500))
+
+
+def message(**fields):
+    return generation_pb2.GenerateRequest(**({"text": "hello"} | fields))
+
+
+@given(
+    sampling=st.builds(
+        common_pb2.SamplingParams,
+        temperature=st.floats(0, 100, width=32),
+        top_k=UINT32,
+        top_p=st.floats(0.015625, 1, width=32),
+        seed=st.integers(0, 2**64 - 1),
+    ),
+    stopping=st.builds(
+        common_pb2.StoppingParams,
+        max_tokens=st.integers(1, 2**32 - 1),
+        stop=st.lists(st.text("aé\n", min_size=1, max_size=20), max_size=MAX_STOPS),
+        stop_token_ids=st.lists(UINT32, max_size=MAX_STOPS),
+        ignore_eos=st.booleans(),
+    ),
+    token_ids=st.lists(UINT32, min_size=1, max_size=20),
+    priority=st.integers(-(2**31), 2**31 - 1),
+)
+def test_what_the_contract_allows_arrives_unchanged(sampling, stopping, token_ids, priority):
+    request = validate_generate_request(
+        generation_pb2.GenerateRequest(
+            request_id="r",
+            model="m",
+            token_ids=common_pb2.TokenIds(ids=token_ids),
+            sampling=sampling,
+            stopping=stopping,
+            priority=priority,
+            cache_salt="s",
+        ),
+        "m",
+    )
+    assert request.prompt == tuple(token_ids)
+    assert (request.request_id, request.priority, request.cache_salt) == ("r", priority, "s")
+    params = request.params
+    for field in ("temperature", "top_k", "top_p", "seed"):
+        assert getattr(params, field) == getattr(sampling, field)
+    for field in ("max_tokens", "ignore_eos"):
+        assert getattr(params, field) == getattr(stopping, field)
+    assert params.stop == tuple(stopping.stop)
+    assert params.stop_token_ids == tuple(stopping.stop_token_ids)
+
+
+def test_unset_fields_take_defaults_and_explicit_zeros_stay_zeros():
+    assert validate_generate_request(message(), "m").params == SamplingParams()
+    zeros = common_pb2.SamplingParams(temperature=0, top_k=0, seed=0)
+    params = validate_generate_request(message(sampling=zeros), "m").params
+    assert (params.temperature, params.top_k, params.seed) == (0.0, 0, 0)
+
+
+def test_each_request_without_an_id_gets_one_of_its_own():
+    ids = {validate_generate_request(message(), "m").request_id for _ in range(100)}
+    assert len(ids) == 100
+
+
+def sampling(**fields):
+    return {"sampling": common_pb2.SamplingParams(**fields)}
+
+
+def stopping(**fields):
+    return {"stopping": common_pb2.StoppingParams(**fields)}
+
+
+BAD_REQUESTS = [
+    ("model", {"model": "another"}),
+    ("request_id", {"request_id": "x" * (MAX_REQUEST_ID_CHARS + 1)}),
+    ("cache_salt", {"cache_salt": "x" * (MAX_CACHE_SALT_CHARS + 1)}),
+    ("text", {"text": ""}),
+    ("prompt", {"text": None}),
+    ("token_ids", {"text": None, "token_ids": common_pb2.TokenIds()}),
+    ("max_tokens", stopping(max_tokens=0)),
+    ("temperature", sampling(temperature=-0.5)),
+    ("temperature", sampling(temperature=math.nan)),
+    ("temperature", sampling(temperature=math.inf)),
+    ("top_p", sampling(top_p=0)),
+    ("top_p", sampling(top_p=1.5)),
+    ("top_p", sampling(top_p=math.nan)),
+    ("stop", stopping(stop=["x"] * (MAX_STOPS + 1))),
+    ("stop", stopping(stop=["x" * (MAX_STOP_BYTES + 1)])),
+    ("stop", stopping(stop=[""])),
+    ("stop_token_ids", stopping(stop_token_ids=range(MAX_STOPS + 1))),
+]
+
+
+@pytest.mark.parametrize(("field", "fields"), BAD_REQUESTS)
+def test_bad_requests_are_refused_by_the_name_of_their_field(field, fields):
+    with pytest.raises(InvalidArgumentError, match=rf"^{field}\b"):
+        validate_generate_request(message(**fields), "m")
+
+
+@given(st.lists(UINT32, max_size=20), st.integers(1, 2**32 - 1))
+def test_token_ids_must_be_in_the_vocabulary(token_ids, vocab_size):
+    bad = [token_id for token_id in token_ids if token_id >= vocab_size]
+    if not bad:
+        check_token_ids("ids", token_ids, vocab_size)
+        return
+    with pytest.raises(InvalidArgumentError, match=f"^ids is {max(bad)}; .* {vocab_size}$"):
+        check_token_ids("ids", token_ids, vocab_size)
+
+
+@given(st.integers(0, 600), st.integers(1, 600), LIMITS)
+def test_accepted_prompts_leave_room_for_at_least_one_token(num_tokens, max_tokens, limits):
+    room = min(limits.max_model_len, limits.max_pool_tokens) - num_tokens
+    if num_tokens == 0 or room < 1:
+        with pytest.raises(InvalidArgumentError, match=r"^prompt has"):
+            check_prompt_length(num_tokens, limits)
+        return
+    check_prompt_length(num_tokens, limits)
+    assert fitting_max_tokens(num_tokens, max_tokens, limits) == min(max_tokens, room)

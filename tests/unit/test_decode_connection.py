@@ -1,0 +1,119 @@
+"""The router's end of a Connect stream, without a server."""
+
+import asyncio
+
+import pytest
+
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.decode_connection import DecodeConnection, ReplicaLostError
+
+
+class FakeStub:
+    """Connect as a pair of queues."""
+
+    def __init__(self) -> None:
+        self.responses: asyncio.Queue[decode_pb2.ConnectResponse | None] = asyncio.Queue()
+        self.is_cancelled = False
+
+    def Connect(self, commands):
+        self.commands = commands
+        return self
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    async def __aiter__(self):
+        while (response := await self.responses.get()) is not None:
+            yield response
+            self.responses.task_done()
+
+    def send(self, *outputs) -> None:
+        self.responses.put_nowait(decode_pb2.ConnectResponse(outputs=outputs))
+
+
+def start(request_id):
+    return decode_pb2.StartDecode(request=prefill_pb2.WorkerRequest(request_id=request_id))
+
+
+def output(request_id, *token_ids, finish_reason=0):
+    return decode_pb2.DecodeOutput(
+        request_id=request_id, token_ids=token_ids, finish_reason=finish_reason
+    )
+
+
+@pytest.fixture
+async def connected():
+    stub = FakeStub()
+    connection = DecodeConnection(stub, "name")
+    task = asyncio.create_task(connection.run())
+    await asyncio.sleep(0)
+    yield stub, connection, task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_outputs_merge_while_nobody_reads(connected):
+    stub, connection, _ = connected
+    a, b = connection.start(start("a")), connection.start(start("b"))
+    first = output("a", 1)
+    first.cached_tokens = 5
+    stub.send(first, output("b", 9))
+    stub.send(output("a", 2))
+    stub.send(output("a", 3, finish_reason=common_pb2.FINISH_REASON_STOP))
+    await stub.responses.join()
+    merged = await a.read()
+    assert list(merged.token_ids) == [1, 2, 3]
+    assert merged.cached_tokens == 5
+    assert merged.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert list((await b.read()).token_ids) == [9]
+
+
+async def test_commands_go_out_in_order(connected):
+    stub, connection, _ = connected
+    for name in "abc":
+        connection.start(start(name))
+    sent = [await anext(stub.commands) for _ in range(3)]
+    assert [command.start.request.request_id for command in sent] == ["a", "b", "c"]
+    connection.cancel("b")
+    assert (await anext(stub.commands)).cancel.request_id == "b"
+
+
+async def test_cancel_takes_back_a_start_that_was_not_sent(connected):
+    stub, connection, _ = connected
+    connection.start(start("a")).close()
+    connection.start(start("b"))
+    assert (await anext(stub.commands)).start.request.request_id == "b"
+
+
+async def test_nothing_is_sent_for_requests_that_ended_or_never_were(connected):
+    stub, connection, _ = connected
+    stream = connection.start(start("a"))
+    await anext(stub.commands)
+    stub.send(output("a", 1, finish_reason=common_pb2.FINISH_REASON_LENGTH))
+    await stream.read()
+    stream.close()
+    connection.cancel("unknown")
+    stub.send(output("a", 2), output("unknown", 3))  # late
+    await stub.responses.join()
+    connection.start(start("b"))
+    assert (await anext(stub.commands)).start.request.request_id == "b"
+
+
+async def test_broken_stream_fails_its_requests_after_what_they_got(connected):
+    stub, connection, task = connected
+    reader, waiter = connection.start(start("a")), connection.start(start("b"))
+    waiting = asyncio.create_task(waiter.read())
+    stub.send(output("a", 1))
+    stub.responses.put_nowait(None)
+    with pytest.raises(ReplicaLostError, match="name was lost"):
+        await task
+    with pytest.raises(ReplicaLostError):
+        await waiting
+    assert list((await reader.read()).token_ids) == [1]
+    for _ in range(2):
+        with pytest.raises(ReplicaLostError):
+            await reader.read()
+    assert stub.is_cancelled
+    assert not connection.is_open
+    with pytest.raises(ReplicaLostError):
+        connection.start(start("c"))

@@ -1,0 +1,85 @@
+"""The router's flags and targets."""
+
+import argparse
+
+import pytest
+
+from baton.errors import ConfigurationError
+from router.config import RouterConfig, add_args, config_from_args
+from router.discovery import Discovery, Target, parse_target
+from rpc.server_config import ServerConfig
+
+
+def parsed(*flags):
+    parser = argparse.ArgumentParser()
+    add_args(parser)
+    return config_from_args(parser.parse_args(["--model", "org/name", *flags]))
+
+
+def test_flags_become_the_config():
+    config = parsed(
+        *("--decode", "a:1, b:2", "--decode", "dns:///d:3", "--prefill", "p:4,"),
+        *("--port", "7", "--max-local-prefill-tokens", "0", "--default-timeout-s", "1.5"),
+    )
+    assert config.decode == ("a:1", "b:2", "dns:///d:3")
+    assert config.prefill == ("p:4",)
+    assert config.server.port == 7
+    assert (config.max_local_prefill_tokens, config.default_timeout_s) == (0, 1.5)
+
+
+def test_defaults_are_the_dataclass_s():
+    config = parsed("--decode", "a:1")
+    server = ServerConfig(port=8000)
+    assert config == RouterConfig(server=server, model="org/name", decode=("a:1",))
+    assert config.model_name == "name"
+    assert parsed("--decode", "a:1", "--served-model-name", "n").model_name == "n"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--decode", ""),
+        ("--decode", "a:1", "--max-local-prefill-tokens", "-1"),
+        ("--decode", "a:1", "--default-timeout-s", "0"),
+        ("--decode", "a:1", "--default-timeout-s", "nan"),
+        ("--decode", "a:1", "--max-concurrent-requests", "0"),
+        ("--decode", "a:1", "--resume-timeout-s", "-1"),
+        ("--decode", "a:1", "--dns-interval-s", "0"),
+        ("--decode", "a:1", "--max-indexed-blocks", "0"),
+    ],
+)
+def test_bad_values_name_their_flag(flags):
+    with pytest.raises(ConfigurationError, match=rf"^{flags[-2]} is"):
+        parsed(*flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("host:1", Target("host", 1, is_dns=False)),
+        ("[::1]:65535", Target("[::1]", 65535, is_dns=False)),
+        ("dns:///name.of.it:2", Target("name.of.it", 2, is_dns=True)),
+    ],
+)
+def test_targets(text, target):
+    assert parse_target(text) == target
+
+
+@pytest.mark.parametrize(
+    "text", ["host", "host:", ":1", "host:0", "host:65536", "host:x", "dns://a/b:1", "http://h:1"]
+)
+def test_bad_targets_are_refused(text):
+    with pytest.raises(ConfigurationError, match="must be host:port or dns:///name:port"):
+        Discovery([text])
+
+
+async def test_static_targets_are_their_own_addresses():
+    discovery = Discovery(["a:1", "b:2", "a:1"])
+    assert discovery.is_static
+    assert await discovery.addresses() == {"a:1", "b:2"}
+    assert not Discovery(["a:1", "dns:///b:2"]).is_static
+
+
+async def test_dns_names_resolve():
+    assert "127.0.0.1:5" in await Discovery(["dns:///127.0.0.1:5"]).addresses()
+    assert await Discovery(["dns:///::1:5"]).addresses() == {"[::1]:5"}
