@@ -7,23 +7,19 @@ tokenizer, with a model card that records the versions, the corpus digest and
 the loss curve. Runs on one CPU thread; the same seed, steps, Python and torch on
 the same kind of processor give the same weights.
 
-The corpus is what every Python installation has: the docstrings of the standard
-library and the help topics of `pydoc`, read from source with `ast`.
+The corpus, `demo_corpus.py`, is what every Python installation has.
 """
 
 import argparse
-import ast
-import hashlib
 import math
 import platform
-import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
 import torch
 import transformers
+from demo_corpus import HELD_OUT_EVERY, Corpus, collect_corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -38,13 +34,6 @@ _BATCH_SIZE = 8
 _PEAK_LEARNING_RATE = 3e-3
 _WARMUP_STEPS = 100
 _EVALUATE_EVERY = 200
-_HELD_OUT_EVERY = 50
-_MIN_DOCUMENT_CHARS = 40
-# Not the library itself: its tests, bundled third-party code, and applications.
-_SKIPPED_FOLDERS = frozenset(
-    {"__pycache__", "_vendor", "dist-packages", "site-packages"}
-    | {"ensurepip", "idlelib", "lib2to3", "test", "tests", "turtledemo"}
-)
 
 _CARD = """\
 ---
@@ -83,67 +72,6 @@ Python, Copyright (c) 2001 Python Software Foundation; All Rights Reserved,
 used under the Python Software Foundation License Version 2
 (https://docs.python.org/3/license.html).
 """
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The documents in a fixed order, split for training and evaluation."""
-
-    training: list[str]
-    held_out: list[str]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 over all documents, in hex."""
-        text = "\0".join(self.training + self.held_out)
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-@dataclass
-class LossCurve:
-    """Losses in nats per token, as rows (step, training, held out)."""
-
-    rows: list[tuple[int, float, float]] = field(default_factory=list)
-
-    def as_table(self) -> str:
-        """The rows of a Markdown table."""
-        return "\n".join(
-            f"| {step} | {train:.3f} | {held:.3f} |" for step, train, held in self.rows
-        )
-
-
-def library_sources() -> Iterator[Path]:
-    """The standard library's Python files, in the same order everywhere."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts):
-            yield path
-
-
-def docstrings(path: Path) -> Iterator[str]:
-    """The docstrings of a file's module, classes and functions."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, documented):
-            yield ast.get_docstring(node) or ""
-
-
-def help_topics() -> Iterator[str]:
-    """The texts that `help("topic")` shows."""
-    path = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
-    for node in ast.parse(path.read_bytes()).body:
-        if isinstance(node, ast.Assign):
-            yield from ast.literal_eval(node.value).values()
-
-
-def collect_corpus() -> Corpus:
-    """Gathers every document once, leaving out those too short to learn from."""
-    texts = [text for path in library_sources() for text in docstrings(path)]
-    texts.extend(help_topics())
-    stripped = (text.strip() for text in texts)
-    documents = list(dict.fromkeys(text for text in stripped if len(text) >= _MIN_DOCUMENT_CHARS))
-    held_out = documents[::_HELD_OUT_EVERY]
-    return Corpus([text for text in documents if text not in set(held_out)], held_out)
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
@@ -233,7 +161,7 @@ class Training:
         self, model: LlamaForCausalLM, train_ids: torch.Tensor, held_out_ids: torch.Tensor
     ) -> None:
         self.model = model
-        self.curve = LossCurve()
+        self.losses: list[tuple[int, float, float]] = []  # step, training, held out
         self._train_ids = train_ids  # [tokens]
         self._held_out_ids = held_out_ids  # [tokens]
         self._optimizer = torch.optim.AdamW(
@@ -252,7 +180,7 @@ class Training:
             schedule.step()
             progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
             if step % _EVALUATE_EVERY == 0 or step == num_steps:
-                self.curve.rows.append((step, loss, evaluate(self.model, self._held_out_ids)))
+                self.losses.append((step, loss, evaluate(self.model, self._held_out_ids)))
                 yield step
 
     def _step(self, token_ids: torch.Tensor) -> float:
@@ -294,8 +222,8 @@ def model_card(
         max_positions=_MAX_POSITIONS,
         sequence_length=_SEQUENCE_LENGTH,
         batch_size=_BATCH_SIZE,
-        held_out_every=_HELD_OUT_EVERY,
-        step=training.curve.rows[-1][0],
+        held_out_every=HELD_OUT_EVERY,
+        step=training.losses[-1][0],
         steps=arguments.steps,
         seed=arguments.seed,
         python=platform.python_version(),
@@ -306,7 +234,9 @@ def model_card(
         num_chars=sum(map(len, documents)),
         num_tokens=num_tokens,
         digest=corpus.digest,
-        curve=training.curve.as_table(),
+        curve="\n".join(
+            f"| {i} | {train:.3f} | {held:.3f} |" for i, train, held in training.losses
+        ),
     )
 
 
