@@ -57,7 +57,7 @@ class _Objects:
         return entry.value
 
     def insert(self, key: bytes, value: bytes) -> None:
-        """Adds an object that does not exist, after making room for it."""
+        """Adds an object that does not live, after the expired ones went and made room."""
         self._remove_expired()
         while self.num_bytes + len(value) > self.max_bytes:
             self.remove(next(iter(self.entries)))
@@ -147,7 +147,6 @@ class MemoryStore(KvStore):
         copy = bytes(value)  # outside the lock: it is the long part
         with objects.lock:
             if objects.touch(key) is None:
-                objects.remove(key)
                 objects.insert(key, copy)
 
     def get_many_into(

@@ -49,6 +49,7 @@ class MemoryStoreMachine(RuleBasedStateMachine):
         while sum(len(v) for v, _ in self.model.values()) + size > _MAX_BYTES:
             del self.model[next(iter(self.model))]
         self.model[key] = (value, self.now_s)
+        assert self.store.stats().num_objects == len(self.model), "expired objects take memory"
 
     @rule(key=_KEYS, size=_SIZES)
     def get(self, key, size):
