@@ -1,0 +1,176 @@
+"""Processes are killed, stopped and abandoned: right tokens or a typed error, and no leak."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+
+import pytest
+
+from baton import AsyncClient, SamplingParams
+from baton.errors import DeadlineExceededError, UnavailableError
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.redis_server import RedisServer
+
+NUM_TOKENS = 100
+TIMEOUT_S = 60.0
+
+
+class Job:
+    """A prompt and what must come of it."""
+
+    def __init__(self, seed: int, num_tokens: int = NUM_TOKENS) -> None:
+        self.prompt = prompt_of(20 + 11 * seed, seed=seed)
+        self.expected = reference_greedy(tiny_checkpoint("llama"), self.prompt, num_tokens)
+        self.tokens: list[int] = []
+        self.has_tokens = asyncio.Event()
+
+    async def run(self, client: AsyncClient, timeout_s: float = TIMEOUT_S) -> None:
+        """Streams; the tokens must be the reference's all along."""
+        params = SamplingParams(temperature=0, max_tokens=len(self.expected), ignore_eos=True)
+        self.tokens = []
+        async for chunk in client.stream(self.prompt, params, timeout_s=timeout_s):
+            self.tokens += chunk.token_ids
+            assert self.tokens == self.expected[: len(self.tokens)]
+            if len(self.tokens) > 1:
+                self.has_tokens.set()
+        assert self.tokens == self.expected
+
+
+async def run_while(client: AsyncClient, jobs: Sequence[Job], disturb: Coroutine) -> None:
+    """Runs all jobs, and the disturbance once each has had tokens from decode."""
+    tasks = [asyncio.create_task(job.run(client)) for job in jobs]
+    await asyncio.gather(*(job.has_tokens.wait() for job in jobs))
+    await disturb
+    await asyncio.gather(*tasks)
+
+
+async def call(function: Callable[[], object]) -> None:
+    await asyncio.to_thread(function)
+
+
+@pytest.mark.timeout(240)
+async def test_cancel_and_deadline_at_every_stage_free_everything(tmp_path: Path) -> None:
+    jobs = [Job(seed) for seed in range(4)]
+    long_jobs = [Job(9, num_tokens=200) for _ in range(4)]
+    async with (
+        running_cluster(
+            tmp_path,
+            model=tiny_checkpoint("llama"),
+            kv_connector=f"file://{tmp_path}/kv",
+            # Small chunks and few seats: a prompt takes many steps, others wait in the queue.
+            worker_flags=["--max-num-batched-tokens=4", "--max-num-seqs=2"],
+            router_flags=["--max-local-prefill-tokens=0", "--resume-timeout-s=2"],
+        ) as cluster,
+        AsyncClient(cluster.router.address) as client,
+    ):
+        for num_yields in (0, 1, 5, 50):  # queued, in prefill, or wherever that is
+            tasks = [asyncio.create_task(job.run(client)) for job in jobs]
+            for _ in range(num_yields):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await cluster.wait_pools_full()
+
+        task = asyncio.create_task(jobs[0].run(client))
+        await jobs[0].has_tokens.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await cluster.wait_pools_full()
+
+        for timeout_s in (0.001, 0.05, 0.2):
+            started = time.monotonic()
+            results = await asyncio.gather(
+                *(job.run(client, timeout_s) for job in long_jobs),
+                return_exceptions=True,
+            )
+            assert {type(result) for result in results} == {DeadlineExceededError}
+            assert time.monotonic() - started < timeout_s + 5
+            await cluster.wait_pools_full()
+
+        await jobs[1].run(client)
+        await check_the_only_decode_lost(cluster, client, jobs)
+
+
+async def check_the_only_decode_lost(
+    cluster: Cluster, client: AsyncClient, jobs: Sequence[Job]
+) -> None:
+    """A typed error while no decode replica is left; service once it is back."""
+    for job in jobs:
+        job.has_tokens.clear()
+    tasks = [asyncio.create_task(job.run(client)) for job in jobs]
+    await asyncio.gather(*(job.has_tokens.wait() for job in jobs[:2]))
+    await call(cluster.decode[0].kill)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {type(result) for result in results} == {UnavailableError}
+
+    cluster.decode[0].start()
+    await cluster.decode[0].wait_serving()
+    await retry_until_served(jobs[0], client)
+    await cluster.wait_pools_full()
+
+
+async def retry_until_served(job: Job, client: AsyncClient) -> None:
+    """UNAVAILABLE says that a retry is safe; so retries."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            return await job.run(client)
+        except UnavailableError:
+            assert time.monotonic() < deadline, "the replica that came back is not used"
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(240)
+async def test_lost_replicas_cost_no_token(tmp_path: Path) -> None:
+    jobs = [Job(seed) for seed in range(8)]
+    async with (
+        running_cluster(
+            tmp_path,
+            model=tiny_checkpoint("llama"),
+            kv_connector=f"file://{tmp_path}/kv",
+            num_prefill=2,
+            num_decode=2,
+        ) as cluster,
+        AsyncClient(cluster.router.address) as client,
+    ):
+        await run_while(client, jobs, call(cluster.decode[0].kill))
+        await cluster.wait_pools_full()
+
+        tasks = [asyncio.create_task(job.run(client)) for job in jobs]
+        await call(cluster.prefill[0].kill)
+        await asyncio.gather(*tasks)
+        await cluster.wait_pools_full()
+
+        await call(cluster.prefill[1].kill)  # the stated policy: decode computes prompts itself
+        await asyncio.gather(*(job.run(client) for job in jobs))
+        await cluster.wait_pools_full()
+
+
+@pytest.mark.timeout(240)
+async def test_a_stopped_redis_slows_and_does_not_stop(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    jobs = [Job(seed, num_tokens=30) for seed in range(6)]
+    async with (
+        running_cluster(
+            tmp_path,
+            model=tiny_checkpoint("llama"),
+            kv_connector=f"{redis_server.url}?timeout_s=0.5",
+        ) as cluster,
+        AsyncClient(cluster.router.address) as client,
+    ):
+        for disturb, mend in (
+            (redis_server.pause, redis_server.resume),
+            (redis_server.kill, redis_server.start),
+        ):
+            await asyncio.gather(*(job.run(client) for job in jobs))
+            tasks = [asyncio.create_task(job.run(client)) for job in jobs]
+            await call(disturb)
+            await asyncio.gather(*tasks)
+            await asyncio.gather(*(job.run(client) for job in jobs))
+            await call(mend)
+            await asyncio.gather(*(job.run(client) for job in jobs))
+            await cluster.wait_pools_full()
