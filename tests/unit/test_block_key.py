@@ -1,0 +1,104 @@
+"""Block keys: what they depend on, and that they never change between processes."""
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.block_key import KEY_BYTES, BlockKeyChain, derive_namespace, tail_key
+
+NAMESPACE = derive_namespace(
+    model_fingerprint=b"model", kv_dtype="float32", layout_version=1, block_size=4
+)
+TOKENS = list(range(12))
+# Pinned: a change of these is a change of KEY_FORMAT_VERSION.
+PINNED_KEY = "c74c67be9df239216c05a6418f7d3724522ff4df89e7ed39a2e50395749d7a65"
+PINNED_TAIL = "f89bc1ec0c94d634e6c3e3346752ae995c7f4dcd6fda1318a9b6afa511fb1cf0"
+
+
+def keys_of(token_ids: list[int], namespace: bytes = NAMESPACE, **roots: object) -> list[bytes]:
+    return list(BlockKeyChain(namespace, 4, **roots).extend(token_ids))
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    assert keys_of(TOKENS)[2].hex() == PINNED_KEY
+    assert tail_key(keys_of(TOKENS)[2], [1, 2], "handoff").hex() == PINNED_TAIL
+
+
+def test_python_hash_seeds_do_not_matter() -> None:
+    program = (
+        "from tests.unit.test_block_key import keys_of, TOKENS; print(keys_of(TOKENS)[2].hex())"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert outputs == {PINNED_KEY}
+
+
+def test_everything_that_bytes_depend_on_changes_every_key() -> None:
+    fields = {
+        "model_fingerprint": b"model",
+        "kv_dtype": "float32",
+        "layout_version": 1,
+        "block_size": 4,
+    }
+    changes = {
+        "model_fingerprint": b"other",
+        "kv_dtype": "bfloat16",
+        "layout_version": 2,
+        "block_size": 8,
+    }
+    namespaces = {derive_namespace(**fields)}
+    namespaces |= {derive_namespace(**(fields | {name: changes[name]})) for name in fields}
+    assert len(namespaces) == 1 + len(fields)
+
+    roots = [{}, {"cache_salt": "tenant"}, {"lora": b"tenant"}]
+    chains = [keys_of(TOKENS, **root) for root in roots] + [keys_of(TOKENS, b"other")]
+    keys = [key for chain in chains for key in chain]
+    assert len(set(keys)) == len(keys)
+    assert {len(key) for key in keys} == {KEY_BYTES}
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**32 - 1), max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_a_chain_grows_as_if_made_at_once(tokens: list[int], cuts: list[int]) -> None:
+    chain = BlockKeyChain(NAMESPACE, 4)
+    for cut in sorted(cuts):
+        chain.extend(tokens[:cut])
+
+    assert list(chain.extend(tokens)) == keys_of(tokens)
+    assert len(chain.keys) == len(tokens) // 4
+
+
+@given(
+    first=st.lists(st.integers(0, 1), max_size=16), second=st.lists(st.integers(0, 1), max_size=16)
+)
+def test_keys_are_equal_exactly_as_far_as_prefixes_are(first: list[int], second: list[int]) -> None:
+    shared = 0
+    while first[shared : shared + 1] == second[shared : shared + 1] and shared < len(first):
+        shared += 1
+    equal = [a == b for a, b in zip(keys_of(first), keys_of(second), strict=False)]
+
+    assert equal == [index < shared // 4 for index in range(len(equal))]
+
+
+def test_tails_are_never_shared() -> None:
+    parent = keys_of(TOKENS)[2]
+    tails = {
+        tail_key(parent, [1, 2], "a"),
+        tail_key(parent, [1, 2], "b"),
+        tail_key(parent, [1], "a"),
+        tail_key(keys_of(TOKENS)[1], [1, 2], "a"),
+        BlockKeyChain(NAMESPACE, 2).extend([1, 2])[0],
+    }
+    assert len(tails) == 5
