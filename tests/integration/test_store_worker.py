@@ -1,0 +1,263 @@
+"""The store connector's worker half on real tensors: bytes, faults, cancels, bounds."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore.breaker import BreakerStore
+from kvstore.codec import HEADER_BYTES
+from kvstore.connector import (
+    ConnectorWork,
+    LoadJob,
+    LoadResult,
+    LookupJob,
+    LookupResult,
+    SaveJob,
+    SaveResult,
+    TransferResults,
+)
+from kvstore.layout import KvLayout
+from kvstore.registry import open_store
+from kvstore.store import GetStatus, KvStore, StoreUnavailableError
+from kvstore.store_worker import StoreConnectorWorker
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype="float32")
+NUM_BLOCKS = 64
+TIMEOUT_S = 10.0
+
+
+def keys(count: int, first: int = 0) -> tuple[bytes, ...]:
+    return tuple(index.to_bytes(32, "big") for index in range(first, first + count))
+
+
+class Rig:
+    """A worker with a pool of random blocks, driven as the engine's thread drives it."""
+
+    def __init__(self, store: KvStore) -> None:
+        self.store = store
+        self.worker = StoreConnectorWorker(store)
+        self.pool = torch.randn(NUM_BLOCKS, *LAYOUT.block_shape)
+        self.woken = threading.Event()
+        self.worker.register_pool(self.pool, LAYOUT)
+        self.worker.set_waker(self.woken.set)
+
+    def start(self, **work: object) -> None:
+        self.worker.start(ConnectorWork(**work))
+
+    def results(self, count: int) -> list[LookupResult | LoadResult | SaveResult]:
+        """The next `count` results, in a bounded time."""
+        found: list[LookupResult | LoadResult | SaveResult] = []
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(found) < count:
+            assert time.monotonic() < deadline, f"only {found}"
+            self.woken.wait(0.05)
+            self.woken.clear()
+            polled: TransferResults = self.worker.poll()
+            found += (*polled.lookups, *polled.loads, *polled.saves)
+        return found
+
+    def save(self, block_ids: Sequence[int], first_key: int = 0, num_tail_tokens: int = 0) -> None:
+        job = SaveJob(0, keys(len(block_ids), first_key), tuple(block_ids), num_tail_tokens)
+        self.start(saves=(job,))
+        assert self.results(1) == [SaveResult(0, committed=True)]
+
+    def load(self, block_ids: Sequence[int], first_key: int = 0) -> LoadResult:
+        self.start(loads=(LoadJob(1, keys(len(block_ids), first_key), tuple(block_ids)),))
+        (result,) = self.results(1)
+        assert isinstance(result, LoadResult)
+        return result
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[Callable[[KvStore | None], Rig]]:
+    rigs: list[Rig] = []
+
+    def make(store: KvStore | None = None) -> Rig:
+        rigs.append(Rig(store or open_store(f"memory://{tmp_path.name}")))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.worker.close()
+
+
+def test_blocks_come_back_as_they_were(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.save(range(10, 30))
+
+    assert rig.load(range(40, 60)) == LoadResult(1, 20)
+    assert torch.equal(rig.pool[40:60], rig.pool[10:30])
+
+
+def test_what_lies_behind_a_tail_does_not_leave_the_process(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.save([1, 2], num_tail_tokens=3)
+    rig.load([11, 12])
+
+    assert torch.equal(rig.pool[11], rig.pool[1])
+    assert torch.equal(rig.pool[12, ..., :3, :], rig.pool[2, ..., :3, :])
+    assert not rig.pool[12, ..., 3:, :].any()
+
+
+def test_more_jobs_than_staging_holds_all_end(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    jobs = tuple(SaveJob(i, keys(8, 8 * i), tuple(range(8))) for i in range(50))
+    rig.start(saves=jobs)
+
+    results = rig.results(len(jobs))
+
+    assert {result.job_id for result in results} == set(range(50))
+    assert all(result.committed for result in results)
+
+
+def test_a_missing_block_ends_the_prefix(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.save(range(4))
+    rig.store.delete(keys(1, 2))
+    before = rig.pool.clone()
+
+    assert rig.load(range(20, 24)) == LoadResult(1, 2, "missing")
+    assert torch.equal(rig.pool[22:24], before[22:24])
+
+
+class FaultyStore(KvStore):
+    """Delegates to a store; `fault` may change what was read, or fail."""
+
+    def __init__(self, store: KvStore, fault: Callable[[list[memoryview]], None]) -> None:
+        self._store, self._fault = store, fault
+        self.capabilities, self.ttl_s = store.capabilities, store.ttl_s
+        self.num_calls = 0
+
+    @classmethod
+    def from_url(cls, url: str) -> "FaultyStore":
+        return cls(open_store(url), lambda buffers: None)
+
+    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        self._store.put_many(keys, values)
+
+    def get_many_into(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[GetStatus]:
+        self.num_calls += 1
+        statuses = self._store.get_many_into(keys, buffers)
+        self._fault(list(buffers))
+        return statuses
+
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        self.num_calls += 1
+        self._fault([])
+        return self._store.contains_prefix(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return self._store.delete(keys)
+
+    def stats(self) -> object:
+        return self._store.stats()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+@pytest.mark.parametrize("byte", [0, HEADER_BYTES - 1, HEADER_BYTES, -1])
+def test_a_flipped_byte_is_never_scattered(
+    make_rig: Callable[..., Rig], byte: int, tmp_path: Path
+) -> None:
+    def corrupt(buffers: list[memoryview]) -> None:
+        if len(buffers) > 2:
+            buffers[2][byte] ^= 1
+
+    store = FaultyStore(open_store(f"memory://{tmp_path.name}"), corrupt)
+    rig = make_rig(store)
+    rig.save(range(4))
+    before = rig.pool.clone()
+
+    assert rig.load(range(20, 24)) == LoadResult(1, 2, "corrupt")
+    assert torch.equal(rig.pool[22:], before[22:])
+    assert store.contains_prefix(keys(4)) == 2, "the corrupt object is gone"
+
+
+def test_an_object_under_a_foreign_key_is_refused(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.save([3])
+    stolen = bytearray(HEADER_BYTES + LAYOUT.block_bytes)
+    rig.store.get_many_into(keys(1), [memoryview(stolen)])
+    rig.store.put_many(keys(1, 7), [memoryview(stolen)])
+
+    assert rig.load([9], first_key=7) == LoadResult(1, 0, "corrupt")
+
+
+def test_an_object_of_another_size_is_refused(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.store.put_many(keys(1), [memoryview(bytes(100))])
+
+    assert rig.load([9]) == LoadResult(1, 0, "corrupt")
+
+
+def test_a_cancelled_load_writes_nothing(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def wait(buffers: list[memoryview]) -> None:
+        if buffers:
+            reading.set()
+            go_on.wait(TIMEOUT_S)
+
+    rig = make_rig(FaultyStore(open_store(f"memory://{tmp_path.name}"), wait))
+    rig.save(range(4))
+    before = rig.pool.clone()
+    rig.start(loads=(LoadJob(1, keys(4), (20, 21, 22, 23)),))
+    assert reading.wait(TIMEOUT_S)
+    rig.start(cancelled_loads=(1,))
+    assert not rig.worker.poll(), "the job ends when its I/O has"
+    go_on.set()
+
+    (result,) = rig.results(1)
+
+    assert isinstance(result, LoadResult)
+    assert result.error == "cancelled"
+    assert torch.equal(rig.pool, before)
+
+
+def test_an_outage_fails_jobs_and_trips_the_breaker(
+    make_rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    def refuse(buffers: list[memoryview]) -> None:
+        raise StoreUnavailableError("down")
+
+    store = FaultyStore(open_store(f"memory://{tmp_path.name}"), refuse)
+    rig = make_rig(store)
+    rig.start(
+        lookups=(LookupJob("a", keys(2)),),
+        saves=tuple(SaveJob(i, keys(1, i), (i,)) for i in range(20)),
+        loads=(LoadJob(100, keys(2), (1, 2)),),
+    )
+
+    results = rig.results(22)
+
+    assert LookupResult("a", 0) in results
+    assert LoadResult(100, 0, "unavailable") in results
+    assert all(not r.committed for r in results if isinstance(r, SaveResult))
+    assert store.num_calls <= 3, "one call per thread found out; the rest did not ask"
+
+
+def test_the_breaker_probes_again_after_its_cooldown(tmp_path: Path) -> None:
+    now, is_down = [0.0], [True]
+
+    def maybe_refuse(buffers: list[memoryview]) -> None:
+        if is_down[0]:
+            raise StoreUnavailableError("down")
+
+    store = FaultyStore(open_store(f"memory://{tmp_path.name}"), maybe_refuse)
+    breaker = BreakerStore(store, clock=lambda: now[0])
+    for _ in range(3):
+        with pytest.raises(StoreUnavailableError):
+            breaker.contains_prefix(keys(1))
+    assert store.num_calls == 1
+
+    now[0], is_down[0] = 2.0, False
+    assert breaker.contains_prefix(keys(1)) == 0
+    assert breaker.contains_prefix(keys(1)) == 0
+    breaker.close()
