@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from redis import BlockingConnectionPool, Redis, RedisError
-from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
-from redis.retry import Retry
 
 from kvstore.store import GetStatus, KvStore, StoreCapabilities, StoreStats, StoreUnavailableError
 from kvstore.stores.buffers import copy_into
@@ -156,7 +154,6 @@ def _make_pool(parts: StoreUrl, timeout_s: float) -> BlockingConnectionPool:
             timeout=timeout_s,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
             protocol=2,  # 3 brings server pushes, for which the pool skips its check of stale ones
             command_packer=PythonRespSerializer(_JOINED_WRITE_BYTES, _encode),
         )
