@@ -5,7 +5,7 @@ in the engine's thread; I/O threads move bytes between segments and the store
 and never touch the pool. So a store that answers late can overwrite nothing.
 
 A save: the engine's thread gathers a piece of blocks into a segment; an I/O
-thread seals each slot and puts those that the store lacks. A load: an I/O
+thread seals each slot and puts it. A load: an I/O
 thread reads into a segment and verifies each slot; the engine's thread
 scatters the verified ones into the pool.
 """
@@ -241,13 +241,10 @@ class StoreConnectorWorker(KvConnectorWorker):
         self._wake()
 
     def _save_piece(self, piece: _Piece) -> tuple[int, str]:
-        num_present = self._store.contains_prefix(piece.keys)
-        keys = piece.keys[num_present:]
-        slots = piece.segment.slots[num_present : len(piece.keys)]
-        for slot, key in zip(slots, keys, strict=True):
+        slots = piece.segment.slots[: len(piece.keys)]
+        for slot, key in zip(slots, piece.keys, strict=True):
             seal(slot, key)
-        if keys:
-            self._store.put_many(keys, slots)
+        self._store.put_many(piece.keys, slots)
         return len(piece.keys), ""
 
     def _load_piece(self, piece: _Piece) -> tuple[int, str]:

@@ -137,6 +137,8 @@ class FaultyStore(KvStore):
         return cls(open_store(url), lambda buffers: None)
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        self.num_calls += 1
+        self._fault([])
         self._store.put_many(keys, values)
 
     def get_many_into(
