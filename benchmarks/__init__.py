@@ -1,0 +1,1 @@
+"""Benchmarks: each figure with its baseline, its floor, the hardware and the commit."""
