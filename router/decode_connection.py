@@ -90,7 +90,7 @@ class DecodeConnection:
             ReplicaLostError: always, in the end; every request got it too.
         """
         call = self._stub.Connect(self._outgoing())
-        reason = "the replica closed its stream"
+        reason = "its stream ended"
         try:
             async for response in call:
                 for output in response.outputs:

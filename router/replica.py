@@ -113,7 +113,9 @@ class Replica:
         tasks = [asyncio.create_task(coroutine) for coroutine in self._activities(on_change)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            done.pop().result()
+            ended = done.pop()
+            if not ended.cancelled():  # as gRPC may cancel a call; that is no cancel of ours
+                ended.result()
         except grpc.aio.AioRpcError as error:
             raise ReplicaLostError(from_rpc_error(error).message) from error
         finally:
@@ -122,7 +124,7 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             on_change()
-        raise ReplicaLostError("its load stream ended")
+        raise ReplicaLostError("a stream of it was cancelled")
 
     def _activities(self, on_change: Callable[[], None]) -> Sequence[Coroutine[Any, Any, None]]:
         """What runs while the replica lives; the first to end means that it is lost."""

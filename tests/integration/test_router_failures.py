@@ -89,6 +89,17 @@ async def test_resume_waits_for_a_replica_that_restarts_at_the_same_address():
     assert len(new.starts[0].output_token_ids) == 5
 
 
+async def test_stream_that_the_worker_cancels_is_not_taken_for_our_own_cancel():
+    decode = FakeDecode(SCRIPT, pause_after=3)
+    async with running_workers(decode), running_router(decode) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=6)))
+        await decode.changes.until(lambda: decode.num_sent == 3)
+        decode.cancel_stream()
+        decode.resume()
+        assert token_ids_of(await task) == SCRIPT[:6]
+    assert decode.num_connects == 2
+
+
 async def test_losing_the_last_decode_replica_is_unavailable_in_time():
     decode = FakeDecode(SCRIPT, pause_after=5)
     async with running_workers(decode), running_router(decode, resume_timeout_s=0.2) as router:
@@ -310,25 +321,31 @@ async def read_to_end(call) -> None:
 async def test_streams_survive_workers_that_keep_restarting():
     """Sixty streams while workers of both tiers die and return at their addresses."""
     prefills = [FakePrefill(SCRIPT) for _ in range(2)]
-    decodes = [FakeDecode(SCRIPT) for _ in range(3)]
+    decodes = [FakeDecode(SCRIPT, pause_after=20) for _ in range(3)]
     async with running_workers(*prefills, *decodes) as stack:
         router = await stack.enter_async_context(running_router(*prefills, *decodes))
         streams = [
             asyncio.create_task(router.generate(request((*PROMPT_IDS, i), max_tokens=150)))
             for i in range(60)
         ]
-        for _ in range(3):
+        for pause_after in (40, 60, None):
             victim = await first_of(decodes, lambda decode: decode.running)
             decodes[decodes.index(victim)] = await restarted(victim, stack)
             prefills[0] = await restarted(prefills[0], stack)
             await router.until_connected(*decodes)
+            for decode in decodes:
+                decode.resume(pause_after)
         for responses in await asyncio.gather(*streams):
             assert token_ids_of(responses) == SCRIPT[:150]
 
 
 async def restarted(worker, stack):
+    """A successor at the same address; decode goes no further than the others."""
     await worker.stop()
-    successor = await type(worker)(SCRIPT).start(worker.port)
+    successor = type(worker)(SCRIPT)
+    if isinstance(worker, FakeDecode):
+        successor.resume(worker.pause_after)
+    await successor.start(worker.port)
     stack.push_async_callback(successor.stop)
     return successor
 

@@ -135,6 +135,7 @@ async def test_requests_follow_their_prefix_and_spread_otherwise():
         ]
         for decode in decodes:
             await decode.changes.until(lambda d=decode: len(d.running) == 3)
+        for decode in decodes:
             decode.resume()
         for responses in await asyncio.gather(*tasks):
             assert token_ids_of(responses) == SCRIPT[:2]

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import grpc
+
 from baton.errors import BatonError
 from baton.v1 import (
     common_pb2,
@@ -84,6 +86,7 @@ class FakeWorker:
         self.changes = Changes()
         self.refusal: BatonError | None = None
         self.is_frozen = False
+        self.running: dict[str, Any] = {}
         self._server: RpcServer | None = None
         self.port = 0
 
@@ -108,6 +111,7 @@ class FakeWorker:
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(0)
+            self.running.clear()
 
     async def __aenter__(self) -> "FakeWorker":
         return await self.start()
@@ -214,7 +218,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
     """Continues the script, one token of every request per message.
 
-    `pause_after`: no request gets more tokens than this until `resume()`.
+    `pause_after`: no request gets more tokens than this until `resume(…)`.
     """
 
     role = worker_pb2.WORKER_ROLE_DECODE
@@ -229,23 +233,29 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         self.cancels: list[str] = []
         self.num_connects = 0
         self.num_sent = 0
-        self.running: dict[str, decode_pb2.StartDecode] = {}
 
     def _add_servicer(self, server: RpcServer) -> None:
         server.add_servicer(decode_pb2_grpc.add_DecodeServiceServicer_to_server, self)
 
-    def resume(self) -> None:
-        self.pause_after = None
+    def resume(self, pause_after: int | None = None) -> None:
+        self.pause_after = pause_after
         self.changes.notify()
+
+    def cancel_stream(self) -> None:
+        """Ends the Connect stream with CANCELLED, as a stopping server may."""
+        self._outputs.put_nowait(None)
 
     async def Connect(self, request_iterator, context) -> AsyncIterator[Any]:
         self.num_connects += 1
-        outputs: asyncio.Queue[decode_pb2.DecodeOutput] = asyncio.Queue()
+        outputs: asyncio.Queue[decode_pb2.DecodeOutput | None] = asyncio.Queue()
+        self._outputs = outputs
         tasks: dict[str, asyncio.Task[None]] = {}
         reader = asyncio.create_task(self._read(request_iterator, outputs, tasks))
         try:
             while True:
                 output = await outputs.get()
+                if output is None:
+                    await context.abort(grpc.StatusCode.CANCELLED, "by the worker")
                 self.num_sent += len(output.token_ids)
                 yield decode_pb2.ConnectResponse(outputs=[output])
                 self.changes.notify()
@@ -275,6 +285,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             outputs.put_nowait(_output(request_id, finish_reason="ERROR", error=error))
             return
         self.running[request_id] = start
+        self.changes.notify()
         first_only = {
             "cached_tokens": 2 * BLOCK_SIZE,
             "timings": common_pb2.Timings(queue_ms=10, prefill_ms=20, load_ms=30),
@@ -318,7 +329,9 @@ async def first_of(workers: Sequence[Any], condition: Callable[[Any], object]) -
     done, pending = await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
     for waiter in pending:
         waiter.cancel()
-    return waiters[done.pop()]
+    found = done.pop()
+    found.result()  # raises if the time was up
+    return waiters[found]
 
 
 @contextlib.asynccontextmanager
