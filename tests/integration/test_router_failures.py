@@ -157,6 +157,20 @@ async def test_another_prefill_replica_is_asked_when_one_dies():
     assert decode.starts[0].HasField("handoff")
 
 
+async def test_another_prefill_replica_is_asked_when_one_freezes(monkeypatch):
+    monkeypatch.setattr(replica_module, "_PROBE_INTERVAL_S", 0.1)
+    monkeypatch.setattr(replica_module, "_PROBE_TIMEOUT_S", 0.3)
+    prefills = [FakePrefill(SCRIPT, hold=True) for _ in range(2)]
+    decode = FakeDecode(SCRIPT)
+    async with running_workers(*prefills, decode), running_router(*prefills, decode) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=6)))
+        frozen = await first_of(prefills, lambda prefill: prefill.requests)
+        other_of(prefills, frozen).answer()
+        frozen.is_frozen = True
+        assert token_ids_of(await task) == SCRIPT[:6]
+        await frozen.changes.until(lambda: frozen.num_cancelled)
+
+
 @pytest.mark.parametrize(
     "refusal",
     [

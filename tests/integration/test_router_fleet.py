@@ -7,6 +7,10 @@ import socket
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from router.config import RouterConfig
+from router.fleet import Fleet
+from router.prefix_index import PrefixIndex
+from rpc.server_config import ServerConfig
 from tests.support.fake_workers import (
     Changes,
     FakeDecode,
@@ -203,3 +207,24 @@ async def test_health_follows_the_decode_tier():
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
         await successor.stop()
+
+
+async def test_prefixes_of_a_worker_that_is_gone_take_no_memory():
+    old = FakeDecode(SCRIPT)
+    index = PrefixIndex(100)
+    async with running_workers(old):
+        config = RouterConfig(server=ServerConfig(), model=old.info.model, decode=(old.address,))
+        fleet = Fleet(config, index)
+        fleet.start()
+        while not fleet.can_serve:
+            await fleet.wait_for_change()
+        index.record(old.info.worker_id, [b"key"])
+        await old.stop()
+        new = await FakeDecode(SCRIPT).start(old.port)
+        while [r.replica_id for r in fleet.decode.candidates] != [new.info.worker_id]:
+            await fleet.wait_for_change()
+        assert len(index) == 0
+        index.record(new.info.worker_id, [b"key"])
+        await fleet.close()
+        assert len(index) == 0
+        await new.stop()

@@ -1,6 +1,8 @@
 """The router's flags and targets."""
 
 import argparse
+import asyncio
+import socket
 
 import pytest
 
@@ -83,3 +85,14 @@ async def test_static_targets_are_their_own_addresses():
 async def test_dns_names_resolve():
     assert "127.0.0.1:5" in await Discovery(["dns:///127.0.0.1:5"]).addresses()
     assert await Discovery(["dns:///::1:5"]).addresses() == {"[::1]:5"}
+
+
+async def test_name_that_fails_to_resolve_keeps_its_last_addresses(monkeypatch):
+    discovery = Discovery(["dns:///127.0.0.1:5", "a:1"])
+    assert await discovery.addresses() == {"127.0.0.1:5", "a:1"}
+
+    async def fail(*args, **kwargs):
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", fail)
+    assert await discovery.addresses() == {"127.0.0.1:5", "a:1"}
