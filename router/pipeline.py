@@ -1,12 +1,11 @@
-"""`Pipeline`: the life of a request, in the numbered order of docs/architecture.md.
+"""`Pipeline`: the life of a request in the router; docs/architecture.md tells the whole.
 
-1. Validate, tokenize, compute block keys              validation, preparation
-2. Pick a decode replica; is remote prefill worth it?  policy, decode_stage
-3. Prefill computes the prompt and its first token     prefill_stage
-4. The first token goes to the client at once          completion
-5. Decode loads the KV and generates the rest          decode_stage
-6. Tokens become text, up to a stop                    completion
-7. Finish, cancel, deadline: every tier lets go        here, by closing generators
+validate, tokenize, block keys                    validation, preparation
+pick a decode replica; remote prefill or local?   policy, decode_stage
+the prompt and its first token from prefill       prefill_stage
+the other tokens from decode, resumed if lost     decode_stage
+tokens become text, up to a stop                  completion
+finish, cancel, deadline: every tier lets go      here, as generators close
 """
 
 import asyncio
