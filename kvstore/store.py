@@ -11,7 +11,8 @@ Contract, tested by the conformance suite:
 - Objects live `ttl_s` from their last touch unless evicted, and are not
   returned long after. Puts (of existing keys too), gets that hit and keys that
   `contains_prefix` counts are touches: what a look-up promised can be loaded.
-- Memory or disk is bounded by `max_bytes`: the oldest go first.
+  What expired is not touched: nothing brings it back but a put.
+- Memory or disk is bounded by `max_bytes`: the least recently touched go first.
 - Every method is safe to call from several threads at once and ends within
   `timeout_s`, with `StoreUnavailableError` if the backend does not answer.
   Nothing else escapes: what is absent is a result, not an error.
@@ -125,7 +126,7 @@ class KvStore(ABC):
         """How many leading keys exist: the index of the first missing one.
 
         One call to the backend, whatever the number of keys. Touches the keys
-        it counts.
+        it counts: each lives `ttl_s` from now, and others are evicted first.
 
         Raises:
             StoreUnavailableError: the backend did not answer.

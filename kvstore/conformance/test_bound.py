@@ -69,11 +69,21 @@ def test_what_is_read_stays(open_bounded: StoreOpener) -> None:
 def test_what_is_put_again_stays(open_bounded: StoreOpener) -> None:
     store = open_bounded()
     again, *others = random_keys(1 + 3 * _CAPACITY)
+    _put(store, again)
     for key in others:
-        _put(store, again)
-        assert store.contains_prefix([again])
+        store.put_many([again], [filled(2, _OBJECT_BYTES)])
         _put(store, key)
-    assert store.contains_prefix([again])
+    assert read(store, again, _OBJECT_BYTES) == bytes(filled(1, _OBJECT_BYTES)), "it went meanwhile"
+
+
+def test_what_is_looked_up_stays(open_bounded: StoreOpener) -> None:
+    store = open_bounded()
+    looked_up, others = random_keys(3), random_keys(3 * _CAPACITY)
+    store.put_many(looked_up, [filled(1, _OBJECT_BYTES)] * len(looked_up))
+    for key in others:
+        _put(store, key)
+        assert store.contains_prefix(looked_up) == len(looked_up)
+    assert not store.contains_prefix(others[:1])
 
 
 def test_deleting_makes_room(open_bounded: StoreOpener) -> None:

@@ -71,7 +71,7 @@ class _DirectoryStore(KvStore):
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.contains_prefix`."""
         with os_errors_as_unavailable():
-            missing = (i for i, key in enumerate(keys) if not self._folder.contains(key))
+            missing = (i for i, key in enumerate(keys) if not self._folder.touch_if_alive(key))
             return next(missing, len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> int:

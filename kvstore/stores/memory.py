@@ -162,7 +162,7 @@ class MemoryStore(KvStore):
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.contains_prefix`."""
         with self._objects.lock:
-            missing = (i for i, key in enumerate(keys) if self._objects.find(key) is None)
+            missing = (i for i, key in enumerate(keys) if self._objects.touch(key) is None)
             return next(missing, len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> int:

@@ -98,9 +98,9 @@ class ObjectFolder:
         own_bytes = min(self._ledger.read(), disk.used)
         return min(default_max_bytes, (disk.free + own_bytes) // 2)
 
-    def contains(self, key: bytes) -> bool:
-        """Whether the object exists and is alive."""
-        return self._is_alive(status_of(self._path(key)))
+    def touch_if_alive(self, key: bytes) -> bool:
+        """Whether an object exists and is alive; it is touched then. Takes no lock."""
+        return self._touch_if_alive(self._path(key))
 
     def read_into(self, key: bytes, buffer: memoryview) -> GetStatus:
         """Reads and touches an object."""
@@ -125,6 +125,7 @@ class ObjectFolder:
         """Commits an object, or touches the one that exists."""
         path = self._path(key)
         if not self._touch_if_alive(path):
+            self._remove_if_expired(path)
             self._write(path, value)
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -152,18 +153,19 @@ class ObjectFolder:
         )
 
     def _touch_if_alive(self, path: Path) -> bool:
-        status = status_of(path)
-        if status is None:
-            return False
-        if self._is_alive(status):
+        if self._is_alive(status_of(path)):
             with suppress(FileNotFoundError):  # evicted just now
                 touch(path)
                 return True
-            return False
-        with self._ledger.locked():  # expired: its name must become free
+        return False
+
+    def _remove_if_expired(self, path: Path) -> None:
+        """Makes an expired object's name free for a new one."""
+        if status_of(path) is None:
+            return
+        with self._ledger.locked():
             if not self._is_alive(status_of(path)):
                 self._remove(path)
-        return False
 
     def _remove(self, path: Path) -> bool:
         """Removes an object's file, under the lock; whether it was alive."""

@@ -27,9 +27,9 @@ _MAX_CONNECTIONS = 16
 _MAX_BATCH_BYTES = 8 << 20
 _MAX_BATCH_OBJECTS = 1024
 _JOINED_WRITE_BYTES = 6000
-_COUNT_PREFIX = """
+_TOUCH_PREFIX = """
 for i, key in ipairs(KEYS) do
-  if redis.call('EXISTS', key) == 0 then return i - 1 end
+  if redis.call('PEXPIRE', key, ARGV[1]) == 0 then return i - 1 end
 end
 return #KEYS
 """
@@ -50,7 +50,7 @@ class RedisStore(KvStore):
         self._ttl_ms = round(ttl_s * 1000)
         self._pool = pool
         self._client = Redis(connection_pool=pool)
-        self._count_prefix = self._client.register_script(_COUNT_PREFIX)
+        self._touch_prefix = self._client.register_script(_TOUCH_PREFIX)
         self._counters = StoreCounters()
 
     @classmethod
@@ -106,7 +106,8 @@ class RedisStore(KvStore):
         if not keys:
             return 0
         with _redis_errors_as_unavailable():
-            return int(self._count_prefix(keys=[_KEY_PREFIX + key for key in keys]))
+            names = [_KEY_PREFIX + key for key in keys]
+            return int(self._touch_prefix(keys=names, args=[self._ttl_ms]))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.delete`."""

@@ -214,6 +214,22 @@ def test_expired_objects_go_from_the_disk(folder):
         assert used_bytes(folder) == store.stats().num_bytes == 100
 
 
+def test_a_look_up_touches_what_lives_and_nothing_else(folder):
+    old, expired, behind = keys = random_keys(3)
+    now_ns = time.time_ns()
+    old_ns, expired_ns = now_ns - 300 * 10**9, now_ns - 900 * 10**9
+    with opened(folder, ttl_s=600, timeout_s=0.1) as store:
+        store.put_many(keys, [filled(1, 100)] * 3)
+        for key, touched_ns in ((old, old_ns), (expired, expired_ns), (behind, old_ns)):
+            os.utime(object_path(folder, key), ns=(touched_ns, touched_ns))
+        with (folder / "ledger").open("rb") as ledger:
+            fcntl.flock(ledger, fcntl.LOCK_EX)  # a look-up waits for nobody
+            assert store.contains_prefix(keys) == 1
+        touched = [object_path(folder, key).stat().st_mtime_ns for key in keys]
+        assert touched[0] >= now_ns
+        assert touched[1:] == [expired_ns, old_ns]
+
+
 def _churn(folder, number):
     with opened(folder, max_bytes=40_000, timeout_s=30) as store:
         keys = random_keys(150)

@@ -157,6 +157,18 @@ def test_a_prefix_lookup_is_one_command(redis_server, store):
         assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == before + 1
 
 
+def test_a_look_up_renews_the_expiry_of_what_it_counts(redis_server, store):
+    counted, missing, behind = random_keys(3)
+    store.put_many([counted, behind], [filled(1, 10)] * 2)
+    with Redis.from_url(redis_server.url) as client:
+        for key in (counted, behind):
+            client.pexpire(b"baton:kv:" + key, 60_000)
+        assert store.contains_prefix([counted, missing, behind]) == 1
+        assert 3_590_000 < client.pttl(b"baton:kv:" + counted) <= 3_600_000
+        assert client.pttl(b"baton:kv:" + behind) <= 60_000
+        assert client.pttl(b"baton:kv:" + missing) == -2
+
+
 def test_keys_carry_the_prefix_and_an_expiry(redis_server, store):
     (key,) = random_keys(1)
     store.put_many([key], [filled(1, 10)])

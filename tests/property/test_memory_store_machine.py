@@ -72,6 +72,8 @@ class MemoryStoreMachine(RuleBasedStateMachine):
     def contains_prefix(self, keys):
         expected = next((i for i, key in enumerate(keys) if key not in self.model), len(keys))
         assert self.store.contains_prefix(keys) == expected
+        for key in keys[:expected]:
+            self.touch(key)
 
     @invariant()
     def is_bounded(self):

@@ -64,6 +64,25 @@ class UntouchedStore(MemoryStore):
         return statuses
 
 
+class PeekingStore(MemoryStore):
+    """Does not touch what is looked up."""
+
+    def contains_prefix(self, keys):
+        missing = (i for i, key in enumerate(keys) if self._objects.find(key) is None)
+        return next(missing, len(keys))
+
+
+class RevivingStore(MemoryStore):
+    """Brings back what expired when it is looked up."""
+
+    def contains_prefix(self, keys):
+        num_alive = super().contains_prefix(keys)
+        for key in keys:
+            if entry := self._objects.entries.get(key):
+                entry.touched_s = time.monotonic()
+        return num_alive
+
+
 class UnboundedStore(MemoryStore):
     """Takes `max_bytes` and does not keep to it."""
 
