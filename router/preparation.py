@@ -44,6 +44,7 @@ async def prepare_request(
     params = request.params
     return RoutedRequest(
         request_id=request.request_id,
+        worker_id=f"{request.request_id}/{secrets.token_hex(8)}",
         namespace=model.namespace,
         prompt_token_ids=token_ids,
         block_keys=await _block_keys(token_ids, model, request.cache_salt),

@@ -43,6 +43,9 @@ class RoutedRequest:
 
     Attributes:
         request_id: the client's or the router's name for it.
+        worker_id: its name on the workers, never used before: what a worker
+            still says of a cancelled request must not reach a later one that
+            the client, or another router's client, names the same.
         namespace: digest that `block_keys` is rooted in.
         prompt_token_ids: the prompt, not empty.
         block_keys: keys of the prompt's full blocks.
@@ -55,6 +58,7 @@ class RoutedRequest:
     """
 
     request_id: str
+    worker_id: str
     namespace: bytes
     prompt_token_ids: tuple[int, ...]
     block_keys: Sequence[bytes]

@@ -32,7 +32,7 @@ def worker_request(request: RoutedRequest, attempt: int) -> prefill_pb2.WorkerRe
     """
     params = request.params
     return prefill_pb2.WorkerRequest(
-        request_id=f"{request.request_id}/{attempt}" if attempt else request.request_id,
+        request_id=f"{request.worker_id}/{attempt}" if attempt else request.worker_id,
         namespace=request.namespace,
         prompt_token_ids=request.prompt_token_ids,
         sampling=common_pb2.SamplingParams(

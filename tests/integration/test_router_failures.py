@@ -260,7 +260,7 @@ async def test_client_cancel_reaches_decode():
         await decode.changes.until(lambda: decode.num_sent)
         call.cancel()
         await decode.changes.until(lambda: decode.cancels)
-    assert decode.cancels == ["c"]
+    assert decode.cancels == [decode.starts[0].request.request_id]
 
 
 async def test_client_cancel_reaches_prefill():

@@ -43,14 +43,26 @@ async def test_remote_prefill_then_decode():
     # Decode got the first token and the handoff, and nothing to compute.
     (start,) = decode.starts
     assert list(start.output_token_ids) == script[:1]
-    assert start.handoff.handoff_id == "handoff-r"
-    assert prefill.released == ["handoff-r"]
+    assert start.handoff.handoff_id == f"handoff-{start.request.request_id}"
+    assert prefill.released == [start.handoff.handoff_id]
     assert 0 < start.timeout_ms <= 31_000  # gRPC rounds timeouts up
     timings = last.timings
     assert (timings.queue_ms, timings.prefill_ms, timings.transfer_ms) == (1, 2, 3)
     assert timings.load_ms == 30
     assert 0 < timings.route_ms <= timings.first_token_ms <= timings.total_ms
     assert timings.decode_ms == pytest.approx(timings.total_ms - timings.first_token_ms, abs=0.01)
+
+
+async def test_workers_never_see_a_name_twice():
+    """A client may use an id again; what a worker still says of the old one must be told apart."""
+    prefill, decode = FakePrefill(script_of(TEXT)), FakeDecode(script_of(TEXT))
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        for _ in range(2):
+            responses = await router.generate(request(request_id="r", max_tokens=5))
+            assert responses[-1].request_id == "r"
+    names = {start.request.request_id for start in decode.starts}
+    assert len(names) == 2
+    assert all(name.startswith("r/") for name in names)
 
 
 async def test_generate_returns_the_whole_completion():
@@ -132,7 +144,7 @@ async def test_stop_text_across_tokens_cuts_text_and_cancels_decode():
     assert text_of(responses) == "abc qui"
     assert responses[-1].finish_reason == common_pb2.FINISH_REASON_STOP
     assert responses[-1].matched_stop.text == "ck br"
-    assert decode.cancels == ["s"]
+    assert decode.cancels == [decode.starts[0].request.request_id]
     got = token_ids_of(responses)
     assert got == script[: len(got)]
     assert responses[-1].usage.completion_tokens == len(got)

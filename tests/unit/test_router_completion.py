@@ -14,6 +14,7 @@ STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 def completion(**params):
     request = RoutedRequest(
         request_id="r",
+        worker_id="r/1",
         namespace=b"",
         prompt_token_ids=(5, 6),
         block_keys=(),
