@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from baton.errors import (
+    BatonError,
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
@@ -165,10 +166,13 @@ class AsyncEngine:
         return await asyncio.shield(self._failed)
 
     async def close(self) -> None:
-        """Stops the thread and closes the connector. Idempotent."""
+        """Stops the thread and closes the connector. Requests still running end
+        with `UnavailableError`. Idempotent.
+        """
         self._closing = True
         self._core.wake()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        self._end_all(UnavailableError("this replica has stopped"))
 
     # On the event loop.
 
@@ -184,9 +188,16 @@ class AsyncEngine:
                     self._forget_aborted(output.request_id)
                 continue
             take = self._handlers.pop if is_last else self._handlers.__getitem__
-            take(output.request_id)(output)
+            self._call(take(output.request_id), output)
         if not self._handlers:
             self._idle.set()
+
+    def _call(self, handler: OutputHandler, output: RequestOutput) -> None:
+        """One handler's bug must not cost its neighbours their outputs."""
+        try:
+            handler(output)
+        except Exception:
+            _logger.exception("an output of %s was lost", output.request_id)
 
     def _forget_aborted(self, request_id: str) -> None:
         self._aborting[request_id] -= 1
@@ -194,15 +205,18 @@ class AsyncEngine:
             del self._aborting[request_id]
 
     def _fail(self, cause: BaseException) -> None:
-        error = InternalError("the engine has stopped")
+        if not self._failed.done():
+            self._failed.set_result(cause)
+        self._end_all(InternalError("the engine has stopped"))
+
+    def _end_all(self, error: BatonError) -> None:
+        """Tells every request that is left; nothing comes from the engine any more."""
         reason = FinishReason.ERROR
         lost = list(self._handlers)
         self._aborting.clear()
         self._deliver(
             [RequestOutput(request_id=i, finish_reason=reason, error=error) for i in lost]
         )
-        if not self._failed.done():
-            self._failed.set_result(cause)
 
     # On the engine's thread.
 

@@ -51,8 +51,8 @@ class BlockPool:
         The caller has asked `can_allocate`.
         """
         block_ids = [self._free.pop_first() for _ in range(num_blocks)]
+        self.forget(block_ids)
         for block_id in block_ids:
-            self._forget_key(block_id)
             self._ref_counts[block_id] = 1
         return block_ids
 
@@ -93,6 +93,11 @@ class BlockPool:
         if self._key_of[block_id] is None and key not in self._block_of:
             self._key_of[block_id] = key
             self._block_of[key] = block_id
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks out of the index: nobody new shall share them."""
+        for block_id in block_ids:
+            self._forget_key(block_id)
 
     def references(self) -> dict[int, int]:
         """Reference counts of the blocks that somebody holds."""

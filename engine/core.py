@@ -7,9 +7,10 @@ runs one in the caller's thread.
 """
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from baton.errors import InternalError
 from engine.batch import ScheduledBatch
@@ -24,6 +25,9 @@ from kvstore.layout import LAYOUT_VERSION
 
 __all__ = ["EngineCore"]
 
+# As many steps failing in a row mean that the device is lost, not that a request is bad.
+_MAX_FAILED_STEPS = 3
+
 _logger = logging.getLogger("baton.engine")
 
 
@@ -34,6 +38,7 @@ class EngineCore:
         config: limits and role.
         runner: executes batches.
         connector: both halves of the KV connector, if there is one.
+        clock: monotonic seconds.
 
     Attributes:
         config: as given.
@@ -50,6 +55,7 @@ class EngineCore:
         config: EngineConfig,
         runner: Runner,
         connector: tuple[KvConnectorScheduler, KvConnectorWorker] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.info: ModelInfo = runner.info
@@ -58,13 +64,15 @@ class EngineCore:
         self._runner = runner
         self._connector = connector[1] if connector else None
         self._woken = threading.Event()
+        self._clock = clock
+        self._num_failed_steps = 0
         self.scheduler = Scheduler(
             config,
             runner.info,
             num_blocks=runner.num_blocks,
             namespace=self.namespace,
             connector=connector[0] if connector else None,
-            clock=time.monotonic,
+            clock=clock,
         )
         if self._connector is not None:
             self._connector.register_pool(runner.kv_pool, runner.info.layout)
@@ -130,11 +138,17 @@ class EngineCore:
         """Sleeps while nothing can run: until a transfer ends, a deadline passes or `wake`."""
         if self.is_stalled:
             deadline = self.scheduler.next_deadline
-            self._woken.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            left_s = math.inf if deadline is None else deadline - self._clock()
+            self._woken.wait(min(max(0.0, left_s), threading.TIMEOUT_MAX))
         self._woken.clear()
 
     def step(self) -> list[RequestOutput]:
-        """One engine step: returns outputs, at most one per request."""
+        """One engine step: returns outputs, at most one per request.
+
+        Raises:
+            Exception: whatever the runner raised, where it failed on several
+                steps in a row; the engine is of no more use then.
+        """
         outputs: list[RequestOutput] = []
         if self._connector is not None:
             outputs += self.scheduler.apply(self._connector.poll())
@@ -157,9 +171,13 @@ class EngineCore:
         try:
             output = self._runner.execute(batch)
         except Exception:
+            self._num_failed_steps += 1
+            if self._num_failed_steps >= _MAX_FAILED_STEPS:
+                raise
             request_ids = [share.request_id for share in batch.sequences]
             _logger.exception("step %d failed for %s", batch.step, request_ids)
             return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
+        self._num_failed_steps = 0
         return self.scheduler.commit(batch, output)
 
     def _start_transfers(self) -> None:

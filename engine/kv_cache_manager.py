@@ -27,10 +27,6 @@ class KvCacheManager:
         # little before somebody must be preempted.
         self._watermark = max(1, num_blocks // 100)
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens take."""
-        return -(-num_tokens // self.block_size)
-
     def match_prefix(self, sequence: Sequence) -> list[int]:
         """Cached blocks of the sequence's prefix; at least one token is left to compute."""
         if not self._enable_prefix_caching:
@@ -46,7 +42,7 @@ class KvCacheManager:
             matched: from `match_prefix`.
             alone: nothing else runs, so no headroom need be kept.
         """
-        num_new = self.num_blocks_for(len(sequence.token_ids)) - len(matched)
+        num_new = self._num_blocks(sequence) - len(matched)
         num_revived = len(matched) - self.pool.num_held(matched)
         reserved = num_revived + (0 if alone else self._watermark)
         return self.pool.can_allocate(num_new, reserved)
@@ -54,19 +50,18 @@ class KvCacheManager:
     def admit(self, sequence: Sequence, matched: list[int]) -> None:
         """Gives the sequence blocks for all its tokens. The caller has asked `can_admit`."""
         self.pool.acquire(matched)
-        num_new = self.num_blocks_for(len(sequence.token_ids)) - len(matched)
-        sequence.block_ids = matched + self.pool.allocate(num_new)
+        sequence.block_ids = matched + self.pool.allocate(self._num_blocks(sequence) - len(matched))
         sequence.num_computed = len(matched) * self.block_size
         sequence.num_registered = len(matched)
 
     def can_grow(self, sequence: Sequence) -> bool:
         """Whether the sequence has, or can get, blocks for all its tokens."""
-        missing = self.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_ids)
+        missing = self._num_blocks(sequence) - len(sequence.block_ids)
         return self.pool.can_allocate(missing) is Allocation.OK
 
     def grow(self, sequence: Sequence) -> None:
         """Adds the blocks that the sequence's tokens lack. The caller has asked `can_grow`."""
-        missing = self.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_ids)
+        missing = self._num_blocks(sequence) - len(sequence.block_ids)
         if missing > 0:
             sequence.block_ids += self.pool.allocate(missing)
 
@@ -79,8 +74,16 @@ class KvCacheManager:
             self.pool.register(sequence.block_ids[index], keys[index])
             sequence.num_registered = index + 1
 
+    def discard(self, sequence: Sequence) -> None:
+        """Takes the sequence's blocks out of the prefix cache: nobody new shall share them."""
+        self.pool.forget(sequence.block_ids)
+
     def free(self, sequence: Sequence) -> None:
         """Takes all blocks from the sequence; cached ones stay until evicted."""
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed = sequence.num_registered = 0
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        """Blocks that the sequence's tokens take."""
+        return -(-len(sequence.token_ids) // self.block_size)

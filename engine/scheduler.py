@@ -32,6 +32,9 @@ from kvstore.handoff import KvHandoff
 
 __all__ = ["Scheduler"]
 
+# Deadlines of ended requests stay in the heap until they outnumber the live ones by this.
+_MAX_STALE_DEADLINES = 64
+
 _logger = logging.getLogger("baton.engine")
 
 
@@ -118,8 +121,7 @@ class Scheduler:
         self._sequences[request.request_id] = sequence
         insort(self._waiting, sequence, key=_order)
         if request.deadline is not None:
-            entry = (request.deadline, sequence.arrival, request.request_id)
-            heapq.heappush(self._deadlines, entry)
+            self._add_deadline(request.deadline, sequence)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees what they hold; unknown ids are passed over."""
@@ -169,8 +171,7 @@ class Scheduler:
         for share, token_id in zip(batch.sequences, output.token_ids, strict=True):
             sequence = self._sequences[share.request_id]
             if share.draw is not None and token_id is None:
-                error = InternalError("the model's output was not finite")
-                outputs.append(self._end(sequence, FinishReason.ERROR, error=error))
+                outputs.append(self._end_poisoned(sequence))
                 continue
             sequence.num_computed += share.num_tokens
             self._kv.register_computed(sequence)
@@ -195,6 +196,13 @@ class Scheduler:
         owned += self._transfers.held_blocks()
         if Counter(owned) != self._kv.pool.references():
             raise AssertionError("reference counts differ from owners")
+
+    def _add_deadline(self, deadline: float, sequence: Sequence) -> None:
+        heapq.heappush(self._deadlines, (deadline, sequence.arrival, sequence.request_id))
+        if len(self._deadlines) > 2 * len(self._sequences) + _MAX_STALE_DEADLINES:
+            live = {sequence.arrival for sequence in self._sequences.values()}
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
+            heapq.heapify(self._deadlines)
 
     # Running sequences.
 
@@ -310,6 +318,15 @@ class Scheduler:
         self._kv.free(sequence)
         sequence.state = SequenceState.SAVING
         return [] if sequence.pending_saves else [self._end(sequence, FinishReason.HANDOFF)]
+
+    def _end_poisoned(self, sequence: Sequence) -> RequestOutput:
+        """Ends a sequence whose logits are not finite. Its KV may be the cause, from
+        whatever step on: nobody else may find it, here or in the store.
+        """
+        self._kv.discard(sequence)
+        self._transfers.discard_saved(sequence)
+        error = InternalError("the model's output was not finite")
+        return self._end(sequence, FinishReason.ERROR, error=error)
 
     def _end(
         self,

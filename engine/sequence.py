@@ -39,9 +39,11 @@ class Sequence:
         num_registered: leading blocks offered to the prefix cache.
         num_cached: prompt tokens found or loaded at first admission.
         num_saved: leading blocks that a save job or the store already has.
+        lookup_job: the connector's look-up for it, open or answered.
         load_job: the load under way, in state LOADING.
         pending_saves: save jobs under way.
         save_failed: a save job did not commit.
+        is_poisoned: its KV is not finite and must not be used by anybody.
         may_load: whether the connector may still be asked for this sequence.
         pending_handoff: the request's handoff until its load has started.
         handoff: the handoff that this sequence's prefill makes.
@@ -59,9 +61,11 @@ class Sequence:
     num_registered: int = 0
     num_cached: int | None = None
     num_saved: int = 0
+    lookup_job: int | None = None
     load_job: int | None = None
     pending_saves: set[int] = field(default_factory=set)
     save_failed: bool = False
+    is_poisoned: bool = False
     may_load: bool = True
     pending_handoff: KvHandoff | None = field(init=False)
     handoff: KvHandoff | None = None

@@ -7,12 +7,11 @@ read or written to somebody else.
 """
 
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, abc
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
-from kvstore.block_key import tail_key
 from kvstore.connector import ConnectorWork, KvConnectorScheduler, LoadResult, TransferResults
 from kvstore.handoff import KvHandoff
 
@@ -72,7 +71,8 @@ class Transfers:
         self._saves = saves and connector is not None
         self._loads: dict[int, _Load] = {}
         self._save_jobs: dict[int, tuple[Sequence, list[int]]] = {}
-        self._handoffs: OrderedDict[str, tuple[KvHandoff, bool]] = OrderedDict()
+        # Tails of handoffs that nobody has released yet, by handoff id.
+        self._tail_keys: OrderedDict[str, bytes] = OrderedDict()
 
     @property
     def in_flight(self) -> int:
@@ -93,7 +93,9 @@ class Transfers:
         num_keys = (len(sequence.token_ids) - 1) // self._block_size
         if num_keys == 0:
             return 0
-        return self._connector.lookup(sequence.request_id, sequence.keys.keys[:num_keys])
+        if sequence.lookup_job is None:
+            sequence.lookup_job = self._connector.lookup(sequence.keys.keys[:num_keys])
+        return self._connector.num_found(sequence.lookup_job)
 
     def start_load(self, sequence: Sequence, num_loadable: int) -> bool:
         """Loads what the admitted sequence lacks of the first `num_loadable` blocks.
@@ -121,7 +123,7 @@ class Transfers:
         if not self._saves or end <= sequence.num_saved:
             return
         blocks = slice(sequence.num_saved, end)
-        self._save(sequence, list(sequence.keys.keys[blocks]), sequence.block_ids[blocks], 0)
+        self._save(sequence, sequence.keys.keys[blocks], sequence.block_ids[blocks], 0)
         sequence.num_saved = end
 
     def save_for_handoff(self, sequence: Sequence) -> None:
@@ -129,10 +131,8 @@ class Transfers:
         assert self._connector is not None, "prefill engines have a connector"
         num_full, num_tail = divmod(sequence.num_prompt, self._block_size)
         handoff_id = uuid.uuid4().hex
-        keys = list(sequence.keys.keys[:num_full])
+        keys = sequence.keys.of_prompt(sequence.request.prompt_token_ids, handoff_id)
         if num_tail:
-            tail_tokens = sequence.request.prompt_token_ids[-num_tail:]
-            keys.append(tail_key(sequence.keys.parent_of(num_full), tail_tokens, handoff_id))
             self._save(sequence, keys[-1:], [sequence.block_ids[num_full]], num_tail)
         sequence.handoff = self._connector.make_handoff(
             handoff_id, self._namespace, keys, sequence.num_prompt
@@ -143,23 +143,38 @@ class Transfers:
         handoff = sequence.handoff
         if handoff is None or sequence.save_failed:
             return None
-        has_tail = handoff.num_tokens % self._block_size != 0
-        self._handoffs[handoff.handoff_id] = (handoff, has_tail)
-        if len(self._handoffs) > _MAX_HANDOFFS:
-            self._handoffs.popitem(last=False)
+        if handoff.num_tokens % self._block_size != 0:
+            self._tail_keys[handoff.handoff_id] = handoff.block_keys[-1]
+        if len(self._tail_keys) > _MAX_HANDOFFS:
+            self._tail_keys.popitem(last=False)
         return handoff
 
     def release_handoff(self, handoff_id: str) -> None:
-        """Drops what was kept for one handoff alone. Unknown ids are fine."""
-        handoff, has_tail = self._handoffs.pop(handoff_id, (None, False))
-        if handoff is not None and self._connector is not None:
-            self._connector.release_handoff(handoff, has_tail)
+        """Deletes the handoff's tail, which nobody else can use. Unknown ids are fine.
+
+        Full blocks stay for other requests.
+        """
+        key = self._tail_keys.pop(handoff_id, None)
+        if key is not None and self._connector is not None:
+            self._connector.delete([key])
+
+    def discard_saved(self, sequence: Sequence) -> None:
+        """Takes back what the sequence has published: it must not be loaded.
+
+        Where saves are still under way, their ends are awaited first, so that
+        none comes after the deletion.
+        """
+        sequence.is_poisoned = True
+        if self._saves and not sequence.pending_saves:
+            self._unpublish(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has left the scheduler's queues, or starts over."""
         if self._connector is None:
             return
-        self._connector.forget(sequence.request_id)
+        if sequence.lookup_job is not None:
+            self._connector.forget_lookup(sequence.lookup_job)
+            sequence.lookup_job = None
         if sequence.load_job is not None:
             self._connector.cancel_load(sequence.load_job)
             sequence.load_job = None
@@ -175,7 +190,7 @@ class Transfers:
             return [], []
         self._connector.update(results)
         loads = [finished for r in results.loads if (finished := self._finish_load(r))]
-        saved = [self._finish_save(r.job_id, r.committed) for r in results.saves]
+        saved = dict.fromkeys(self._finish_save(r.job_id, r.committed) for r in results.saves)
         return loads, [sequence for sequence in saved if not sequence.pending_saves]
 
     def build_work(self) -> ConnectorWork:
@@ -183,7 +198,11 @@ class Transfers:
         return self._connector.build_work() if self._connector is not None else ConnectorWork()
 
     def _save(
-        self, sequence: Sequence, keys: list[bytes], block_ids: list[int], num_tail: int
+        self,
+        sequence: Sequence,
+        keys: abc.Sequence[bytes],
+        block_ids: list[int],
+        num_tail: int,
     ) -> None:
         assert self._connector is not None
         job_id = self._connector.save(keys, block_ids, num_tail)
@@ -207,4 +226,10 @@ class Transfers:
         self._pool.release(block_ids)
         sequence.pending_saves.discard(job_id)
         sequence.save_failed |= not committed
+        if sequence.is_poisoned and not sequence.pending_saves:
+            self._unpublish(sequence)
         return sequence
+
+    def _unpublish(self, sequence: Sequence) -> None:
+        assert self._connector is not None
+        self._connector.delete(sequence.keys.keys[: sequence.num_saved])

@@ -1,9 +1,11 @@
 """What an engine refuses before it queues a request. Pure."""
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from engine.config import EngineConfig
 from engine.request import EngineRequest
 from engine.runner import ModelInfo
+from kvstore.block_key import BlockKeyChain
+from kvstore.handoff import KvHandoff, connector_name
 
 __all__ = ["check_request"]
 
@@ -20,15 +22,16 @@ def check_request(
 
     Raises:
         InvalidArgumentError: names the field, its value and the limit.
-        FailedPreconditionError: the handoff is not for this engine.
+        FailedPreconditionError: the handoff is not for this engine or prompt.
         ResourceExhaustedError: it needs more blocks than the pool has.
     """
     _check_tokens(request, info)
+    _check_salt(request)
     _check_blocks(request, config, info, num_blocks)
     if request.handoff is not None:
-        connector = (config.kv_connector or "").partition(":")[0]
+        connector = connector_name(config.kv_connector)
         request.handoff.check_compatible(namespace=namespace, connector=connector)
-        _check_handoff(request, config.block_size)
+        _check_handoff(request, request.handoff, config.block_size)
 
 
 def _check_tokens(request: EngineRequest, info: ModelInfo) -> None:
@@ -51,6 +54,14 @@ def _check_tokens(request: EngineRequest, info: ModelInfo) -> None:
         raise InvalidArgumentError.for_field("number of prompt tokens", num_tokens, limit)
 
 
+def _check_salt(request: EngineRequest) -> None:
+    try:
+        request.cache_salt.encode()
+    except UnicodeEncodeError:
+        limit = "text that UTF-8 can encode"
+        raise InvalidArgumentError.for_field("cache_salt", request.cache_salt, limit) from None
+
+
 def _check_blocks(
     request: EngineRequest, config: EngineConfig, info: ModelInfo, num_blocks: int
 ) -> None:
@@ -66,19 +77,15 @@ def _check_blocks(
         )
 
 
-def _check_handoff(request: EngineRequest, block_size: int) -> None:
-    handoff = request.handoff
-    assert handoff is not None
+def _check_handoff(request: EngineRequest, handoff: KvHandoff, block_size: int) -> None:
     num_tokens = len(request.prompt_token_ids)
     if handoff.num_tokens != num_tokens:
         raise InvalidArgumentError.for_field(
             "handoff.num_tokens", handoff.num_tokens, f"the prompt's {num_tokens}"
         )
-    if len(handoff.block_keys) != -(-num_tokens // block_size):
-        raise InvalidArgumentError.for_field(
-            "number of handoff.block_keys",
-            len(handoff.block_keys),
-            f"{-(-num_tokens // block_size)}, one per {block_size} tokens",
-        )
     if not request.output_token_ids:
         raise InvalidArgumentError("output_token_ids is empty; a handoff comes with a first token")
+    keys = BlockKeyChain(handoff.namespace, block_size, cache_salt=request.cache_salt)
+    if handoff.block_keys != keys.of_prompt(request.prompt_token_ids, handoff.handoff_id):
+        # Equal keys mean equal bytes: others would be a foreign prompt's KV.
+        raise FailedPreconditionError("handoff.block_keys are not the keys of this prompt")

@@ -7,6 +7,7 @@ from baton.v1 import worker_pb2
 from baton.version import __version__
 from engine.async_engine import AsyncEngine
 from engine.wire import load_to_proto
+from kvstore.handoff import connector_name
 
 __all__ = ["EngineWorker"]
 
@@ -62,6 +63,6 @@ def _describe(
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
         max_num_seqs=config.max_num_seqs,
-        kv_connector=(config.kv_connector or "").partition(":")[0],
+        kv_connector=connector_name(config.kv_connector),
         version=__version__,
     )

@@ -84,16 +84,25 @@ class BlockKeyChain:
             keys.append(_hash(b"full", keys[-1] if keys else self._root, _token_bytes(block)))
         return keys
 
-    def parent_of(self, block_index: int) -> bytes:
-        """The key that block `block_index` is chained to."""
-        return self._keys[block_index - 1] if block_index else self._root
+    def of_prompt(self, token_ids: Sequence[int], handoff_id: str) -> tuple[bytes, ...]:
+        """Keys of all blocks of a prompt: the full ones, and a partial tail made for a handoff.
+
+        Args:
+            token_ids: the prompt, with which the sequence begins.
+            handoff_id: the handoff that the tail is made for.
+        """
+        num_full = len(token_ids) // self._block_size
+        keys = tuple(self.extend(token_ids)[:num_full])
+        tail = token_ids[num_full * self._block_size :]
+        parent = keys[-1] if keys else self._root
+        return (*keys, tail_key(parent, tail, handoff_id)) if tail else keys
 
 
 def tail_key(parent: bytes, token_ids: Sequence[int], handoff_id: str) -> bytes:
     """Key of the partial block that ends one handoff's prompt.
 
     Args:
-        parent: key of the block before, or the chain's root (`parent_of`).
+        parent: key of the block before, or the chain's root.
         token_ids: the tokens in the block, fewer than a full block.
         handoff_id: the handoff that the block is made for.
     """

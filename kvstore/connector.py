@@ -36,6 +36,7 @@ __all__ = [
     "SaveJob",
     "SaveResult",
     "TransferResults",
+    "WorkBuffer",
 ]
 
 
@@ -43,7 +44,7 @@ __all__ = [
 class LookupJob:
     """Asks how many of these keys, from the first, can be loaded."""
 
-    request_id: str
+    job_id: int
     keys: tuple[bytes, ...]
 
 
@@ -74,9 +75,9 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """The first `num_blocks` keys of the lookup can be loaded now."""
+    """The first `num_blocks` keys of the look-up can be loaded now."""
 
-    request_id: str
+    job_id: int
     num_blocks: int
 
 
@@ -108,13 +109,12 @@ class ConnectorWork:
     lookups: tuple[LookupJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
+    cancelled_lookups: tuple[int, ...] = ()
     cancelled_loads: tuple[int, ...] = ()
     deletes: tuple[bytes, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(
-            self.lookups or self.loads or self.saves or self.cancelled_loads or self.deletes
-        )
+        return any(getattr(self, name) for name in self.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +136,16 @@ class WorkBuffer:
     lookups: list[LookupJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    cancelled_lookups: list[int] = field(default_factory=list)
     cancelled_loads: list[int] = field(default_factory=list)
     deletes: list[bytes] = field(default_factory=list)
 
     def drain(self) -> ConnectorWork:
         """Returns what was gathered and empties the buffer."""
-        work = ConnectorWork(
-            tuple(self.lookups),
-            tuple(self.loads),
-            tuple(self.saves),
-            tuple(self.cancelled_loads),
-            tuple(self.deletes),
-        )
-        for jobs in (self.lookups, self.loads, self.saves, self.cancelled_loads, self.deletes):
-            jobs.clear()
+        jobs = {name: getattr(self, name) for name in self.__slots__}
+        work = ConnectorWork(**{name: tuple(items) for name, items in jobs.items()})
+        for items in jobs.values():
+            items.clear()
         return work
 
 
@@ -160,15 +156,16 @@ class KvConnectorScheduler(ABC):
     """The URL scheme, as `KvHandoff.connector` names it."""
 
     @abstractmethod
-    def lookup(self, request_id: str, keys: Sequence[bytes]) -> int | None:
-        """How many leading keys can be loaded; None means ask again next step.
-
-        The first call for a request starts the lookup. May be called often.
-        """
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """Schedules a look-up; returns its job id."""
 
     @abstractmethod
-    def forget(self, request_id: str) -> None:
-        """Drops what `lookup` remembers of a request. Unknown ids are fine."""
+    def num_found(self, job_id: int) -> int | None:
+        """How many leading keys a look-up found; None means ask again next step."""
+
+    @abstractmethod
+    def forget_lookup(self, job_id: int) -> None:
+        """Drops a look-up, answered or open. Exactly once for each."""
 
     @abstractmethod
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> int:
@@ -191,8 +188,8 @@ class KvConnectorScheduler(ABC):
         """The handoff for committed blocks of a prompt."""
 
     @abstractmethod
-    def release_handoff(self, handoff: KvHandoff, has_tail: bool) -> None:
-        """The handoff is no longer needed: drop what was kept for it alone."""
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Schedules the removal of blocks that nobody must load any more."""
 
     @abstractmethod
     def build_work(self) -> ConnectorWork:

@@ -3,10 +3,20 @@
 from dataclasses import dataclass
 
 from baton.errors import FailedPreconditionError
+from kvstore.codec import DIGEST_SCHEME
 
-__all__ = ["HANDOFF_FORMAT_VERSION", "KvHandoff"]
+__all__ = ["HANDOFF_FORMAT_VERSION", "KvHandoff", "connector_name"]
 
 HANDOFF_FORMAT_VERSION = 1
+
+_SAME_CONNECTOR = {"rediss": "redis"}
+"""Schemes that reach the same objects in another way."""
+
+
+def connector_name(url: str | None) -> str:
+    """What tiers compare of their connectors' URLs; empty without a connector."""
+    scheme = (url or "").partition(":")[0].lower()
+    return _SAME_CONNECTOR.get(scheme, scheme)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,7 @@ class KvHandoff:
             ("handoff format version", HANDOFF_FORMAT_VERSION, self.format_version),
             ("KV namespace", namespace.hex(), self.namespace.hex()),
             ("KV connector", connector, self.connector),
+            ("KV digest scheme", DIGEST_SCHEME, self.digest_scheme),
         )
         for name, ours, theirs in ours_and_theirs:
             if ours != theirs:

@@ -17,7 +17,7 @@ from kvstore.connector import (
     TransferResults,
     WorkBuffer,
 )
-from kvstore.handoff import KvHandoff
+from kvstore.handoff import KvHandoff, connector_name
 from kvstore.registry import open_store
 from kvstore.store_worker import StoreConnectorWorker
 
@@ -31,8 +31,9 @@ def open_connector(url: str) -> tuple[KvConnectorScheduler, KvConnectorWorker]:
         ConfigurationError: unknown scheme, bad option, or unreachable at start.
     """
     store = open_store(url)
-    scheme = url.partition(":")[0]
-    return StoreConnectorScheduler(scheme, ttl_s=store.ttl_s), StoreConnectorWorker(store)
+    return StoreConnectorScheduler(connector_name(url), ttl_s=store.ttl_s), StoreConnectorWorker(
+        store
+    )
 
 
 class StoreConnectorScheduler(KvConnectorScheduler):
@@ -48,19 +49,24 @@ class StoreConnectorScheduler(KvConnectorScheduler):
         self._lease_ms = int(ttl_s * 1000)
         self._work = WorkBuffer()
         self._job_ids = itertools.count()
-        # Look-ups by request: None while open, else how many blocks were found.
-        self._found: dict[str, int | None] = {}
+        # Look-ups by job: None while open, else how many blocks were found.
+        self._found: dict[int, int | None] = {}
 
-    def lookup(self, request_id: str, keys: Sequence[bytes]) -> int | None:
+    def lookup(self, keys: Sequence[bytes]) -> int:
         """See `KvConnectorScheduler.lookup`."""
-        if request_id not in self._found:
-            self._found[request_id] = None
-            self._work.lookups.append(LookupJob(request_id, tuple(keys)))
-        return self._found[request_id]
+        job = LookupJob(next(self._job_ids), tuple(keys))
+        self._work.lookups.append(job)
+        self._found[job.job_id] = None
+        return job.job_id
 
-    def forget(self, request_id: str) -> None:
-        """See `KvConnectorScheduler.forget`."""
-        self._found.pop(request_id, None)
+    def num_found(self, job_id: int) -> int | None:
+        """See `KvConnectorScheduler.num_found`."""
+        return self._found[job_id]
+
+    def forget_lookup(self, job_id: int) -> None:
+        """See `KvConnectorScheduler.forget_lookup`."""
+        if self._found.pop(job_id) is None:
+            self._work.cancelled_lookups.append(job_id)
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> int:
         """See `KvConnectorScheduler.load`."""
@@ -94,17 +100,16 @@ class StoreConnectorScheduler(KvConnectorScheduler):
             lease_ms=self._lease_ms,
         )
 
-    def release_handoff(self, handoff: KvHandoff, has_tail: bool) -> None:
-        """Deletes the tail block; full blocks stay for other requests."""
-        if has_tail:
-            self._work.deletes.append(handoff.block_keys[-1])
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """See `KvConnectorScheduler.delete`."""
+        self._work.deletes.extend(keys)
 
     def build_work(self) -> ConnectorWork:
         """See `KvConnectorScheduler.build_work`."""
         return self._work.drain()
 
     def update(self, results: TransferResults) -> None:
-        """See `KvConnectorScheduler.update`. Answers for forgotten requests are dropped."""
+        """See `KvConnectorScheduler.update`. Answers to forgotten look-ups are dropped."""
         for result in results.lookups:
-            if result.request_id in self._found:
-                self._found[result.request_id] = result.num_blocks
+            if result.job_id in self._found:
+                self._found[result.job_id] = result.num_blocks

@@ -11,6 +11,7 @@ scatters the verified ones into the pool.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["StoreConnectorWorker"]
 
 _NUM_IO_THREADS = 2
+_MAX_LOOKUP_WAIT_S = 0.25
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -107,6 +109,7 @@ class StoreConnectorWorker(KvConnectorWorker):
         # Look-ups get a thread of their own: they must not queue behind bulk.
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-lookup")
         self._ends: deque[LookupResult | _PieceEnd] = deque()
+        self._open_lookups: dict[int, LookupJob] = {}
         self._jobs: dict[int, _Job] = {}
         self._waiting: deque[_Job] = deque()  # jobs with blocks not in any piece yet
         self._wake: Callable[[], None] = lambda: None
@@ -127,7 +130,10 @@ class StoreConnectorWorker(KvConnectorWorker):
     def start(self, work: ConnectorWork) -> None:
         """See `KvConnectorWorker.start`."""
         for lookup in work.lookups:
-            self._lookups.submit(self._look_up, lookup)
+            self._open_lookups[lookup.job_id] = lookup
+            self._lookups.submit(self._look_up, lookup.job_id, time.monotonic())
+        for job_id in work.cancelled_lookups:
+            self._open_lookups.pop(job_id, None)
         if work.deletes:
             self._lookups.submit(self._delete, work.deletes)
         jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
@@ -210,22 +216,31 @@ class StoreConnectorWorker(KvConnectorWorker):
 
     # I/O threads.
 
-    def _look_up(self, job: LookupJob) -> None:
+    def _look_up(self, job_id: int, submitted_at: float) -> None:
+        """Answers a look-up that is still wanted. One that waited long finds nothing:
+        behind a slow store, computing is better than queueing.
+        """
+        job = self._open_lookups.pop(job_id, None)
+        if job is None:
+            return
         num_blocks = 0
-        try:
-            num_blocks = self._store.contains_prefix(job.keys)
-        except StoreUnavailableError as error:
-            _logger.warning("look-up for %s failed: %s", job.request_id, error)
-        except Exception:
-            _logger.exception("look-up for %s failed", job.request_id)
-        self._ends.append(LookupResult(job.request_id, num_blocks))
+        if time.monotonic() - submitted_at < _MAX_LOOKUP_WAIT_S:
+            num_blocks = self._try("look-up", lambda: self._store.contains_prefix(job.keys)) or 0
+        self._ends.append(LookupResult(job_id, num_blocks))
         self._wake()
 
     def _delete(self, keys: tuple[bytes, ...]) -> None:
+        """What cannot be deleted stays until its TTL."""
+        self._try("delete", lambda: self._store.delete(keys))
+
+    def _try(self, name: str, call: Callable[[], int]) -> int | None:
         try:
-            self._store.delete(keys)
+            return call()
         except StoreUnavailableError as error:
-            _logger.warning("%d handoff tails stay until their TTL: %s", len(keys), error)
+            _logger.warning("KV store: %s failed: %s", name, error)
+        except Exception:
+            _logger.exception("KV store: %s failed", name)
+        return None
 
     def _run(self, move: Callable[[_Piece], tuple[int, str]], piece: _Piece) -> None:
         """Runs a piece; whatever happens, its end is told."""

@@ -1,8 +1,16 @@
 """Fixtures that tests of several kinds share."""
 
+import os
+
 import pytest
+from hypothesis import settings
 
 from tests.support.redis_server import running_redis_server
+
+# On CI the examples are the same each time; elsewhere new ones are looked for.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -232,17 +233,17 @@ def test_an_outage_fails_jobs_and_trips_the_breaker(
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), refuse)
     rig = make_rig(store)
     rig.start(
-        lookups=(LookupJob("a", keys(2)),),
+        lookups=(LookupJob(200, keys(2)),),
         saves=tuple(SaveJob(i, keys(1, i), (i,)) for i in range(20)),
         loads=(LoadJob(100, keys(2), (1, 2)),),
     )
 
     results = rig.results(22)
 
-    assert LookupResult("a", 0) in results
+    assert LookupResult(200, 0) in results
     assert LoadResult(100, 0, "unavailable") in results
     assert all(not r.committed for r in results if isinstance(r, SaveResult))
-    assert store.num_calls <= 3, "one call per thread found out; the rest did not ask"
+    assert store.num_calls <= 4, "reads and writes found out at once on each thread; no more"
 
 
 def test_the_breaker_probes_again_after_its_cooldown(tmp_path: Path) -> None:
@@ -263,3 +264,64 @@ def test_the_breaker_probes_again_after_its_cooldown(tmp_path: Path) -> None:
     assert breaker.contains_prefix(keys(1)) == 0
     assert breaker.contains_prefix(keys(1)) == 0
     breaker.close()
+
+
+def test_only_one_call_probes_a_store_that_was_down(tmp_path: Path) -> None:
+    now, probing, go_on = [0.0], threading.Event(), threading.Event()
+
+    def hang(buffers: list[memoryview]) -> None:
+        probing.set()
+        go_on.wait(TIMEOUT_S)
+        raise StoreUnavailableError("down")
+
+    store = FaultyStore(open_store(f"memory://{tmp_path.name}"), hang)
+    breaker = BreakerStore(store, clock=lambda: now[0])
+    go_on.set()
+    with pytest.raises(StoreUnavailableError):
+        breaker.contains_prefix(keys(1))
+    go_on.clear()
+    probing.clear()
+    now[0] = 2.0
+    with ThreadPoolExecutor(1) as executor:
+        probe = executor.submit(breaker.contains_prefix, keys(1))
+        assert probing.wait(TIMEOUT_S)
+        for _ in range(5):
+            with pytest.raises(StoreUnavailableError, match="a moment ago"):
+                breaker.contains_prefix(keys(1))
+        go_on.set()
+        assert isinstance(probe.exception(TIMEOUT_S), StoreUnavailableError)
+    assert store.num_calls == 2
+
+
+def test_a_store_that_takes_no_more_still_serves(tmp_path: Path) -> None:
+    class FullStore(FaultyStore):
+        def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+            raise StoreUnavailableError("full")
+
+    inner = open_store(f"memory://{tmp_path.name}")
+    inner.put_many(keys(1), [memoryview(b"x")])
+    breaker = BreakerStore(FullStore(inner, lambda buffers: None))
+    with pytest.raises(StoreUnavailableError):
+        breaker.put_many(keys(1), [memoryview(b"x")])
+
+    assert breaker.contains_prefix(keys(1)) == 1
+
+
+def test_a_look_up_that_nobody_wants_is_not_made(
+    make_rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait(buffers: list[memoryview]) -> None:
+        entered.set()
+        go_on.wait(TIMEOUT_S)
+
+    store = FaultyStore(open_store(f"memory://{tmp_path.name}"), wait)
+    rig = make_rig(store)
+    rig.start(lookups=tuple(LookupJob(index, keys(1)) for index in range(3)))
+    assert entered.wait(TIMEOUT_S)
+    rig.start(cancelled_lookups=(1,))
+    go_on.set()
+
+    assert {result.job_id for result in rig.results(2)} == {0, 2}
+    assert store.num_calls <= 2

@@ -45,9 +45,9 @@ class FakeWorker(KvConnectorWorker):
         """Ends one pending job."""
         job = self.pending.pop(index)
         match job:
-            case LookupJob(request_id, keys):
+            case LookupJob(job_id, keys):
                 found = next((i for i, key in enumerate(keys) if key not in self.store), len(keys))
-                self._results.append(LookupResult(request_id, 0 if fails else found))
+                self._results.append(LookupResult(job_id, 0 if fails else found))
             case LoadJob():
                 self._results.append(self._load(job, fails=fails))
             case SaveJob():

@@ -53,6 +53,8 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.failures: list[Exception] = []
         self.batches: list[ScheduledBatch] = []
+        self.fault: str | None = None  # "raise" or "not finite": what the next step does
+        self.num_raised_in_row = 0
         # kv_pool[block][offset]: the token prefix whose last token's KV lies there.
         self.kv_pool: list[list[Slot | None]] = [
             [None] * info.layout.block_size for _ in range(num_blocks)
@@ -63,11 +65,18 @@ class FakeRunner:
         request_ids = {share.request_id for share in batch.sequences}
         self._check(len(request_ids) == len(batch.sequences), "a sequence is scheduled twice")
         self._check(all(share.num_tokens for share in batch.sequences), "a share is empty")
+        fault, self.fault = self.fault, None
+        if fault == "raise":
+            self.num_raised_in_row += 1
+            raise RuntimeError("as the test asked")
+        self.num_raised_in_row = 0
         written: set[tuple[int, int]] = set()
         for share in batch.sequences:
             self._write(share, written)
-        tokens = tuple(self._draw(share) for share in batch.sequences)
-        return StepOutput(batch.step, tokens)
+        tokens = [self._draw(share) for share in batch.sequences]
+        if fault == "not finite":
+            tokens[0] = None
+        return StepOutput(batch.step, tuple(tokens))
 
     def _write(self, share: ScheduledSequence, written: set[tuple[int, int]]) -> None:
         prefix = self._read(share, share.start_position)

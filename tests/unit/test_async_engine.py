@@ -188,6 +188,51 @@ async def test_a_failing_step_ends_its_requests_and_not_the_engine(
     assert engine.load().num_free_blocks == engine.num_blocks
 
 
+async def test_a_device_that_fails_every_step_ends_the_engine(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    runner.error = RuntimeError("device lost")
+    runner.free()
+    for index in range(3):
+        collector = Collector()
+        engine.submit(make_request(str(index)), collector)
+        await asyncio.wait_for(collector.ended.wait(), 10)
+
+    assert await asyncio.wait_for(engine.wait_failed(), 10) is runner.error
+    with pytest.raises(UnavailableError):
+        engine.submit(make_request("more"), Collector())
+
+
+async def test_a_handler_that_raises_costs_its_neighbours_nothing(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    def raising(output: RequestOutput) -> None:
+        raise ValueError("a bug")
+
+    collector = Collector()
+    engine.submit(make_request("a"), raising)
+    engine.submit(make_request("b"), collector)
+    runner.free()
+    await asyncio.wait_for(collector.ended.wait(), 10)
+
+    assert collector.tokens == expected_tokens(PROMPT, 6)
+
+
+async def test_close_tells_the_requests_that_still_run(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    collector = Collector()
+    engine.submit(make_request("a", max_tokens=50), collector)
+    runner.gate.release(2)
+    await asyncio.wait_for(collector.started.wait(), 10)
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    runner.gate.release()
+    await closing
+
+    assert isinstance(collector.outputs[-1].error, UnavailableError)
+
+
 async def test_a_dead_engine_tells_every_request_and_refuses_more(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:

@@ -4,12 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import AbortedError, DeadlineExceededError, ResourceExhaustedError
+from baton.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
 from engine.batch import DrawParams, StepOutput
 from engine.config import EngineConfig
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.scheduler import Scheduler
 from engine.validation import check_request
+from kvstore.block_key import BlockKeyChain
 from kvstore.connector import LoadResult, LookupResult, SaveResult, TransferResults
 from kvstore.handoff import KvHandoff
 from kvstore.store_connector import StoreConnectorScheduler
@@ -104,9 +112,8 @@ def test_an_open_lookup_does_not_block_those_behind(clock: Clock) -> None:
 
     assert step(scheduler)[0] == {"b": 3}
     (lookup,) = scheduler.build_work().lookups
-    scheduler.apply(TransferResults(lookups=(LookupResult("a", 0),)))
+    scheduler.apply(TransferResults(lookups=(LookupResult(lookup.job_id, 0),)))
 
-    assert lookup.request_id == "a"
     assert len(lookup.keys) == 2
     assert step(scheduler)[0]["a"] == 9
 
@@ -115,8 +122,8 @@ def test_a_load_brings_what_is_found_and_the_rest_is_computed(clock: Clock) -> N
     scheduler = make_scheduler(clock, with_connector=True)
     scheduler.add(request("a", 11))
     step(scheduler)
-    scheduler.build_work()
-    scheduler.apply(TransferResults(lookups=(LookupResult("a", 2),)))
+    (lookup,) = scheduler.build_work().lookups
+    scheduler.apply(TransferResults(lookups=(LookupResult(lookup.job_id, 2),)))
     assert step(scheduler)[0] == {}
     (load,) = scheduler.build_work().loads
     assert len(load.block_ids) == 2
@@ -128,17 +135,18 @@ def test_a_load_brings_what_is_found_and_the_rest_is_computed(clock: Clock) -> N
     assert outputs[0].cached_tokens == 8
 
 
-def handed_over(num_tokens: int = 10) -> EngineRequest:
+def handed_over(num_tokens: int = 10, first_token: int = 1) -> EngineRequest:
+    prompt = (first_token,) + (1,) * (num_tokens - 1)
     handoff = KvHandoff(
         handoff_id="h",
         namespace=b"namespace",
-        block_keys=tuple(bytes([index]) * 32 for index in range(-(-num_tokens // 4))),
+        block_keys=BlockKeyChain(b"namespace", 4).of_prompt(prompt, "h"),
         num_tokens=num_tokens,
         connector="fake",
         digest_scheme="xxh3-128",
         lease_ms=1000,
     )
-    return request("a", num_tokens, output_token_ids=(0,), handoff=handoff)
+    return request("a", prompt_token_ids=prompt, output_token_ids=(0,), handoff=handoff)
 
 
 def test_nothing_of_a_handed_over_prompt_is_computed_again(clock: Clock) -> None:
@@ -199,8 +207,8 @@ def test_prefill_hands_over_when_every_block_is_committed(clock: Clock) -> None:
     scheduler = make_scheduler(clock, with_connector=True, role="prefill")
     scheduler.add(request("a", 10))
     step(scheduler)
-    scheduler.build_work()
-    scheduler.apply(TransferResults(lookups=(LookupResult("a", 0),)))
+    (lookup,) = scheduler.build_work().lookups
+    scheduler.apply(TransferResults(lookups=(LookupResult(lookup.job_id, 0),)))
     assert step(scheduler) == ({"a": 10}, [])
     full, tail = scheduler.build_work().saves
     assert (len(full.keys), full.num_tail_tokens) == (2, 0)
@@ -244,16 +252,93 @@ def test_deadlines_end_requests_in_any_state(clock: Clock) -> None:
     assert scheduler.load().num_free_blocks == 32
 
 
-def test_what_can_never_fit_is_refused() -> None:
-    def check(asked: EngineRequest, **config: object) -> None:
-        check_request(
-            asked,
-            config=make_config(with_connector=True, **config),
-            info=INFO,
-            num_blocks=3,
-            namespace=b"namespace",
-        )
+def check(asked: EngineRequest, **config: object) -> None:
+    check_request(
+        asked,
+        config=make_config(with_connector=True, **config),
+        info=INFO,
+        num_blocks=3,
+        namespace=b"namespace",
+    )
 
+
+def test_a_handoff_of_another_prompt_is_refused() -> None:
+    ours, foreign = handed_over(5), handed_over(5, first_token=0)
+    assert ours.handoff is not None
+    assert foreign.handoff is not None
+    check(ours)
+
+    for handoff in (
+        foreign.handoff,
+        replace(ours.handoff, handoff_id="other"),
+        replace(ours.handoff, namespace=b"other"),
+        replace(ours.handoff, connector="other"),
+        replace(ours.handoff, digest_scheme="other"),
+        replace(ours.handoff, block_keys=ours.handoff.block_keys[:1]),
+    ):
+        with pytest.raises(FailedPreconditionError):
+            check(replace(ours, handoff=handoff))
+    with pytest.raises(FailedPreconditionError):
+        check(replace(ours, cache_salt="tenant"))
+
+
+def test_a_salt_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="cache_salt"):
+        check(request("a", 3, cache_salt="\ud800"))
+
+
+def test_a_late_answer_does_not_reach_a_request_of_the_same_id(clock: Clock) -> None:
+    scheduler = make_scheduler(clock, with_connector=True)
+    scheduler.add(request("a", 13))
+    step(scheduler)
+    (old,) = scheduler.build_work().lookups
+    scheduler.abort(["a"])
+    assert scheduler.build_work().cancelled_lookups == (old.job_id,)
+
+    scheduler.add(request("a", 6))
+    step(scheduler)
+    (new,) = scheduler.build_work().lookups
+    scheduler.apply(TransferResults(lookups=(LookupResult(old.job_id, 3),)))
+    assert step(scheduler)[0] == {}, "its own answer is still to come"
+    scheduler.apply(TransferResults(lookups=(LookupResult(new.job_id, 0),)))
+
+    assert step(scheduler)[0] == {"a": 6}
+
+
+def test_kv_of_a_poisoned_request_is_found_by_nobody(clock: Clock) -> None:
+    scheduler = make_scheduler(clock, with_connector=True, max_num_batched_tokens=8)
+    scheduler.add(request("a", 11))
+    step(scheduler)
+    (lookup,) = scheduler.build_work().lookups
+    scheduler.apply(TransferResults(lookups=(LookupResult(lookup.job_id, 0),)))
+    step(scheduler)
+    (save,) = scheduler.build_work().saves
+
+    batch = scheduler.schedule()
+    assert batch is not None
+    (output,) = scheduler.commit(batch, StepOutput(batch.step, (None,)))
+    assert isinstance(output.error, InternalError)
+    assert not scheduler.build_work().deletes, "the save is still under way"
+    scheduler.apply(TransferResults(saves=(SaveResult(save.job_id, True),)))
+    assert scheduler.build_work().deletes == save.keys
+
+    scheduler.add(request("b", 11))
+    step(scheduler)
+    (lookup,) = scheduler.build_work().lookups
+    scheduler.apply(TransferResults(lookups=(LookupResult(lookup.job_id, 0),)))
+    assert step(scheduler)[0] == {"b": 8}, "nothing of it is cached"
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up(clock: Clock) -> None:
+    scheduler = make_scheduler(clock)
+    for index in range(1000):
+        scheduler.add(request(str(index), deadline=1e9))
+        scheduler.abort([str(index)])
+
+    assert len(scheduler._deadlines) < 100
+
+
+def test_what_can_never_fit_is_refused() -> None:
     check(request("a", 9, max_tokens=4))  # 12 tokens need KV, the 13th never does
     with pytest.raises(ResourceExhaustedError, match="needs 4 KV blocks"):
         check(request("a", 9, max_tokens=5))
