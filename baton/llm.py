@@ -138,12 +138,12 @@ class LLM:
         for output in outputs:
             request = requests[output.request_id]
             request.take(output)
-            if request.is_finished:
-                num_finished += 1
-                if (
-                    output.finish_reason is None
-                ):  # ended by a stop text, which the engine cannot see
-                    self._core.abort([output.request_id])
+            if not request.is_finished:
+                continue
+            num_finished += 1
+            # Without a finish reason, a stop text ended it, which the engine cannot see.
+            if output.finish_reason is None:
+                self._core.abort([output.request_id])
         return num_finished
 
 
