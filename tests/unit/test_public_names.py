@@ -62,6 +62,9 @@ def test_the_package_exports_its_public_face():
         ("import baton", ("torch", "grpc", "transformers")),
         ("from baton import Client", ("torch", "transformers")),
         ("import baton.cli.up", ("torch", "transformers")),
+        ("import router.server", ("torch", "transformers")),
+        ("import engine.scheduler, engine.core, engine.async_engine", ("torch", "grpc")),
+        ("import kvstore.store_connector, kvstore.registry", ("torch", "grpc")),
     ],
 )
 def test_imports_stay_cheap(statement, unwanted):
