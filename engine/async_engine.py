@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from baton.errors import (
     BatonError,
-    InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
@@ -161,7 +160,7 @@ class AsyncEngine:
 
     async def wait_failed(self) -> BaseException:
         """Waits until the engine dies of a bug; returns the cause. Its requests got
-        `InternalError`; the process should end.
+        `UnavailableError`, as another replica can take them; the process should end.
         """
         return await asyncio.shield(self._failed)
 
@@ -172,7 +171,7 @@ class AsyncEngine:
         self._closing = True
         self._core.wake()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
-        self._end_all(UnavailableError("this replica has stopped"))
+        self._end_all(UnavailableError("the engine of this replica has stopped"))
 
     # On the event loop.
 
@@ -207,7 +206,7 @@ class AsyncEngine:
     def _fail(self, cause: BaseException) -> None:
         if not self._failed.done():
             self._failed.set_result(cause)
-        self._end_all(InternalError("the engine has stopped"))
+        self._end_all(UnavailableError("the engine of this replica has stopped"))
 
     def _end_all(self, error: BatonError) -> None:
         """Tells every request that is left; nothing comes from the engine any more."""

@@ -243,6 +243,8 @@ async def test_a_dead_engine_tells_every_request_and_refuses_more(
 
     await asyncio.wait_for(engine.wait_failed(), 10)
 
-    assert isinstance(collector.outputs[-1].error, InternalError)
+    error = collector.outputs[-1].error
+    assert isinstance(error, UnavailableError)  # another replica can go on with it
+    assert error.message == "the engine of this replica has stopped"
     with pytest.raises(UnavailableError):
         engine.submit(make_request("b"), Collector())
