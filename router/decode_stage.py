@@ -2,17 +2,25 @@
 
 A request whose replica is lost goes on elsewhere from the prompt and all
 tokens so far, with the same seed, so that no token is lost or repeated. A
-replica that refuses a request is passed over.
+replica that refuses a request is passed over, and so is, once, one that fails
+on it. A request that has tokens already waits for a replica that takes it.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from baton.errors import AbortedError, ResourceExhaustedError, UnavailableError
+from baton.errors import (
+    AbortedError,
+    BatonError,
+    InternalError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from baton.v1 import common_pb2, decode_pb2
-from router.decode_connection import ReplicaLostError
+from router.decode_connection import DecodeStream, ReplicaLostError
 from router.fleet import Fleet
 from router.policy import pick_decode
 from router.prefill_stage import HeldHandoff
@@ -25,6 +33,7 @@ from rpc.errors import from_worker_error
 __all__ = ["DecodeStage"]
 
 _LOGGER = logging.getLogger("baton.router")
+_REPLICA_ERRORS = (InternalError, ResourceExhaustedError, UnavailableError)
 _MAX_LOSSES = 4
 """A request that outlives this many replicas is more likely to be what kills them."""
 
@@ -35,8 +44,8 @@ class DecodeStage:
     Args:
         fleet: the replicas.
         prefix_index: what they probably cache.
-        resume_timeout_s: how long a request whose replica was lost waits for
-            another one to appear.
+        resume_timeout_s: how long a request whose replica was lost, or that
+            none takes after it has got tokens, waits for another one to appear.
     """
 
     def __init__(self, fleet: Fleet, prefix_index: PrefixIndex, resume_timeout_s: float) -> None:
@@ -88,26 +97,21 @@ class DecodeStage:
             AbortedError: too many replicas were lost under this request.
             BatonError: what a replica says of this request.
         """
-        refused: frozenset[str] = frozenset()
-        num_losses = attempt = 0
-        while True:
+        setbacks = _Setbacks(request.request_id)
+        for attempt in itertools.count():
+            num_tokens = len(output_token_ids)
             outputs = self._attempt(request, attempt, replica, output_token_ids, handoff)
             try:
                 async with aclosing(outputs):
                     async for output in outputs:
                         yield output
                 return
-            except ReplicaLostError as error:
-                num_losses += 1
-                _check_losses(request, num_losses, error)
-                replica = await self._next_replica(request, refused)
-            except (UnavailableError, ResourceExhaustedError):
-                refused |= {replica.replica_id}
-                other = self.pick(request, refused)
-                if other is None:
+            except _REPLICA_ERRORS as error:
+                setbacks.add(replica, error, was_running=len(output_token_ids) > num_tokens)
+                other = self.pick(request, setbacks.refused)
+                if other is None and not _may_wait(error, output_token_ids):
                     raise
-                replica = other
-            attempt += 1
+                replica = other or await self._next_replica(request, setbacks.refused)
 
     async def _attempt(
         self,
@@ -125,21 +129,16 @@ class DecodeStage:
         with replica.reserve(num_blocks=missing_blocks):
             stream = replica.start(start)
             try:
-                while True:
-                    output = await stream.read()
-                    if output.finish_reason == common_pb2.FINISH_REASON_ERROR:
-                        raise from_worker_error(output.error)
+                async for output in _outputs_of(stream):
                     if handoff:
                         handoff.release()
                     output_token_ids.extend(output.token_ids)
                     yield output
-                    if output.finish_reason:
-                        return
             finally:
                 stream.close()
 
     async def _next_replica(self, request: RoutedRequest, refused: frozenset[str]) -> DecodeReplica:
-        """Another replica for a request that lost its own; waits for one to appear.
+        """Waits for another replica, for a request that none of the present ones takes.
 
         Raises:
             UnavailableError: none did.
@@ -151,7 +150,7 @@ class DecodeStage:
                 return replica
         except TimeoutError:
             raise UnavailableError(
-                f"the decode replica of request {request.request_id} was lost, "
+                f"the decode replica of request {request.request_id} was lost or refused it, "
                 "and no other can go on with it"
             ) from None
 
@@ -161,9 +160,70 @@ def _fits(replica: DecodeReplica, request: RoutedRequest) -> bool:
     return request.max_total_tokens <= limit
 
 
-def _check_losses(request: RoutedRequest, num_losses: int, error: ReplicaLostError) -> None:
-    _LOGGER.warning("request_id=%s: %s", ascii(request.request_id), error.message)
-    if num_losses >= _MAX_LOSSES:
-        raise AbortedError(
-            f"{num_losses} decode replicas were lost while request {request.request_id} ran"
-        )
+async def _outputs_of(stream: DecodeStream) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
+    """Yields outputs up to the last; tokens that came with an error before it is raised."""
+    while True:
+        output = await stream.read()
+        failed = output.finish_reason == common_pb2.FINISH_REASON_ERROR
+        error = from_worker_error(output.error) if failed else None
+        if failed:
+            output.ClearField("finish_reason")
+            output.ClearField("error")
+        if output.token_ids or not failed:
+            yield output
+        if error is not None:
+            raise error
+        if output.finish_reason:
+            return
+
+
+def _may_wait(error: BatonError, output_token_ids: Sequence[int]) -> bool:
+    """Whether a request may wait for a replica: what has begun should not end for want of one."""
+    is_lost = isinstance(error, ReplicaLostError)
+    return is_lost or (bool(output_token_ids) and not isinstance(error, InternalError))
+
+
+class _Setbacks:
+    """What has gone wrong with one request so far.
+
+    Attributes:
+        refused: ids of replicas that are not asked again.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._num_losses = 0
+        self._has_failed = False
+        self.refused: frozenset[str] = frozenset()
+
+    def add(self, replica: DecodeReplica, error: BatonError, *, was_running: bool) -> None:
+        """Notes that a replica would or could not go on.
+
+        Args:
+            replica: the replica.
+            error: what it said, or that it was lost.
+            was_running: whether tokens came from it: then it was lost rather than unwilling.
+
+        Raises:
+            AbortedError: too many were lost.
+            InternalError: two failed: the request itself is what they fail on.
+        """
+        if not isinstance(error, ReplicaLostError):  # a lost one may connect again
+            self.refused |= {replica.replica_id}
+        if isinstance(error, InternalError):
+            self._note_failure(error)
+        elif isinstance(error, ReplicaLostError) or was_running:
+            self._note_loss(error)
+
+    def _note_failure(self, error: InternalError) -> None:
+        if self._has_failed:
+            raise error
+        self._has_failed = True
+
+    def _note_loss(self, error: BatonError) -> None:
+        _LOGGER.warning("request_id=%s: %s", ascii(self._request_id), error.message)
+        self._num_losses += 1
+        if self._num_losses >= _MAX_LOSSES:
+            raise AbortedError(
+                f"{self._num_losses} decode replicas were lost while request {self._request_id} ran"
+            )

@@ -114,6 +114,96 @@ async def test_losing_the_last_decode_replica_is_unavailable_in_time():
         assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_requests_of_an_engine_that_stops_go_on_elsewhere():
+    decodes = [FakeDecode(SCRIPT, pause_after=7) for _ in range(2)]
+    async with running_workers(*decodes), running_router(*decodes) as router:
+        tasks = [
+            asyncio.create_task(router.generate(request((*PROMPT_IDS, i), max_tokens=20)))
+            for i in range(6)
+        ]
+        dying = await first_of(decodes, lambda decode: decode.num_sent)
+        heir = other_of(decodes, dying)
+        heir.resume()
+        dying.fail_running(UnavailableError("the engine of this replica has stopped"))
+        for responses in await asyncio.gather(*tasks):
+            assert token_ids_of(responses) == SCRIPT[:20]
+
+
+async def test_tokens_that_come_with_an_error_are_neither_lost_nor_repeated():
+    """A lagging router gets a request's last tokens and its end as one output."""
+    decodes = [FakeDecode(SCRIPT, pause_after=5) for _ in range(2)]
+    async with running_workers(*decodes), running_router(*decodes) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=12)))
+        dying = await first_of(decodes, lambda decode: decode.num_sent == 5)
+        heir = other_of(decodes, dying)
+        heir.resume()
+        dying.fail_running(UnavailableError("has stopped"), token_ids=SCRIPT[5:8])
+        assert token_ids_of(await task) == SCRIPT[:12]
+    assert list(heir.starts[0].output_token_ids) == SCRIPT[:8]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [UnavailableError("drains"), ResourceExhaustedError("queue full")],
+    ids=lambda error: error.code,
+)
+async def test_begun_stream_that_is_refused_waits_for_a_replica(refusal):
+    prefill, refusing = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    late = FakeDecode(SCRIPT)
+    async with running_workers(prefill, refusing, late):
+        await late.stop()
+        addresses = (refusing.address, late.address)
+        async with running_router(prefill, refusing, decode=addresses) as router:
+            refusing.refusal = refusal
+            task = asyncio.create_task(router.generate(request(max_tokens=6)))
+            await refusing.changes.until(lambda: refusing.starts)
+            await late.start(late.port)
+            responses = await task
+    assert token_ids_of(responses) == SCRIPT[:6]
+    assert list(late.starts[0].output_token_ids) == SCRIPT[:1]
+    assert len(refusing.starts) == 1
+
+
+async def test_begun_stream_that_none_takes_in_time_is_unavailable():
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    decode.refusal = UnavailableError("this replica takes no new requests")
+    workers = (prefill, decode)
+    async with running_workers(*workers), running_router(*workers, resume_timeout_s=0.1) as router:
+        error = await failed_call(router.generate(request(max_tokens=6)))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no other can go on" in error.details()
+
+
+async def test_engines_that_keep_stopping_under_a_request_abort_it():
+    decodes = [FakeDecode(SCRIPT, pause_after=0) for _ in range(5)]
+    async with running_workers(*decodes), running_router(*decodes) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=12)))
+        for num_tokens in range(1, 5):
+            for decode in decodes:
+                decode.resume(num_tokens)
+            victim = await first_of(decodes, lambda decode: decode.running and decode.num_sent)
+            victim.fail_running(UnavailableError("has stopped"))
+        error = await failed_call(task)
+    assert error.code() is grpc.StatusCode.ABORTED
+
+
+async def test_failed_request_is_tried_once_more_elsewhere():
+    decodes = [FakeDecode(SCRIPT, pause_after=3) for _ in range(3)]
+    async with running_workers(*decodes), running_router(*decodes) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=6)))
+        failing = await first_of(decodes, lambda decode: decode.num_sent == 3)
+        others = [decode for decode in decodes if decode is not failing]
+        for other in others:
+            other.resume()
+        failing.fail_running(InternalError("the engine failed on this request"))
+        assert token_ids_of(await task) == SCRIPT[:6]
+        for other in others:
+            other.refusal = InternalError("the engine failed on this request")
+        error = await failed_call(router.generate(request([9] * 40)))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert sum(len(decode.starts) for decode in decodes) == 4
+
+
 async def test_request_that_outlives_its_replicas_is_aborted():
     decodes = [FakeDecode(SCRIPT, pause_after=1) for _ in range(4)]
     async with running_workers(*decodes), running_router(*decodes) as router:

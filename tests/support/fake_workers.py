@@ -241,6 +241,19 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         self.pause_after = pause_after
         self.changes.notify()
 
+    def fail_running(self, error: BatonError, token_ids: Sequence[int] = ()) -> None:
+        """Ends every request with this error and refuses more with it, as a dead engine does.
+
+        The last output carries `token_ids`, which nobody has read yet.
+        """
+        self.refusal = error
+        for request_id in list(self.running):
+            self._tasks.pop(request_id).cancel()
+            del self.running[request_id]
+            output = _output(request_id, finish_reason="ERROR", error=to_worker_error(error))
+            output.token_ids.extend(token_ids)
+            self._outputs.put_nowait(output)
+
     def cancel_stream(self) -> None:
         """Ends the Connect stream with CANCELLED, as a stopping server may."""
         self._outputs.put_nowait(None)
@@ -249,7 +262,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         self.num_connects += 1
         outputs: asyncio.Queue[decode_pb2.DecodeOutput | None] = asyncio.Queue()
         self._outputs = outputs
-        tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks = tasks = {}
         reader = asyncio.create_task(self._read(request_iterator, outputs, tasks))
         try:
             while True:
