@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.sampling_params import SamplingParams
@@ -9,9 +10,14 @@ from kvstore.block_key import BlockKeyChain
 from router.request import GenerationRequest, RequestLimits, RoutedRequest
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
-from router.validation import check_prompt_length, check_token_ids, fitting_max_tokens
+from router.validation import (
+    check_length,
+    check_prompt_length,
+    check_token_ids,
+    fitting_max_tokens,
+)
 
-__all__ = ["encode", "prepare_request"]
+__all__ = ["decode", "encode", "prepare_request"]
 
 _LONGEST_INLINE_PROMPT = 4096
 """Characters or token ids; more are worked on in a thread, as the event loop would notice."""
@@ -22,6 +28,15 @@ async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = 
     if len(text) <= _LONGEST_INLINE_PROMPT:
         return tokenizer.encode(text, add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+
+async def decode(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
+    """The text of token ids; that of many is decoded off the event loop."""
+    if len(token_ids) <= _LONGEST_INLINE_PROMPT:
+        return tokenizer.decode(list(token_ids), skip_special_tokens)
+    return await asyncio.to_thread(tokenizer.decode, list(token_ids), skip_special_tokens)
 
 
 async def prepare_request(
@@ -36,9 +51,7 @@ async def prepare_request(
     Raises:
         InvalidArgumentError: the prompt or a stop token does not fit the model.
     """
-    prompt = request.prompt
-    token_ids = tuple(await encode(tokenizer, prompt)) if isinstance(prompt, str) else prompt
-    check_prompt_length(len(token_ids), limits)
+    token_ids = await _prompt_token_ids(request.prompt, tokenizer, limits)
     check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", request.params.stop_token_ids, limits.vocab_size)
     params = request.params
@@ -62,6 +75,17 @@ async def prepare_request(
         cache_salt=request.cache_salt,
         deadline=deadline,
     )
+
+
+async def _prompt_token_ids(
+    prompt: str | Sequence[int], tokenizer: Tokenizer, limits: RequestLimits
+) -> tuple[int, ...]:
+    """The prompt's ids; one that cannot fit is refused before it is tokenized or copied."""
+    if isinstance(prompt, str):
+        check_length("text", prompt, limits.max_total_tokens * tokenizer.longest_token_chars)
+        prompt = await encode(tokenizer, prompt)
+    check_prompt_length(len(prompt), limits)
+    return tuple(prompt)
 
 
 async def _block_keys(

@@ -12,11 +12,12 @@ __all__ = ["GenerationRequest", "RequestLimits", "RoutedRequest"]
 class GenerationRequest:
     """A client's request, checked as far as that needs no tokenizer and no replica.
 
-    `prompt` is text or token ids, not empty.
+    `prompt` is text or token ids, not empty; how many ids there may be is not
+    known yet, so they still are the message's, not copied.
     """
 
     request_id: str
-    prompt: str | tuple[int, ...]
+    prompt: str | Sequence[int]
     params: SamplingParams
     priority: int
     cache_salt: str
@@ -35,6 +36,11 @@ class RequestLimits:
     vocab_size: int
     max_model_len: int
     max_pool_tokens: int
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and generated tokens together, at most."""
+        return min(self.max_model_len, self.max_pool_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

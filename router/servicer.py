@@ -10,9 +10,15 @@ from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.pipeline import Pipeline
-from router.preparation import encode
+from router.preparation import decode, encode
 from router.tokenizer import Tokenizer
-from router.validation import check_model, check_token_ids
+from router.validation import (
+    MAX_DETOKENIZE_TOKEN_IDS,
+    MAX_TOKENIZE_CHARS,
+    check_length,
+    check_model,
+    check_token_ids,
+)
 from rpc.deadlines import remaining_s
 
 __all__ = ["GenerationServicer"]
@@ -88,6 +94,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         """Turns text into token ids."""
         check_model(request.model, self._config.model_name)
+        check_length("text", request.text, MAX_TOKENIZE_CHARS)
         add_special_tokens = request.add_special_tokens or not request.HasField(
             "add_special_tokens"
         )
@@ -101,11 +108,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.DetokenizeResponse:
         """Turns token ids into text."""
         check_model(request.model, self._config.model_name)
+        check_length("token_ids", request.token_ids, MAX_DETOKENIZE_TOKEN_IDS, unit="ids")
         model = self._fleet.model
         vocab_size = model.vocab_size if model else self._tokenizer.vocab_size
         check_token_ids("token_ids", request.token_ids, vocab_size)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await asyncio.to_thread(self._tokenizer.decode, list(request.token_ids), skip)
+        text = await decode(self._tokenizer, request.token_ids, skip_special_tokens=skip)
         return generation_pb2.DetokenizeResponse(text=text)
 
     @asynccontextmanager

@@ -33,6 +33,7 @@ _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_END_OF_TEXT = "<|endoftext|>"
+_MOST_IDS_AT_ONCE = 4096  # decoded in less than a millisecond
 
 
 class Tokenizer:
@@ -43,6 +44,7 @@ class Tokenizer:
         special_token_ids: ids that `decode` leaves out by default.
         byte_token_ids: ids of single bytes (`<0x0A>`) in a vocabulary with
             byte fallback; runs of them decode together.
+        longest_token_chars: no token stands for more characters of text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -50,6 +52,9 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.longest_token_chars: int = max(
+            map(len, backend.get_vocab(with_added_tokens=True)), default=0
+        )
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -77,12 +82,19 @@ class Tokenizer:
             raise InvalidArgumentError(
                 f"text is not valid Unicode: lone surrogate at character {error.start}"
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch form, unlike the other, lets the interpreter go on meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary have none."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= _MOST_IDS_AT_ONCE:
+            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:  # as in `encode`; for few ids it would only cost
+            (text,) = self._backend.decode_batch(
+                [token_ids], skip_special_tokens=skip_special_tokens
+            )
         return text
 
     def has_text(self, token_id: int) -> bool:

@@ -15,7 +15,10 @@ from router.request import GenerationRequest, RequestLimits
 
 __all__ = [
     "MAX_CACHE_SALT_CHARS",
+    "MAX_DETOKENIZE_TOKEN_IDS",
     "MAX_REQUEST_ID_CHARS",
+    "MAX_TOKENIZE_CHARS",
+    "check_length",
     "check_model",
     "check_prompt_length",
     "check_token_ids",
@@ -25,6 +28,8 @@ __all__ = [
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
+MAX_TOKENIZE_CHARS = 2**20
+MAX_DETOKENIZE_TOKEN_IDS = 2**18
 _SHOWN_CHARS = 64
 
 
@@ -37,8 +42,8 @@ def validate_generate_request(
         InvalidArgumentError: names the field, its value and the limit.
     """
     check_model(message.model, served_model)
-    _check_length("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
-    _check_length("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
+    check_length("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
+    check_length("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
     return GenerationRequest(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=_prompt(message),
@@ -56,6 +61,20 @@ def check_model(model: str, served_model: str) -> None:
     """
     if model not in ("", served_model):
         raise InvalidArgumentError.for_field("model", model[:_SHOWN_CHARS], repr(served_model))
+
+
+def check_length(
+    field: str, value: str | Sequence[int], max_length: int, unit: str = "characters"
+) -> None:
+    """Refuses a value that is too long.
+
+    Raises:
+        InvalidArgumentError: names the field, its length and the limit.
+    """
+    if len(value) > max_length:
+        raise InvalidArgumentError(
+            f"{field} has {len(value)} {unit}; it must have at most {max_length}"
+        )
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -91,22 +110,14 @@ def check_prompt_length(num_prompt_tokens: int, limits: RequestLimits) -> None:
 
 def fitting_max_tokens(num_prompt_tokens: int, max_tokens: int, limits: RequestLimits) -> int:
     """`max_tokens` cut to what fits after the prompt; the rest would end as LENGTH anyway."""
-    room = min(limits.max_model_len, limits.max_pool_tokens) - num_prompt_tokens
-    return min(max_tokens, room)
+    return min(max_tokens, limits.max_total_tokens - num_prompt_tokens)
 
 
-def _check_length(field: str, text: str, max_chars: int) -> None:
-    if len(text) > max_chars:
-        raise InvalidArgumentError(
-            f"{field} has {len(text)} characters; it must have at most {max_chars}"
-        )
-
-
-def _prompt(message: generation_pb2.GenerateRequest) -> str | tuple[int, ...]:
+def _prompt(message: generation_pb2.GenerateRequest) -> str | Sequence[int]:
     which = message.WhichOneof("prompt")
     if which is None:
         raise InvalidArgumentError("prompt is unset; set one of text, token_ids")
-    prompt = message.text if which == "text" else tuple(message.token_ids.ids)
+    prompt = message.text if which == "text" else message.token_ids.ids
     if not prompt:
         raise InvalidArgumentError(f"{which} is empty; the prompt must have at least 1 token")
     return prompt

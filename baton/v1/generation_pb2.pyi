@@ -43,7 +43,9 @@ class GenerateRequest(google.protobuf.message.Message):
     model: builtins.str
     """The model to use. Empty: the served one."""
     text: builtins.str
-    """Text, tokenized by the router with the model's special tokens."""
+    """Text, tokenized by the router with the model's special tokens. At most
+    as many characters as the longest token has, for each token that fits.
+    """
     priority: builtins.int
     """Larger is scheduled first. Unset: 0."""
     cache_salt: builtins.str
@@ -300,7 +302,7 @@ class TokenizeRequest(google.protobuf.message.Message):
     model: builtins.str
     """The model to use. Empty: the served one."""
     text: builtins.str
-    """The text."""
+    """The text. At most 1,048,576 characters."""
     add_special_tokens: builtins.bool
     """Whether to add the model's special tokens. Unset: true."""
     def __init__(
@@ -356,7 +358,7 @@ class DetokenizeRequest(google.protobuf.message.Message):
     """Whether to leave special tokens out. Unset: true."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The ids."""
+        """The ids. At most 262,144."""
 
     def __init__(
         self,

@@ -5,9 +5,10 @@ import pytest
 
 from baton.v1 import common_pb2, generation_pb2
 from tests.support.fake_workers import VOCAB_SIZE, FakeDecode, running_workers
-from tests.support.running_router import PROMPT_IDS, request, running_router
+from tests.support.running_router import PROMPT_IDS, request, running_router, tokenizer
 
 NAN = float("nan")
+LONGEST = tokenizer().longest_token_chars
 
 
 def token_ids(*ids):
@@ -28,6 +29,7 @@ BAD_REQUESTS = [
     ("token_ids", token_ids()),
     ("prompt has 60 tokens; it must have fewer than 60, the model", token_ids(*range(60))),
     ("prompt has 48 tokens; it must have fewer than 48, the tokens", token_ids(*range(48))),
+    (f"text has 100000 characters; it must have at most {48 * LONGEST}", {"text": "a " * 50_000}),
     (f"prompt token_ids is {VOCAB_SIZE}", token_ids(3, VOCAB_SIZE, 4)),
     ("max_tokens", stopping(max_tokens=0)),
     ("temperature", sampling(temperature=-1)),
@@ -79,7 +81,17 @@ async def test_other_methods_name_their_fields_too():
         for method, message, field in (
             ("GetModel", generation_pb2.GetModelRequest(model="x"), "model"),
             ("Tokenize", generation_pb2.TokenizeRequest(model="x"), "model"),
+            (
+                "Tokenize",
+                generation_pb2.TokenizeRequest(text="a" * (2**20 + 1)),
+                "text has 1048577",
+            ),
             ("Detokenize", generation_pb2.DetokenizeRequest(token_ids=[VOCAB_SIZE]), "token_ids"),
+            (
+                "Detokenize",
+                generation_pb2.DetokenizeRequest(token_ids=[1] * (2**18 + 1)),
+                "token_ids has 262145 ids; it must have at most 262144",
+            ),
         ):
             error = await failure(getattr(router.stub, method)(message))
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

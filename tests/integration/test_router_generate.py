@@ -235,6 +235,15 @@ async def test_describes_the_model_and_its_text():
     assert whole.text == "<s>" + TEXT
 
 
+async def test_long_texts_survive_tokenizing_and_back():
+    decode = FakeDecode([50])
+    text = TEXT * 500
+    async with running_workers(decode), running_router(decode) as router:
+        ids = (await router.stub.Tokenize(generation_pb2.TokenizeRequest(text=text))).token_ids
+        message = generation_pb2.DetokenizeRequest(token_ids=ids)
+        assert (await router.stub.Detokenize(message)).text == text
+
+
 async def test_many_requests_share_one_connection_per_replica():
     script = script_of(TEXT)
     prefills = [FakePrefill(script) for _ in range(2)]

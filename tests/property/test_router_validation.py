@@ -58,7 +58,7 @@ def test_what_the_contract_allows_arrives_unchanged(sampling, stopping, token_id
         ),
         "m",
     )
-    assert request.prompt == tuple(token_ids)
+    assert list(request.prompt) == token_ids
     assert (request.request_id, request.priority, request.cache_salt) == ("r", priority, "s")
     params = request.params
     for field in ("temperature", "top_k", "top_p", "seed"):

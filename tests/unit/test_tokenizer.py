@@ -4,6 +4,8 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,35 @@ def test_decode_equals_transformers(folder):
         for skip in (True, False):
             expected = theirs.decode(ids, skip_special_tokens=skip)
             assert ours.decode(ids, skip_special_tokens=skip) == expected, ids
+
+
+def test_many_ids_decode_as_few_do(folder):
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    ids = ours.encode(" ".join(TEXTS) * 60)
+    assert len(ids) > 4096
+    for skip in (True, False):
+        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("name", ["encode", "decode"])
+def test_long_inputs_let_other_threads_run(tmp_path, name):
+    tokenizer = Tokenizer.load(write_byte_fallback_folder(tmp_path))
+    text = CORPUS[0] * 20_000
+    argument = text if name == "encode" else tokenizer.encode(text)
+    thread = threading.Thread(target=getattr(tokenizer, name), args=(argument,))
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        num_turns += 1
+        time.sleep(0.001)
+    thread.join()
+    assert num_turns > 20
+
+
+def test_no_token_has_more_text_than_the_longest(folder):
+    tokenizer = Tokenizer.load(folder)
+    longest = max(len(tokenizer.decode([i], False)) for i in range(tokenizer.vocab_size))
+    assert longest <= tokenizer.longest_token_chars < 40
 
 
 def test_text_survives_the_round_trip(folder):
