@@ -7,6 +7,7 @@ dns:///name:port    every address the name resolves to, as containers scale
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,10 @@ def parse_target(text: str) -> Target:
 class Discovery:
     """The addresses of one tier.
 
+    Names are resolved in a daemon thread, one at a time: `getaddrinfo` cannot be
+    interrupted, and one that hangs must take neither the event loop's threads
+    nor the end of the process with it.
+
     Args:
         targets: as given on the command line.
 
@@ -53,7 +58,13 @@ class Discovery:
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = tuple(parse_target(text) for text in targets)
-        self._resolved: dict[Target, frozenset[str]] = {}
+        self._resolved = {
+            target: frozenset([f"{target.host}:{target.port}"])
+            for target in self._targets
+            if not target.is_dns
+        }
+        self._is_idle = asyncio.Event()  # no look-up is running
+        self._is_idle.set()
 
     @property
     def is_static(self) -> bool:
@@ -61,26 +72,47 @@ class Discovery:
         return not any(target.is_dns for target in self._targets)
 
     async def addresses(self) -> frozenset[str]:
-        """All addresses now, as `host:port`; a name that fails keeps its last ones."""
-        for target in self._targets:
-            await self._resolve(target)
+        """All addresses now, as `host:port`; a name that fails or hangs keeps its last ones."""
+        if not self.is_static:
+            await self._look_up()
         return frozenset().union(*self._resolved.values())
 
-    async def _resolve(self, target: Target) -> None:
-        if not target.is_dns:
-            self._resolved[target] = frozenset([f"{target.host}:{target.port}"])
-            return
-        loop = asyncio.get_running_loop()
+    async def _look_up(self) -> None:
+        """Resolves all names, or waits for the look-up that runs, within a time limit."""
+        if self._is_idle.is_set():
+            self._is_idle.clear()
+            loop = asyncio.get_running_loop()
+            threading.Thread(
+                target=self._resolve_all, args=(loop,), name="baton-dns", daemon=True
+            ).start()
         try:
             async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
-                found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError) as error:
-            _LOGGER.debug("cannot resolve %s: %s", target.host, error)
-            return
-        self._resolved[target] = frozenset(
-            _address(family, socket_address[0], target.port)
-            for family, _, _, _, socket_address in found
-        )
+                await self._is_idle.wait()
+        except TimeoutError:
+            _LOGGER.debug("names take longer than %.1f s to resolve", _RESOLVE_TIMEOUT_S)
+
+    def _resolve_all(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On the thread; tells the event loop each result as it comes."""
+        try:
+            for target in self._targets:
+                if target.is_dns and (addresses := _resolve(target)):
+                    loop.call_soon_threadsafe(self._resolved.__setitem__, target, addresses)
+            loop.call_soon_threadsafe(self._is_idle.set)
+        except RuntimeError:
+            pass  # the event loop was closed meanwhile; nobody asks any more
+
+
+def _resolve(target: Target) -> frozenset[str] | None:
+    """The addresses of a name; None if it cannot be resolved. Blocks."""
+    try:
+        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        _LOGGER.debug("cannot resolve %s: %s", target.host, error)
+        return None
+    return frozenset(
+        _address(family, socket_address[0], target.port)
+        for family, _, _, _, socket_address in found
+    )
 
 
 def _address(family: socket.AddressFamily, host: str | int, port: int) -> str:

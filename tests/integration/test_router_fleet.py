@@ -176,21 +176,26 @@ class FakeResolver:
 
     def __init__(self, monkeypatch) -> None:
         self.hosts: list[str] | None = []
-        self._asked = asyncio.Event()
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve)
+        self._changes = Changes()
+        self._num_asked = 0
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(socket, "getaddrinfo", self._resolve)
 
-    async def _resolve(self, host, port, *, type):  # noqa: A002 - getaddrinfo's name
+    def _resolve(self, host, port, *, type):  # noqa: A002 - getaddrinfo's name
         assert host == "decode.test"
-        asked, self._asked = self._asked, asyncio.Event()
-        asked.set()
+        self._loop.call_soon_threadsafe(self._count)
         if self.hosts is None:
             raise socket.gaierror("no such name")
         return [(socket.AF_INET, type, 0, "", (host, port)) for host in self.hosts]
 
+    def _count(self) -> None:
+        self._num_asked += 1
+        self._changes.notify()
+
     async def asked_again(self) -> None:
         """Returns once the present answer was given and used: at the question after it."""
-        for _ in range(2):
-            await self._asked.wait()
+        wanted = self._num_asked + 2
+        await self._changes.until(lambda: self._num_asked >= wanted)
 
 
 async def test_health_follows_the_decode_tier():

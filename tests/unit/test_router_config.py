@@ -3,10 +3,12 @@
 import argparse
 import asyncio
 import socket
+import threading
 
 import pytest
 
 from baton.errors import ConfigurationError
+from router import discovery as discovery_module
 from router.config import RouterConfig, add_args, config_from_args
 from router.discovery import Discovery, Target, parse_target
 from rpc.server_config import ServerConfig
@@ -91,8 +93,56 @@ async def test_name_that_fails_to_resolve_keeps_its_last_addresses(monkeypatch):
     discovery = Discovery(["dns:///127.0.0.1:5", "a:1"])
     assert await discovery.addresses() == {"127.0.0.1:5", "a:1"}
 
-    async def fail(*args, **kwargs):
+    def fail(*args, **kwargs):
         raise socket.gaierror("no such name")
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", fail)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
     assert await discovery.addresses() == {"127.0.0.1:5", "a:1"}
+
+
+class HangingResolver:
+    """Answers one look-up after the other, when it may."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.num_asked = 0
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self._resolve = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self)
+
+    def __call__(self, *args, **kwargs):
+        self.num_asked += 1
+        self.asked.set()
+        self.may_answer.wait(30)
+        return self._resolve(*args, **kwargs)
+
+
+async def test_a_look_up_that_hangs_is_the_only_one(monkeypatch):
+    monkeypatch.setattr(discovery_module, "_RESOLVE_TIMEOUT_S", 0.01)
+    resolver = HangingResolver(monkeypatch)
+    discovery = Discovery(["dns:///127.0.0.1:5", "a:1"])
+    for _ in range(3):
+        assert await discovery.addresses() == {"a:1"}
+    assert resolver.num_asked == 1
+    monkeypatch.setattr(discovery_module, "_RESOLVE_TIMEOUT_S", 20)
+    resolver.may_answer.set()
+    assert await discovery.addresses() == {"127.0.0.1:5", "a:1"}
+    assert resolver.num_asked == 1
+    await discovery.addresses()
+    assert resolver.num_asked == 2
+
+
+def test_a_look_up_that_hangs_does_not_keep_the_event_loop_from_ending(monkeypatch):
+    resolver = HangingResolver(monkeypatch)
+
+    async def leave() -> None:
+        asking = asyncio.create_task(Discovery(["dns:///127.0.0.1:5"]).addresses())
+        await asyncio.to_thread(resolver.asked.wait, 10)
+        asking.cancel()
+
+    process = threading.Thread(target=lambda: asyncio.run(leave()))
+    process.start()
+    process.join(10)
+    has_ended = not process.is_alive()
+    resolver.may_answer.set()
+    process.join()
+    assert has_ended
