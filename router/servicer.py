@@ -1,6 +1,7 @@
 """`GenerationServicer`: GenerationService over the pipeline."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from router.validation import (
     check_token_ids,
 )
 from rpc.deadlines import remaining_s
+from rpc.interceptors import name_call
 
 __all__ = ["GenerationServicer"]
 
@@ -120,11 +122,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _responses(
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[AsyncIterator[generation_pb2.GenerateStreamResponse]]:
-        """The pipeline's messages, within the request's deadline.
+        """The pipeline's messages, within the deadline; the request gets an id if it has none.
 
         Raises:
             DeadlineExceededError: the deadline passed inside the context.
         """
+        if not request.request_id:
+            request.request_id = uuid.uuid4().hex
+            name_call(request.request_id)
         timeout_s = remaining_s(context, self._config.default_timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:

@@ -5,7 +5,6 @@ the limit. Invalid UTF-8 and other bytes that are no message never get here:
 `rpc` refuses them where they are parsed.
 """
 
-import uuid
 from collections.abc import Sequence
 
 from baton.errors import InvalidArgumentError
@@ -45,7 +44,7 @@ def validate_generate_request(
     check_length("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
     check_length("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
     return GenerationRequest(
-        request_id=message.request_id or uuid.uuid4().hex,
+        request_id=message.request_id,
         prompt=_prompt(message),
         params=_sampling_params(message),
         priority=message.priority,

@@ -4,7 +4,8 @@
   INVALID_ARGUMENT. Left alone, grpc.aio calls them UNKNOWN.
 - A `BatonError` becomes its status. Any other exception is logged under the
   request's id and becomes INTERNAL without its text.
-- One log line per call.
+- One log line per call, with the request's id: the message's own, or the one
+  that the servicer gives it with `name_call`.
 
 Behaviours are coroutine functions or async generator functions; a generator
 is closed before its call ends, so its `finally` runs at once on a cancel.
@@ -16,6 +17,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -23,7 +25,7 @@ import grpc
 from baton.errors import BatonError, InvalidArgumentError
 from rpc.errors import status_of_number, to_status
 
-__all__ = ["CallInterceptor", "request_id_of"]
+__all__ = ["CallInterceptor", "name_call", "request_id_of"]
 
 _LOGGER = logging.getLogger("baton.rpc")
 _QUIET_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
@@ -54,6 +56,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         return _guarded_handler(handler, str(handler_call_details.method))
+
+
+def name_call(request_id: str) -> None:
+    """Sets the request id that the present call's log line and INTERNAL error tell.
+
+    For a servicer that gives requests their ids. Outside of a call it does nothing.
+    """
+    call = _CURRENT_CALL.get()
+    if call is not None:
+        call.request_id = request_id[:_LONGEST_LOGGED_ID]
 
 
 def request_id_of(message: Any) -> str:
@@ -148,8 +160,12 @@ class _Call:
         )
 
 
+_CURRENT_CALL: ContextVar[_Call | None] = ContextVar("current_call", default=None)
+
+
 @asynccontextmanager
 async def _guard(call: _Call) -> AsyncIterator[_Call]:
+    _CURRENT_CALL.set(call)  # a call runs in a task of its own
     try:
         yield call
     except asyncio.CancelledError:

@@ -1,6 +1,7 @@
 """Requests through a real router and scripted workers: the ways they go and end."""
 
 import asyncio
+import logging
 
 import grpc
 import pytest
@@ -75,6 +76,21 @@ async def test_generate_returns_the_whole_completion():
     assert response.usage.completion_tokens == 9
     assert len(response.request_id) == 32
     assert response.timings.total_ms > 0
+
+
+async def test_requests_without_an_id_get_one_that_the_log_tells(caplog):
+    caplog.set_level(logging.INFO, logger="baton.rpc")
+    decode = FakeDecode([50] * 9)
+    async with running_workers(decode), running_router(decode) as router:
+        streamed = await router.generate(request(max_tokens=2))
+        whole = await router.stub.Generate(request(max_tokens=2))
+    ids = (streamed[-1].request_id, whole.request_id)
+    assert ids[0] != ids[1]
+    lines = [record.getMessage() for record in caplog.records]
+    for request_id, method in zip(ids, ("GenerateStream", "Generate"), strict=True):
+        assert len(request_id) == 32
+        (line,) = [line for line in lines if f"/{method} " in line]
+        assert f"request_id='{request_id}'" in line
 
 
 @pytest.mark.parametrize("has_prefill", [True, False])

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.v1 import generation_pb2
-from rpc.interceptors import CallInterceptor
+from rpc.interceptors import CallInterceptor, name_call
 
 SERVICE = "test.Echo"
 ARITIES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
@@ -211,6 +211,24 @@ async def test_one_log_line_tells_of_a_call(echo, caplog):
     assert "code=INVALID_ARGUMENT" in line
     assert "duration_ms=" in line
     assert "peer=ipv4:127.0.0.1" in line
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_an_id_that_the_servicer_gives_is_told(echo, caplog, arity):
+    caplog.set_level(logging.INFO, logger="baton.rpc")
+
+    async def act(request_text, context):
+        name_call("drawn")
+        raise RuntimeError
+
+    echo.act = act
+    error = await error_of(echo, arity)
+    assert error.details() == "internal error; request_id='drawn'"
+    assert "request_id='drawn'" in await logged_call(caplog, f"/{SERVICE}/{arity}")
+
+
+def test_outside_of_a_call_there_is_nothing_to_name():
+    name_call("drawn")
 
 
 async def test_unknown_methods_are_unimplemented(echo):

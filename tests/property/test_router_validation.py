@@ -76,11 +76,6 @@ def test_unset_fields_take_defaults_and_explicit_zeros_stay_zeros():
     assert (params.temperature, params.top_k, params.seed) == (0.0, 0, 0)
 
 
-def test_each_request_without_an_id_gets_one_of_its_own():
-    ids = {validate_generate_request(message(), "m").request_id for _ in range(100)}
-    assert len(ids) == 100
-
-
 def sampling(**fields):
     return {"sampling": common_pb2.SamplingParams(**fields)}
 
