@@ -125,9 +125,10 @@ class DecodeStage:
         message = handoff.message if handoff else None
         start = start_decode(request, attempt, output_token_ids, message)
         missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
-        self._prefix_index.record(replica.replica_id, request.block_keys)
         with replica.reserve(num_blocks=missing_blocks):
             stream = replica.start(start)
+            # Only now: what is recorded of a worker that was lost would never be forgotten.
+            self._prefix_index.record(replica.replica_id, request.block_keys)
             try:
                 async for output in _outputs_of(stream):
                     if handoff:

@@ -3,13 +3,18 @@
 import asyncio
 import logging
 import socket
+from contextlib import asynccontextmanager
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.sampling_params import SamplingParams
 from router.config import RouterConfig
+from router.decode_stage import DecodeStage
 from router.fleet import Fleet
 from router.prefix_index import PrefixIndex
+from router.preparation import prepare_request
+from router.request import GenerationRequest
 from rpc.server_config import ServerConfig
 from tests.support.fake_workers import (
     Changes,
@@ -18,7 +23,13 @@ from tests.support.fake_workers import (
     first_of,
     running_workers,
 )
-from tests.support.running_router import PROMPT_IDS, request, running_router, token_ids_of
+from tests.support.running_router import (
+    PROMPT_IDS,
+    request,
+    running_router,
+    token_ids_of,
+    tokenizer,
+)
 
 SCRIPT = [50 + i % 200 for i in range(100)]
 
@@ -214,22 +225,63 @@ async def test_health_follows_the_decode_tier():
         await successor.stop()
 
 
-async def test_prefixes_of_a_worker_that_is_gone_take_no_memory():
-    old = FakeDecode(SCRIPT)
-    index = PrefixIndex(100)
-    async with running_workers(old):
-        config = RouterConfig(server=ServerConfig(), model=old.info.model, decode=(old.address,))
-        fleet = Fleet(config, index)
-        fleet.start()
-        while not fleet.can_serve:
-            await fleet.wait_for_change()
-        index.record(old.info.worker_id, [b"key"])
-        await old.stop()
-        new = await FakeDecode(SCRIPT).start(old.port)
-        while [r.replica_id for r in fleet.decode.candidates] != [new.info.worker_id]:
-            await fleet.wait_for_change()
-        assert len(index) == 0
-        index.record(new.info.worker_id, [b"key"])
+@asynccontextmanager
+async def running_fleet(decode, index):
+    """The fleet of one decode replica."""
+    config = RouterConfig(server=ServerConfig(), model=decode.info.model, decode=(decode.address,))
+    fleet = Fleet(config, index)
+    fleet.start()
+    try:
+        await until_candidate(fleet, decode)
+        yield fleet
+    finally:
         await fleet.close()
+
+
+async def until_candidate(fleet, decode) -> None:
+    async with asyncio.timeout(20):
+        while [r.replica_id for r in fleet.decode.candidates] != [decode.info.worker_id]:
+            await fleet.wait_for_change()
+
+
+async def test_prefixes_of_a_worker_that_is_gone_take_no_memory():
+    old, index = FakeDecode(SCRIPT), PrefixIndex(100)
+    async with running_workers(old):
+        async with running_fleet(old, index) as fleet:
+            index.record(old.info.worker_id, [b"key"])
+            await old.stop()
+            new = await FakeDecode(SCRIPT).start(old.port)
+            await until_candidate(fleet, new)
+            assert len(index) == 0
+            index.record(new.info.worker_id, [b"key"])
         assert len(index) == 0
         await new.stop()
+
+
+async def test_nothing_is_recorded_of_a_worker_that_died_before_it_was_asked():
+    """As when decode dies while prefill computes: it was forgotten already, once and for all."""
+    old, index = FakeDecode(SCRIPT), PrefixIndex(100)
+    async with running_workers(old), running_fleet(old, index) as fleet:
+        (replica,) = fleet.decode.candidates
+        await old.stop()
+        new = await FakeDecode(SCRIPT).start(old.port)
+        await until_candidate(fleet, new)
+        routed = await routed_request(fleet)
+        outputs = DecodeStage(fleet, index, 0).run(routed, replica, [], None)
+        assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
+        assert len(routed.block_keys) == 10
+        assert index.overlap(new.info.worker_id, routed.block_keys) == 10
+        assert len(index) == 10
+        await new.stop()
+
+
+async def routed_request(fleet):
+    request = GenerationRequest(
+        request_id="r",
+        prompt=PROMPT_IDS,
+        params=SamplingParams(max_tokens=3),
+        priority=0,
+        cache_salt="",
+    )
+    deadline = asyncio.get_running_loop().time() + 20
+    return await prepare_request(request, tokenizer(), *fleet.require_model(), deadline)
