@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.errors import (
@@ -117,6 +117,11 @@ class AsyncEngine:
         self._handlers[request.request_id] = on_output
         self._idle.clear()
         self._command(_Add(request))
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """The requests that have not had their last output."""
+        return list(self._handlers)
 
     def abort(self, request_ids: Iterable[str], *, notify: bool = False) -> int:
         """Ends requests and frees what they hold. Unknown ids are fine.

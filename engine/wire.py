@@ -3,6 +3,7 @@
 Both tiers share them. Errors are not here: `rpc.errors` knows their wire form.
 """
 
+import re
 from collections.abc import Sequence
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
@@ -14,6 +15,7 @@ from kvstore.handoff import KvHandoff
 
 __all__ = [
     "check_namespace",
+    "client_request_id",
     "engine_request",
     "finish_reason_to_proto",
     "load_to_proto",
@@ -21,6 +23,7 @@ __all__ = [
     "timings_to_proto",
 ]
 
+_ROUTERS_NAME = re.compile(r"(?P<client>.*)/[0-9a-f]{16}(/[0-9]+)?", re.DOTALL)
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -42,6 +45,12 @@ def check_namespace(sender: bytes, own: bytes) -> None:
             f"KV namespace: the request has {sender.hex() or 'none'}, this replica {own.hex()}; "
             "model, dtype or block size differ"
         )
+
+
+def client_request_id(request_id: str) -> str:
+    """The client's part of a router's name for a request (see `WorkerRequest.request_id`)."""
+    match = _ROUTERS_NAME.fullmatch(request_id)
+    return match["client"] if match else request_id
 
 
 def engine_request(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from baton.v1 import worker_pb2
 from baton.version import __version__
 from engine.async_engine import AsyncEngine
-from engine.wire import load_to_proto
+from engine.wire import client_request_id, load_to_proto
 from kvstore.handoff import connector_name
 
 __all__ = ["EngineWorker"]
@@ -32,8 +32,19 @@ class EngineWorker:
         return load_to_proto(self._engine.load())
 
     def abort(self, request_ids: Sequence[str]) -> int:
-        """Ends requests with ABORTED; returns how many were live."""
-        return self._engine.abort(request_ids, notify=True)
+        """Ends requests with ABORTED; returns how many were live.
+
+        Args:
+            request_ids: as routers name them, or as clients do, for all that
+                a client's id stands for here.
+        """
+        named = frozenset(request_ids)
+        live = [
+            request_id
+            for request_id in self._engine.request_ids
+            if request_id in named or client_request_id(request_id) in named
+        ]
+        return self._engine.abort(live, notify=True)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests, waits for the running; returns how many remain."""

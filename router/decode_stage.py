@@ -27,7 +27,7 @@ from router.prefill_stage import HeldHandoff
 from router.prefix_index import PrefixIndex
 from router.replica import DecodeReplica
 from router.request import RoutedRequest
-from router.worker_messages import remaining_s, start_decode
+from router.worker_messages import log_start, remaining_s, start_decode
 from rpc.errors import from_worker_error
 
 __all__ = ["DecodeStage"]
@@ -127,6 +127,7 @@ class DecodeStage:
         missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
         with replica.reserve(num_blocks=missing_blocks):
             stream = replica.start(start)
+            log_start(request, start.request.request_id, replica)
             # Only now: what is recorded of a worker that was lost would never be forgotten.
             self._prefix_index.record(replica.replica_id, request.block_keys)
             try:

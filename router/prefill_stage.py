@@ -21,7 +21,7 @@ from router.policy import pick_prefill
 from router.prefix_index import PrefixIndex
 from router.replica import PrefillReplica
 from router.request import RoutedRequest
-from router.worker_messages import remaining_s, worker_request
+from router.worker_messages import log_start, remaining_s, worker_request
 
 __all__ = ["HeldHandoff", "PrefillStage", "Prefilled"]
 
@@ -118,8 +118,10 @@ class PrefillStage:
         cached_blocks = self._prefix_index.overlap(replica.replica_id, request.block_keys)
         uncached_tokens = len(request.prompt_token_ids) - cached_blocks * request.block_size
         self._prefix_index.record(replica.replica_id, request.block_keys)
+        message = worker_request(request, attempt)
+        log_start(request, message.request_id, replica)
         with replica.reserve(num_tokens=uncached_tokens):
-            response = await replica.prefill(worker_request(request, attempt), remaining_s(request))
+            response = await replica.prefill(message, remaining_s(request))
         return Prefilled(response, replica)
 
 

@@ -1,13 +1,17 @@
 """What the router sends to workers, made from a `RoutedRequest`."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from baton.errors import DeadlineExceededError
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.replica import Replica
 from router.request import RoutedRequest
 
-__all__ = ["remaining_s", "start_decode", "worker_request"]
+__all__ = ["log_start", "remaining_s", "start_decode", "worker_request"]
+
+_LOGGER = logging.getLogger("baton.router")
 
 
 def remaining_s(request: RoutedRequest) -> float:
@@ -20,6 +24,16 @@ def remaining_s(request: RoutedRequest) -> float:
     if remaining <= 0:
         raise DeadlineExceededError(f"request {request.request_id} ran into its deadline")
     return remaining
+
+
+def log_start(request: RoutedRequest, worker_id: str, replica: Replica) -> None:
+    """Tells an operator by which name a worker knows a request."""
+    _LOGGER.debug(
+        "started request_id=%s worker_request_id=%s replica=%s",
+        ascii(request.request_id),
+        ascii(worker_id),
+        replica.address,
+    )
 
 
 def worker_request(request: RoutedRequest, attempt: int) -> prefill_pb2.WorkerRequest:

@@ -37,7 +37,8 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """Names the request in logs and for Abort; unique among running requests.
+    """Names the request in logs and for WorkerService.Abort; unique among this
+    router's running requests.
     Empty: the router makes one. At most 128 characters.
     """
     model: builtins.str

@@ -37,9 +37,10 @@ class WorkerRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """The router's name for the request, never used before: the client's and a
-    random part. What is still said of an earlier request cannot be taken for
-    this one's.
+    """The router's name for the request, never used before, so that what is
+    still said of an earlier request cannot be taken for this one's: the
+    client's id, a slash and 16 random hex digits; a repeat on another replica
+    adds a slash and its number.
     """
     namespace: builtins.bytes
     """Namespace digest that the sender's block keys are rooted in."""

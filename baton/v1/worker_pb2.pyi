@@ -253,7 +253,9 @@ class AbortRequest(google.protobuf.message.Message):
     REQUEST_IDS_FIELD_NUMBER: builtins.int
     @property
     def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """WorkerRequest.request_id of each."""
+        """WorkerRequest.request_id of each, or the client's id, which stands for all
+        requests of that id that run here.
+        """
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.v1 import common_pb2, generation_pb2_grpc
+from engine.wire import client_request_id
 from router import replica as replica_module
 from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers
 from tests.support.running_router import PROMPT_IDS, request, running_router, token_ids_of
@@ -53,7 +54,8 @@ async def test_request_resumes_where_a_lost_decode_replica_left_it(has_prefill):
     assert list(resumed.output_token_ids) == SCRIPT[:7]
     assert resumed.request.sampling == begun.request.sampling
     assert resumed.request.max_tokens == 20
-    assert resumed.request.request_id != begun.request.request_id
+    assert resumed.request.request_id == f"{begun.request.request_id}/1"
+    assert client_request_id(resumed.request.request_id) == "r"
     # The partial tail went with the release that followed the first tokens.
     assert not resumed.HasField("handoff")
 

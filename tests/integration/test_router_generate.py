@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from engine.wire import client_request_id
 from tests.support.fake_workers import (
     BLOCK_SIZE,
     EOS_TOKEN_ID,
@@ -54,8 +55,9 @@ async def test_remote_prefill_then_decode():
     assert timings.decode_ms == pytest.approx(timings.total_ms - timings.first_token_ms, abs=0.01)
 
 
-async def test_workers_never_see_a_name_twice():
+async def test_workers_never_see_a_name_twice(caplog):
     """A client may use an id again; what a worker still says of the old one must be told apart."""
+    caplog.set_level(logging.DEBUG, logger="baton.router")
     prefill, decode = FakePrefill(script_of(TEXT)), FakeDecode(script_of(TEXT))
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         for _ in range(2):
@@ -63,7 +65,10 @@ async def test_workers_never_see_a_name_twice():
             assert responses[-1].request_id == "r"
     names = {start.request.request_id for start in decode.starts}
     assert len(names) == 2
-    assert all(name.startswith("r/") for name in names)
+    assert {client_request_id(name) for name in names} == {"r"}
+    log = [record.getMessage() for record in caplog.records]
+    for name in names:  # an operator finds what a worker calls a request
+        assert any(f"worker_request_id='{name}'" in line for line in log)
 
 
 async def test_generate_returns_the_whole_completion():

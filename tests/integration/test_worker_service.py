@@ -7,6 +7,7 @@ import pytest
 
 from baton.errors import UnavailableError
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from engine.wire import engine_request
 from prefill_service.server import SERVICE_NAMES, add_services
 from rpc.channels import open_channel
 from rpc.server import RpcServer
@@ -68,6 +69,25 @@ async def test_abort_ends_requests_with_a_reason(served, worker, engine):
     answer = await worker.Abort(worker_pb2.AbortRequest(request_ids=["r", "unknown"]), timeout=10)
     assert answer.num_aborted == 1
     assert (await call).finish_reason == 3  # ABORTED
+
+
+@pytest.mark.parametrize(
+    ("named", "ended"),
+    [
+        (["c/0123456789abcdef"], {"c/0123456789abcdef"}),
+        (["c"], {"c/0123456789abcdef", "c/fedcba9876543210/12"}),
+        (["c/d", "c/0123456789abcdef"], {"c/d/0000000000000000", "c/0123456789abcdef"}),
+        (["", "/", "d", "c/", "c/fedcba9876543210/1", "0123456789abcdef"], set()),
+    ],
+)
+async def test_abort_takes_the_names_of_routers_and_of_clients(worker, engine, named, ended):
+    ids = {"c/0123456789abcdef", "c/fedcba9876543210/12", "c/d/0000000000000000", "cc", "c/x/1"}
+    for request_id in ids:
+        request = engine_request(worker_request(request_id), deadline=0.0)
+        engine.submit(request, lambda output: None)
+    answer = await worker.Abort(worker_pb2.AbortRequest(request_ids=named), timeout=10)
+    assert answer.num_aborted == len(ended)
+    assert set(engine.live) == ids - ended
 
 
 async def test_drain_waits_and_turns_health_off(served, worker, engine):

@@ -51,6 +51,10 @@ class FakeEngine:
         self.handlers[request.request_id] = on_output
         self._notify()
 
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self.live)
+
     def abort(self, request_ids: Iterable[str], *, notify: bool = False) -> int:
         known = [i for i in request_ids if i in self.live]
         self.aborted += known
