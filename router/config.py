@@ -1,16 +1,19 @@
 """`RouterConfig` and its command-line flags."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from baton.errors import ConfigurationError
+from router.discovery import parse_target
 from rpc.server_config import ServerConfig, add_server_args, server_config_from_args
 
 __all__ = ["DEFAULT_PORT", "RouterConfig", "add_args", "config_from_args"]
 
 DEFAULT_PORT = 8000
+_MAX_TIMEOUT_S = (2**32 - 1) // 1000
+"""Workers are told of deadlines in milliseconds, in 32 bits."""
 
 
 def _flag(default: Any, parse: Callable[[str], Any], help_text: str) -> Any:
@@ -32,7 +35,8 @@ class RouterConfig:
     Field names are the command line's flags with underscores.
 
     Raises:
-        ConfigurationError: a value is out of range; names the flag.
+        ConfigurationError: a value is out of range; names the flag. A target
+            is malformed.
     """
 
     server: ServerConfig
@@ -58,18 +62,25 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.decode:
             raise ConfigurationError("--decode is missing; give at least one host:port")
-        limits = (
-            ("max_local_prefill_tokens", self.max_local_prefill_tokens >= 0, ">= 0"),
-            ("default_timeout_s", self.default_timeout_s > 0, "> 0"),
-            ("max_concurrent_requests", self.max_concurrent_requests >= 1, ">= 1"),
-            ("resume_timeout_s", self.resume_timeout_s >= 0, ">= 0"),
-            ("dns_interval_s", self.dns_interval_s > 0, "> 0"),
-            ("max_indexed_blocks", self.max_indexed_blocks >= 1, ">= 1"),
-        )
-        for name, holds, limit in limits:
+        for target in (*self.decode, *self.prefill):
+            parse_target(target)
+        for name, holds, limit in self._limits():
             if not holds:
                 flag = name.replace("_", "-")
                 raise ConfigurationError(f"--{flag} is {getattr(self, name)!r}; it must be {limit}")
+
+    def _limits(self) -> Sequence[tuple[str, bool, str]]:
+        """Field, whether its value is in range, the range."""
+        default_s, resume_s = self.default_timeout_s, self.resume_timeout_s
+        most_s = _MAX_TIMEOUT_S
+        return (
+            ("max_local_prefill_tokens", self.max_local_prefill_tokens >= 0, ">= 0"),
+            ("default_timeout_s", 0 < default_s <= most_s, f"in (0, {most_s}]"),
+            ("max_concurrent_requests", self.max_concurrent_requests >= 1, ">= 1"),
+            ("resume_timeout_s", 0 <= resume_s <= most_s, f"in [0, {most_s}]"),
+            ("dns_interval_s", self.dns_interval_s > 0, "> 0"),
+            ("max_indexed_blocks", self.max_indexed_blocks >= 1, ">= 1"),
+        )
 
     @property
     def model_name(self) -> str:

@@ -46,6 +46,10 @@ def test_defaults_are_the_dataclass_s():
         ("--decode", "a:1", "--max-local-prefill-tokens", "-1"),
         ("--decode", "a:1", "--default-timeout-s", "0"),
         ("--decode", "a:1", "--default-timeout-s", "nan"),
+        ("--decode", "a:1", "--default-timeout-s", "inf"),
+        ("--decode", "a:1", "--default-timeout-s", "1e7"),
+        ("--decode", "a:1", "--resume-timeout-s", "inf"),
+        ("--decode", "a:1", "--resume-timeout-s", "nan"),
         ("--decode", "a:1", "--max-concurrent-requests", "0"),
         ("--decode", "a:1", "--resume-timeout-s", "-1"),
         ("--decode", "a:1", "--dns-interval-s", "0"),
@@ -55,6 +59,21 @@ def test_defaults_are_the_dataclass_s():
 def test_bad_values_name_their_flag(flags):
     with pytest.raises(ConfigurationError, match=rf"^{flags[-2]} is"):
         parsed(*flags)
+
+
+def test_the_longest_timeouts_fit_the_wire():
+    flags = ("--default-timeout-s", "4294967", "--resume-timeout-s", "4294967")
+    config = parsed("--decode", "a:1", *flags)
+    assert config.default_timeout_s * 1000 < 2**32
+    assert config.resume_timeout_s == config.default_timeout_s
+    with pytest.raises(ConfigurationError, match=r"must be in \(0, 4294967\]"):
+        parsed("--decode", "a:1", "--default-timeout-s", "4294968")
+
+
+@pytest.mark.parametrize("flag", ["--decode", "--prefill"])
+def test_a_malformed_target_is_told_with_the_flags(flag):
+    with pytest.raises(ConfigurationError, match="target 'foo' must be host:port"):
+        parsed("--decode", "a:1", flag, "foo")
 
 
 @pytest.mark.parametrize(
