@@ -7,13 +7,13 @@
 #                         torch brings gigabytes of CUDA packages; a machine
 #                         without a GPU is served faster by
 #                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-#   ARGS="..."            more arguments to baton up (run, up) or pytest (test, test-all)
+#   ARGS="..."            more arguments to baton up (run, up) or pytest (test)
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: help run up test test-all lint type proto bench check clean
+.PHONY: help run up test lint type proto bench check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -24,11 +24,7 @@ run: $(VENV)/.base ## start a cluster on the demo model and stream a completion
 up: $(VENV)/.base ## start a cluster; ARGS="--model ... --decode 2"
 	@$(BIN)/baton up $(ARGS)
 
-test: $(VENV)/.test ## run the tests, but for the slow ones
-	@scripts/ensure_redis.sh
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
-
-test-all: $(VENV)/.test ## run every test
+test: $(VENV)/.test ## run the tests
 	@scripts/ensure_redis.sh
 	$(BIN)/python -m pytest $(ARGS)
 

@@ -145,7 +145,6 @@ async def test_make_run_streams_the_demo():
         assert completion.strip()
 
 
-@pytest.mark.slow  # test_supervisor.py shows the same with cheaper processes
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 async def test_a_killed_cluster_leaves_no_orphan():
     async with running_up("--model", str(tiny_checkpoint("llama"))) as up:
