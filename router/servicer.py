@@ -56,7 +56,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 texts.append(response.text)
         completion.text = "".join(texts)
         completion.finish_reason = response.finish_reason
-        completion.matched_stop.CopyFrom(response.matched_stop)
+        if response.HasField("matched_stop"):
+            completion.matched_stop.CopyFrom(response.matched_stop)
         return generation_pb2.GenerateResponse(
             request_id=response.request_id,
             completions=[completion],

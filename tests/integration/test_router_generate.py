@@ -81,6 +81,15 @@ async def test_generate_returns_the_whole_completion():
     assert response.usage.completion_tokens == 9
     assert len(response.request_id) == 32
     assert response.timings.total_ms > 0
+    assert completion.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert not completion.HasField("matched_stop")
+
+
+async def test_generate_tells_which_stop_matched():
+    decode = FakeDecode([50, EOS_TOKEN_ID])
+    async with running_workers(decode), running_router(decode) as router:
+        response = await router.stub.Generate(request(max_tokens=9))
+    assert response.completions[0].matched_stop.token_id == EOS_TOKEN_ID
 
 
 async def test_requests_without_an_id_get_one_that_the_log_tells(caplog):
