@@ -20,8 +20,10 @@ __all__ = ["Fleet"]
 class Fleet:
     """The replicas this router works with.
 
-    The first replica to connect sets what the others must agree on; once none
-    is connected, so that a cluster can be replaced, the next one sets it anew.
+    The first decode replica to connect sets what the others must agree on; once
+    none is connected, so that a cluster can be replaced, the next one sets it
+    anew. Prefill replicas, which no request needs, never keep decode replicas
+    out: those that came first and differ are dropped.
 
     Args:
         config: names the targets.
@@ -85,6 +87,7 @@ class Fleet:
 
     def _notify(self) -> None:
         """Each change has an event of its own, which all who wait for it see."""
+        self._drop_strangers()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -119,11 +122,22 @@ class Fleet:
             raise FailedPreconditionError(f"its role is {worker_pb2.WorkerRole.Name(info.role)}")
         if info.model != name:
             raise FailedPreconditionError(f"it serves model {info.model!r}, this router {name!r}")
-        for other in self._connected():
-            if other.replica_id == replica.replica_id:
-                raise FailedPreconditionError(f"it is connected already, at {other.address}")
-        differences = (self.model or ServedModel.from_info(info)).differences(
-            ServedModel.from_info(info)
-        )
+        is_decode = role == worker_pb2.WORKER_ROLE_DECODE
+        _check_agreement(replica, self.decode.connected if is_decode else self._connected())
+
+    def _drop_strangers(self) -> None:
+        """Lets prefill replicas go that differ from a decode replica that came after them."""
+        for replica in self.prefill.connected:
+            try:
+                _check_agreement(replica, self.decode.connected)
+            except FailedPreconditionError as error:
+                replica.drop(error)
+
+
+def _check_agreement(replica: Replica, others: Sequence[Replica]) -> None:
+    """Refuses a replica that differs from others, which agree among themselves."""
+    if others:
+        model = ServedModel.from_info(others[0].info)
+        differences = model.differences(ServedModel.from_info(replica.info))
         if differences:
             raise FailedPreconditionError(differences)

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from baton.errors import FailedPreconditionError
 from baton.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -50,6 +51,8 @@ class Replica:
         self.info = info
         self.load = worker_pb2.WorkerLoad()
         self.lost = asyncio.Event()
+        self._dropped: asyncio.Future[FailedPreconditionError]
+        self._dropped = asyncio.get_running_loop().create_future()
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._is_ready = False
         self._last_heard_s = 0.0
@@ -101,6 +104,12 @@ class Replica:
             self._num_tokens -= num_tokens
             self._num_blocks -= num_blocks
 
+    def drop(self, reason: FailedPreconditionError) -> None:
+        """Takes no requests from now on and ends `run` with this error. Idempotent."""
+        if not self._dropped.done():
+            self._dropped.set_result(reason)
+        self.lost.set()
+
     async def run(self, on_change: Callable[[], None]) -> None:
         """Follows the worker until it is lost.
 
@@ -108,7 +117,8 @@ class Replica:
             on_change: called when it starts or stops taking requests.
 
         Raises:
-            ReplicaLostError: always, in the end.
+            ReplicaLostError: in the end.
+            FailedPreconditionError: what `drop` was given.
         """
         tasks = [asyncio.create_task(coroutine) for coroutine in self._activities(on_change)]
         try:
@@ -128,7 +138,7 @@ class Replica:
 
     def _activities(self, on_change: Callable[[], None]) -> Sequence[Coroutine[Any, Any, None]]:
         """What runs while the replica lives; the first to end means that it is lost."""
-        return [self._watch_load(on_change), self._probe()]
+        return [self._watch_load(on_change), self._probe(), self._until_dropped()]
 
     async def _watch_load(self, on_change: Callable[[], None]) -> None:
         async for message in self._worker.WatchLoad(worker_pb2.WatchLoadRequest()):
@@ -149,6 +159,9 @@ class Replica:
             await asyncio.sleep(_PROBE_INTERVAL_S)
             if asyncio.get_running_loop().time() - self._last_heard_s >= _PROBE_INTERVAL_S:
                 await self._worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=_PROBE_TIMEOUT_S)
+
+    async def _until_dropped(self) -> None:
+        raise await self._dropped
 
 
 class PrefillReplica(Replica):

@@ -2,7 +2,8 @@
 
 Each address has one task that connects, follows the replica until it is
 lost, and tries again. An address that left DNS is not tried again, but a
-connected replica stays in use until it is lost: names flicker.
+connected replica stays in use until it is lost: names flicker. A worker behind
+two addresses is used at the first; the other one stands by.
 """
 
 import asyncio
@@ -101,7 +102,7 @@ class Tier(Generic[ReplicaT]):
                 await asyncio.sleep(follower.next_backoff_s())
         finally:
             del self._followers[address]
-            self._on_forget(follower.worker_id)
+            self._forget(follower.worker_id)
 
     async def _connect_once(self, follower: "_Follower") -> None:
         try:
@@ -114,23 +115,45 @@ class Tier(Generic[ReplicaT]):
             _LOGGER.exception("%s replica %s: unexpected failure", self.name, follower.address)
 
     async def _connect(self, follower: "_Follower") -> None:
-        """Follows one connection from GetInfo to its loss, of which it raises."""
-        channel = open_channel(follower.address)
-        try:
+        """Follows one connection from GetInfo to its loss, of which it raises.
+
+        If the worker is in use already, returns once it is lost there.
+        """
+        async with open_channel(follower.address) as channel:
             info = await _get_info(channel)
-            if follower.worker_id != info.worker_id:
-                self._on_forget(follower.worker_id)
-                follower.worker_id = info.worker_id
-            replica = self._make_replica(follower.address, info, channel)
-            self._check(replica)
-            self._connected[follower.address] = replica
-            follower.log_connected()
-            try:
-                await replica.run(self._on_change)
-            finally:
-                del self._connected[follower.address]
+            twin = self._find(info.worker_id)
+            if twin is None:
+                await self._use(follower, info, channel)
+        if twin is not None:
+            follower.log_standby(twin.address)
+            await twin.lost.wait()
+
+    async def _use(
+        self,
+        follower: "_Follower",
+        info: worker_pb2.GetInfoResponse,
+        channel: grpc.aio.Channel,
+    ) -> None:
+        if follower.worker_id != info.worker_id:
+            self._forget(follower.worker_id)
+            follower.worker_id = info.worker_id
+        replica = self._make_replica(follower.address, info, channel)
+        self._check(replica)
+        self._connected[follower.address] = replica
+        follower.log_connected()
+        try:
+            await replica.run(self._on_change)
         finally:
-            await channel.close()
+            del self._connected[follower.address]
+
+    def _find(self, worker_id: str) -> ReplicaT | None:
+        found = (r for r in self._connected.values() if r.replica_id == worker_id)
+        return next(found, None)
+
+    def _forget(self, worker_id: str) -> None:
+        """Tells of a worker that is gone, unless another address has it still."""
+        if self._find(worker_id) is None:
+            self._on_forget(worker_id)
 
 
 class _Follower:
@@ -151,6 +174,11 @@ class _Follower:
     def log_connected(self) -> None:
         self._backoff_s = _FIRST_BACKOFF_S
         self._report(logging.INFO, "connected, worker " + self.worker_id)
+
+    def log_standby(self, other_address: str) -> None:
+        self._report(
+            logging.INFO, f"stands by: its worker is connected already, at {other_address}"
+        )
 
     def log_refusal(self, error: BatonError) -> None:
         self._report(logging.ERROR, f"REFUSED, worker {self.worker_id}: {error.message}")

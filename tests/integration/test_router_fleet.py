@@ -9,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.sampling_params import SamplingParams
+from router import tier as tier_module
 from router.config import RouterConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
@@ -51,7 +52,8 @@ class RouterLog(logging.Handler):
 
 
 @pytest.fixture
-def router_log():
+def router_log(caplog):
+    caplog.set_level(logging.INFO, logger="baton.router")
     handler, logger = RouterLog(), logging.getLogger("baton.router")
     logger.addHandler(handler)
     yield handler
@@ -96,14 +98,84 @@ async def test_replica_of_the_wrong_tier_is_refused(router_log):
         assert not router.service.fleet.prefill.connected
 
 
-async def test_one_worker_behind_two_addresses_is_used_once(router_log):
+async def test_one_worker_behind_two_addresses_is_used_once(router_log, quick_retries):
     decode = FakeDecode(SCRIPT)
     async with running_workers(decode):
         addresses = (decode.address, f"localhost:{decode.port}")
         async with running_router(decode, decode=addresses) as router:
-            await router_log.until("it is connected already")
+            await router_log.until("its worker is connected already")
+            for _ in range(5):
+                await router.generate(request(max_tokens=3))
             assert len(router.service.fleet.decode.connected) == 1
-    assert decode.num_connects == 1
+            assert (decode.num_connects, decode.num_infos) == (1, 2)
+            # Neither address is given up.
+            await decode.stop()
+            successor = await FakeDecode(SCRIPT).start(decode.port)
+            await router.until_connected(successor)
+            await router.generate(request(max_tokens=3))
+            await successor.stop()
+    levels = {r.levelno for r in router_log.records if "connected already" in r.getMessage()}
+    assert levels == {logging.INFO}
+
+
+async def test_second_address_that_leaves_takes_no_prefixes_along(
+    router_log, quick_retries, monkeypatch
+):
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
+    resolver = FakeResolver(monkeypatch)
+    resolver.hosts = None
+    async with running_workers(prefill, decode):
+        targets = (decode.address, f"dns:///decode.test:{decode.port}")
+        async with running_router(prefill, decode, decode=targets, dns_interval_s=0.02) as router:
+            resolver.hosts = ["localhost"]
+            await router_log.until("its worker is connected already")
+            await router.generate(request(max_tokens=2))
+            resolver.hosts = ["127.0.0.9"]
+            await resolver.asked_again()
+            await resolver.asked_again()
+            await router.generate(request(max_tokens=2))
+    assert len(prefill.requests) == 1  # the second was cached on decode
+
+
+@pytest.fixture
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(tier_module, "_FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(tier_module, "_MAX_BACKOFF_S", 0.001)
+
+
+@pytest.mark.parametrize("is_prefill_first", [True, False])
+async def test_prefill_that_differs_never_keeps_decode_out(is_prefill_first, router_log):
+    prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT, kv_connector="")
+    first, second = (prefill, decode) if is_prefill_first else (decode, prefill)
+    async with running_workers(prefill, decode):
+        targets = {"prefill": (prefill.address,), "decode": (decode.address,)}
+        await second.stop()
+        async with running_router(first, **targets) as router:
+            await second.start(second.port)
+            await router_log.until("REFUSED")
+            await router.until_connected(decode)
+            responses = await router.generate(request(max_tokens=3))
+            assert router.candidate_ids() == {decode.info.worker_id}
+    assert token_ids_of(responses) == SCRIPT[:3]
+    assert not prefill.requests
+    (refusal,) = {r.getMessage() for r in router_log.records if "REFUSED" in r.getMessage()}
+    assert refusal.startswith(f"prefill replica {prefill.address} ")
+    assert "kv_connector is 'memory', the cluster's is ''" in refusal
+
+
+async def test_prompts_under_way_on_a_dropped_prefill_replica_are_let_go():
+    prefill, decode = FakePrefill(SCRIPT, hold=True), FakeDecode(SCRIPT)
+    stranger = FakeDecode(SCRIPT, namespace=b"another")
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        task = asyncio.create_task(router.generate(request(max_tokens=3)))
+        await prefill.changes.until(lambda: prefill.requests)
+        await decode.stop()
+        await stranger.start(decode.port)
+        await prefill.changes.until(lambda: prefill.num_cancelled)
+        assert router.candidate_ids() <= {stranger.info.worker_id}
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await stranger.stop()
 
 
 async def test_another_model_may_follow_once_every_replica_is_gone():

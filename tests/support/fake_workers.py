@@ -86,6 +86,7 @@ class FakeWorker:
         self.changes = Changes()
         self.refusal: BatonError | None = None
         self.is_frozen = False
+        self.num_infos = 0
         self.running: dict[str, Any] = {}
         self._server: RpcServer | None = None
         self.port = 0
@@ -146,6 +147,10 @@ class FakeWorker:
 
 class _FreezableServicer(WorkerServicer):
     """A stopped process keeps its connections; it only never answers."""
+
+    async def GetInfo(self, request, context):
+        self._worker.num_infos += 1
+        return await super().GetInfo(request, context)
 
     async def GetLoad(self, request, context):
         if self._worker.is_frozen:
