@@ -6,6 +6,7 @@
 4. The first SIGTERM or SIGINT: NOT_SERVING, drain. A second one cuts it short.
 5. Stop the server, close the service.
 
+A signal during step 2 stops the server and is told as `StartInterruptedError`.
 A service that dies says so (`RpcServer.fail`); the process then ends with its
 error, for whoever supervises it to start anew.
 """
@@ -28,13 +29,17 @@ from rpc.interceptors import CallInterceptor
 from rpc.options import SERVER_OPTIONS
 from rpc.server_config import ServerConfig
 
-__all__ = ["RpcServer", "Service", "serve"]
+__all__ = ["RpcServer", "Service", "StartInterruptedError", "serve"]
 
 _LOGGER = logging.getLogger("baton.rpc")
 _STOP_GRACE_S = 2.0  # for answers under way after the drain; streams that never end are cut
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _Result = TypeVar("_Result")
+
+
+class StartInterruptedError(Exception):
+    """A signal came before the service had started. Threads of its start may still run."""
 
 
 class Service(Protocol):
@@ -200,6 +205,7 @@ async def serve(
 
     Raises:
         ConfigurationError: the address cannot be bound, or the service cannot start.
+        StartInterruptedError: a signal came while the service started.
         BaseException: what the service gave `RpcServer.fail`.
     """
     server = RpcServer(config, service_names)
@@ -207,8 +213,9 @@ async def serve(
         try:
             await server.listen()
             service = await _unless(signals.requested, start_service(server))
-            if service is not None:
-                await _run(server, service, signals, config.drain_timeout_s)
+            if service is None:
+                raise StartInterruptedError
+            await _run(server, service, signals, config.drain_timeout_s)
         finally:
             await server.stop(0)
 

@@ -19,7 +19,7 @@ from decode_service import server as decode_server
 from prefill_service import server as prefill_server
 from rpc.channels import open_channel
 from rpc.errors import from_rpc_error
-from rpc.server import RpcServer, serve
+from rpc.server import RpcServer, StartInterruptedError, serve
 from rpc.server_config import ServerConfig
 from tests.support.fake_engine import FakeEngine
 from tests.support.rpc_servers import running_server
@@ -232,7 +232,8 @@ async def test_a_signal_while_starting_stops():
         task = asyncio.create_task(serve(ServerConfig(), (), start))
         await begun.wait()
         os.kill(os.getpid(), signal.SIGTERM)
-        await task
+        with pytest.raises(StartInterruptedError):
+            await task
 
 
 async def test_a_service_that_dies_ends_the_server_with_its_error():

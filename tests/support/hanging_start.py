@@ -1,0 +1,31 @@
+"""`python -m tests.support.hanging_start router|prefill|decode FLAGS...`: a server whose load never ends."""
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from unittest import mock
+
+from baton.cli import main
+
+LOADS = {
+    "router": ("router.server", "Tokenizer.load"),
+    "prefill": ("engine.async_engine", "EngineCore.build"),
+    "decode": ("engine.async_engine", "EngineCore.build"),
+}
+
+
+def hang(*_):
+    """As a download does: several threads that nothing can interrupt, and one that waits."""
+    with ThreadPoolExecutor(2) as threads:
+        waits = [threads.submit(threading.Event().wait) for _ in range(2)]
+        print("loading", flush=True)
+        for wait in waits:
+            wait.result()
+
+
+if __name__ == "__main__":
+    module, attribute = LOADS[sys.argv[1]]
+    owner, _, method = attribute.partition(".")
+    with mock.patch.object(getattr(import_module(module), owner), method, hang):
+        sys.exit(main(sys.argv[1:]))
