@@ -22,6 +22,10 @@ from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
 
 __all__ = ["RedisStore"]
 
+_REFUSED_OPTIONS = {
+    "max_bytes": "max_bytes is the server's to keep: start it with --maxmemory SIZE "
+    "--maxmemory-policy allkeys-lru"
+}
 _KEY_PREFIX = b"baton:kv:"
 _MAX_CONNECTIONS = 16
 _MAX_BATCH_BYTES = 8 << 20
@@ -63,12 +67,7 @@ class RedisStore(KvStore):
         Raises:
             ConfigurationError: no host; a bad port, database or option.
         """
-        parts = StoreUrl.parse(url, ("ttl_s", "timeout_s", "max_bytes"))
-        if "max_bytes" in parts.options:
-            raise parts.error(
-                "max_bytes is the server's to keep: start it with --maxmemory SIZE "
-                "--maxmemory-policy allkeys-lru"
-            )
+        parts = StoreUrl.parse(url, ("ttl_s", "timeout_s"), _REFUSED_OPTIONS)
         ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
         return cls(_make_pool(parts, parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)), ttl_s)
 

@@ -8,6 +8,7 @@ option never goes unnoticed.
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from baton.errors import ConfigurationError
@@ -38,19 +39,28 @@ class StoreUrl:
     options: Mapping[str, str]
 
     @classmethod
-    def parse(cls, url: str, known_options: Collection[str]) -> "StoreUrl":
+    def parse(
+        cls,
+        url: str,
+        known_options: Collection[str],
+        refused_options: Mapping[str, str] = MappingProxyType({}),
+    ) -> "StoreUrl":
         """Takes a URL apart.
 
         Args:
             url: the store's URL.
             known_options: names of all options that the store takes.
+            refused_options: names that other stores take and this one does not,
+                each with what to do instead.
 
         Raises:
-            ConfigurationError: not a URL; an unknown or repeated option.
+            ConfigurationError: not a URL; an unknown, refused or repeated option.
         """
         parts = _split(url)
         parsed = cls(parts.scheme, parts.netloc, unquote(parts.path), _options(parts))
         for name in parsed.options:
+            if name in refused_options:
+                raise parsed.error(refused_options[name])
             if name not in known_options:
                 known = ", ".join(sorted(known_options))
                 raise parsed.error(f"unknown option {name!r}; it takes {known}")

@@ -61,7 +61,8 @@ def test_a_bad_url_is_refused_without_telling_the_password(url):
         ("shm://a/b", "shm://NAME"),
         ("shm://a%2Fb", "shm://NAME"),
         ("redis://", "host"),
-        ("redis://host/0?max_bytes=1GiB", "--maxmemory"),
+        ("redis://host/0?max_bytes=1GiB", "max_bytes is the server's to keep"),
+        ("redis://host/0?ttl=1", "'ttl'; it takes timeout_s, ttl_s"),
         ("redis://host/1/2", "database"),
     ],
 )
