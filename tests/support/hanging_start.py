@@ -1,4 +1,4 @@
-"""`python -m tests.support.hanging_start router|prefill|decode FLAGS...`: a server whose load never ends."""
+"""`python -m tests.support.hanging_start router|prefill|decode FLAGS...`: its load never ends."""
 
 import sys
 import threading
