@@ -10,8 +10,11 @@ import typing
 from collections.abc import Callable, Collection
 from typing import Any
 
+from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 from kvstore.byte_size import parse_byte_size
+from kvstore.handoff import connector_name
+from kvstore.registry import store_capabilities
 
 __all__ = ["add_engine_args", "engine_config_from_args"]
 
@@ -33,12 +36,26 @@ def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = 
 def engine_config_from_args(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
     """The config that parsed flags describe; `overrides` win over them.
 
+    Flags are of server processes, whose connector must reach other processes.
+
     Raises:
-        ConfigurationError: a value is out of range; names the flag.
+        ConfigurationError: a value is out of range, or the connector's store is
+            of one process only; names the flag.
     """
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     flags = {name: value for name, value in vars(args).items() if name in names}
-    return EngineConfig(**{**flags, **overrides})
+    config = EngineConfig(**{**flags, **overrides})
+    if config.kv_connector is not None:
+        _check_shared(config.kv_connector)
+    return config
+
+
+def _check_shared(kv_connector: str) -> None:
+    if not store_capabilities(kv_connector).shared_between_processes:
+        raise ConfigurationError(
+            f"--kv-connector {connector_name(kv_connector)}:// is shared within one process only; "
+            "between processes use shm://NAME, file:///path or redis://host:port/db"
+        )
 
 
 def _argument_options(field: dataclasses.Field[Any]) -> dict[str, Any]:

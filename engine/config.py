@@ -51,7 +51,7 @@ class EngineConfig:
     )
     num_gpu_blocks_override: int | None = _flag(None, "KV blocks in the pool, whatever fits")
     kv_connector: str | None = _flag(
-        None, "URL of the KV connector: memory://, shm://, file:///path, redis://host:port/db"
+        None, "URL of the KV connector: shm://NAME, file:///path, redis://host:port/db"
     )
     kv_load_failure_policy: str = _flag(
         "recompute", "what to do when KV cannot be loaded", choices=LOAD_FAILURE_POLICIES

@@ -1,4 +1,4 @@
-"""`open_store`: from a store's URL to the store.
+"""From a store's URL to the store: `open_store`, and `store_capabilities` without opening it.
 
 Baton's own stores are in a table here. Third parties name theirs in their
 package's metadata, without a line here:
@@ -11,9 +11,9 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from baton.errors import ConfigurationError
-from kvstore.store import KvStore
+from kvstore.store import KvStore, StoreCapabilities
 
-__all__ = ["ENTRY_POINT_GROUP", "open_store"]
+__all__ = ["ENTRY_POINT_GROUP", "open_store", "store_capabilities"]
 
 ENTRY_POINT_GROUP = "baton.kv_stores"
 
@@ -33,10 +33,16 @@ def open_store(url: str) -> KvStore:
         ConfigurationError: the scheme is unknown (lists the known ones), its
             package cannot be imported, or the store refuses the URL.
     """
-    scheme, separator, _ = url.partition("://")
-    if not separator:
-        raise ConfigurationError(f"a KV store's URL begins with one of {_known_schemes()}")
-    return _load_class(scheme.lower()).from_url(url)
+    return _load_class(url).from_url(url)
+
+
+def store_capabilities(url: str) -> StoreCapabilities:
+    """What the store that a URL names can do.
+
+    Raises:
+        ConfigurationError: the scheme is unknown or its package cannot be imported.
+    """
+    return _load_class(url).capabilities
 
 
 def _known_schemes() -> str:
@@ -44,8 +50,12 @@ def _known_schemes() -> str:
     return ", ".join(f"{name}://" for name in sorted({*_BUILT_IN, *third_party}))
 
 
-def _load_class(scheme: str) -> type[KvStore]:
-    """The class of a scheme. Baton's own cannot be replaced."""
+def _load_class(url: str) -> type[KvStore]:
+    """The class of a URL's scheme. Baton's own cannot be replaced."""
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        raise ConfigurationError(f"a KV store's URL begins with one of {_known_schemes()}")
+    scheme = scheme.lower()
     if scheme in _BUILT_IN:
         module_name, class_name = _BUILT_IN[scheme].split(":")
         store_class: type[KvStore] = getattr(import_module(module_name), class_name)

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Self
+from typing import ClassVar, Self
 
 __all__ = [
     "GetStatus",
@@ -85,7 +85,7 @@ class StoreStats:
 class KvStore(ABC):
     """A backend for KV blocks. See the module's contract."""
 
-    capabilities: StoreCapabilities
+    capabilities: ClassVar[StoreCapabilities]
     ttl_s: float
 
     @classmethod

@@ -133,7 +133,9 @@ async def test_prefill_hands_over_and_decode_finishes_while_draining(tmp_path):
 
 async def test_a_start_that_fails_is_one_readable_line(tmp_path):
     modules = ("prefill_service", "decode_service")
-    flags = (f"--model={tmp_path}", "--kv-connector=memory://x", "--port=0", "--log-level=error")
+    (model := tmp_path / "empty").mkdir()
+    store = f"--kv-connector=file://{tmp_path}/kv"
+    flags = (f"--model={model}", store, "--port=0", "--log-level=error")
     async with asyncio.timeout(START_TIMEOUT_S):
         processes = await asyncio.gather(*(spawn(module, *flags) for module in modules))
         logs = await asyncio.gather(*(process.communicate() for process in processes))
@@ -141,7 +143,7 @@ async def test_a_start_that_fails_is_one_readable_line(tmp_path):
         assert process.returncode == 2
         (line,) = stderr.decode().splitlines()
         assert line.startswith(f"baton {module.removesuffix('_service')}: error: ")
-        assert str(tmp_path) in line
+        assert str(model) in line
 
 
 async def test_a_prefill_replica_without_a_connector_is_refused(tmp_path):

@@ -83,3 +83,12 @@ def test_a_bad_parameter_is_told(capsys):
 def test_health_of_nobody(capsys):
     assert main(["health", "127.0.0.1:1", "--timeout-s", "5"]) == 1
     assert capsys.readouterr().out == "UNAVAILABLE\n"
+
+
+@pytest.mark.parametrize("command", ["up", "prefill", "decode"])
+def test_a_store_of_one_process_alone_is_refused(command, capsys):
+    assert main([command, "--model", "m", "--port", "0", "--kv-connector", "memory://x"]) == 2
+    assert capsys.readouterr().err == (
+        f"baton {command}: error: --kv-connector memory:// is shared within one process only; "
+        "between processes use shm://NAME, file:///path or redis://host:port/db\n"
+    )
