@@ -22,6 +22,7 @@ from baton.up.embedded_store import embedded_store
 from baton.up.supervisor import SupervisedProcess
 from benchmarks.models import num_weights
 from engine.config import EngineConfig
+from rpc.server_config import ServerConfig
 
 __all__ = ["MODELS", "Workload", "measure"]
 
@@ -82,8 +83,7 @@ async def _running(
         engine=engine,
         num_prefill=num_prefill,
         num_decode=1,
-        host="127.0.0.1",
-        port=0,
+        router=ServerConfig(),
         log_level="warning",
     )
     plan = plan_cluster(config)

@@ -27,7 +27,7 @@ from baton.errors import ConfigurationError, UnavailableError
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import CallInterceptor
 from rpc.options import SERVER_OPTIONS
-from rpc.server_config import ServerConfig
+from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = ["RpcServer", "Service", "StartInterruptedError", "serve"]
 
@@ -117,8 +117,7 @@ class RpcServer:
     @property
     def address(self) -> str:
         """`host:port`, once listening."""
-        host = self._config.host
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return join_host_port(self._config.host, self.port)
 
     def add_servicer(self, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a servicer, before or after `listen`.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigurationError
 
-__all__ = ["ServerConfig", "add_server_args", "server_config_from_args"]
+__all__ = ["ServerConfig", "add_server_args", "join_host_port", "server_config_from_args"]
 
 DEFAULT_DRAIN_TIMEOUT_S = 30.0
 
@@ -38,6 +38,11 @@ class ServerConfig:
             raise ConfigurationError(
                 f"--drain-timeout-s is {self.drain_timeout_s}; it must be >= 0"
             )
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`host:port`; IPv6 hosts stand in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def add_server_args(parser: argparse.ArgumentParser, *, default_port: int) -> None:

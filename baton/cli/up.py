@@ -14,6 +14,7 @@ from baton.sampling_params import SamplingParams
 from baton.up.cluster import ClusterConfig, ClusterPlan, plan_cluster, run_cluster
 from baton.up.embedded_store import embedded_store
 from engine.cli_args import add_engine_args, engine_config_from_args
+from rpc.server_config import ServerConfig
 
 __all__ = ["add_args", "main"]
 
@@ -84,8 +85,7 @@ def _config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterCon
         ),
         num_prefill=args.prefill,
         num_decode=args.decode,
-        host=args.host,
-        port=args.port,
+        router=ServerConfig(host=args.host, port=args.port),
         log_level=args.log_level,
     )
 

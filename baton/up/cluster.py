@@ -15,10 +15,13 @@ from baton.errors import ConfigurationError
 from baton.health import wait_until_serving
 from baton.up.supervisor import ProcessSpec, SupervisedProcess
 from engine.config import EngineConfig
+from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = ["ClusterConfig", "ClusterPlan", "Server", "engine_flags", "plan_cluster", "run_cluster"]
 
 _LOOPBACK = "127.0.0.1"
+_LOOPBACK_OF_ALL = {"0.0.0.0": _LOOPBACK, "::": "::1"}
+"""Where a router that listens on all addresses is reached from this machine."""
 _START_TIMEOUT_S = 900.0
 _DRAIN_TIMEOUT_S = "5"
 """For running requests upon Ctrl-C; below the supervisor's grace period."""
@@ -37,8 +40,7 @@ class ClusterConfig:
         engine: for every worker; its role is set per tier.
         num_prefill: prefill processes; 0 computes prompts on decode.
         num_decode: decode processes, at least one.
-        host: address that the router listens on.
-        port: port that the router listens on; 0 takes a free one.
+        router: where the router listens.
         log_level: of the workers.
 
     Raises:
@@ -48,8 +50,7 @@ class ClusterConfig:
     engine: EngineConfig
     num_prefill: int
     num_decode: int
-    host: str
-    port: int
+    router: ServerConfig
     log_level: str
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
     """Gives every process its port and its flags.
 
     Raises:
-        ConfigurationError: the router's port is in use.
+        ConfigurationError: the router's port is in use, or its host no address of this machine.
     """
     router_port, *ports = _free_ports(config)
     prefill = _plan_tier(config, "prefill", ports[: config.num_prefill])
@@ -116,7 +117,7 @@ def _free_ports(config: ClusterConfig) -> list[int]:
     The sockets are closed before the servers bind: a stranger may come
     between. Then a server says so and the cluster does not start.
     """
-    wanted = [(config.host, config.port)]
+    wanted = [(config.router.host, config.router.port)]
     wanted += [(_LOOPBACK, 0)] * (config.num_prefill + config.num_decode)
     sockets = []
     try:
@@ -129,14 +130,16 @@ def _free_ports(config: ClusterConfig) -> list[int]:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    bound = socket.socket()
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         bound.close()
+        reason = getattr(error, "strerror", None) or "no host name"
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
+            f"cannot listen on {join_host_port(host, port)}: {reason}; "
+            "choose another --host or --port"
         ) from None
     return bound
 
@@ -164,14 +167,14 @@ def _plan_router(
 ) -> Server:
     arguments = [
         *("--model", config.engine.model, "--served-model-name", config.engine.model_name),
-        *("--host", config.host, "--port", str(port)),
+        *("--host", config.router.host, "--port", str(port)),
         *("--log-level", config.log_level, "--drain-timeout-s", _DRAIN_TIMEOUT_S),
     ]
     for flag, servers in (("--prefill", prefill), ("--decode", decode)):
         for server in servers:
             arguments += [flag, server.address]
-    reachable = _LOOPBACK if config.host == "0.0.0.0" else config.host
-    return Server(ProcessSpec("router", "router", tuple(arguments)), f"{reachable}:{port}")
+    host = _LOOPBACK_OF_ALL.get(config.router.host, config.router.host)
+    return Server(ProcessSpec("router", "router", tuple(arguments)), join_host_port(host, port))
 
 
 async def run_cluster(

@@ -85,6 +85,14 @@ def test_health_of_nobody(capsys):
     assert capsys.readouterr().out == "UNAVAILABLE\n"
 
 
+@pytest.mark.parametrize("port", ["99999", "-1"])
+@pytest.mark.parametrize("command", ["up", "decode"])
+def test_a_port_out_of_range_is_told(command, port, capsys):
+    assert main([command, "--model", "m", "--port", port]) == 2
+    message = f"--port is {port}; it must be in [0, 65536)"
+    assert capsys.readouterr().err == f"baton {command}: error: {message}\n"
+
+
 @pytest.mark.parametrize("command", ["up", "prefill", "decode"])
 def test_a_store_of_one_process_alone_is_refused(command, capsys):
     assert main([command, "--model", "m", "--port", "0", "--kv-connector", "memory://x"]) == 2

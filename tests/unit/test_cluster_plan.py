@@ -18,6 +18,7 @@ from prefill_service.config import add_args as add_prefill_args
 from prefill_service.config import config_from_args as prefill_config_from_args
 from router.config import add_args as add_router_args
 from router.config import config_from_args as router_config_from_args
+from rpc.server_config import ServerConfig
 
 ENGINE = EngineConfig(
     model="/models/some",
@@ -36,8 +37,7 @@ def config(**overrides):
             "engine": ENGINE,
             "num_prefill": 2,
             "num_decode": 3,
-            "host": "127.0.0.1",
-            "port": 0,
+            "router": ServerConfig(),
             "log_level": "info",
             **overrides,
         }
@@ -105,7 +105,33 @@ def test_a_port_in_use_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}.*--port"):
-            plan_cluster(config(port=port))
+            plan_cluster(config(router=ServerConfig(port=port)))
+
+
+@pytest.mark.parametrize("host", ["no such host", "a" * 70, "256.0.0.1", "::nonsense"])
+def test_a_host_that_is_none_is_told(host):
+    with pytest.raises(ConfigurationError, match=f"cannot listen on .*{host}"):
+        plan_cluster(config(router=ServerConfig(host=host)))
+
+
+@pytest.mark.parametrize(
+    ("host", "reachable"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
+)
+def test_the_router_is_reached_where_it_listens(host, reachable):
+    if ":" in host and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    router = plan_cluster(config(router=ServerConfig(host=host))).router
+    assert router.address.rpartition(":")[0] == reachable
+    assert router_config_from_args(parse(add_router_args, router.spec.arguments)).server.host == host
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture
