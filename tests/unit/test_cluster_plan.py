@@ -123,7 +123,8 @@ def test_the_router_is_reached_where_it_listens(host, reachable):
         pytest.skip("this machine has no IPv6")
     router = plan_cluster(config(router=ServerConfig(host=host))).router
     assert router.address.rpartition(":")[0] == reachable
-    assert router_config_from_args(parse(add_router_args, router.spec.arguments)).server.host == host
+    parsed = router_config_from_args(parse(add_router_args, router.spec.arguments))
+    assert parsed.server.host == host
 
 
 def has_ipv6():
