@@ -18,3 +18,12 @@ def redis_server():
     """A real redis-server on a free port; see `tests.support.redis_server.RedisServer`."""
     with running_redis_server() as server:
         yield server
+
+
+@pytest.fixture
+def unread_pipe():
+    """The writing end of a pipe whose reader has left, as `head` does."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)

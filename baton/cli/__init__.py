@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import baton
+from baton.cli.unread_output import discard_unread_output
 from baton.errors import BatonError, ConfigurationError
 
 __all__ = ["main"]
@@ -14,6 +15,7 @@ __all__ = ["main"]
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
+_EXIT_BROKEN_PIPE = 141  # what a shell calls a program that SIGPIPE ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     args = _build_parser(arguments[0] if arguments else "").parse_args(arguments)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
-        return run(args) or 0
+        status = run(args) or 0
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        discard_unread_output()
+        return _EXIT_BROKEN_PIPE
     except BatonError as error:
         sys.stderr.write(f"baton {args.command}: error: {error.message}\n")
         return _EXIT_USAGE if isinstance(error, ConfigurationError) else _EXIT_FAILURE

@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 
 from baton.cli.generate import DEFAULT_ADDRESS, print_stream
+from baton.cli.unread_output import discard_unread_output
 from baton.client import Client
 from baton.demo import DEMO_PROMPT, demo_model_path
 from baton.sampling_params import SamplingParams
@@ -91,13 +92,24 @@ def _config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterCon
 
 
 def _write_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    """Writes to the log. The cluster goes on if nobody can read it."""
+    try:
+        sys.stderr.write(f"{line}\n")
+    except OSError:
+        discard_unread_output()
 
 
 async def _greet(plan: ClusterPlan, with_demo: bool) -> None:
     """Says where everything listens, after a first completion if asked."""
-    if with_demo:
-        await asyncio.to_thread(_stream_demo, plan.router.address)
+    try:
+        if with_demo:
+            await asyncio.to_thread(_stream_demo, plan.router.address)
+        _print_addresses(plan)
+    except BrokenPipeError:
+        discard_unread_output()
+
+
+def _print_addresses(plan: ClusterPlan) -> None:
     for server in (plan.router, *plan.workers):
         print(f"{server.spec.name:<10} {server.address}")
     command = [sys.argv[0], "generate", _TRY_PROMPT, "--address", plan.router.address]

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from baton import Client, SamplingParams
 from baton.cli import main
 from baton.errors import UnavailableError
+from baton.health import wait_until_serving
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 
 BATON = Path(sys.executable).with_name("baton")
@@ -55,13 +57,13 @@ class Up:
 
 
 @contextlib.asynccontextmanager
-async def running_up(*arguments: str):
+async def running_up(*arguments: str, output: int = asyncio.subprocess.PIPE):
     process = await asyncio.create_subprocess_exec(
         BATON,
         "up",
         *("--port", "0", "--num-gpu-blocks-override", "64", "--max-model-len", "512"),
         *arguments,
-        stdout=asyncio.subprocess.PIPE,
+        stdout=output,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -143,6 +145,23 @@ async def test_make_run_streams_the_demo():
         completion, figures = await client.communicate()
         assert client.returncode == 0, figures
         assert completion.strip()
+
+
+async def test_a_cluster_whose_output_nobody_reads_serves_on(unread_pipe):
+    path = tiny_checkpoint("llama")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--model", str(path), "--dtype", "float32", "--prefill", "0", "--log-level", "info")
+    async with running_up(*flags, "--port", str(port), output=unread_pipe) as up:
+        address = f"127.0.0.1:{port}"
+        await wait_until_serving(address, START_TIMEOUT_S)
+        expected = reference_greedy(path, PROMPT, 8)
+        up.children()["decode_service"].send_signal(signal.SIGKILL)
+        assert await generate_when_back(address) == expected
+        children = list(up.children().values())
+        up.process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(up.process.wait(), START_TIMEOUT_S) == 0
+        assert_all_end(children)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
