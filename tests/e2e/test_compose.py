@@ -44,6 +44,13 @@ def test_environment_chooses_model_port_and_memory():
     assert "1gb" in services["redis"]["command"]
 
 
+def test_every_service_calls_the_model_by_one_name():
+    for environment, name in ({}, "baton-demo"), ({"BATON_MODEL_NAME": "big"}, "big"):
+        services = load_compose(environment)
+        for service in ("router", "prefill", "decode"):
+            assert f"--served-model-name={name}" in services[service]["command"]
+
+
 def test_the_image_checks_the_port_that_services_listen_on():
     dockerfile = (ROOT / "Dockerfile").read_text()
     (check,) = re.findall(r"^HEALTHCHECK[^\[]*(\[.*\])$", dockerfile, re.MULTILINE)
@@ -59,7 +66,7 @@ async def test_the_services_commands_make_a_cluster(tmp_path):
         try:
             await wait_until_serving(services.addresses["prefill"], START_TIMEOUT_S)
             await wait_until_serving(services.addresses["router"], START_TIMEOUT_S)
-            with Client(services.addresses["router"]) as client:
+            with Client(services.addresses["router"], model="baton-demo") as client:
                 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
                 prompt = "Return the number of items in a container. " * 4
                 first = client.generate(prompt, params, timeout_s=60)
