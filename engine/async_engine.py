@@ -191,8 +191,10 @@ class AsyncEngine:
                 if is_last:
                     self._forget_aborted(output.request_id)
                 continue
-            take = self._handlers.pop if is_last else self._handlers.__getitem__
-            self._call(take(output.request_id), output)
+            take = self._handlers.pop if is_last else self._handlers.get
+            handler = take(output.request_id, None)
+            if handler is not None:  # None: `close` has told it its end already
+                self._call(handler, output)
         if not self._handlers:
             self._idle.set()
 
