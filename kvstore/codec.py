@@ -22,7 +22,7 @@ import struct
 
 import xxhash
 
-__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "payload_of", "seal", "verify"]
+__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "seal", "verify"]
 
 HEADER_BYTES = 64
 DIGEST_SCHEME = "xxh3-128"
@@ -31,11 +31,6 @@ _MAGIC = b"BATONKV\0"
 _FORMAT_VERSION = 1
 _DIGEST_SCHEME_ID = 1
 _PREAMBLE = struct.Struct("<8sHHIQ24x")
-
-
-def payload_of(slot: memoryview) -> memoryview:
-    """The part of a slot that holds the block's bytes; a view, not a copy."""
-    return slot[HEADER_BYTES:]
 
 
 def seal(slot: memoryview, key: bytes) -> None:

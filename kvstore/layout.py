@@ -36,8 +36,3 @@ class KvLayout:
         """Bytes of one block."""
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
         return elements * DTYPE_BYTES[self.dtype]
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's K and V over all layers."""
-        return self.block_bytes // self.block_size

@@ -5,9 +5,9 @@ in the engine's thread; I/O threads move bytes between segments and the store
 and never touch the pool. So a store that answers late can overwrite nothing.
 
 A save: the engine's thread gathers a piece of blocks into a segment; an I/O
-thread seals each slot and puts it. A load: an I/O
-thread reads into a segment and verifies each slot; the engine's thread
-scatters the verified ones into the pool.
+thread seals each slot and puts it. A load: an I/O thread reads into a segment
+and verifies each slot; the engine's thread scatters the verified ones into
+the pool.
 """
 
 import logging

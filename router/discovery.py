@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import ConfigurationError
+from rpc.server_config import join_host_port
 
 __all__ = ["Discovery", "Target", "parse_target"]
 
@@ -110,10 +111,5 @@ def _resolve(target: Target) -> frozenset[str] | None:
         _LOGGER.debug("cannot resolve %s: %s", target.host, error)
         return None
     return frozenset(
-        _address(family, socket_address[0], target.port)
-        for family, _, _, _, socket_address in found
+        join_host_port(str(socket_address[0]), target.port) for _, _, _, _, socket_address in found
     )
-
-
-def _address(family: socket.AddressFamily, host: str | int, port: int) -> str:
-    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
