@@ -6,11 +6,13 @@ A leaf module like `baton.errors`: clients, router and engine share it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from baton.errors import InvalidArgumentError
 
-__all__ = ["MAX_STOPS", "MAX_STOP_BYTES", "SamplingParams"]
+__all__ = ["MAX_CANDIDATES", "MAX_STOPS", "MAX_STOP_BYTES", "SamplingParams"]
 
+MAX_CANDIDATES = 64
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 _MAX_SEED = 2**64 - 1
@@ -33,6 +35,17 @@ class SamplingParams:
             the output text stops before the match.
         stop_token_ids: token ids that end the generation.
         ignore_eos: go on past the model's end-of-sequence token.
+        n: how many candidates to return. Candidate 0 draws with `seed`, the
+            others with seeds made from it.
+        best_of: how many candidates to generate; the `n` with the highest mean
+            log-probability per token are returned, the best first. None: `n`.
+        beam_width: search with this many beams instead of drawing, and return
+            the `n` best hypotheses. None: no beam search.
+        length_penalty: beam search divides a hypothesis' summed
+            log-probability by its length to this power.
+        early_stopping: when beam search ends; True: with the first
+            `beam_width` finished hypotheses; False: when no running beam is
+            likely to do better; "never": when none can.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
@@ -46,6 +59,11 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -54,6 +72,17 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_numbers()
         self._check_stops()
+        self._check_candidates()
+
+    @property
+    def num_candidates(self) -> int:
+        """Sequences generated."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether candidates are compared, and the best returned when all have ended."""
+        return self.beam_width is not None or self.n < self.num_candidates
 
     def _check_numbers(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -83,3 +112,27 @@ class SamplingParams:
                 raise InvalidArgumentError.for_field(
                     "stop_token_ids", token_id, "below the vocabulary size"
                 )
+
+    def _check_candidates(self) -> None:
+        for field in ("n", "best_of", "beam_width"):
+            value = getattr(self, field)
+            if value is not None and not 1 <= value <= MAX_CANDIDATES:
+                raise InvalidArgumentError.for_field(field, value, f"in [1, {MAX_CANDIDATES}]")
+        if self.beam_width is not None and self.best_of is not None:
+            raise InvalidArgumentError("best_of and beam_width are both set; set one of them")
+        if self.n > self.num_candidates:
+            of = "beam_width" if self.beam_width is not None else "best_of"
+            raise InvalidArgumentError.for_field(
+                "n", self.n, f"at most {of}, {self.num_candidates}"
+            )
+        if not math.isfinite(self.length_penalty):
+            raise InvalidArgumentError.for_field("length_penalty", self.length_penalty, "finite")
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidArgumentError.for_field(
+                "early_stopping", self.early_stopping, 'True, False or "never"'
+            )
+        if self.is_ranked and self.stop:
+            raise InvalidArgumentError(
+                "stop texts are set together with beam_width or best_of > n; "
+                "candidates are compared by tokens: use stop_token_ids"
+            )

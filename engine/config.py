@@ -4,6 +4,7 @@ Field names are the command line's flags with underscores, the same as in
 vLLM where they mean the same.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ __all__ = ["DTYPES", "ROLES", "EngineConfig"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ROLES = ("prefill", "decode", "both")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
 def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -43,7 +45,27 @@ class EngineConfig:
     )
     max_num_seqs: int = _flag(64, "most sequences in one step")
     max_num_batched_tokens: int = _flag(2048, "most tokens in one step; prompts beyond are chunked")
+    long_prefill_token_threshold: int | None = _flag(
+        None, "most tokens of one prompt in one step, so that long prompts leave room for short"
+    )
+    max_num_partial_prefills: int = _flag(
+        1, "most prompts computed in part at a time; whole ones may still overtake them"
+    )
     max_num_waiting: int = _flag(4096, "most requests waiting; more get RESOURCE_EXHAUSTED")
+    priority_ageing_s: float = _flag(
+        30.0, "seconds of waiting that count as much as one level of priority"
+    )
+    preemption_mode: str = _flag(
+        "auto",
+        "how a request gives way: compute its KV again, swap it to the host, or the quicker",
+        choices=PREEMPTION_MODES,
+    )
+    swap_space: int | None = _flag(
+        None,
+        "bytes on the host for swapped KV, say 4GiB (default: 4GiB; none on CPU)",
+        parse="bytes",
+    )
+    async_scheduling: bool = _flag(False, "schedule the next step while this one computes")
     enable_prefix_caching: bool = _flag(True, "reuse KV blocks of equal prefixes")
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory for weights and KV cache")
     kv_cache_memory: int | None = _flag(
@@ -56,12 +78,16 @@ class EngineConfig:
     kv_load_failure_policy: str = _flag(
         "recompute", "what to do when KV cannot be loaded", choices=LOAD_FAILURE_POLICIES
     )
+    kv_transfer_timeout_s: float = _flag(
+        60.0, "longest wait for a load or save that does not report; its blocks stay fenced"
+    )
 
     def __post_init__(self) -> None:
         for name, choices in (
             ("role", ROLES),
             ("dtype", DTYPES),
             ("kv_load_failure_policy", LOAD_FAILURE_POLICIES),
+            ("preemption_mode", PREEMPTION_MODES),
         ):
             if getattr(self, name) not in choices:
                 raise _bad_flag(name, getattr(self, name), f"one of {', '.join(choices)}")
@@ -69,10 +95,28 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise _bad_flag(name, value, ">= 1")
+        for name in _POSITIVE_SECONDS:
+            if not 0 < getattr(self, name) < math.inf:
+                raise _bad_flag(name, getattr(self, name), "> 0 and finite")
+        if self.swap_space is not None and self.swap_space < 0:
+            raise _bad_flag("swap_space", self.swap_space, ">= 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise _bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         if self.role == "prefill" and self.kv_connector is None:
             raise ConfigurationError("a prefill engine needs --kv-connector to hand KV over")
+
+    @property
+    def max_running(self) -> int:
+        """The most sequences that run at once: each needs a token of a step's budget."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_chunk(self) -> int:
+        """The most tokens of one sequence in one step."""
+        return min(
+            self.max_num_batched_tokens,
+            self.long_prefill_token_threshold or self.max_num_batched_tokens,
+        )
 
     @property
     def model_name(self) -> str:
@@ -89,7 +133,10 @@ _POSITIVE = (
     "max_num_waiting",
     "kv_cache_memory",
     "num_gpu_blocks_override",
+    "long_prefill_token_threshold",
+    "max_num_partial_prefills",
 )
+_POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s")
 
 
 def _bad_flag(name: str, value: object, limit: str) -> ConfigurationError:

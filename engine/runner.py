@@ -4,13 +4,14 @@
 scheduler with a fake of these few methods; so nothing here imports torch.
 """
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.batch import ScheduledBatch, StepOutput
 from kvstore.layout import KvLayout
 
-__all__ = ["ModelInfo", "Runner"]
+__all__ = ["ModelInfo", "Runner", "StepCosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class ModelInfo:
         eos_token_ids: ids that end a generation, from the model's
             generation_config.json and config.json.
         fingerprint: digest of config and weights.
-        layout: shape of a KV block.
+        layout: shape of a KV block, whose layers are those of one layer group.
+        windows: per layer group, as in `engine.kv_cache_spec.KvCacheSpec`.
     """
 
     max_model_len: int
@@ -31,18 +33,41 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     fingerprint: bytes
     layout: KvLayout
+    windows: tuple[int | None, ...] = (None,)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What preemption weighs, as measured when the runner was made.
+
+    Attributes:
+        prompt_token_s: seconds to compute one more token of a prompt.
+        swapped_block_s: seconds to copy one block out of the pool, or back in.
+    """
+
+    prompt_token_s: float
+    swapped_block_s: float
 
 
 class Runner(Protocol):
-    """Executes batches on a model with a paged KV pool."""
+    """Executes batches, in the order in which they come, on a model with a paged KV pool."""
 
     info: ModelInfo
     num_blocks: int
     """Blocks in the pool, measured when the runner was made."""
+    num_host_blocks: int
+    """Blocks in the host pool that sequences are swapped to; 0 without one."""
+    costs: StepCosts
 
     @property
     def kv_pool(self) -> Any:
         """The pool tensor `[num_blocks, *info.layout.block_shape]`."""
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
-        """Runs one step: block copies, forward pass, draws."""
+        """Runs one step; see `ScheduledBatch` for the order of its parts."""
+
+    def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
+        """Runs one step beside the caller, after those submitted before it."""
+
+    def close(self) -> None:
+        """Ends what `submit` started. Idempotent."""
