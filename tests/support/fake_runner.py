@@ -1,110 +1,317 @@
 """A runner without a model, so that scheduling can be tested in milliseconds.
 
-The "KV cache" is a table of slots that remembers which token prefix was
-written where. A step reads back every slot of the context through the block
-table, so a wrong, stale or foreign block is seen at once. The token drawn is
-a function of the whole sequence alone.
+The "KV cache" is a table of slots that remembers for which layer group and
+which token prefix each was written. A step reads back every slot that its
+windows let it see, before anything is written and after, so a wrong, stale or
+foreign block is seen at once. What is drawn is a function of the whole
+sequence and, where it is not greedy, the seed.
 """
 
+import math
 from collections.abc import Sequence
-from hashlib import blake2b
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
-from engine.batch import ScheduledBatch, ScheduledSequence, StepOutput
-from engine.config import EngineConfig
-from engine.runner import ModelInfo
-from kvstore.layout import KvLayout
+from engine.batch import (
+    INVALID_TOKEN,
+    ChunkOutput,
+    DrawParams,
+    ScheduledBatch,
+    ScheduledChunk,
+    StepOutput,
+    TableUpdate,
+)
+from engine.runner import ModelInfo, StepCosts
+from tests.support.fake_model import (
+    GREEDY,
+    VOCAB_SIZE,
+    expected_tokens,
+    fake_config,
+    fake_info,
+    log_probabilities,
+    next_token,
+    top_tokens,
+)
 
-VOCAB_SIZE = 2
-Slot = tuple[int, ...]
+__all__ = [
+    "GREEDY",
+    "VOCAB_SIZE",
+    "FakeRunner",
+    "expected_tokens",
+    "fake_config",
+    "fake_info",
+    "log_probabilities",
+    "next_token",
+    "top_tokens",
+]
+
+Prefix = tuple[int, ...]
+Slot = tuple[int, Prefix]  # layer group, and the tokens up to the slot's own
 
 
-def fake_info(block_size: int, max_model_len: int) -> ModelInfo:
-    return ModelInfo(
-        max_model_len=max_model_len,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(),
-        fingerprint=b"fake",
-        layout=KvLayout(1, 1, block_size, 1, "float32"),
-    )
+@dataclass(slots=True)
+class FakeRow:
+    """What the runner remembers of one row; `tables[group][block index]` is a block id."""
+
+    tables: list[dict[int, int]]
+    position: int = 0
+    last_token: int | None = None  # None: it has drawn nothing that it could run
+    draw: DrawParams = GREEDY
+    wants_logprobs: bool = False
 
 
-def fake_config(**overrides: object) -> EngineConfig:
-    defaults: dict[str, object] = {"model": "fake", "block_size": 4, "max_num_seqs": 4}
-    return EngineConfig(**(defaults | overrides))
+@dataclass(slots=True)
+class _Work:
+    """One row's share of a step: tokens to run, from `start` on."""
 
+    row: FakeRow
+    start: int
+    token_ids: Prefix
+    context: Prefix = field(default=())  # all tokens before `start`, as the cache has them
 
-def next_token(token_ids: Sequence[int]) -> int:
-    """The token that the fake model draws after a sequence."""
-    return blake2b(bytes(token_ids)).digest()[0] % VOCAB_SIZE
-
-
-def expected_tokens(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    sequence = list(prompt)
-    for _ in range(max_tokens):
-        sequence.append(next_token(sequence))
-    return sequence[len(prompt) :]
+    @property
+    def sequence(self) -> Prefix:
+        return self.context + self.token_ids
 
 
 class FakeRunner:
-    """Executes batches on a table of slots; raises AssertionError on any wrong read."""
+    """Executes batches on a table of slots; raises AssertionError on any wrong read.
 
-    def __init__(self, info: ModelInfo, num_blocks: int) -> None:
+    `submits` says when a submitted batch runs: "now", in `submit`; "late", when
+    its future's result is asked for; or in a "thread".
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        num_blocks: int,
+        *,
+        num_host_blocks: int = 0,
+        max_rows: int = 1024,
+        submits: str = "now",
+    ) -> None:
         self.info = info
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.costs = StepCosts(prompt_token_s=1e-3, swapped_block_s=1e-3)
         self.failures: list[Exception] = []
         self.batches: list[ScheduledBatch] = []
-        self.fault: str | None = None  # "raise" or "not finite": what the next step does
+        # What the next forward pass does: "raise", or "not finite" logits for its first row.
+        self.fault: str | None = None
         self.num_raised_in_row = 0
-        # kv_pool[block][offset]: the token prefix whose last token's KV lies there.
-        self.kv_pool: list[list[Slot | None]] = [
-            [None] * info.layout.block_size for _ in range(num_blocks)
-        ]
+        # kv_pool[block][offset]: what was written there last.
+        self.kv_pool: list[list[Slot | None]] = [self._empty_block() for _ in range(num_blocks)]
+        self.host_pool: list[list[Slot | None] | None] = [None] * num_host_blocks
+        self.rows: dict[int, FakeRow] = {}
+        self._max_rows = max_rows
+        self._submits = submits
+        self._thread: ThreadPoolExecutor | None = None
+        self._late: list[_LateFuture] = []
+        self._decode_rows: tuple[int, ...] = ()
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         self.batches.append(batch)
-        request_ids = {share.request_id for share in batch.sequences}
-        self._check(len(request_ids) == len(batch.sequences), "a sequence is scheduled twice")
-        self._check(all(share.num_tokens for share in batch.sequences), "a share is empty")
-        fault, self.fault = self.fault, None
-        if fault == "raise":
+        self._check_rows(batch)
+        for update in batch.table_updates:
+            self._update_table(update)
+        self._move_blocks(batch)
+        chunks = [self._start_chunk(chunk) for chunk in batch.chunks]
+        decodes = [self._start_decode(row) for row in batch.decode_rows]
+        fault, self.fault = (self.fault, None) if batch.num_tokens else (None, self.fault)
+        self._raise_if(fault == "raise")
+        self._run([*chunks, *decodes])
+        poisoned = (chunks + decodes)[0] if fault == "not finite" else None
+        return StepOutput(
+            step=batch.step,
+            chunks=tuple(
+                self._chunk_output(chunk, work, is_poisoned=work is poisoned)
+                for chunk, work in zip(batch.chunks, chunks, strict=True)
+            ),
+            decoded=tuple(self._decode(work, is_poisoned=work is poisoned) for work in decodes),
+            decoded_logprobs=self._decoded_logprobs(decodes),
+        )
+
+    def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
+        if self._submits == "thread":
+            self._thread = self._thread or ThreadPoolExecutor(1, "fake-runner")
+            return self._thread.submit(self.execute, batch)
+        future = _LateFuture(self, batch)
+        self._late.append(future)
+        if self._submits == "now":
+            self.run_submitted(future)
+        return future
+
+    def run_submitted(self, last: "Future[StepOutput]") -> None:
+        """Runs the batches submitted up to `last` that have not run."""
+        while not last.done():
+            self._late.pop(0).run()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    # -- rows
+
+    def _check_rows(self, batch: ScheduledBatch) -> None:
+        rows = [chunk.row for chunk in batch.chunks] + list(batch.decode_rows)
+        self._check(len(set(rows)) == len(rows), "a row is scheduled twice")
+        self._check(all(0 <= row < self._max_rows for row in rows), "there is no such row")
+        self._check(all(chunk.token_ids for chunk in batch.chunks), "a chunk is empty")
+        is_copy = batch.decode_rows == self._decode_rows
+        is_same = batch.decode_rows is self._decode_rows
+        self._check(is_same or not is_copy, "decode_rows is a copy of the last")
+        self._decode_rows = batch.decode_rows
+
+    def _row(self, row: int) -> FakeRow:
+        return self.rows.setdefault(row, FakeRow([{} for _ in self.info.windows]))
+
+    def _update_table(self, update: TableUpdate) -> None:
+        end = update.first_index + len(update.block_ids)
+        limit = -(-self.info.max_model_len // self.info.layout.block_size)
+        self._check(0 <= update.first_index <= end <= limit, "a table is longer than the model")
+        self._check(0 <= update.row < self._max_rows, "there is no such row")
+        table = self._row(update.row).tables[update.group]
+        for index, block in enumerate(update.block_ids, update.first_index):
+            self._check(0 <= block < self.num_blocks, "there is no such block")
+            table[index] = block
+
+    def _start_chunk(self, chunk: ScheduledChunk) -> _Work:
+        row = self._row(chunk.row)
+        row.position = chunk.start_position + chunk.num_tokens
+        row.last_token = None
+        row.wants_logprobs = chunk.wants_logprobs
+        if len(chunk.draws) == 1:
+            (row.draw,) = chunk.draws
+            row.last_token = INVALID_TOKEN  # until the draw, which may never come
+        return _Work(row, chunk.start_position, chunk.token_ids)
+
+    def _start_decode(self, row_id: int) -> _Work:
+        row = self._row(row_id)
+        self._check(row.last_token is not None, "a row decodes that has drawn nothing")
+        work = _Work(row, row.position, (row.last_token,))
+        row.position += 1
+        row.last_token = INVALID_TOKEN
+        return work
+
+    # -- blocks
+
+    def _empty_block(self) -> list[Slot | None]:
+        return [None] * self.info.layout.block_size
+
+    def _move_blocks(self, batch: ScheduledBatch) -> None:
+        for host, block in batch.swap_ins:
+            content = self.host_pool[host]
+            self._check(content is not None, "a host block is read that holds nothing")
+            self.kv_pool[block] = list(content)
+        for block, host in batch.swap_outs:
+            self.host_pool[host] = list(self.kv_pool[block])
+        sources = [list(self.kv_pool[source]) for source, _ in batch.block_copies]
+        for (_, target), content in zip(batch.block_copies, sources, strict=True):
+            self.kv_pool[target] = content
+        for pairs in (batch.swap_ins, batch.swap_outs, batch.block_copies):
+            targets = {target for _, target in pairs}
+            self._check(len(targets) == len(pairs), "a block is the target of two copies")
+
+    def _run(self, works: Sequence[_Work]) -> None:
+        """Reads all contexts, writes all tokens, and reads again what each row sees."""
+        for work in works:
+            work.context = self._context(work)
+        written: set[tuple[int, int]] = set()
+        for work in works:
+            self._write(work, written)
+        for work in works:
+            self._check_seen(work, work.sequence)
+
+    def _context(self, work: _Work) -> Prefix:
+        """The tokens before a row's share, as the cache has them, each slot seen checked."""
+        if work.start == 0:
+            return ()
+        group = max(range(len(self.info.windows)), key=self._window)
+        _, context = self._read(work.row, group, work.start - 1)
+        self._check(len(context) == work.start, "a foreign or stale slot is read")
+        self._check_seen(work, context)
+        return context
+
+    def _check_seen(self, work: _Work, sequence: Prefix) -> None:
+        """Checks all slots that the share's queries see, as far as `sequence` goes."""
+        for group in range(len(self.info.windows)):
+            first = max(0, work.start - self._window(group) + 1)
+            for position in range(first, len(sequence)):
+                slot = self._read(work.row, group, position)
+                is_right = slot == (group, sequence[: position + 1])
+                self._check(is_right, "a foreign or stale slot is read")
+
+    def _write(self, work: _Work, written: set[tuple[int, int]]) -> None:
+        for group in range(len(self.info.windows)):
+            for position in range(work.start, len(work.sequence)):
+                block, offset = self._place(work.row, group, position)
+                self._check((block, offset) not in written, "two sequences write one slot")
+                written.add((block, offset))
+                self.kv_pool[block][offset] = (group, work.sequence[: position + 1])
+
+    def _read(self, row: FakeRow, group: int, position: int) -> Slot:
+        block, offset = self._place(row, group, position)
+        slot = self.kv_pool[block][offset]
+        self._check(slot is not None, "an unwritten slot is read")
+        return slot
+
+    def _place(self, row: FakeRow, group: int, position: int) -> tuple[int, int]:
+        self._check(position < self.info.max_model_len, "a position is beyond the model's length")
+        index, offset = divmod(position, self.info.layout.block_size)
+        self._check(index in row.tables[group], "a block is read that the table lacks")
+        return row.tables[group][index], offset
+
+    def _window(self, group: int) -> int:
+        window = self.info.windows[group]
+        return self.info.max_model_len if window is None else window
+
+    # -- draws
+
+    def _chunk_output(
+        self, chunk: ScheduledChunk, work: _Work, *, is_poisoned: bool
+    ) -> ChunkOutput | None:
+        if not chunk.draws and not chunk.num_top:
+            return None
+        vocab_size = self.info.vocab_size
+        if is_poisoned or INVALID_TOKEN in work.sequence:
+            num_tokens = min(chunk.num_top, vocab_size) or len(chunk.draws)
+            logprobs = (math.nan,) * num_tokens if chunk.num_top or chunk.wants_logprobs else ()
+            return ChunkOutput((INVALID_TOKEN,) * num_tokens, logprobs)
+        if chunk.num_top:
+            tops = top_tokens(work.sequence, chunk.num_top, vocab_size)
+            return ChunkOutput(*zip(*tops, strict=True))
+        tokens = tuple(next_token(work.sequence, draw, vocab_size) for draw in chunk.draws)
+        if len(tokens) == 1:
+            (work.row.last_token,) = tokens
+        every = log_probabilities(work.sequence, vocab_size)
+        return ChunkOutput(
+            tokens, tuple(every[token] for token in tokens) if chunk.wants_logprobs else ()
+        )
+
+    def _decode(self, work: _Work, *, is_poisoned: bool) -> int:
+        if not is_poisoned and INVALID_TOKEN not in work.sequence:
+            work.row.last_token = next_token(work.sequence, work.row.draw, self.info.vocab_size)
+        return work.row.last_token
+
+    def _decoded_logprobs(self, decodes: Sequence[_Work]) -> tuple[float, ...]:
+        if not any(work.row.wants_logprobs for work in decodes):
+            return ()
+        return tuple(self._logprob(work) for work in decodes)
+
+    def _logprob(self, work: _Work) -> float:
+        """NaN where nobody asked."""
+        token = work.row.last_token
+        if token == INVALID_TOKEN or not work.row.wants_logprobs:
+            return math.nan
+        return log_probabilities(work.sequence, self.info.vocab_size)[token]
+
+    # -- faults
+
+    def _raise_if(self, fails: bool) -> None:
+        if fails:
             self.num_raised_in_row += 1
             raise RuntimeError("as the test asked")
         self.num_raised_in_row = 0
-        written: set[tuple[int, int]] = set()
-        for share in batch.sequences:
-            self._write(share, written)
-        tokens = [self._draw(share) for share in batch.sequences]
-        if fault == "not finite":
-            tokens[0] = None
-        return StepOutput(batch.step, tuple(tokens))
-
-    def _write(self, share: ScheduledSequence, written: set[tuple[int, int]]) -> None:
-        prefix = self._read(share, share.start_position)
-        for index, token_id in enumerate(share.token_ids):
-            slot = self._slot(share, share.start_position + index)
-            self._check(slot not in written, "two sequences write one slot")
-            written.add(slot)
-            prefix = (*prefix, token_id)
-            self.kv_pool[slot[0]][slot[1]] = prefix
-
-    def _draw(self, share: ScheduledSequence) -> int | None:
-        context = self._read(share, share.start_position + share.num_tokens)
-        return next_token(context) if share.draw is not None else None
-
-    def _read(self, share: ScheduledSequence, num_tokens: int) -> Slot:
-        """The sequence's context as the cache has it, each slot checked."""
-        context: Slot = ()
-        for position in range(num_tokens):
-            block, offset = self._slot(share, position)
-            slot = self.kv_pool[block][offset]
-            self._check(slot is not None, "an unwritten slot is read")
-            self._check(slot[:-1] == context, "a foreign or stale slot is read")
-            context = slot
-        return context
-
-    def _slot(self, share: ScheduledSequence, position: int) -> tuple[int, int]:
-        index, offset = divmod(position, self.info.layout.block_size)
-        return share.block_table[index], offset
 
     def _check(self, holds: bool, message: str) -> None:
         """Remembers what is wrong: the engine turns a runner's exception into a
@@ -113,3 +320,28 @@ class FakeRunner:
         if not holds:
             self.failures.append(AssertionError(message))
             raise self.failures[-1]
+
+
+class _LateFuture(Future[StepOutput]):
+    """Runs its batch, and those before it, when its result or exception is asked for."""
+
+    def __init__(self, runner: FakeRunner, batch: ScheduledBatch) -> None:
+        super().__init__()
+        self._runner = runner
+        self._batch = batch
+
+    def run(self) -> None:
+        try:
+            output = self._runner.execute(self._batch)
+        except BaseException as error:  # as ThreadPoolExecutor does
+            self.set_exception(error)
+        else:
+            self.set_result(output)
+
+    def result(self, timeout: float | None = None) -> StepOutput:
+        self._runner.run_submitted(self)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._runner.run_submitted(self)
+        return super().exception(timeout)

@@ -1,0 +1,79 @@
+"""The model that `FakeRunner` runs: what is drawn after a sequence is a hash of it."""
+
+import math
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from engine.batch import DrawParams
+from engine.config import EngineConfig
+from engine.runner import ModelInfo
+from kvstore.layout import KvLayout
+
+VOCAB_SIZE = 2
+GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+
+
+def fake_info(
+    block_size: int,
+    max_model_len: int,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    windows: tuple[int | None, ...] = (None,),
+) -> ModelInfo:
+    """Facts of a model; one window at least must be above 1, as windows of 1 carry no context."""
+    assert any(window is None or window > 1 for window in windows)
+    return ModelInfo(
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=(),
+        fingerprint=b"fake",
+        layout=KvLayout(1, 1, block_size, 1, "float32"),
+        windows=windows,
+    )
+
+
+def fake_config(**overrides: object) -> EngineConfig:
+    defaults: dict[str, object] = {"model": "fake", "block_size": 4, "max_num_seqs": 4}
+    return EngineConfig(**(defaults | overrides))
+
+
+def log_probabilities(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> list[float]:
+    """Of every token after a sequence, as the fake model has it; no two are equal."""
+    scores = [_digest(token_ids, token) / 2**61 for token in range(vocab_size)]
+    total = math.log(sum(math.exp(score) for score in scores))
+    return [score - total for score in scores]
+
+
+def top_tokens(
+    token_ids: Sequence[int], num_top: int, vocab_size: int = VOCAB_SIZE
+) -> list[tuple[int, float]]:
+    """The most likely tokens after a sequence with their log-probabilities."""
+    ranked = sorted(enumerate(log_probabilities(token_ids, vocab_size)), key=lambda pair: -pair[1])
+    return ranked[:num_top]
+
+
+def next_token(
+    token_ids: Sequence[int], draw: DrawParams = GREEDY, vocab_size: int = VOCAB_SIZE
+) -> int:
+    """The token that the fake model draws after a sequence."""
+    if draw.temperature == 0:
+        return top_tokens(token_ids, 1, vocab_size)[0][0]
+    return _digest(token_ids, draw.seed) % vocab_size
+
+
+def expected_tokens(
+    prompt: Sequence[int],
+    max_tokens: int,
+    draw: DrawParams = GREEDY,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[int]:
+    sequence = list(prompt)
+    for _ in range(max_tokens):
+        sequence.append(next_token(sequence, draw, vocab_size))
+    return sequence[len(prompt) :]
+
+
+def _digest(token_ids: Sequence[int], number: int) -> int:
+    """64 bits."""
+    data = bytes(token_ids) + b"|" + number.to_bytes(8, "big")
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
