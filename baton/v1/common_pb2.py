@@ -24,25 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x92\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seed\"\x86\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\":\n\x0bMatchedStop\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x12\n\x08token_id\x18\x02 \x01(\rH\x00\x42\x07\n\x05match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xa4\x01\n\x07Timings\x12\x10\n\x08route_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x0f\n\x07load_ms\x18\x05 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01*\x93\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf5\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x0e\n\x01n\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x06 \x01(\rH\x05\x88\x01\x01\x12)\n\x0b\x62\x65\x61m_search\x18\x07 \x01(\x0b\x32\x14.baton.v1.BeamSearchB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\n\n\x08_best_of\"\x81\x01\n\nBeamSearch\x12\x12\n\nbeam_width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x17.baton.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"\x86\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\":\n\x0bMatchedStop\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x12\n\x08token_id\x18\x02 \x01(\rH\x00\x42\x07\n\x05match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xa4\x01\n\x07Timings\x12\x10\n\x08route_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x0f\n\x07load_ms\x18\x05 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01*l\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12!\n\x1d\x45\x41RLY_STOPPING_FIRST_FINISHED\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02*\xae\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x19\n\x15\x46INISH_REASON_IGNORED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=656
-  _globals['_FINISHREASON']._serialized_end=803
+  _globals['_EARLYSTOPPING']._serialized_start=886
+  _globals['_EARLYSTOPPING']._serialized_end=994
+  _globals['_FINISHREASON']._serialized_start=997
+  _globals['_FINISHREASON']._serialized_end=1171
   _globals['_TOKENIDS']._serialized_start=35
   _globals['_TOKENIDS']._serialized_end=58
   _globals['_SAMPLINGPARAMS']._serialized_start=61
-  _globals['_SAMPLINGPARAMS']._serialized_end=207
-  _globals['_STOPPINGPARAMS']._serialized_start=210
-  _globals['_STOPPINGPARAMS']._serialized_end=344
-  _globals['_MATCHEDSTOP']._serialized_start=346
-  _globals['_MATCHEDSTOP']._serialized_end=404
-  _globals['_USAGE']._serialized_start=406
-  _globals['_USAGE']._serialized_end=486
-  _globals['_TIMINGS']._serialized_start=489
-  _globals['_TIMINGS']._serialized_end=653
+  _globals['_SAMPLINGPARAMS']._serialized_end=306
+  _globals['_BEAMSEARCH']._serialized_start=309
+  _globals['_BEAMSEARCH']._serialized_end=438
+  _globals['_STOPPINGPARAMS']._serialized_start=441
+  _globals['_STOPPINGPARAMS']._serialized_end=575
+  _globals['_MATCHEDSTOP']._serialized_start=577
+  _globals['_MATCHEDSTOP']._serialized_end=635
+  _globals['_USAGE']._serialized_start=637
+  _globals['_USAGE']._serialized_end=717
+  _globals['_TIMINGS']._serialized_start=720
+  _globals['_TIMINGS']._serialized_end=884
 # @@protoc_insertion_point(module_scope)

@@ -22,6 +22,34 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _EarlyStopping:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EarlyStoppingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """When no running beam is likely to do better than the worst of them, as far
+    as its present length tells.
+    """
+    EARLY_STOPPING_FIRST_FINISHED: _EarlyStopping.ValueType  # 1
+    """At once."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 2
+    """When no running beam can ever do better."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a beam search ends, once it has beam_width finished hypotheses."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""When no running beam is likely to do better than the worst of them, as far
+as its present length tells.
+"""
+EARLY_STOPPING_FIRST_FINISHED: EarlyStopping.ValueType  # 1
+"""At once."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
+"""When no running beam can ever do better."""
+Global___EarlyStopping: typing_extensions.TypeAlias = EarlyStopping
+
 class _FinishReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -38,9 +66,13 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Aborted by an operator."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
     """It failed on a worker; never sent to clients, who get a status instead."""
+    FINISH_REASON_IGNORED: _FinishReason.ValueType  # 5
+    """It can never fit a worker's KV pool; never sent to clients, who get
+    RESOURCE_EXHAUSTED instead.
+    """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why a generation ended."""
+    """Why a candidate ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not finished, or unknown to this build."""
@@ -52,6 +84,10 @@ FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
 """Aborted by an operator."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """It failed on a worker; never sent to clients, who get a status instead."""
+FINISH_REASON_IGNORED: FinishReason.ValueType  # 5
+"""It can never fit a worker's KV pool; never sent to clients, who get
+RESOURCE_EXHAUSTED instead.
+"""
 Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
 @typing.final
@@ -88,6 +124,9 @@ class SamplingParams(google.protobuf.message.Message):
     TOP_K_FIELD_NUMBER: builtins.int
     TOP_P_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    N_FIELD_NUMBER: builtins.int
+    BEST_OF_FIELD_NUMBER: builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """Logits are divided by this; 0 is greedy decoding. Unset: 1.0. Finite, >= 0."""
     top_k: builtins.int
@@ -100,6 +139,21 @@ class SamplingParams(google.protobuf.message.Message):
     """Noise is a function of (seed, position) alone, so one seed gives one text
     on any replica. Unset: the router draws one.
     """
+    n: builtins.int
+    """Candidates to return. Candidate 0 draws with `seed`, the others with seeds
+    made from it. Unset: 1. 1 to 64.
+    """
+    best_of: builtins.int
+    """Candidates to generate; the n with the highest mean log-probability per
+    token are returned, the best first. Unset: n. n to 64; not with
+    beam_search.
+    """
+    @property
+    def beam_search(self) -> Global___BeamSearch:
+        """Search with beams instead of drawing, and return the n best hypotheses.
+        Unset: no beam search.
+        """
+
     def __init__(
         self,
         *,
@@ -107,11 +161,18 @@ class SamplingParams(google.protobuf.message.Message):
         top_k: builtins.int | None = ...,
         top_p: builtins.float | None = ...,
         seed: builtins.int | None = ...,
+        n: builtins.int | None = ...,
+        best_of: builtins.int | None = ...,
+        beam_search: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_n", b"_n", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "n", b"n", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_n", b"_n", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "n", b"n", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__best_of: typing_extensions.TypeAlias = typing.Literal["best_of"]
+    _WhichOneofArgType__best_of: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of"]
+    _WhichOneofReturnType__n: typing_extensions.TypeAlias = typing.Literal["n"]
+    _WhichOneofArgType__n: typing_extensions.TypeAlias = typing.Literal["_n", b"_n"]
     _WhichOneofReturnType__seed: typing_extensions.TypeAlias = typing.Literal["seed"]
     _WhichOneofArgType__seed: typing_extensions.TypeAlias = typing.Literal["_seed", b"_seed"]
     _WhichOneofReturnType__temperature: typing_extensions.TypeAlias = typing.Literal["temperature"]
@@ -120,6 +181,10 @@ class SamplingParams(google.protobuf.message.Message):
     _WhichOneofArgType__top_k: typing_extensions.TypeAlias = typing.Literal["_top_k", b"_top_k"]
     _WhichOneofReturnType__top_p: typing_extensions.TypeAlias = typing.Literal["top_p"]
     _WhichOneofArgType__top_p: typing_extensions.TypeAlias = typing.Literal["_top_p", b"_top_p"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @typing.overload
@@ -132,6 +197,40 @@ class SamplingParams(google.protobuf.message.Message):
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
 
 @typing.final
+class BeamSearch(google.protobuf.message.Message):
+    """Beam search. A hypothesis' score is the sum of its tokens'
+    log-probabilities over its length to the power of length_penalty.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BEAM_WIDTH_FIELD_NUMBER: builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: builtins.int
+    beam_width: builtins.int
+    """Hypotheses kept at each step. SamplingParams.n to 64."""
+    length_penalty: builtins.float
+    """Above 0 prefers long hypotheses, below 0 short ones. Unset: 1.0. Finite."""
+    early_stopping: Global___EarlyStopping.ValueType
+    """When the search ends."""
+    def __init__(
+        self,
+        *,
+        beam_width: builtins.int = ...,
+        length_penalty: builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_length_penalty", b"_length_penalty", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: typing_extensions.TypeAlias = typing.Literal["length_penalty"]
+    _WhichOneofArgType__length_penalty: typing_extensions.TypeAlias = typing.Literal["_length_penalty", b"_length_penalty"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+
+Global___BeamSearch: typing_extensions.TypeAlias = BeamSearch
+
+@typing.final
 class StoppingParams(google.protobuf.message.Message):
     """When a generation ends, apart from the model's own end-of-sequence token."""
 
@@ -142,18 +241,19 @@ class StoppingParams(google.protobuf.message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
-    """The most tokens to generate. Unset: 16. At least 1."""
+    """The most tokens to generate per candidate. Unset: 16. At least 1."""
     ignore_eos: builtins.bool
     """Go on past the model's end-of-sequence token. Unset: false."""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Texts that end the generation; the text returned stops before the match.
-        Matched across token boundaries.
+        """Texts that end a candidate; the text returned stops before the match.
+        Matched across token boundaries. Not where candidates are compared
+        (best_of > n, beam_search).
         """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids that end the generation."""
+        """Token ids that end a candidate."""
 
     def __init__(
         self,
@@ -180,7 +280,7 @@ Global___StoppingParams: typing_extensions.TypeAlias = StoppingParams
 
 @typing.final
 class MatchedStop(google.protobuf.message.Message):
-    """What ended a generation whose finish reason is STOP."""
+    """What ended a candidate whose finish reason is STOP."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -220,7 +320,7 @@ class Usage(google.protobuf.message.Message):
     cached_tokens: builtins.int
     """Prompt tokens whose KV came from a prefix cache or a KV store."""
     completion_tokens: builtins.int
-    """Tokens generated, over all candidates."""
+    """Tokens generated, over all candidates returned."""
     def __init__(
         self,
         *,

@@ -37,7 +37,7 @@ class ConnectRequest(google.protobuf.message.Message):
 
     @property
     def cancel(self) -> Global___CancelDecode:
-        """Stop generating; the request gets no further output."""
+        """Stop generating a request or one of its candidates."""
 
     def __init__(
         self,
@@ -62,54 +62,129 @@ class StartDecode(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: builtins.int
-    OUTPUT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    CANDIDATES_FIELD_NUMBER: builtins.int
+    FIRST_BEAMS_FIELD_NUMBER: builtins.int
     timeout_ms: builtins.int
     """The time left for the request, from the moment of sending."""
     @property
     def request(self) -> baton.v1.prefill_pb2.WorkerRequest:
-        """The request; max_tokens counts output_token_ids too."""
-
-    @property
-    def output_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens generated so far, by prefill or by a replica that was lost."""
+        """The request; max_tokens counts the tokens of `candidates` too."""
 
     @property
     def handoff(self) -> baton.v1.prefill_pb2.KvHandoff:
         """Where the prompt's KV is. Unset: this replica computes what it lacks."""
 
+    @property
+    def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CandidateProgress]:
+        """The candidates that are not finished, where generation goes on after
+        prefill or a replica that was lost. Where candidates are ranked: with the
+        tokens that prefill drew. Empty: generation begins, or goes on from
+        first_beams.
+        """
+
+    @property
+    def first_beams(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FirstBeam]:
+        """Beam search that goes on after prefill: its most likely first tokens."""
+
     def __init__(
         self,
         *,
         request: baton.v1.prefill_pb2.WorkerRequest | None = ...,
-        output_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         handoff: baton.v1.prefill_pb2.KvHandoff | None = ...,
         timeout_ms: builtins.int = ...,
+        candidates: collections.abc.Iterable[Global___CandidateProgress] | None = ...,
+        first_beams: collections.abc.Iterable[Global___FirstBeam] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "request", b"request"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "output_token_ids", b"output_token_ids", "request", b"request", "timeout_ms", b"timeout_ms"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["candidates", b"candidates", "first_beams", b"first_beams", "handoff", b"handoff", "request", b"request", "timeout_ms", b"timeout_ms"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StartDecode: typing_extensions.TypeAlias = StartDecode
 
 @typing.final
+class CandidateProgress(google.protobuf.message.Message):
+    """What a candidate has so far."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOGPROB_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """The candidate's number, below the number of candidates; each at most once."""
+    logprob: builtins.float
+    """Sum of their log-probabilities; counts where candidates are ranked."""
+    @property
+    def output_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Its tokens, one or more. If the last of them is a stop token, the replica
+        ends the candidate without more.
+        """
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        output_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        logprob: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["index", b"index", "logprob", b"logprob", "output_token_ids", b"output_token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CandidateProgress: typing_extensions.TypeAlias = CandidateProgress
+
+@typing.final
+class FirstBeam(google.protobuf.message.Message):
+    """A token that hypotheses may begin with."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: builtins.int
+    LOGPROB_FIELD_NUMBER: builtins.int
+    token_id: builtins.int
+    """The token."""
+    logprob: builtins.float
+    """Its log-probability."""
+    def __init__(
+        self,
+        *,
+        token_id: builtins.int = ...,
+        logprob: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["logprob", b"logprob", "token_id", b"token_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___FirstBeam: typing_extensions.TypeAlias = FirstBeam
+
+@typing.final
 class CancelDecode(google.protobuf.message.Message):
-    """Cancels one request; unknown ids are no error."""
+    """Cancels a request or one of its candidates, which get no further output.
+    Unknown ids, and those of what has ended, are no error.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """WorkerRequest.request_id."""
+    index: builtins.int
+    """The candidate. Unset: the whole request."""
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
+        index: builtins.int | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["request_id", b"request_id"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_index", b"_index", "index", b"index"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_index", b"_index", "index", b"index", "request_id", b"request_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__index: typing_extensions.TypeAlias = typing.Literal["index"]
+    _WhichOneofArgType__index: typing_extensions.TypeAlias = typing.Literal["_index", b"_index"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__index) -> _WhichOneofReturnType__index | None: ...
 
 Global___CancelDecode: typing_extensions.TypeAlias = CancelDecode
 
@@ -122,7 +197,9 @@ class ConnectResponse(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DecodeOutput]:
-        """At most one output per request."""
+        """At most one output per candidate of a request. Those of one request stand
+        together, the one that is its last at the end.
+        """
 
     def __init__(
         self,
@@ -136,7 +213,7 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
 @typing.final
 class DecodeOutput(google.protobuf.message.Message):
-    """New tokens of one request, or its end."""
+    """New tokens of one candidate, or its end."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -146,23 +223,38 @@ class DecodeOutput(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    IS_LAST_FIELD_NUMBER: builtins.int
+    SCORE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """WorkerRequest.request_id."""
     finish_reason: baton.v1.common_pb2.FinishReason.ValueType
-    """Set on the request's last output."""
+    """Set on the candidate's last output."""
     cached_tokens: builtins.int
-    """Prompt tokens not computed here but found or loaded; on the first output."""
+    """Prompt tokens not computed here but found or loaded; on the request's
+    first output.
+    """
+    index: builtins.int
+    """The candidate's number; its rank where candidates are ranked."""
+    is_last: builtins.bool
+    """The request's last output. Candidates that have not ended end with it."""
+    score: builtins.float
+    """What a ranked candidate was ranked by: beam search's score, or the mean
+    log-probability of its tokens.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens since the last output of this request."""
+        """Tokens since the last output of this candidate. Where candidates are
+        ranked, all of them: they come when all have ended, the best first.
+        """
 
     @property
     def error(self) -> Global___WorkerError:
-        """Set when finish_reason is ERROR."""
+        """Set when finish_reason is ERROR or IGNORED."""
 
     @property
     def timings(self) -> baton.v1.common_pb2.Timings:
-        """queue_ms, prefill_ms, load_ms; on the first output."""
+        """queue_ms, prefill_ms, load_ms; on the request's first output."""
 
     def __init__(
         self,
@@ -173,11 +265,17 @@ class DecodeOutput(google.protobuf.message.Message):
         error: Global___WorkerError | None = ...,
         cached_tokens: builtins.int = ...,
         timings: baton.v1.common_pb2.Timings | None = ...,
+        index: builtins.int = ...,
+        is_last: builtins.bool = ...,
+        score: builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["error", b"error", "timings", b"timings"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "error", b"error", "score", b"score", "timings", b"timings"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "request_id", b"request_id", "timings", b"timings", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "is_last", b"is_last", "request_id", b"request_id", "score", b"score", "timings", b"timings", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
+    _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___DecodeOutput: typing_extensions.TypeAlias = DecodeOutput
 

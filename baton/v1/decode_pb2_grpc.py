@@ -49,7 +49,7 @@ class DecodeServiceServicer(object):
     def Connect(self, request_iterator, context):
         """One long-lived stream per router: commands in, and one message per engine
         step out, with the new tokens of all of that router's requests. Tokens of
-        one request keep their order; none is dropped or repeated; a slow reader
+        one candidate keep their order; none is dropped or repeated; a slow reader
         gets several steps in one message. When the stream breaks, its requests
         are aborted and their blocks freed.
         """

@@ -33,7 +33,7 @@ class DecodeServiceStub:
     Connect: grpc.StreamStreamMultiCallable[baton.v1.decode_pb2.ConnectRequest, baton.v1.decode_pb2.ConnectResponse]
     """One long-lived stream per router: commands in, and one message per engine
     step out, with the new tokens of all of that router's requests. Tokens of
-    one request keep their order; none is dropped or repeated; a slow reader
+    one candidate keep their order; none is dropped or repeated; a slow reader
     gets several steps in one message. When the stream breaks, its requests
     are aborted and their blocks freed.
     """
@@ -46,7 +46,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Connect: grpc.aio.StreamStreamMultiCallable[baton.v1.decode_pb2.ConnectRequest, baton.v1.decode_pb2.ConnectResponse]  # type: ignore[assignment]
     """One long-lived stream per router: commands in, and one message per engine
     step out, with the new tokens of all of that router's requests. Tokens of
-    one request keep their order; none is dropped or repeated; a slow reader
+    one candidate keep their order; none is dropped or repeated; a slow reader
     gets several steps in one message. When the stream breaks, its requests
     are aborted and their blocks freed.
     """
@@ -62,7 +62,7 @@ class DecodeServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[baton.v1.decode_pb2.ConnectResponse], collections.abc.AsyncIterator[baton.v1.decode_pb2.ConnectResponse]]:
         """One long-lived stream per router: commands in, and one message per engine
         step out, with the new tokens of all of that router's requests. Tokens of
-        one request keep their order; none is dropped or repeated; a slow reader
+        one candidate keep their order; none is dropped or repeated; a slow reader
         gets several steps in one message. When the stream breaks, its requests
         are aborted and their blocks freed.
         """

@@ -106,7 +106,7 @@ class GenerateResponse(google.protobuf.message.Message):
     """The request's id."""
     @property
     def completions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Completion]:
-        """The candidates, by index."""
+        """The candidates, by index; the best first where candidates are compared."""
 
     @property
     def usage(self) -> baton.v1.common_pb2.Usage:
@@ -142,12 +142,17 @@ class Completion(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     MATCHED_STOP_FIELD_NUMBER: builtins.int
+    SCORE_FIELD_NUMBER: builtins.int
     index: builtins.int
     """The candidate's number, from 0."""
     text: builtins.str
     """The text of the tokens, cut before a matched stop text."""
     finish_reason: baton.v1.common_pb2.FinishReason.ValueType
     """Why it ended."""
+    score: builtins.float
+    """What candidates were compared by: beam search's score, or the mean
+    log-probability per token. Set where they were compared.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Every generated token, the stopping one included."""
@@ -164,11 +169,15 @@ class Completion(google.protobuf.message.Message):
         text: builtins.str = ...,
         finish_reason: baton.v1.common_pb2.FinishReason.ValueType = ...,
         matched_stop: baton.v1.common_pb2.MatchedStop | None = ...,
+        score: builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["matched_stop", b"matched_stop"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "matched_stop", b"matched_stop", "score", b"score"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["finish_reason", b"finish_reason", "index", b"index", "matched_stop", b"matched_stop", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "matched_stop", b"matched_stop", "score", b"score", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
+    _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___Completion: typing_extensions.TypeAlias = Completion
 
@@ -186,19 +195,22 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     MATCHED_STOP_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
+    SCORE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id."""
     index: builtins.int
     """The candidate's number, from 0."""
     text: builtins.str
-    """Text since the message before; may lag behind token_ids while a character
-    or a stop text is incomplete.
+    """Text since the candidate's message before; may lag behind token_ids while
+    a character or a stop text is incomplete.
     """
     finish_reason: baton.v1.common_pb2.FinishReason.ValueType
     """Set on the candidate's last message."""
+    score: builtins.float
+    """As in Completion; on the candidate's last message."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens generated since the message before."""
+        """Tokens generated since the candidate's message before."""
 
     @property
     def matched_stop(self) -> baton.v1.common_pb2.MatchedStop:
@@ -206,11 +218,11 @@ class GenerateStreamResponse(google.protobuf.message.Message):
 
     @property
     def usage(self) -> baton.v1.common_pb2.Usage:
-        """Token counts; on the last message."""
+        """Token counts; on the last message of the stream."""
 
     @property
     def timings(self) -> baton.v1.common_pb2.Timings:
-        """Where the time went; on the last message."""
+        """Where the time went; on the last message of the stream."""
 
     def __init__(
         self,
@@ -223,11 +235,15 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         matched_stop: baton.v1.common_pb2.MatchedStop | None = ...,
         usage: baton.v1.common_pb2.Usage | None = ...,
         timings: baton.v1.common_pb2.Timings | None = ...,
+        score: builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["matched_stop", b"matched_stop", "timings", b"timings", "usage", b"usage"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "matched_stop", b"matched_stop", "score", b"score", "timings", b"timings", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["finish_reason", b"finish_reason", "index", b"index", "matched_stop", b"matched_stop", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "matched_stop", b"matched_stop", "request_id", b"request_id", "score", b"score", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
+    _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___GenerateStreamResponse: typing_extensions.TypeAlias = GenerateStreamResponse
 

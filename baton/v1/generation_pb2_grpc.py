@@ -85,9 +85,11 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generates a completion and streams it. Each message carries the tokens
-        since the one before; the last one carries finish_reason, usage and
-        timings. A stream that ends without them ends in an error status.
+        """Generates a completion and streams it. Each message carries the tokens of
+        one candidate since the one before; a candidate's last one carries its
+        finish_reason, and the very last one usage and timings. A stream that ends
+        without them ends in an error status. Where candidates are compared
+        (best_of > n, beam_search), each comes whole, in one message, at the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,9 +41,11 @@ class GenerationServiceStub:
     request carries a seed.
     """
     GenerateStream: grpc.UnaryStreamMultiCallable[baton.v1.generation_pb2.GenerateRequest, baton.v1.generation_pb2.GenerateStreamResponse]
-    """Generates a completion and streams it. Each message carries the tokens
-    since the one before; the last one carries finish_reason, usage and
-    timings. A stream that ends without them ends in an error status.
+    """Generates a completion and streams it. Each message carries the tokens of
+    one candidate since the one before; a candidate's last one carries its
+    finish_reason, and the very last one usage and timings. A stream that ends
+    without them ends in an error status. Where candidates are compared
+    (best_of > n, beam_search), each comes whole, in one message, at the end.
     """
     GetModel: grpc.UnaryUnaryMultiCallable[baton.v1.generation_pb2.GetModelRequest, baton.v1.generation_pb2.GetModelResponse]
     """Describes the served model."""
@@ -68,9 +70,11 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     request carries a seed.
     """
     GenerateStream: grpc.aio.UnaryStreamMultiCallable[baton.v1.generation_pb2.GenerateRequest, baton.v1.generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """Generates a completion and streams it. Each message carries the tokens
-    since the one before; the last one carries finish_reason, usage and
-    timings. A stream that ends without them ends in an error status.
+    """Generates a completion and streams it. Each message carries the tokens of
+    one candidate since the one before; a candidate's last one carries its
+    finish_reason, and the very last one usage and timings. A stream that ends
+    without them ends in an error status. Where candidates are compared
+    (best_of > n, beam_search), each comes whole, in one message, at the end.
     """
     GetModel: grpc.aio.UnaryUnaryMultiCallable[baton.v1.generation_pb2.GetModelRequest, baton.v1.generation_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes the served model."""
@@ -104,9 +108,11 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.generation_pb2.GenerateStreamResponse], collections.abc.AsyncIterator[baton.v1.generation_pb2.GenerateStreamResponse]]:
-        """Generates a completion and streams it. Each message carries the tokens
-        since the one before; the last one carries finish_reason, usage and
-        timings. A stream that ends without them ends in an error status.
+        """Generates a completion and streams it. Each message carries the tokens of
+        one candidate since the one before; a candidate's last one carries its
+        finish_reason, and the very last one usage and timings. A stream that ends
+        without them ends in an error status. Where candidates are compared
+        (best_of > n, beam_search), each comes whole, in one message, at the end.
         """
 
     @abc.abstractmethod

@@ -45,7 +45,7 @@ class WorkerRequest(google.protobuf.message.Message):
     namespace: builtins.bytes
     """Namespace digest that the sender's block keys are rooted in."""
     max_tokens: builtins.int
-    """The most tokens to generate, over both tiers."""
+    """The most tokens to generate per candidate, over both tiers."""
     priority: builtins.int
     """Larger is scheduled first."""
     cache_salt: builtins.str
@@ -56,7 +56,7 @@ class WorkerRequest(google.protobuf.message.Message):
 
     @property
     def sampling(self) -> baton.v1.common_pb2.SamplingParams:
-        """How tokens are drawn; seed is always set."""
+        """How tokens are drawn, and how many candidates; seed is always set."""
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -83,7 +83,7 @@ Global___WorkerRequest: typing_extensions.TypeAlias = WorkerRequest
 
 @typing.final
 class PrefillRequest(google.protobuf.message.Message):
-    """Asks for a prompt's KV and first token."""
+    """Asks for a prompt's KV and first tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -106,22 +106,25 @@ Global___PrefillRequest: typing_extensions.TypeAlias = PrefillRequest
 
 @typing.final
 class PrefillResponse(google.protobuf.message.Message):
-    """A prompt's first token and where its KV is."""
+    """A prompt's first tokens and where its KV is; or the candidates, if the
+    generation is over with them.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: builtins.int
-    FINISH_REASON_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
-    finish_reason: baton.v1.common_pb2.FinishReason.ValueType
-    """Set if the generation is already over."""
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    CANDIDATES_FIELD_NUMBER: builtins.int
     cached_tokens: builtins.int
     """Prompt tokens whose KV was not computed here but found."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The tokens sampled by this replica: one."""
+        """The first token of every candidate, by index; in beam search the most
+        likely first tokens, the likeliest first. Empty if the generation is over.
+        """
 
     @property
     def handoff(self) -> Global___KvHandoff:
@@ -133,21 +136,70 @@ class PrefillResponse(google.protobuf.message.Message):
     def timings(self) -> baton.v1.common_pb2.Timings:
         """queue_ms, prefill_ms and transfer_ms."""
 
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Log-probabilities of token_ids, where candidates are ranked."""
+
+    @property
+    def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CandidateOutput]:
+        """Set if the generation is over: the candidates to return, the best first
+        where they are ranked. Candidates that are missing ended as the last one.
+        """
+
     def __init__(
         self,
         *,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        finish_reason: baton.v1.common_pb2.FinishReason.ValueType = ...,
         handoff: Global___KvHandoff | None = ...,
         cached_tokens: builtins.int = ...,
         timings: baton.v1.common_pb2.Timings | None = ...,
+        logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        candidates: collections.abc.Iterable[Global___CandidateOutput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "timings", b"timings"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "handoff", b"handoff", "timings", b"timings", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "candidates", b"candidates", "handoff", b"handoff", "logprobs", b"logprobs", "timings", b"timings", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PrefillResponse: typing_extensions.TypeAlias = PrefillResponse
+
+@typing.final
+class CandidateOutput(google.protobuf.message.Message):
+    """A candidate that has ended."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    FINISH_REASON_FIELD_NUMBER: builtins.int
+    SCORE_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """The candidate's number; its rank where candidates are ranked."""
+    finish_reason: baton.v1.common_pb2.FinishReason.ValueType
+    """Why it ended."""
+    score: builtins.float
+    """As in DecodeOutput."""
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Its tokens: one, or none if it was aborted."""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        finish_reason: baton.v1.common_pb2.FinishReason.ValueType = ...,
+        score: builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "score", b"score"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "score", b"score", "token_ids", b"token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
+    _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+
+Global___CandidateOutput: typing_extensions.TypeAlias = CandidateOutput
 
 @typing.final
 class KvHandoff(google.protobuf.message.Message):

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class PrefillServiceStub(object):
     """Computes a prompt's KV, publishes it through the KV connector and samples
-    the first token. Called by the router.
+    each candidate's first token. Called by the router.
     """
 
     def __init__(self, channel):
@@ -50,12 +50,12 @@ class PrefillServiceStub(object):
 
 class PrefillServiceServicer(object):
     """Computes a prompt's KV, publishes it through the KV connector and samples
-    the first token. Called by the router.
+    each candidate's first token. Called by the router.
     """
 
     def Prefill(self, request, context):
-        """Computes the prompt and returns its first token with the handoff that a
-        decode replica needs. Idempotent: a repeat computes the same token.
+        """Computes the prompt and returns the first tokens with the handoff that a
+        decode replica needs. Idempotent: a repeat computes the same tokens.
         FAILED_PRECONDITION: the namespace is not this replica's.
         RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
         full. UNAVAILABLE: the replica drains.
@@ -96,7 +96,7 @@ def add_PrefillServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class PrefillService(object):
     """Computes a prompt's KV, publishes it through the KV connector and samples
-    the first token. Called by the router.
+    each candidate's first token. Called by the router.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ GRPC_VERSION: str
 
 class PrefillServiceStub:
     """Computes a prompt's KV, publishes it through the KV connector and samples
-    the first token. Called by the router.
+    each candidate's first token. Called by the router.
     """
 
     @typing.overload
@@ -33,8 +33,8 @@ class PrefillServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: grpc.UnaryUnaryMultiCallable[baton.v1.prefill_pb2.PrefillRequest, baton.v1.prefill_pb2.PrefillResponse]
-    """Computes the prompt and returns its first token with the handoff that a
-    decode replica needs. Idempotent: a repeat computes the same token.
+    """Computes the prompt and returns the first tokens with the handoff that a
+    decode replica needs. Idempotent: a repeat computes the same tokens.
     FAILED_PRECONDITION: the namespace is not this replica's.
     RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
     full. UNAVAILABLE: the replica drains.
@@ -48,13 +48,13 @@ class PrefillServiceStub:
 @typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
     """Computes a prompt's KV, publishes it through the KV connector and samples
-    the first token. Called by the router.
+    each candidate's first token. Called by the router.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Prefill: grpc.aio.UnaryUnaryMultiCallable[baton.v1.prefill_pb2.PrefillRequest, baton.v1.prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes the prompt and returns its first token with the handoff that a
-    decode replica needs. Idempotent: a repeat computes the same token.
+    """Computes the prompt and returns the first tokens with the handoff that a
+    decode replica needs. Idempotent: a repeat computes the same tokens.
     FAILED_PRECONDITION: the namespace is not this replica's.
     RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
     full. UNAVAILABLE: the replica drains.
@@ -67,7 +67,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
 
 class PrefillServiceServicer(metaclass=abc.ABCMeta):
     """Computes a prompt's KV, publishes it through the KV connector and samples
-    the first token. Called by the router.
+    each candidate's first token. Called by the router.
     """
 
     @abc.abstractmethod
@@ -76,8 +76,8 @@ class PrefillServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.prefill_pb2.PrefillResponse, collections.abc.Awaitable[baton.v1.prefill_pb2.PrefillResponse]]:
-        """Computes the prompt and returns its first token with the handoff that a
-        decode replica needs. Idempotent: a repeat computes the same token.
+        """Computes the prompt and returns the first tokens with the handoff that a
+        decode replica needs. Idempotent: a repeat computes the same tokens.
         FAILED_PRECONDITION: the namespace is not this replica's.
         RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
         full. UNAVAILABLE: the replica drains.

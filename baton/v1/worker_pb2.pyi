@@ -76,6 +76,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
     KV_CONNECTOR_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    MAX_POOL_TOKENS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Drawn anew at each start, so that a restart at the same address is seen."""
     role: Global___WorkerRole.ValueType
@@ -93,11 +94,15 @@ class GetInfoResponse(google.protobuf.message.Message):
     vocab_size: builtins.int
     """Size of the vocabulary."""
     max_num_seqs: builtins.int
-    """The most sequences in one step."""
+    """The most sequences that run at once, and so the most candidates of a
+    request.
+    """
     kv_connector: builtins.str
     """URL scheme of the KV connector; empty without one."""
     version: builtins.str
     """Version of the Baton package."""
+    max_pool_tokens: builtins.int
+    """The longest sequence, up to max_model_len tokens, that the pool holds."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a generation unless ignore_eos is set."""
@@ -117,8 +122,9 @@ class GetInfoResponse(google.protobuf.message.Message):
         max_num_seqs: builtins.int = ...,
         kv_connector: builtins.str = ...,
         version: builtins.str = ...,
+        max_pool_tokens: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_connector", b"kv_connector", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "namespace", b"namespace", "num_blocks", b"num_blocks", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_connector", b"kv_connector", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "namespace", b"namespace", "num_blocks", b"num_blocks", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse
@@ -135,10 +141,14 @@ class WorkerLoad(google.protobuf.message.Message):
     NUM_FREE_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    PREFIX_CACHE_QUERIES_FIELD_NUMBER: builtins.int
+    PREFIX_CACHE_HITS_FIELD_NUMBER: builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: builtins.int
+    NUM_SWAPPED_BLOCKS_FIELD_NUMBER: builtins.int
     num_running: builtins.int
-    """Requests in the running batch."""
+    """Sequences in the running batch."""
     num_waiting: builtins.int
-    """Requests waiting for admission, loads included."""
+    """Requests waiting for admission, loads and preempted ones included."""
     num_queued_tokens: builtins.int
     """Prompt tokens still to compute, over running and waiting requests."""
     num_free_blocks: builtins.int
@@ -147,6 +157,14 @@ class WorkerLoad(google.protobuf.message.Message):
     """Blocks in the pool."""
     draining: builtins.bool
     """Whether it refuses new requests."""
+    prefix_cache_queries: builtins.int
+    """Prompt tokens looked up in the prefix cache since the start."""
+    prefix_cache_hits: builtins.int
+    """Of these, the tokens found."""
+    num_preemptions: builtins.int
+    """Running requests preempted since the start."""
+    num_swapped_blocks: builtins.int
+    """Blocks swapped to the host now."""
     def __init__(
         self,
         *,
@@ -156,8 +174,12 @@ class WorkerLoad(google.protobuf.message.Message):
         num_free_blocks: builtins.int = ...,
         num_blocks: builtins.int = ...,
         draining: builtins.bool = ...,
+        prefix_cache_queries: builtins.int = ...,
+        prefix_cache_hits: builtins.int = ...,
+        num_preemptions: builtins.int = ...,
+        num_swapped_blocks: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_swapped_blocks", b"num_swapped_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerLoad: typing_extensions.TypeAlias = WorkerLoad
@@ -328,3 +350,174 @@ class DrainResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
+class ResetPrefixCacheRequest(google.protobuf.message.Message):
+    """Asks a worker to forget its cached prefixes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ResetPrefixCacheRequest: typing_extensions.TypeAlias = ResetPrefixCacheRequest
+
+@typing.final
+class ResetPrefixCacheResponse(google.protobuf.message.Message):
+    """Confirms ResetPrefixCache."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    num_blocks: builtins.int
+    """Blocks that were cached."""
+    def __init__(
+        self,
+        *,
+        num_blocks: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_blocks", b"num_blocks"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ResetPrefixCacheResponse: typing_extensions.TypeAlias = ResetPrefixCacheResponse
+
+@typing.final
+class WatchKvEventsRequest(google.protobuf.message.Message):
+    """Asks what enters and leaves a worker's prefix cache."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___WatchKvEventsRequest: typing_extensions.TypeAlias = WatchKvEventsRequest
+
+@typing.final
+class WatchKvEventsResponse(google.protobuf.message.Message):
+    """Changes of a worker's prefix cache."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
+        """The changes, in order."""
+
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[Global___KvEvent] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["events", b"events"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___WatchKvEventsResponse: typing_extensions.TypeAlias = WatchKvEventsResponse
+
+@typing.final
+class KvEvent(google.protobuf.message.Message):
+    """One change of a worker's prefix cache."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_NUMBER_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
+    REMOVED_FIELD_NUMBER: builtins.int
+    CLEARED_FIELD_NUMBER: builtins.int
+    sequence_number: builtins.int
+    """Grows with each event. A gap is followed by `cleared` and what is cached."""
+    @property
+    def stored(self) -> Global___BlocksStored:
+        """Blocks entered the cache."""
+
+    @property
+    def removed(self) -> Global___BlocksRemoved:
+        """Blocks left the cache."""
+
+    @property
+    def cleared(self) -> Global___CacheCleared:
+        """The cache is empty."""
+
+    def __init__(
+        self,
+        *,
+        sequence_number: builtins.int = ...,
+        stored: Global___BlocksStored | None = ...,
+        removed: Global___BlocksRemoved | None = ...,
+        cleared: Global___CacheCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "sequence_number", b"sequence_number", "stored", b"stored"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["stored", "removed", "cleared"]
+    _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___KvEvent: typing_extensions.TypeAlias = KvEvent
+
+@typing.final
+class BlocksStored(google.protobuf.message.Message):
+    """Blocks that entered the prefix cache."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    parent: builtins.bytes
+    """Key of the block that the first of them follows. Unset: they begin
+    prompts, or it is not told.
+    """
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Their keys, 32 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        parent: builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_parent", b"_parent", "parent", b"parent"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_parent", b"_parent", "keys", b"keys", "parent", b"parent"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent: typing_extensions.TypeAlias = typing.Literal["parent"]
+    _WhichOneofArgType__parent: typing_extensions.TypeAlias = typing.Literal["_parent", b"_parent"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent) -> _WhichOneofReturnType__parent | None: ...
+
+Global___BlocksStored: typing_extensions.TypeAlias = BlocksStored
+
+@typing.final
+class BlocksRemoved(google.protobuf.message.Message):
+    """Blocks that left the prefix cache."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Their keys, 32 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["keys", b"keys"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BlocksRemoved: typing_extensions.TypeAlias = BlocksRemoved
+
+@typing.final
+class CacheCleared(google.protobuf.message.Message):
+    """Nothing is cached any more."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___CacheCleared: typing_extensions.TypeAlias = CacheCleared

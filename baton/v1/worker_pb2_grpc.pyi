@@ -44,6 +44,13 @@ class WorkerServiceStub:
     """Refuses new requests from now on and returns when the running ones have
     ended or the timeout has passed.
     """
+    ResetPrefixCache: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ResetPrefixCacheRequest, baton.v1.worker_pb2.ResetPrefixCacheResponse]
+    """Forgets every cached prefix. Running requests go on."""
+    WatchKvEvents: grpc.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchKvEventsRequest, baton.v1.worker_pb2.WatchKvEventsResponse]
+    """What enters and leaves the prefix cache: first what is in it now, as
+    `cleared` and then `stored`, then each change. A reader that lags too far
+    behind gets the whole again.
+    """
 
 @typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -63,6 +70,13 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Drain: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.DrainRequest, baton.v1.worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new requests from now on and returns when the running ones have
     ended or the timeout has passed.
+    """
+    ResetPrefixCache: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ResetPrefixCacheRequest, baton.v1.worker_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
+    """Forgets every cached prefix. Running requests go on."""
+    WatchKvEvents: grpc.aio.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchKvEventsRequest, baton.v1.worker_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
+    """What enters and leaves the prefix cache: first what is in it now, as
+    `cleared` and then `stored`, then each change. A reader that lags too far
+    behind gets the whole again.
     """
 
 class WorkerServiceServicer(metaclass=abc.ABCMeta):
@@ -110,6 +124,25 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[baton.v1.worker_pb2.DrainResponse, collections.abc.Awaitable[baton.v1.worker_pb2.DrainResponse]]:
         """Refuses new requests from now on and returns when the running ones have
         ended or the timeout has passed.
+        """
+
+    @abc.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: baton.v1.worker_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[baton.v1.worker_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[baton.v1.worker_pb2.ResetPrefixCacheResponse]]:
+        """Forgets every cached prefix. Running requests go on."""
+
+    @abc.abstractmethod
+    def WatchKvEvents(
+        self,
+        request: baton.v1.worker_pb2.WatchKvEventsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[baton.v1.worker_pb2.WatchKvEventsResponse], collections.abc.AsyncIterator[baton.v1.worker_pb2.WatchKvEventsResponse]]:
+        """What enters and leaves the prefix cache: first what is in it now, as
+        `cleared` and then `stored`, then each change. A reader that lags too far
+        behind gets the whole again.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
