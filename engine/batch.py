@@ -90,6 +90,11 @@ class ScheduledChunk:
         """Tokens to run."""
         return len(self.token_ids)
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it draws or reports anything."""
+        return bool(self.draws) or self.num_top > 0
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
@@ -144,7 +149,8 @@ class StepOutput:
         step: the batch's.
         chunks: one per chunk; None where it asked for nothing.
         decoded: one token per row of `decode_rows`.
-        decoded_logprobs: of `decoded`, if any of those rows wants them; else empty.
+        decoded_logprobs: of `decoded`, if any of those rows wants them; else
+            empty. NaN for rows that do not.
     """
 
     step: int

@@ -270,7 +270,7 @@ class FakeRunner:
     def _chunk_output(
         self, chunk: ScheduledChunk, work: _Work, *, is_poisoned: bool
     ) -> ChunkOutput | None:
-        if not chunk.draws and not chunk.num_top:
+        if not chunk.needs_logits:
             return None
         vocab_size = self.info.vocab_size
         if is_poisoned or INVALID_TOKEN in work.sequence:
