@@ -1,17 +1,18 @@
-"""`BlockPool`: who holds which KV block, and which cached block goes first.
+"""`BlockPool`: owns every KV block of one engine. Pure: no torch.
 
-Blocks are plain ids. Each has a reference count; a block that nobody holds
-stands in the free list, in the order in which it will be taken: blocks
-without a key first, then cached ones, the least recently released first. A
-cached block in the free list is still indexed: a hit revives it. Paged memory
-after Kwon et al. 2023 (PagedAttention), section 4; eviction order as in
-vLLM's automatic prefix caching.
+A block is free or has one or more owners. Free blocks keep what was cached in
+them until they are allocated again, so freeing is also how the prefix cache
+is filled. The free list is in eviction order: blocks with nothing cached come
+first, then cached ones, least recently freed first. After PagedAttention
+(Kwon et al. 2023) and vLLM's automatic prefix caching.
 
-Pure: no torch. All operations are O(1) per block.
+All operations are O(1) per block.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
+
+from engine.kv_events import KvEventLog
 
 __all__ = ["Allocation", "BlockPool"]
 
@@ -25,13 +26,24 @@ class Allocation(Enum):
 
 
 class BlockPool:
-    """Reference counts, hash index and free list of `num_blocks` blocks."""
+    """Reference counts, hash index and free list of `num_blocks` blocks.
 
-    def __init__(self, num_blocks: int) -> None:
+    Args:
+        num_blocks: blocks in the pool.
+        num_groups: layer groups (`engine.kv_cache_spec`), whose blocks are
+            cached under the same keys, each group in an index of its own.
+
+    Attributes:
+        events: what enters and leaves group 0's index.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         self.num_blocks = num_blocks
+        self.events = KvEventLog(self.cached_keys)
         self._ref_counts = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
+        self._group_of = [0] * num_blocks
+        self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._free = _FreeList(num_blocks)
 
     @property
@@ -50,25 +62,11 @@ class BlockPool:
 
         The caller has asked `can_allocate`.
         """
-        block_ids = [self._free.pop_first() for _ in range(num_blocks)]
+        block_ids = self._free.pop_first(num_blocks)
         self.forget(block_ids)
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
-
-    def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of `keys`. Changes nothing."""
-        block_ids = []
-        for key in keys:
-            block_id = self._block_of.get(key)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return block_ids
-
-    def num_held(self, block_ids: Iterable[int]) -> int:
-        """How many of the blocks somebody holds: acquiring these costs no free block."""
-        return sum(self._ref_counts[block_id] > 0 for block_id in block_ids)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Adds an owner to each block; revives those in the free list."""
@@ -83,25 +81,79 @@ class BlockPool:
         Blocks nobody holds any longer become free; of one sequence, the tail
         is evicted before the head, since prefixes are shared from the head.
         """
+        ref_counts = self._ref_counts
         for block_id in reversed(block_ids):
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
-                self._put_free(block_id)
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
+                self._free.push(block_id, first=self._key_of[block_id] is None)
 
-    def register(self, block_id: int, key: bytes) -> None:
-        """Indexes a full, computed block. A key that is indexed already stays where it is."""
-        if self._key_of[block_id] is None and key not in self._block_of:
-            self._key_of[block_id] = key
-            self._block_of[key] = block_id
+    def num_references(self, block_id: int) -> int:
+        """How many own the block."""
+        return self._ref_counts[block_id]
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """Takes blocks out of the index: nobody new shall share them."""
-        for block_id in block_ids:
-            self._forget_key(block_id)
+    def num_held(self, block_ids: Iterable[int]) -> int:
+        """How many of the blocks somebody holds: acquiring these costs no free block."""
+        return sum(self._ref_counts[block_id] > 0 for block_id in block_ids)
 
     def references(self) -> dict[int, int]:
         """Reference counts of the blocks that somebody holds."""
         return {block_id: count for block_id, count in enumerate(self._ref_counts) if count}
+
+    # The hash index.
+
+    def lookup(self, key: bytes, group: int = 0) -> int | None:
+        """The block that is cached under `key`, if one is."""
+        return self._block_of[group].get(key)
+
+    def match(self, keys: Iterable[bytes], group: int = 0) -> list[int]:
+        """Blocks of the longest cached prefix of `keys`. Changes nothing."""
+        block_ids = []
+        block_of = self._block_of[group]
+        for key in keys:
+            block_id = block_of.get(key)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def register(self, block_id: int, key: bytes, group: int = 0) -> bool:
+        """Indexes a full, computed block that somebody holds.
+
+        Returns:
+            Whether it is new: a key that is indexed already stays where it is.
+        """
+        if self._key_of[block_id] is not None or key in self._block_of[group]:
+            return False
+        self._key_of[block_id] = key
+        self._group_of[block_id] = group
+        self._block_of[group][key] = block_id
+        return True
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks out of the index: nobody new shall share them."""
+        removed = []
+        for block_id in block_ids:
+            key = self._key_of[block_id]
+            if key is not None:
+                self._key_of[block_id] = None
+                del self._block_of[self._group_of[block_id]][key]
+                if self._group_of[block_id] == 0:
+                    removed.append(key)
+        if removed:
+            self.events.record_removed(removed)
+
+    def forget_all(self) -> int:
+        """Empties the index; returns how many blocks were in it."""
+        num_cached = sum(len(block_of) for block_of in self._block_of)
+        self._key_of = [None] * self.num_blocks
+        for block_of in self._block_of:
+            block_of.clear()
+        self.events.record_cleared()
+        return num_cached
+
+    def cached_keys(self) -> tuple[bytes, ...]:
+        """Every key in group 0's index."""
+        return tuple(self._block_of[0])
 
     def check(self) -> None:
         """Verifies the invariants, for tests and idle moments.
@@ -115,20 +167,24 @@ class BlockPool:
         held = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
         if held | set(free) != set(range(self.num_blocks)) or held & set(free):
             raise AssertionError("a block is neither held nor free, or both")
-        if any(self._key_of[block_id] != key for key, block_id in self._block_of.items()):
+        is_cached = [self._key_of[block_id] is not None for block_id in free]
+        if is_cached != sorted(is_cached):
+            raise AssertionError("a cached block is to be evicted before one that is not")
+        self._check_index()
+
+    def _check_index(self) -> None:
+        indexed = {
+            block_id: (group, key)
+            for group, block_of in enumerate(self._block_of)
+            for key, block_id in block_of.items()
+        }
+        keyed = {
+            block_id: (self._group_of[block_id], key)
+            for block_id, key in enumerate(self._key_of)
+            if key is not None
+        }
+        if indexed != keyed or len(indexed) != sum(map(len, self._block_of)):
             raise AssertionError("the hash index and the blocks' keys differ")
-
-    def _put_free(self, block_id: int) -> None:
-        if self._key_of[block_id] is None:
-            self._free.push_first(block_id)
-        else:
-            self._free.push_last(block_id)
-
-    def _forget_key(self, block_id: int) -> None:
-        key = self._key_of[block_id]
-        if key is not None:
-            self._key_of[block_id] = None
-            del self._block_of[key]
 
 
 class _FreeList:
@@ -151,23 +207,27 @@ class _FreeList:
             yield block_id
             block_id = self._next[block_id]
 
-    def pop_first(self) -> int:
+    def pop_first(self, num_blocks: int) -> list[int]:
+        assert num_blocks <= self._length, "the caller has asked can_allocate"
+        block_ids = []
         block_id = self._next[self._sentinel]
-        self.remove(block_id)
-        return block_id
+        for _ in range(num_blocks):
+            block_ids.append(block_id)
+            block_id = self._next[block_id]
+        self._next[self._sentinel], self._previous[block_id] = block_id, self._sentinel
+        self._length -= num_blocks
+        return block_ids
 
-    def push_first(self, block_id: int) -> None:
-        self._insert_between(self._sentinel, block_id, self._next[self._sentinel])
-
-    def push_last(self, block_id: int) -> None:
-        self._insert_between(self._previous[self._sentinel], block_id, self._sentinel)
+    def push(self, block_id: int, *, first: bool) -> None:
+        if first:
+            before, after = self._sentinel, self._next[self._sentinel]
+        else:
+            before, after = self._previous[self._sentinel], self._sentinel
+        self._next[before] = self._previous[after] = block_id
+        self._previous[block_id], self._next[block_id] = before, after
+        self._length += 1
 
     def remove(self, block_id: int) -> None:
         before, after = self._previous[block_id], self._next[block_id]
         self._next[before], self._previous[after] = after, before
         self._length -= 1
-
-    def _insert_between(self, before: int, block_id: int, after: int) -> None:
-        self._next[before] = self._previous[after] = block_id
-        self._previous[block_id], self._next[block_id] = before, after
-        self._length += 1

@@ -1,89 +1,339 @@
-"""`KvCacheManager`: gives sequences their blocks and shares equal prefixes. Pure.
+"""`KvCacheManager`: gives sequences their blocks, shares equal ones, takes them back. Pure.
 
-The only place that changes a sequence's block table. Partial blocks are never
-shared, so a sequence only ever writes to blocks that it alone holds.
+The only place that changes a block table. `fork` shares blocks, `append` makes
+the next tokens' slots writable and copies a block that others share first
+(copy-on-write), `free` drops the references: PagedAttention (Kwon et al. 2023).
+
+Released blocks that a step in flight may still read or write are *fenced*:
+they stay referenced until that step reports. So `step_started` and
+`step_reported` are called for every step, overlapped or not.
 """
 
-from engine.block_pool import Allocation, BlockPool
-from engine.sequence import Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-__all__ = ["KvCacheManager"]
+from engine.block_pool import Allocation, BlockPool
+from engine.block_table import NO_BLOCK, BlockTable, TableChange
+from engine.fenced_pool import FencedPool
+from engine.host_pool import HostPool, SwappedTables
+from engine.kv_cache_spec import KvCacheSpec
+from engine.prefix_cache import PrefixCache, PrefixMatch, runs_of
+
+__all__ = ["KvCacheManager", "PrefixMatch", "SwappedTables"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """What one layer group gets: from block `first_live` on, `matched` and then new blocks."""
+
+    first_live: int
+    matched: tuple[int, ...]
+    num_new: int
 
 
 class KvCacheManager:
-    """Block tables over one pool.
+    """Block tables over one pool, and a host pool that they can be swapped to.
 
     Args:
         num_blocks: blocks in the pool.
-        block_size: tokens per block.
+        spec: layer groups and their windows.
         enable_prefix_caching: whether full blocks are indexed and matched.
+        num_host_blocks: blocks in the host pool.
+
+    Attributes:
+        pool: the blocks. Jobs that read or write blocks hold references of their own.
+        events: what enters and leaves the prefix cache.
+        num_queries: tokens of all admissions, where prefixes are cached.
+        num_hits: of these, the tokens found in the prefix cache.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
+    def __init__(
+        self,
+        num_blocks: int,
+        spec: KvCacheSpec,
+        *,
+        enable_prefix_caching: bool,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, spec.num_groups)
+        self.spec = spec
+        self.events = self.pool.events
+        self.num_queries = 0
+        self.num_hits = 0
         self._enable_prefix_caching = enable_prefix_caching
         # Blocks kept free at admission, so that running sequences can grow a
         # little before somebody must be preempted.
         self._watermark = max(1, num_blocks // 100)
+        self._blocks = FencedPool(self.pool)
+        self._host = HostPool(num_host_blocks, self._blocks)
+        self._prefixes = PrefixCache(self.pool, spec, self._blocks.fence)
 
-    def match_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of the sequence's prefix; at least one token is left to compute."""
-        if not self._enable_prefix_caching:
-            return []
-        num_matchable = (len(sequence.token_ids) - 1) // self.block_size
-        return self.pool.match(sequence.keys.keys[:num_matchable])
+    @property
+    def num_fenced(self) -> int:
+        """Blocks that nobody but steps in flight holds."""
+        return self._blocks.num_fenced
 
-    def can_admit(self, sequence: Sequence, matched: list[int], *, alone: bool) -> Allocation:
-        """Whether all of the sequence's tokens get blocks, `matched` ones shared.
+    @property
+    def num_host_used(self) -> int:
+        """Host blocks in use, those included that a step may still read or write."""
+        return self._host.num_blocks - self._host.num_free
+
+    # Prefix cache.
+
+    def match_prefix(self, keys: Sequence[bytes], num_tokens: int) -> PrefixMatch:
+        """The longest cached prefix of a sequence. Changes nothing.
 
         Args:
-            sequence: one without blocks.
-            matched: from `match_prefix`.
+            keys: keys of its full blocks.
+            num_tokens: its tokens, of which at least one is left to compute.
+        """
+        limit = min(len(keys), (num_tokens - 1) // self.spec.block_size)
+        return self._prefixes.match(keys, limit if self._enable_prefix_caching else 0)
+
+    def register(self, table: BlockTable, keys: Sequence[bytes], num_computed: int) -> None:
+        """Offers full, computed blocks to the prefix cache, each once.
+
+        Called before `step_reported`, so that blocks that have left their
+        window since can be offered too.
+
+        Args:
+            table: the sequence's.
+            keys: keys of its full blocks, of the computed ones at least.
+            num_computed: its tokens whose KV is computed.
+        """
+        if self._enable_prefix_caching:
+            self._prefixes.register(table, keys, num_computed // self.spec.block_size)
+
+    def discard(self, table: BlockTable) -> None:
+        """Takes the sequence's blocks out of the prefix cache: nobody new shall share them."""
+        self.pool.forget(table.held())
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every cached block, held ones too; returns how many."""
+        return self.pool.forget_all()
+
+    # Admission.
+
+    def can_admit(
+        self, num_tokens: int, match: PrefixMatch, *, num_loaded: int = 0, alone: bool
+    ) -> Allocation:
+        """Whether a sequence of `num_tokens` tokens gets the blocks that `admit` takes.
+
+        Args:
+            num_tokens: tokens that the sequence has.
+            match: from `match_prefix`, since when nothing was allocated.
+            num_loaded: tokens whose KV will be loaded, those of `match` included;
+                0 to begin with what `match` has.
             alone: nothing else runs, so no headroom need be kept.
         """
-        num_new = self._num_blocks(sequence) - len(matched)
-        num_revived = len(matched) - self.pool.num_held(matched)
-        reserved = num_revived + (0 if alone else self._watermark)
-        return self.pool.can_allocate(num_new, reserved)
+        if self.spec.blocks_for(num_tokens) > self.pool.num_blocks:
+            return Allocation.NEVER
+        plans = self._plan_admission(num_tokens, match, num_loaded)
+        num_new = sum(plan.num_new for plan in plans)
+        num_revived = sum(len(p.matched) - self.pool.num_held(p.matched) for p in plans)
+        return self.pool.can_allocate(num_new, num_revived + (0 if alone else self._watermark))
 
-    def admit(self, sequence: Sequence, matched: list[int]) -> None:
-        """Gives the sequence blocks for all its tokens. The caller has asked `can_admit`."""
-        self.pool.acquire(matched)
-        sequence.block_ids = matched + self.pool.allocate(self._num_blocks(sequence) - len(matched))
-        sequence.num_computed = len(matched) * self.block_size
-        sequence.num_registered = len(matched)
+    def admit(self, num_tokens: int, match: PrefixMatch, *, num_loaded: int = 0) -> BlockTable:
+        """Gives a sequence its blocks: all of a group that sees everything, and of a
+        group with a window as many as it ever holds at once.
 
-    def can_grow(self, sequence: Sequence) -> bool:
-        """Whether the sequence has, or can get, blocks for all its tokens."""
-        missing = self._num_blocks(sequence) - len(sequence.block_ids)
-        return self.pool.can_allocate(missing) is Allocation.OK
+        The caller has asked `can_admit`.
+        """
+        if self._enable_prefix_caching:
+            self.num_queries += num_tokens
+            self.num_hits += match.num_blocks * self.spec.block_size
+        plans = self._plan_admission(num_tokens, match, num_loaded)
+        for plan in plans:
+            self.pool.acquire(plan.matched)
+        blocks = [
+            [*[NO_BLOCK] * plan.first_live, *plan.matched, *self.pool.allocate(plan.num_new)]
+            for plan in plans
+        ]
+        return BlockTable(blocks, [plan.first_live for plan in plans], match.num_blocks)
 
-    def grow(self, sequence: Sequence) -> None:
-        """Adds the blocks that the sequence's tokens lack. The caller has asked `can_grow`."""
-        missing = self._num_blocks(sequence) - len(sequence.block_ids)
-        if missing > 0:
-            sequence.block_ids += self.pool.allocate(missing)
+    # Growth.
 
-    def register_computed(self, sequence: Sequence) -> None:
-        """Offers the sequence's full, computed blocks to the prefix cache."""
-        if not self._enable_prefix_caching:
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second owner's table of the same blocks.
+
+        Its next `append` begins where the last one to `table` began, or later.
+        """
+        self.pool.acquire(table.held())
+        return table.copy()
+
+    def num_missing(self, table: BlockTable, start: int, end: int) -> int:
+        """Blocks that `append` would take from the free list."""
+        size, missing = self.spec.block_size, 0
+        stop = -(-end // size)
+        for group, blocks in enumerate(table.blocks):
+            for block in blocks[start // size : stop]:
+                missing += not self._blocks.is_own(block)
+            if len(blocks) < stop:
+                missing += stop - max(len(blocks), self.spec.first_live(group, start))
+        return missing
+
+    def can_append(self, table: BlockTable, start: int, end: int) -> bool:
+        """Whether `append` finds free what it needs, the blocks that it releases included."""
+        missing = self.num_missing(table, start, end)
+        if missing <= self.pool.num_free or self._blocks.fence.is_in_flight:
+            return missing <= self.pool.num_free
+        behind = (self._behind(table, group, start) for group in range(len(table.blocks)))
+        num_released = sum(self.pool.num_references(b) == 1 for blocks in behind for b in blocks)
+        return missing <= self.pool.num_free + num_released
+
+    def append(self, table: BlockTable, start: int, end: int) -> list[TableChange]:
+        """Makes the slots of positions `start` to `end - 1` writable.
+
+        Blocks behind the window of `start` are released. A block of the span
+        that others own is replaced, and copied if positions before `start` lie
+        in it. Blocks that lack are allocated, those that `start` sees included:
+        a load may fill them. The caller has asked `can_append`.
+
+        Returns:
+            What changed in the table, in runs as long as can be.
+        """
+        changes = []
+        for group, blocks in enumerate(table.blocks):
+            self._release_behind(table, group, start)
+            changed = self._replace_shared(blocks, start, end)
+            changed += self._extend(blocks, end)
+            changes += [
+                TableChange(group, run.start, tuple(blocks[run.start : run.stop]))
+                for run in runs_of(changed)
+            ]
+        return changes
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) blocks to copy in the step being built, since the last call."""
+        return self._blocks.take_copies()
+
+    def free(self, table: BlockTable) -> None:
+        """Takes all blocks from the table; cached ones stay until evicted."""
+        self._blocks.release(list(table.held()))
+        table.clear()
+
+    # Fencing.
+
+    def step_started(self, step: int) -> None:
+        """From now on released blocks are held back until `step` reports, or a later one."""
+        self._blocks.fence.start(step)
+        self._host.fence.start(step)
+
+    def step_reported(self, step: int) -> None:
+        """Frees what was held back for `step` and those before it."""
+        self._blocks.report(step)
+        self._host.report(step)
+
+    def held_blocks(self) -> list[int]:
+        """One entry per reference that is held back."""
+        return list(self._blocks.fence)
+
+    # Swapping.
+
+    def can_swap_out(self, tables: Sequence[BlockTable]) -> bool:
+        """Whether the host pool has room for all blocks of the tables."""
+        return len({block for table in tables for block in table.held()}) <= self._host.num_free
+
+    def swap_out(self, tables: Sequence[BlockTable], step: int) -> SwappedTables:
+        """Moves tables to the host, and empties them. What they share stays shared.
+
+        Args:
+            tables: for which `can_swap_out` was asked.
+            step: the step being built, which copies; their blocks are fenced until it reports.
+        """
+        return self._host.swap_out(tables, step)
+
+    def can_swap_in(self, swapped: SwappedTables, *, num_extra: int = 0, alone: bool) -> Allocation:
+        """Whether `swap_in` gets its blocks, and `num_extra` more stay free.
+
+        Args:
+            swapped: from `swap_out`. LATER while the step that copies it out has not started.
+            num_extra: blocks that the sequences need to go on.
+            alone: nothing else runs, so no headroom need be kept.
+        """
+        num_blocks = len(swapped.host_blocks) + num_extra
+        answer = self.pool.can_allocate(num_blocks, 0 if alone else self._watermark)
+        if answer is Allocation.OK and swapped.step > self._blocks.fence.newest_step:
+            return Allocation.LATER
+        return answer
+
+    def swap_in(self, swapped: SwappedTables, step: int) -> list[BlockTable]:
+        """Moves tables back from the host, to be offered to the prefix cache anew.
+
+        Args:
+            swapped: from `swap_out`, for which `can_swap_in` was asked; of no use any longer.
+            step: the step being built, which copies.
+        """
+        return self._host.swap_in(swapped, step)
+
+    def drop_swapped(self, swapped: SwappedTables) -> None:
+        """Gives the host blocks back."""
+        self._host.release(swapped.host_blocks, swapped.step)
+
+    def take_swaps(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """What the step being built swaps, since the last call.
+
+        Returns:
+            (host block, block) to copy in, and (block, host block) to copy out.
+        """
+        return self._host.take_swaps()
+
+    def check(self) -> None:
+        """Verifies the invariants, for tests and idle moments.
+
+        Raises:
+            AssertionError: pools, fences or pending copies are corrupt; a bug.
+        """
+        self._blocks.check()
+        self._host.check()
+
+    # One layer group.
+
+    def _plan_admission(
+        self, num_tokens: int, match: PrefixMatch, num_loaded: int
+    ) -> list["_Admission"]:
+        size = self.spec.block_size
+        start = max(num_loaded, match.num_blocks * size)
+        num_blocks = -(-num_tokens // size)
+        plans = []
+        for group, matched in enumerate(match.blocks):
+            first = self.spec.first_live(group, start)
+            stop = min(num_blocks, first + self.spec.max_live(group, num_tokens))
+            live = matched[first - match.first_live[group] :]
+            plans.append(_Admission(first, live, stop - first - len(live)))
+        return plans
+
+    def _behind(self, table: BlockTable, group: int, start: int) -> list[int]:
+        """Blocks that the group holds behind the window of `start`."""
+        first = self.spec.first_live(group, start)
+        return table.blocks[group][table.first_live[group] : first]
+
+    def _release_behind(self, table: BlockTable, group: int, start: int) -> None:
+        old, new = table.first_live[group], self.spec.first_live(group, start)
+        if new <= old:
             return
-        keys = sequence.keys.extend(sequence.token_ids)
-        for index in range(sequence.num_registered, sequence.num_computed // self.block_size):
-            self.pool.register(sequence.block_ids[index], keys[index])
-            sequence.num_registered = index + 1
+        behind = self._behind(table, group, start)
+        if self._enable_prefix_caching and self._blocks.fence.is_in_flight:
+            self._prefixes.remember_released(table, group, old, behind)
+        table.blocks[group][old:new] = [NO_BLOCK] * (new - old)
+        table.first_live[group] = new
+        self._blocks.release(behind)
 
-    def discard(self, sequence: Sequence) -> None:
-        """Takes the sequence's blocks out of the prefix cache: nobody new shall share them."""
-        self.pool.forget(sequence.block_ids)
+    def _replace_shared(self, blocks: list[int], start: int, end: int) -> list[int]:
+        """Replaces the blocks of a span that others own; returns their indices."""
+        size = self.spec.block_size
+        span = range(start // size, min(len(blocks), -(-end // size)))
+        shared = [index for index in span if not self._blocks.is_own(blocks[index])]
+        for index in shared:
+            (target,) = self.pool.allocate(1)
+            if index * size < start:
+                self._blocks.copy(blocks[index], target)
+            self._blocks.release([blocks[index]])
+            blocks[index] = target
+        return shared
 
-    def free(self, sequence: Sequence) -> None:
-        """Takes all blocks from the sequence; cached ones stay until evicted."""
-        self.pool.release(sequence.block_ids)
-        sequence.block_ids = []
-        sequence.num_computed = sequence.num_registered = 0
-
-    def _num_blocks(self, sequence: Sequence) -> int:
-        """Blocks that the sequence's tokens take."""
-        return -(-len(sequence.token_ids) // self.block_size)
+    def _extend(self, blocks: list[int], end: int) -> range:
+        """Allocates what lacks up to `end`; returns the indices."""
+        new = range(len(blocks), -(-end // self.spec.block_size))
+        blocks += self.pool.allocate(len(new))
+        return new

@@ -3,6 +3,7 @@
     root  = H("root", namespace, lora, salt)
     key_i = H("full", key_{i-1}, tokens of block i)
     tail  = H("tail", key_{n-1}, tokens of the partial block, handoff id)
+    group = H("group", key, number), where a model's layers form groups
 
 A key names the tokens of its block, all tokens before it and, through the
 namespace, everything else KV bytes depend on. Equal keys therefore mean equal
@@ -17,7 +18,14 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-__all__ = ["KEY_BYTES", "KEY_FORMAT_VERSION", "BlockKeyChain", "derive_namespace", "tail_key"]
+__all__ = [
+    "KEY_BYTES",
+    "KEY_FORMAT_VERSION",
+    "BlockKeyChain",
+    "derive_namespace",
+    "layer_group_key",
+    "tail_key",
+]
 
 KEY_FORMAT_VERSION = 1
 KEY_BYTES = 32
@@ -68,6 +76,13 @@ class BlockKeyChain:
         """Keys of the full blocks seen so far, in order. Not to be changed."""
         return self._keys
 
+    def copy(self) -> "BlockKeyChain":
+        """A chain of the same keys, to go on by itself."""
+        other = object.__new__(BlockKeyChain)
+        other._root, other._block_size = self._root, self._block_size
+        other._keys = self._keys.copy()
+        return other
+
     def extend(self, token_ids: Sequence[int]) -> Sequence[bytes]:
         """Adds keys for the full blocks of the sequence not keyed yet.
 
@@ -107,6 +122,14 @@ def tail_key(parent: bytes, token_ids: Sequence[int], handoff_id: str) -> bytes:
         handoff_id: the handoff that the block is made for.
     """
     return _hash(b"tail", parent, _token_bytes(token_ids), handoff_id.encode())
+
+
+def layer_group_key(key: bytes, group: int) -> bytes:
+    """Key of the block that holds one layer group's KV of the tokens that `key` names.
+
+    Group 0's is `key` itself, so a model with one group has plain keys.
+    """
+    return _hash(b"group", key, group.to_bytes(4, "little")) if group else key
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:

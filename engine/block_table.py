@@ -1,0 +1,66 @@
+"""`BlockTable`: which blocks a sequence's tokens are in. Pure."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["NO_BLOCK", "BlockTable", "TableChange"]
+
+NO_BLOCK = -1
+"""Stands in a table where a block lies behind its group's window."""
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """One sequence's blocks. Only `KvCacheManager` changes it.
+
+    Attributes:
+        blocks: per layer group, block ids by block index; `NO_BLOCK` before
+            the group's `first_live`.
+        first_live: per layer group, index of the first block held.
+        num_registered: leading blocks that were offered to the prefix cache.
+        unregistered: (step, group, index, block id) of blocks released behind
+            a window while the step that computes them was in flight: fenced
+            until it reports, they can still be offered.
+    """
+
+    blocks: list[list[int]]
+    first_live: list[int]
+    num_registered: int = 0
+    unregistered: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    def held(self) -> Iterator[int]:
+        """Every block reference that it owns: head before tail, whatever the group."""
+        if len(self.blocks) == 1:
+            yield from self.blocks[0][self.first_live[0] :]
+            return
+        for index in range(min(self.first_live), max(map(len, self.blocks))):
+            for blocks, first in zip(self.blocks, self.first_live, strict=True):
+                if first <= index < len(blocks):
+                    yield blocks[index]
+
+    def copy(self, block_of: Mapping[int, int] | None = None) -> "BlockTable":
+        """The same table; with `block_of`, of the blocks that it names instead, not yet offered."""
+        if block_of is None:
+            return BlockTable(
+                [blocks.copy() for blocks in self.blocks],
+                self.first_live.copy(),
+                self.num_registered,
+            )
+        renamed = [[block_of.get(block, NO_BLOCK) for block in blocks] for blocks in self.blocks]
+        return BlockTable(renamed, self.first_live.copy())
+
+    def clear(self) -> None:
+        """Empties it; its references are the caller's now."""
+        self.blocks = [[] for _ in self.blocks]
+        self.first_live = [0] * len(self.blocks)
+        self.num_registered = 0
+        self.unregistered = []
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """From `first_index` on, the table of layer group `group` reads `block_ids`."""
+
+    group: int
+    first_index: int
+    block_ids: tuple[int, ...]

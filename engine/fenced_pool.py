@@ -1,0 +1,95 @@
+"""`FencedPool`: references to blocks that steps in flight may still read or write. Pure."""
+
+from collections.abc import Sequence
+
+from engine.block_pool import BlockPool
+from engine.step_fence import StepFence
+
+__all__ = ["FencedPool"]
+
+
+class FencedPool:
+    """A block pool whose references are dropped when no step needs them any longer.
+
+    Args:
+        pool: the blocks.
+
+    Attributes:
+        fence: what is held back until a step reports.
+        swap_ins: by block, the host block that the step being built copies into it.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.fence = StepFence()
+        self.swap_ins: dict[int, int] = {}
+        self._copies: dict[int, int] = {}  # of the step being built, source by target
+
+    @property
+    def num_fenced(self) -> int:
+        """Blocks that only fences hold."""
+        counts = self.fence.counts
+        return sum(self.pool.num_references(block) == count for block, count in counts.items())
+
+    def is_own(self, block: int) -> bool:
+        """Whether a block that is held has one owner, who may write to it.
+
+        A fence is no owner: steps run in order, and copy before they write.
+        """
+        return self.pool.num_references(block) - self.fence.counts.get(block, 0) == 1
+
+    def release(self, block_ids: list[int]) -> None:
+        """Drops references, in sequence order: at once, or when what is in flight has reported."""
+        if self.fence.is_in_flight and block_ids:
+            self.fence.hold(self.fence.newest_step, block_ids)
+        else:
+            self._drop(block_ids)
+
+    def report(self, step: int) -> None:
+        """Drops what was held back for `step` and those before it."""
+        for block_ids in self.fence.report(step):
+            self._drop(block_ids)
+
+    def source_of(self, block: int) -> int:
+        """Where a block's content is until the copies of the step being built are made."""
+        return self._copies.get(block, block)
+
+    def copy(self, block: int, target: int) -> None:
+        """Lets the step being built copy a block; the source is held back until it reports."""
+        source = self.source_of(block)
+        self._copies[target] = source
+        self.pool.acquire([source])
+        self.fence.hold(self.fence.newest_step + 1, [source])
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) of the copies since the last call."""
+        copies, self._copies = self._copies, {}
+        return tuple((source, target) for target, source in copies.items())
+
+    def check(self) -> None:
+        """Verifies the invariants.
+
+        Raises:
+            AssertionError: a bug.
+        """
+        self.pool.check()
+        for block, count in self.fence.counts.items():
+            if self.pool.num_references(block) < count:
+                raise AssertionError("a fenced block was freed")
+        if not self.fence.counts.keys() >= set(self._copies.values()):
+            raise AssertionError("a block to be copied is not held back")
+
+    def _drop(self, block_ids: Sequence[int]) -> None:
+        self.pool.release(block_ids)
+        if self._copies or self.swap_ins:
+            self._cancel_writes(block_ids)
+
+    def _cancel_writes(self, block_ids: Sequence[int]) -> None:
+        """The step being built must not fill blocks that nobody holds any longer."""
+        for block in block_ids:
+            if self.pool.num_references(block) == 0:
+                self.swap_ins.pop(block, None)
+                source = self._copies.pop(block, None)
+                if source is not None:
+                    self.fence.give_up(source)
+                    self._drop([source])

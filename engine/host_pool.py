@@ -1,0 +1,102 @@
+"""`HostPool`: the bounded host memory that preempted sequences are swapped to. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.block_table import BlockTable
+from engine.fenced_pool import FencedPool
+from engine.step_fence import StepFence
+
+__all__ = ["HostPool", "SwappedTables"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SwappedTables:
+    """Block tables on the host.
+
+    Attributes:
+        tables: as they were, of host blocks.
+        host_blocks: every host block among them, once.
+        step: the step that copies them out.
+    """
+
+    tables: tuple[BlockTable, ...]
+    host_blocks: tuple[int, ...]
+    step: int
+
+
+class HostPool:
+    """Moves block tables between a pool and `num_blocks` host blocks.
+
+    Attributes:
+        fence: host blocks that a step may still read or write.
+    """
+
+    def __init__(self, num_blocks: int, blocks: FencedPool) -> None:
+        self.num_blocks = num_blocks
+        self.fence = StepFence()
+        self._blocks = blocks
+        self._free = list(range(num_blocks))
+        self._swap_outs: dict[int, int] = {}  # of the step being built, block by host block
+
+    @property
+    def num_free(self) -> int:
+        """Host blocks that can be had now."""
+        return len(self._free)
+
+    def swap_out(self, tables: Sequence[BlockTable], step: int) -> SwappedTables:
+        """As `KvCacheManager.swap_out`."""
+        distinct = dict.fromkeys(block for table in tables for block in table.held())
+        host_of = {block: self._free.pop() for block in distinct}
+        # A step swaps out before it copies.
+        self._swap_outs |= {host: self._blocks.source_of(block) for block, host in host_of.items()}
+        moved = tuple(table.copy(host_of) for table in tables)
+        for table in tables:
+            self._blocks.fence.hold(step, list(table.held()))
+            table.clear()
+        return SwappedTables(moved, tuple(host_of.values()), step)
+
+    def swap_in(self, swapped: SwappedTables, step: int) -> list[BlockTable]:
+        """As `KvCacheManager.swap_in`."""
+        pool, host_blocks = self._blocks.pool, swapped.host_blocks
+        block_ids = pool.allocate(len(host_blocks))
+        self._blocks.swap_ins.update(zip(block_ids, host_blocks, strict=True))
+        block_of = dict(zip(host_blocks, block_ids, strict=True))
+        tables = [table.copy(block_of) for table in swapped.tables]
+        for table in tables:
+            pool.acquire(table.held())
+        pool.release(block_ids)  # each has its tables for owners now
+        self.release(host_blocks, step)
+        return tables
+
+    def take_swaps(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """As `KvCacheManager.take_swaps`."""
+        swap_ins, self._blocks.swap_ins = self._blocks.swap_ins, {}
+        swap_outs, self._swap_outs = self._swap_outs, {}
+        return (
+            tuple((host_block, block) for block, host_block in swap_ins.items()),
+            tuple((block, host_block) for host_block, block in swap_outs.items()),
+        )
+
+    def release(self, host_blocks: Sequence[int], step: int) -> None:
+        """Gives host blocks back when `step`, and whatever is in flight now, has reported."""
+        step = max(step, self.fence.newest_step)
+        if self.fence.is_standing(step):
+            self.fence.hold(step, list(host_blocks))
+        else:
+            self._free += host_blocks
+
+    def report(self, step: int) -> None:
+        """Frees what was held back for `step` and those before it."""
+        for host_blocks in self.fence.report(step):
+            self._free += host_blocks
+
+    def check(self) -> None:
+        """Verifies that no host block is free twice, or free and held back.
+
+        Raises:
+            AssertionError: a bug.
+        """
+        known = [*self._free, *self.fence]
+        if len(known) != len(set(known)):
+            raise AssertionError("a host block is free twice")

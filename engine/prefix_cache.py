@@ -1,0 +1,145 @@
+"""`PrefixCache`: finds and offers blocks whose KV other sequences can use. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+
+from engine.block_pool import BlockPool
+from engine.block_table import NO_BLOCK, BlockTable
+from engine.kv_cache_spec import KvCacheSpec
+from engine.step_fence import StepFence
+
+__all__ = ["PrefixCache", "PrefixMatch", "runs_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Cached blocks that a sequence can begin with.
+
+    Attributes:
+        num_blocks: length of the prefix.
+        blocks: per layer group, ids of the blocks from `first_live` up to
+            `num_blocks`; those before lie behind the group's window.
+        first_live: per layer group.
+    """
+
+    num_blocks: int
+    blocks: tuple[tuple[int, ...], ...]
+    first_live: tuple[int, ...]
+
+
+class PrefixCache:
+    """The pool's hash index, as sequences of layer groups use it.
+
+    Args:
+        pool: the blocks.
+        spec: layer groups and their windows.
+        fence: tells whether a released block is still held back.
+    """
+
+    def __init__(self, pool: BlockPool, spec: KvCacheSpec, fence: StepFence) -> None:
+        self._pool = pool
+        self._spec = spec
+        self._fence = fence
+
+    def match(self, keys: Sequence[bytes], limit: int) -> PrefixMatch:
+        """The longest prefix of at most `limit` blocks that all groups have what they read of.
+
+        A group that sees everything needs every block; a group with a window
+        those that the first token after the prefix sees. O(limit) per group.
+        """
+        length = limit
+        windowed = []
+        for group, window in enumerate(self._spec.windows):
+            if window is None:
+                length = len(self._pool.match(islice(keys, length), group))
+            else:
+                windowed.append(group)
+        if windowed:
+            length = self._windowed_length(keys, length, windowed)
+        first_live = tuple(
+            self._spec.first_live(group, length * self._spec.block_size)
+            for group in range(self._spec.num_groups)
+        )
+        blocks = tuple(
+            tuple(self._pool.match(islice(keys, first, length), group))
+            for group, first in enumerate(first_live)
+        )
+        return PrefixMatch(length, blocks, first_live)
+
+    def register(self, table: BlockTable, keys: Sequence[bytes], end: int) -> None:
+        """Offers the table's blocks up to block index `end`, each once."""
+        if end <= table.num_registered:
+            return
+        new = [i for i in range(table.num_registered, end) if self._register_at(table, keys[i], i)]
+        new += self._register_released(table, keys, end)
+        table.num_registered = end
+        for run in runs_of(sorted(new)):
+            parent = keys[run.start - 1] if run.start > 0 else None
+            self._pool.events.record_stored(keys[run.start : run.stop], parent)
+
+    def remember_released(
+        self, table: BlockTable, group: int, first: int, block_ids: list[int]
+    ) -> None:
+        """Blocks from index `first` on leave the table, held back for what is in flight.
+
+        That includes the step that computes them, where they are not offered
+        yet: they can be, until it reports.
+        """
+        step = self._fence.newest_step
+        table.unregistered = [e for e in table.unregistered if self._fence.is_standing(e[0])]
+        table.unregistered += [
+            (step, group, index, block)
+            for index, block in enumerate(block_ids, first)
+            if index >= table.num_registered
+        ]
+
+    def _windowed_length(self, keys: Sequence[bytes], length: int, groups: list[int]) -> int:
+        """The longest prefix, `length` at most, whose windows are cached in `groups`.
+
+        Where block i is missing and a prefix of n > i blocks reads it, so does
+        every shorter one beyond i: on to i. No block is looked up twice.
+        """
+        cached_from = dict.fromkeys(groups, length)  # blocks from here up to `length` are cached
+        pending = list(groups)
+        while pending:
+            group = pending[-1]
+            index = min(cached_from[group], length)
+            first = self._spec.first_live(group, length * self._spec.block_size)
+            while index > first and self._pool.lookup(keys[index - 1], group) is not None:
+                index -= 1
+            cached_from[group] = index
+            if index > first:
+                length, pending = index - 1, list(groups)
+            else:
+                pending.pop()
+        return length
+
+    def _register_at(self, table: BlockTable, key: bytes, index: int) -> bool:
+        """Offers what the table holds at `index`; whether it is new in group 0."""
+        is_new = False
+        for group, blocks in enumerate(table.blocks):
+            if blocks[index] != NO_BLOCK and self._pool.register(blocks[index], key, group):
+                is_new |= group == 0
+        return is_new
+
+    def _register_released(self, table: BlockTable, keys: Sequence[bytes], end: int) -> list[int]:
+        """Offers what was remembered and is still held back; indices new in group 0."""
+        new, late = [], []
+        for entry in table.unregistered:
+            step, group, index, block = entry
+            if index >= end:
+                late.append(entry)
+            elif self._fence.is_standing(step) and self._pool.register(block, keys[index], group):
+                new += [index] if group == 0 else []
+        table.unregistered = late
+        return new
+
+
+def runs_of(indices: Sequence[int]) -> list[range]:
+    """Ascending indices as ranges."""
+    runs = []
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        members = [index for _, index in run]
+        runs.append(range(members[0], members[-1] + 1))
+    return runs
