@@ -13,9 +13,12 @@ import torch
 
 from kernels import reference
 from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = [
     "AttentionMetadata",
+    "LayerKv",
+    "PagedKv",
     "apply_rotary",
     "copy_blocks",
     "gather_blocks",
@@ -23,6 +26,7 @@ __all__ = [
     "rms_norm",
     "scatter_blocks",
     "silu_and_mul",
+    "swap_blocks",
     "write_kv",
 ]
 
@@ -76,6 +80,13 @@ def scatter_blocks(
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copies whole blocks within the pool; see `reference.copy_blocks`."""
     _kernels_for(pool).copy_blocks(pool, pairs)
+
+
+def swap_blocks(
+    source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
+) -> None:
+    """Copies blocks from one pool to another; see `reference.swap_blocks`."""
+    _kernels_for(source).swap_blocks(source, target, pairs)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

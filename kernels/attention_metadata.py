@@ -12,7 +12,8 @@ class AttentionMetadata:
     """One step's sequences, laid end to end in one row of query tokens.
 
     Attributes:
-        block_tables: `[num_seqs, max_blocks]` int32, padded with 0.
+        block_tables: `[num_seqs, max_blocks]` int32; past a context, and before
+            its window, any ids of the pool.
         query_starts: `[num_seqs + 1]` int32; sequence i's query tokens are rows
             `query_starts[i]` to `query_starts[i + 1]`.
         context_lens: `[num_seqs]` int32; tokens in the KV cache once this

@@ -19,6 +19,7 @@ __all__ = [
     "rms_norm",
     "scatter_blocks",
     "silu_and_mul",
+    "swap_blocks",
     "write_kv",
 ]
 
@@ -141,6 +142,24 @@ def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     rows = _block_words(pool)
     sources, targets = zip(*pairs, strict=True)
     rows.index_copy_(0, _as_index(targets, pool), rows.index_select(0, _as_index(sources, pool)))
+
+
+def swap_blocks(
+    source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
+) -> None:
+    """Copies blocks from one pool to another, on any two devices: `target[t] = source[s]`.
+
+    Each block is one transfer. Between a GPU and pinned memory it does not wait
+    for the device: later work of the device's stream sees the copies, the host
+    only once it has waited.
+
+    Args:
+        source: `[num_blocks, ...]`, contiguous.
+        target: as `source`, of another number of blocks.
+        pairs: (block id in `source`, block id in `target`), the latter all different.
+    """
+    for source_id, target_id in pairs:
+        target[target_id].copy_(source[source_id], non_blocking=True)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

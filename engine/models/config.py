@@ -24,7 +24,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What every family has. `max_model_len` counts prompt and generated tokens together."""
+    """What every family has.
+
+    `max_model_len` counts prompt and generated tokens together.
+    `sliding_windows` has one entry per layer: how many tokens a query sees,
+    itself included, or None for all.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -34,6 +39,7 @@ class ModelConfig:
     head_dim: int
     max_model_len: int
     tie_word_embeddings: bool
+    sliding_windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +66,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """Llama, Mistral, Qwen2 and Qwen3: one architecture with flags.
-
-    `sliding_windows` has one entry per layer: how many tokens a query sees,
-    itself included, or None for all.
-    """
+    """Llama, Mistral, Qwen2 and Qwen3: one architecture with flags."""
 
     intermediate_size: int
     rms_norm_eps: float
@@ -73,7 +75,6 @@ class DecoderConfig(ModelConfig):
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,7 @@ def decoder_config(
     rope = _rope_config(source)
     attention_bias = bool(getattr(source, "attention_bias", False))
     common = _common(source)
+    common["sliding_windows"] = _sliding_windows(source, windowed=windowed)
     if rope.rope_type == "yarn":
         extended_len = int(rope.original_len * rope.factor)
         common["max_model_len"] = max(common["max_model_len"], extended_len)
@@ -130,7 +132,6 @@ def decoder_config(
         output_bias=attention_bias,
         mlp_bias=bool(getattr(source, "mlp_bias", False)),
         qk_norm=qk_norm,
-        sliding_windows=_sliding_windows(source, windowed=windowed),
     )
 
 
@@ -199,6 +200,7 @@ def _common(source: Any) -> dict[str, Any]:
         "head_dim": getattr(source, "head_dim", None) or source.hidden_size // num_heads,
         "max_model_len": source.max_position_embeddings,
         "tie_word_embeddings": source.tie_word_embeddings,
+        "sliding_windows": (None,) * source.num_hidden_layers,
     }
 
 

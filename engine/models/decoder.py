@@ -11,7 +11,7 @@ import kernels
 from engine.models.config import DecoderConfig
 from engine.models.layers import CausalModel, FusedLinear, RmsNorm, cached_attention
 from engine.models.rotary import RotaryEmbedding
-from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Decoder"]
 
@@ -33,17 +33,13 @@ class Decoder(CausalModel):
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv: torch.Tensor,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
         """See `CausalModel.forward`."""
         hidden = self.embed_tokens(token_ids)  # [num_tokens, hidden_size]
         rotation = self.rotary(positions, hidden.dtype)
-        for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotation, meta, kv[:, index])
+        for layer, layer_kv in zip(self.layers, kv.layers(), strict=True):
+            hidden = layer(hidden, rotation, layer_kv)
         normed: torch.Tensor = self.norm(hidden)
         return normed
 
@@ -60,14 +56,8 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = _GatedMlp(config)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        rotation: Rotation,
-        meta: AttentionMetadata,
-        kv_layer: torch.Tensor,
-    ) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, meta, kv_layer)
+    def forward(self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, kv)
         output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
@@ -88,15 +78,9 @@ class _Attention(nn.Module):
         self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        rotation: Rotation,
-        meta: AttentionMetadata,
-        kv_layer: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).unflatten(1, (-1, self.head_dim))
-        num_kv_heads = kv_layer.shape[2]
+        num_kv_heads = kv.cache.shape[2]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         # each [num_tokens, its heads, head_dim]
         query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -106,8 +90,7 @@ class _Attention(nn.Module):
             kernels.apply_rotary(query, *rotation),
             kernels.apply_rotary(key, *rotation),
             value,
-            kv_layer,
-            meta,
+            kv,
             scale=self.head_dim**-0.5,
             sliding_window=self.sliding_window,
         )

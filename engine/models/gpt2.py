@@ -5,7 +5,7 @@ from torch import nn
 
 from engine.models.config import Gpt2Config
 from engine.models.layers import CausalModel, TransposedLinear, activation_named, cached_attention
-from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Gpt2"]
 
@@ -23,16 +23,12 @@ class Gpt2(CausalModel):
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv: torch.Tensor,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
         """See `CausalModel.forward`."""
         hidden = self.wte(token_ids) + self.wpe(positions)  # [num_tokens, hidden_size]
-        for index, layer in enumerate(self.h):
-            hidden = layer(hidden, meta, kv[:, index])
+        for layer, layer_kv in zip(self.h, kv.layers(), strict=True):
+            hidden = layer(hidden, layer_kv)
         normed: torch.Tensor = self.ln_f(hidden)
         return normed
 
@@ -49,10 +45,8 @@ class _Layer(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = _Mlp(config)
 
-    def forward(
-        self, hidden: torch.Tensor, meta: AttentionMetadata, kv_layer: torch.Tensor
-    ) -> torch.Tensor:
-        hidden = hidden + self.attn(self.ln_1(hidden), meta, kv_layer)
+    def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
+        hidden = hidden + self.attn(self.ln_1(hidden), kv)
         output: torch.Tensor = hidden + self.mlp(self.ln_2(hidden))
         return output
 
@@ -65,12 +59,10 @@ class _Attention(nn.Module):
         self.c_attn = TransposedLinear(config.hidden_size, 3 * config.hidden_size)
         self.c_proj = TransposedLinear(config.hidden_size, config.hidden_size)
 
-    def forward(
-        self, hidden: torch.Tensor, meta: AttentionMetadata, kv_layer: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         qkv = self.c_attn(hidden).unflatten(1, (3, -1, self.head_dim))
         query, key, value = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
-        attended = cached_attention(query, key, value, kv_layer, meta, scale=self.scale)
+        attended = cached_attention(query, key, value, kv, scale=self.scale)
         output: torch.Tensor = self.c_proj(attended)
         return output
 

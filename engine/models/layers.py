@@ -16,7 +16,7 @@ from torch import nn
 
 import kernels
 from engine.models.config import ModelConfig, unsupported
-from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = [
     "CausalModel",
@@ -31,7 +31,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CausalModel(nn.Module, ABC):
-    """A decoder-only model: `model(token_ids, positions, meta, kv)`, then `logits`.
+    """A decoder-only model: `model(token_ids, positions, kv)`, then `logits`.
 
     Submodules bear their names in the checkpoint, after `checkpoint_prefix`.
 
@@ -56,19 +56,14 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv: torch.Tensor,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
         """Runs the layers over one step's tokens, writing their KV into the pool.
 
         Args:
             token_ids: `[num_tokens]` int64.
             positions: `[num_tokens]` int64.
-            meta: which KV each token writes and reads.
-            kv: the pool, `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+            kv: which KV each token writes and reads.
 
         Returns:
             Final hidden states, `[num_tokens, hidden_size]`.
@@ -144,8 +139,7 @@ def cached_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    kv_layer: torch.Tensor,
-    meta: AttentionMetadata,
+    kv: LayerKv,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -156,17 +150,16 @@ def cached_attention(
         query: `[num_tokens, num_heads, head_dim]`.
         key: `[num_tokens, num_kv_heads, head_dim]`.
         value: as `key`.
-        kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
-        meta: where to write and what to read.
+        kv: where to write and what to read.
         scale: factor on the scores.
         sliding_window: how many tokens a query sees, itself included.
 
     Returns:
         `[num_tokens, num_heads * head_dim]`.
     """
-    kernels.write_kv(key, value, kv_layer, meta.slot_mapping)
+    kernels.write_kv(key, value, kv.cache, kv.meta.slot_mapping)
     return kernels.paged_attention(
-        query, kv_layer, meta, scale=scale, sliding_window=sliding_window
+        query, kv.cache, kv.meta, scale=scale, sliding_window=sliding_window
     ).flatten(1)
 
 

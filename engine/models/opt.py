@@ -5,7 +5,7 @@ from torch import nn
 
 from engine.models.config import OptConfig
 from engine.models.layers import CausalModel, FusedLinear, activation_named, cached_attention
-from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Opt"]
 
@@ -30,17 +30,13 @@ class Opt(CausalModel):
         self.final_layer_norm = _layer_norm(config) if config.final_norm else nn.Identity()
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv: torch.Tensor,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
         """See `CausalModel.forward`."""
         hidden = self.project_in(self.embed_tokens(token_ids))  # [num_tokens, hidden_size]
         hidden = hidden + self.embed_positions(positions + _POSITION_OFFSET)
-        for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, meta, kv[:, index])
+        for layer, layer_kv in zip(self.layers, kv.layers(), strict=True):
+            hidden = layer(hidden, layer_kv)
         normed: torch.Tensor = self.final_layer_norm(hidden)
         return normed
 
@@ -60,13 +56,11 @@ class _Layer(nn.Module):
         self.final_layer_norm = _layer_norm(config)
         self.activation = activation_named(config.activation)
 
-    def forward(
-        self, hidden: torch.Tensor, meta: AttentionMetadata, kv_layer: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         if self.norm_before:
-            hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), meta, kv_layer)
+            hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), kv)
             return hidden + self._mlp(self.final_layer_norm(hidden))
-        hidden = self.self_attn_layer_norm(hidden + self.self_attn(hidden, meta, kv_layer))
+        hidden = self.self_attn_layer_norm(hidden + self.self_attn(hidden, kv))
         output: torch.Tensor = self.final_layer_norm(hidden + self._mlp(hidden))
         return output
 
@@ -85,13 +79,11 @@ class _Attention(nn.Module):
         )
         self.out_proj = nn.Linear(size, size, bias=config.bias)
 
-    def forward(
-        self, hidden: torch.Tensor, meta: AttentionMetadata, kv_layer: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).unflatten(1, (3, -1, self.head_dim))
         query, key, value = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
         scale = self.head_dim**-0.5
-        attended = cached_attention(query, key, value, kv_layer, meta, scale=scale)
+        attended = cached_attention(query, key, value, kv, scale=scale)
         output: torch.Tensor = self.out_proj(attended)
         return output
 

@@ -1,13 +1,15 @@
 """Turns a `ScheduledBatch` into the tensors of one forward pass."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
 import torch
 
-from engine.batch import DrawParams, ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch
+from engine.runtime.device import to_device
+from engine.runtime.rows import Rows
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["BatchInputs", "build_batch_inputs"]
@@ -15,74 +17,96 @@ __all__ = ["BatchInputs", "build_batch_inputs"]
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """What one step feeds the model and the sampler.
+    """What one step feeds the model: the chunks' sequences, then the decode rows', end to end.
 
     Attributes:
         token_ids: `[num_tokens]` int64.
         positions: `[num_tokens]` int64.
-        meta: which KV to write and read.
-        draw_rows: `[num_draws]` int64; rows of the model's output to draw from.
-        draws: how, per row.
-        draw_positions: position of the token to draw, per row.
+        groups: which KV to write and read, per layer group.
+        logit_rows: `[num_asking + num_decode_rows]` int64; rows of the model's
+            output to compute logits of: those of chunks that ask for something,
+            then those of the decode rows.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    meta: AttentionMetadata
-    draw_rows: torch.Tensor
-    draws: tuple[DrawParams, ...]
-    draw_positions: tuple[int, ...]
+    groups: tuple[AttentionMetadata, ...]
+    logit_rows: torch.Tensor
 
 
-def build_batch_inputs(batch: ScheduledBatch, block_size: int, device: torch.device) -> BatchInputs:
+def build_batch_inputs(
+    batch: ScheduledBatch,
+    rows: Rows,
+    decode_rows: np.ndarray,
+    block_size: int,
+    device: torch.device,
+) -> BatchInputs:
     """Lays the batch's sequences end to end.
 
     Args:
         batch: the step.
+        rows: as they are before the step, but with its table updates.
+        decode_rows: the batch's, as an array.
         block_size: tokens per KV block.
         device: where the tensors shall be.
     """
-    sequences = batch.sequences
-    query_lens = np.array([sequence.num_tokens for sequence in sequences])
-    starts = np.array([sequence.start_position for sequence in sequences])
-    query_starts = np.concatenate(([0], np.cumsum(query_lens)))  # [num_seqs + 1]
+    chunks = batch.chunks
+    row_ids = _after([chunk.row for chunk in chunks], decode_rows)
+    starts = _after([chunk.start_position for chunk in chunks], rows.positions[decode_rows])
+    query_lens = _after([chunk.num_tokens for chunk in chunks], np.ones_like(decode_rows))
     context_lens = starts + query_lens
-    num_tokens = int(query_starts[-1])
-    # Row of token t's sequence, and token t's position in it: both [num_tokens].
-    sequence_of = np.repeat(np.arange(len(sequences)), query_lens)
-    positions = np.arange(num_tokens) + (starts - query_starts[:-1])[sequence_of]
-    tables = _block_tables(sequences, -(-int(context_lens.max()) // block_size))
-    slots = tables[sequence_of, positions // block_size] * block_size + positions % block_size
-    token_ids = chain.from_iterable(sequence.token_ids for sequence in sequences)
-    drawing = [row for row, sequence in enumerate(sequences) if sequence.draw is not None]
+    num_columns = -(-int(context_lens.max()) // block_size)
+    query_starts = np.zeros(len(row_ids) + 1, np.int32)
+    np.cumsum(query_lens, out=query_starts[1:])
+    known_tokens = list(chain.from_iterable(chunk.token_ids for chunk in chunks))
+    # Which sequence token t belongs to, and its position there: both [num_tokens].
+    sequence_of = np.repeat(np.arange(len(row_ids)), query_lens)
+    positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[sequence_of]
+    asking = [index for index, chunk in enumerate(chunks) if chunk.needs_logits]
+    logit_rows = query_starts[1:][_after(asking, np.arange(len(chunks), len(row_ids)))] - 1
     return BatchInputs(
-        token_ids=_to_device(np.fromiter(token_ids, np.int64, num_tokens), device),
-        positions=_to_device(positions, device),
-        meta=AttentionMetadata(
-            block_tables=_to_device(tables.astype(np.int32), device),
-            query_starts=_to_device(query_starts.astype(np.int32), device),
-            context_lens=_to_device(context_lens.astype(np.int32), device),
-            slot_mapping=_to_device(slots, device),
-            max_query_len=int(query_lens.max()),
-            max_context_len=int(context_lens.max()),
+        token_ids=to_device(_after(known_tokens, rows.last_tokens[decode_rows]), device),
+        positions=to_device(positions, device),
+        groups=_attention_metadata(
+            tables=np.take(rows.tables[:, :, :num_columns], row_ids, axis=1),
+            query_starts=query_starts,
+            context_lens=context_lens,
+            places=(sequence_of, positions),
+            block_size=block_size,
+            device=device,
         ),
-        draw_rows=_to_device(query_starts[1:][drawing] - 1, device),
-        draws=tuple(sequence.draw for sequence in sequences if sequence.draw is not None),
-        draw_positions=tuple(context_lens[drawing].tolist()),
+        logit_rows=to_device(logit_rows.astype(np.int64), device),
     )
 
 
-def _block_tables(sequences: Sequence[ScheduledSequence], max_blocks: int) -> np.ndarray:
-    """The sequences' first `max_blocks` block ids: `[num_seqs, max_blocks]`, padded with 0."""
-    tables = np.zeros((len(sequences), max_blocks), np.int64)
-    for row, sequence in zip(tables, sequences, strict=True):
-        table = sequence.block_table[:max_blocks]
-        row[: len(table)] = table
-    return tables
+def _attention_metadata(
+    *,
+    tables: np.ndarray,
+    query_starts: np.ndarray,
+    context_lens: np.ndarray,
+    places: tuple[np.ndarray, np.ndarray],
+    block_size: int,
+    device: torch.device,
+) -> tuple[AttentionMetadata, ...]:
+    """One per layer group; `places` are each token's sequence and position in it."""
+    sequence_of, positions = places
+    block_ids = tables[:, sequence_of, positions // block_size].astype(np.int64)
+    slots = to_device(block_ids * block_size + positions % block_size, device)
+    for_group = partial(
+        AttentionMetadata,
+        query_starts=to_device(query_starts, device),
+        context_lens=to_device(context_lens.astype(np.int32), device),
+        max_query_len=int(np.diff(query_starts).max()),
+        max_context_len=int(context_lens.max()),
+    )
+    return tuple(
+        for_group(block_tables=group_tables, slot_mapping=group_slots)
+        for group_tables, group_slots in zip(to_device(tables, device), slots, strict=True)
+    )
 
 
-def _to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+def _after(of_chunks: list[int], of_decode_rows: np.ndarray) -> np.ndarray:
+    """`[num_chunks + num_decode_rows]`, or what else both have, int64."""
+    if not of_chunks:
+        return of_decode_rows
+    return np.concatenate((np.array(of_chunks, np.int64), of_decode_rows))

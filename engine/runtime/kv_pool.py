@@ -1,4 +1,4 @@
-"""Sizes and allocates the KV pool: `[num_blocks, *layout.block_shape]`."""
+"""Sizes and allocates the KV pool and the host pool, each `[blocks, *layout.block_shape]`."""
 
 import logging
 from dataclasses import dataclass
@@ -7,11 +7,20 @@ import torch
 
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
+from engine.kv_cache_spec import KvCacheSpec
 from kvstore.layout import KvLayout
 
-__all__ = ["DeviceMemory", "allocate_pool", "decide_num_blocks", "log_pool"]
+__all__ = [
+    "DeviceMemory",
+    "allocate_host_pool",
+    "allocate_pool",
+    "decide_num_blocks",
+    "decide_num_host_blocks",
+    "log_pool",
+]
 
 _DEFAULT_CPU_BYTES = 2**30
+_DEFAULT_SWAP_BYTES = 4 * 2**30  # beside a GPU
 _MEBIBYTE = 2**20
 
 logger = logging.getLogger("baton.engine")
@@ -44,7 +53,11 @@ class DeviceMemory:
 
 
 def decide_num_blocks(
-    config: EngineConfig, layout: KvLayout, max_model_len: int, free_bytes: int | None
+    config: EngineConfig,
+    layout: KvLayout,
+    spec: KvCacheSpec,
+    max_model_len: int,
+    free_bytes: int | None,
 ) -> int:
     """How many blocks the pool gets.
 
@@ -55,6 +68,7 @@ def decide_num_blocks(
     Args:
         config: the flags.
         layout: shape of a block.
+        spec: how many blocks tokens take.
         max_model_len: tokens of the longest request.
         free_bytes: what the profile run left of the GPU's share; None on CPU.
 
@@ -62,7 +76,7 @@ def decide_num_blocks(
         ConfigurationError: the pool cannot hold one request of
             `max_model_len`; says which flag to change to what.
     """
-    blocks_per_request = -(-max_model_len // layout.block_size)
+    blocks_per_request = spec.blocks_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     elif config.kv_cache_memory is not None:
@@ -73,8 +87,29 @@ def decide_num_blocks(
         most_needed = config.max_num_seqs * blocks_per_request
         num_blocks = min(_DEFAULT_CPU_BYTES // layout.block_bytes, most_needed)
     if num_blocks < blocks_per_request:
-        raise _too_small(config, layout, max_model_len, num_blocks, blocks_per_request)
+        raise _too_small(config, layout, spec, max_model_len, num_blocks)
     return num_blocks
+
+
+def decide_num_host_blocks(
+    config: EngineConfig, layout: KvLayout, num_blocks: int, device: torch.device
+) -> int:
+    """How many blocks the host pool gets: what `swap_space` holds, at most the pool's.
+
+    Raises:
+        ConfigurationError: none, but sequences shall be swapped; names the flag.
+    """
+    space = config.swap_space
+    if space is None:
+        space = _DEFAULT_SWAP_BYTES if device.type == "cuda" else 0
+    num_host_blocks = min(space // layout.block_bytes, num_blocks)
+    if config.preemption_mode == "swap" and not num_host_blocks:
+        whole_pool = -(-num_blocks * layout.block_bytes // _MEBIBYTE)
+        raise ConfigurationError(
+            f"--preemption-mode swap needs room on the host: --swap-space {whole_pool}MiB holds "
+            f"the whole KV cache, {layout.block_bytes} bytes hold one block"
+        )
+    return num_host_blocks
 
 
 def allocate_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> torch.Tensor:
@@ -93,33 +128,51 @@ def allocate_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> to
         ) from error
 
 
-def log_pool(num_blocks: int, layout: KvLayout, max_model_len: int) -> None:
-    """Logs what the pool holds."""
-    num_tokens = num_blocks * layout.block_size
+def allocate_host_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> torch.Tensor:
+    """The host pool, `[num_blocks, *layout.block_shape]`, pinned where `device` is a GPU.
+
+    Raises:
+        ConfigurationError: the host has not that much memory.
+    """
+    shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigurationError(
+            f"cannot allocate {num_blocks * layout.block_bytes // _MEBIBYTE} MiB on the host for "
+            f"swapped KV; set --swap-space lower"
+        ) from error
+
+
+def log_pool(
+    num_blocks: int, num_host_blocks: int, layout: KvLayout, spec: KvCacheSpec, max_model_len: int
+) -> None:
+    """Logs what the pools hold."""
     logger.info(
-        "KV cache: %d blocks of %d tokens, %d tokens, %.1f MiB; holds %.2f requests of %d tokens",
+        "KV cache: %d blocks of %d tokens, %d tokens, %.1f MiB; "
+        "maximum concurrency at %d tokens per request: %.2f",
         num_blocks,
         layout.block_size,
-        num_tokens,
+        num_blocks * layout.block_size // spec.num_groups,
         num_blocks * layout.block_bytes / _MEBIBYTE,
-        num_tokens / max_model_len,
         max_model_len,
+        num_blocks / spec.blocks_for(max_model_len),
     )
+    if num_host_blocks:
+        size_mib = num_host_blocks * layout.block_bytes / _MEBIBYTE
+        logger.info("host pool for swapped KV: %d blocks, %.1f MiB", num_host_blocks, size_mib)
 
 
 def _too_small(
-    config: EngineConfig,
-    layout: KvLayout,
-    max_model_len: int,
-    num_blocks: int,
-    blocks_per_request: int,
+    config: EngineConfig, layout: KvLayout, spec: KvCacheSpec, max_model_len: int, num_blocks: int
 ) -> ConfigurationError:
+    blocks_per_request = spec.blocks_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         enlarge = f"--num-gpu-blocks-override {blocks_per_request}"
     else:
         needed_bytes = blocks_per_request * layout.block_bytes
         enlarge = f"--kv-cache-memory {-(-needed_bytes // _MEBIBYTE)}MiB"
-    num_tokens = num_blocks * layout.block_size
+    num_tokens = spec.max_tokens(num_blocks, max_model_len)
     shorten = f" or set --max-model-len {num_tokens}" if num_tokens else ""
     whose = "--max-model-len is" if config.max_model_len is not None else "the model's length is"
     return ConfigurationError(

@@ -42,7 +42,8 @@ class LoadedModel:
         vocab_size: token ids are below it.
         eos_token_ids: ids that end a generation.
         fingerprint: digest of config and weights.
-        num_layers: layers of the KV cache.
+        sliding_windows: per layer, how many tokens a query sees, itself
+            included; None for all.
         num_kv_heads: heads of the KV cache.
         head_dim: width of a head.
         dtype: of weights and activations: "float32", "bfloat16" or "float16".
@@ -53,7 +54,7 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     fingerprint: bytes
-    num_layers: int
+    sliding_windows: tuple[int | None, ...]
     num_kv_heads: int
     head_dim: int
     dtype: str
@@ -89,7 +90,7 @@ def load_model(
         vocab_size=model.config.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids(),
         fingerprint=checkpoint.fingerprint(),
-        num_layers=model.config.num_layers,
+        sliding_windows=model.config.sliding_windows,
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         dtype=dtype_name,

@@ -1,32 +1,49 @@
 """`ModelRunner`: executes scheduled batches on a model with a paged KV pool."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 import kernels
 from baton.errors import ConfigurationError
-from engine.batch import DrawParams, ScheduledBatch, ScheduledSequence, StepOutput
+from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
-from engine.runner import ModelInfo
+from engine.kv_cache_spec import KvCacheSpec, LayerGroups, group_layers
+from engine.runner import ModelInfo, StepCosts
 from engine.runtime.batch_inputs import build_batch_inputs
-from engine.runtime.kv_pool import DeviceMemory, allocate_pool, decide_num_blocks, log_pool
+from engine.runtime.device import resolve_device, used_bytes, wait_for
+from engine.runtime.drawing import DecodeRows, draw_chunks
+from engine.runtime.kv_pool import (
+    DeviceMemory,
+    allocate_host_pool,
+    allocate_pool,
+    decide_num_blocks,
+    decide_num_host_blocks,
+    log_pool,
+)
 from engine.runtime.loader import LoadedModel, load_model
-from engine.runtime.sampler import draw_tokens
+from engine.runtime.rows import Rows
+from kernels.paged_kv import PagedKv
 from kvstore.layout import KvLayout
 
 __all__ = ["ModelRunner"]
 
 _WARM_UP_TOKENS = 16
+_TIMED_TOKENS_ON_CPU = 128
+_TIMED_BLOCKS = 8
 _DUMMY_DRAW = DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
 
 
 class ModelRunner:
-    """The engine's `Runner`: loads the model, sizes its pool, runs its steps.
+    """The engine's `Runner`: loads the model, sizes its pools, runs its steps.
 
     `dtype` "auto" is the checkpoint's on every device, so that tiers on unlike
     devices still exchange KV. Most CPUs compute prompts faster in float32 than
     in float16, which halves memory.
+
+    `execute` is for one thread at a time: its caller's, or that of `submit`.
 
     Args:
         config: the flags.
@@ -35,6 +52,8 @@ class ModelRunner:
     Attributes:
         info: the model's facts.
         num_blocks: blocks in the pool.
+        num_host_blocks: blocks in the host pool.
+        costs: what preemption weighs.
 
     Raises:
         ConfigurationError: a flag or the checkpoint is bad, or the pool cannot
@@ -43,21 +62,27 @@ class ModelRunner:
 
     info: ModelInfo
     num_blocks: int
+    num_host_blocks: int
+    costs: StepCosts
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
         self._config = config
-        self._device = _resolve_device(config.device)
+        self._device = resolve_device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        used_by_others = _used_bytes(self._device)
+        used_by_others = used_bytes(self._device)
         loaded = load_model(config.model, config.dtype, self._device, progress=progress)
         self._model = loaded.model
-        self.info = _model_info(loaded, config)
+        groups = group_layers(loaded.sliding_windows)
+        self._layer_slots = groups.slots
+        self.info = _model_info(loaded, groups, config)
         free_bytes = self.profile(used_by_others)
-        layout, max_model_len = self.info.layout, self.info.max_model_len
-        self.num_blocks = decide_num_blocks(config, layout, max_model_len, free_bytes)
-        self._kv_pool = allocate_pool(self.num_blocks, layout, self._device)
-        log_pool(self.num_blocks, layout, max_model_len)
+        prompt_token_s = self._time_prompt_token()
+        self._make_pools(free_bytes)
+        self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
+        self._rows = self._new_rows()
+        self._decode_rows = DecodeRows.of((), self._rows, self._device)
+        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def kv_pool(self) -> torch.Tensor:
@@ -65,14 +90,27 @@ class ModelRunner:
         return self._kv_pool
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
-        """Runs one step: block copies, forward pass, draws."""
-        if batch.block_copies:
-            kernels.copy_blocks(self._kv_pool, batch.block_copies)
-        drawn = iter(self._run(batch, self._kv_pool))
-        token_ids = tuple(
-            None if sequence.draw is None else next(drawn) for sequence in batch.sequences
-        )
-        return StepOutput(batch.step, token_ids)
+        """Runs one step: tables, swaps, block copies, forward pass, draws."""
+        self._rows.update_tables(batch.table_updates)
+        kernels.swap_blocks(self._host_pool, self._kv_pool, batch.swap_ins)
+        kernels.swap_blocks(self._kv_pool, self._host_pool, batch.swap_outs)
+        kernels.copy_blocks(self._kv_pool, batch.block_copies)
+        if batch.decode_rows is not self._decode_rows.rows:
+            self._decode_rows = DecodeRows.of(batch.decode_rows, self._rows, self._device)
+        if not batch.num_tokens:
+            return StepOutput(batch.step)
+        return self._run(batch, self._rows, self._decode_rows, self._kv_pool)
+
+    def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
+        """Runs one step in the runner's thread, after those submitted before it."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "model-runner", initializer=self._enter_thread)
+        return self._thread.submit(self.execute, batch)
+
+    def close(self) -> None:
+        """Waits for what was submitted and ends the thread. Idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def profile(self, used_by_others: int) -> int | None:
         """Runs a dummy step before there is a pool.
@@ -87,11 +125,11 @@ class ModelRunner:
             Bytes left for the pool; None on CPU.
         """
         if self._device.type != "cuda":
-            self._run_dummy(_WARM_UP_TOKENS)
+            self._run_dummy(_WARM_UP_TOKENS, self._config.max_running)
             return None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._run_dummy(self._config.max_num_batched_tokens)
+        self._run_dummy(self._config.max_num_batched_tokens, self._config.max_running)
         peak_reserved = torch.cuda.max_memory_reserved(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -104,37 +142,88 @@ class ModelRunner:
         )
         return memory.left_for_pool(self._config.gpu_memory_utilization)
 
-    def _run_dummy(self, num_tokens: int) -> None:
-        """Runs a step of `num_tokens` tokens, all of whose KV goes to one block.
+    @torch.inference_mode()
+    def _run(
+        self, batch: ScheduledBatch, rows: Rows, decode: DecodeRows, kv_pool: torch.Tensor
+    ) -> StepOutput:
+        """Forward pass and draws."""
+        block_size = self.info.layout.block_size
+        inputs = build_batch_inputs(batch, rows, decode.ids, block_size, self._device)
+        rows.advance(batch.chunks, decode.ids)
+        kv = PagedKv(kv_pool, inputs.groups, self._layer_slots)
+        hidden = self._model(inputs.token_ids, inputs.positions, kv)
+        if not len(inputs.logit_rows):
+            return StepOutput(batch.step, (None,) * len(batch.chunks))
+        logits = self._model.logits(hidden[inputs.logit_rows])  # [num_asking + decodes, vocab]
+        num_asking = len(logits) - len(decode.ids)
+        contexts = inputs.groups[0].context_lens[len(batch.chunks) :].long()
+        decoded, decoded_logprobs = decode.draw(logits[num_asking:], contexts)
+        chunks = draw_chunks(logits[:num_asking], batch.chunks)
+        rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
+        return StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs)
+
+    def _run_dummy(self, num_tokens: int, max_seqs: int) -> int:
+        """Runs a step of up to `num_tokens` tokens, all of whose KV goes to one block.
 
         So what lies there at the end is undefined, but finite, and never used.
+
+        Returns:
+            How many tokens it ran.
         """
-        lengths = _dummy_lengths(num_tokens, self._config.max_num_seqs, self.info.max_model_len)
-        layout = self.info.layout
-        sequences = tuple(
-            ScheduledSequence(
-                request_id="",
-                token_ids=(0,) * length,
-                start_position=0,
-                block_table=(0,) * -(-length // layout.block_size),
-                draw=_DUMMY_DRAW,
-            )
-            for length in lengths
+        rows, layout = self._new_rows(), self.info.layout
+        lengths = _dummy_lengths(num_tokens, max_seqs, self.info.max_model_len)
+        chunks = tuple(
+            ScheduledChunk(row, (0,) * length, 0, (_DUMMY_DRAW,), wants_logprobs=True)
+            for row, length in enumerate(lengths)
         )
-        self._run(ScheduledBatch(0, sequences), allocate_pool(1, layout, self._device))
+        batch = ScheduledBatch(0, chunks)
+        pool = allocate_pool(1, layout, self._device)
+        self._run(batch, rows, DecodeRows.of((), rows, self._device), pool)
+        return batch.num_tokens
 
-    @torch.inference_mode()
-    def _run(self, batch: ScheduledBatch, kv_pool: torch.Tensor) -> list[int | None]:
-        """Forward pass and draws; one token per sequence that draws."""
-        inputs = build_batch_inputs(batch, self.info.layout.block_size, self._device)
-        hidden = self._model(inputs.token_ids, inputs.positions, inputs.meta, kv_pool)
-        if not inputs.draws:
-            return []
-        logits = self._model.logits(hidden[inputs.draw_rows])  # [num_draws, vocab]
-        return draw_tokens(logits, inputs.draws, inputs.draw_positions)
+    def _time_prompt_token(self) -> float:
+        """Seconds that one token of a long chunk takes; run after `profile`, which warms up."""
+        num_tokens = self._config.max_num_batched_tokens
+        if self._device.type != "cuda":
+            num_tokens = min(num_tokens, _TIMED_TOKENS_ON_CPU)
+        start = time.perf_counter()
+        num_tokens = self._run_dummy(num_tokens, max_seqs=1)
+        return (time.perf_counter() - start) / num_tokens
+
+    def _time_swapped_block(self) -> float:
+        """Seconds that one block takes to the host; 0 where it cannot go there."""
+        num_blocks = min(_TIMED_BLOCKS, self.num_host_blocks)
+        if not num_blocks:
+            return 0.0
+        pairs = tuple((block, block) for block in range(num_blocks))
+        kernels.swap_blocks(self._kv_pool, self._host_pool, pairs)  # warms up
+        wait_for(self._device)
+        start = time.perf_counter()
+        kernels.swap_blocks(self._kv_pool, self._host_pool, pairs)
+        wait_for(self._device)
+        return (time.perf_counter() - start) / num_blocks
+
+    def _make_pools(self, free_bytes: int | None) -> None:
+        config, info = self._config, self.info
+        layout, max_len = info.layout, info.max_model_len
+        spec = KvCacheSpec(layout.block_size, info.windows, config.max_chunk)
+        self.num_blocks = decide_num_blocks(config, layout, spec, max_len, free_bytes)
+        self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
+        self._kv_pool = allocate_pool(self.num_blocks, layout, self._device)
+        self._host_pool = allocate_host_pool(self.num_host_blocks, layout, self._device)
+        log_pool(self.num_blocks, self.num_host_blocks, layout, spec, max_len)
+
+    def _new_rows(self) -> Rows:
+        info = self.info
+        max_blocks = -(-info.max_model_len // info.layout.block_size)
+        return Rows(len(info.windows), self._config.max_running, max_blocks)
+
+    def _enter_thread(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
 
-def _model_info(loaded: LoadedModel, config: EngineConfig) -> ModelInfo:
+def _model_info(loaded: LoadedModel, groups: LayerGroups, config: EngineConfig) -> ModelInfo:
     max_model_len = config.max_model_len or loaded.max_model_len
     if max_model_len > loaded.max_model_len:
         raise ConfigurationError(
@@ -146,43 +235,21 @@ def _model_info(loaded: LoadedModel, config: EngineConfig) -> ModelInfo:
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint,
         layout=KvLayout(
-            num_layers=loaded.num_layers,
+            num_layers=groups.layers_per_block,
             num_kv_heads=loaded.num_kv_heads,
             block_size=config.block_size,
             head_dim=loaded.head_dim,
             dtype=loaded.dtype,
         ),
+        windows=groups.windows,
     )
 
 
-def _dummy_lengths(num_tokens: int, max_num_seqs: int, max_model_len: int) -> Iterator[int]:
+def _dummy_lengths(num_tokens: int, max_seqs: int, max_model_len: int) -> Iterator[int]:
     """Lengths of the most sequences, the first of them as long as can be."""
-    num_seqs = min(max_num_seqs, num_tokens)
+    num_seqs = min(max_seqs, num_tokens)
     num_spare = num_tokens - num_seqs
     for _ in range(num_seqs):
         num_extra = min(num_spare, max_model_len - 1)
         num_spare -= num_extra
         yield 1 + num_extra
-
-
-def _resolve_device(name: str) -> torch.device:
-    """The device a flag names; "auto" is CUDA's current one where there is one, else the CPU."""
-    has_cuda = torch.cuda.is_available()
-    if name == "cpu" or (name == "auto" and not has_cuda):
-        return torch.device("cpu")
-    names = [f"cuda:{index}" for index in range(torch.cuda.device_count() if has_cuda else 0)]
-    if name in ("auto", "cuda") and has_cuda:
-        return torch.device("cuda", torch.cuda.current_device())
-    if name not in names:
-        known = ", ".join(["auto", "cpu", *(["cuda"] if names else []), *names])
-        raise ConfigurationError(f"--device is {name!r}; this machine has {known}")
-    torch.cuda.set_device(name)
-    return torch.device(name)
-
-
-def _used_bytes(device: torch.device) -> int:
-    """Bytes in use on a GPU; 0 on CPU."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free

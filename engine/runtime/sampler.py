@@ -15,15 +15,25 @@ splitting a sum can change it.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from engine.batch import DrawParams
+from engine.batch import INVALID_TOKEN, DrawParams
+from engine.runtime.device import to_device
 from engine.runtime.philox import philox4x32
 
-__all__ = ["INVALID_TOKEN", "RandomDraws", "draw_tokens", "prepare_draws", "sample"]
+__all__ = [
+    "DRAW_RECORD",
+    "PreparedDraws",
+    "RandomDraws",
+    "draw_record",
+    "prepare_draws",
+    "sample",
+]
 
-INVALID_TOKEN = -1
-"""In `sample`'s result: the row's logits hold NaN or infinity, or no finite number."""
+DRAW_RECORD = np.dtype(
+    [("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("seed", "u8")]
+)  # `DrawParams` as an element of an array
 
 _CHUNK_ELEMENTS = 2**23  # of 8 bytes; bounds the memory that drawing takes
 _WEIGHT_SCALE = 2.0**32
@@ -31,131 +41,148 @@ _WEIGHT_SCALE = 2.0**32
 
 @dataclass(frozen=True, slots=True)
 class RandomDraws:
-    """Parameters of rows that draw at random, on the logits' device.
+    """Draws that are not greedy, on the logits' device.
 
-    Either all rows of one `RandomDraws` filter by top-k or top-p, or none.
+    Either all of one `RandomDraws` filter by top-k or top-p, or none.
 
     Attributes:
-        rows: `[n]` int64; which rows of the logits these are.
+        draws: `[n]` int64; which of the step's draws these are.
+        rows: `[n]` int64; the row of the logits that each draws from.
         temperature: `[n, 1]` float64, above 0.
         top_k: `[n, 1]` int64; 0 keeps all.
         top_p: `[n, 1]` float64.
         seed_low: `[n, 1]` int64; the seed's lower 32 bits.
         seed_high: `[n, 1]` int64; the seed's upper 32 bits.
-        position: `[n, 1]` int64.
         filtered: whether top-k or top-p is to be applied.
     """
 
+    draws: torch.Tensor
     rows: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     seed_low: torch.Tensor
     seed_high: torch.Tensor
-    position: torch.Tensor
     filtered: bool
 
-    def split(self, num_rows: int) -> Iterator["RandomDraws"]:
-        """Parts of at most `num_rows` rows."""
-        for start in range(0, len(self.rows), num_rows):
-            part = slice(start, start + num_rows)
+    def split(self, num_draws: int) -> Iterator["RandomDraws"]:
+        """Parts of at most `num_draws` draws."""
+        for start in range(0, len(self.draws), num_draws):
+            part = slice(start, start + num_draws)
             yield RandomDraws(
+                draws=self.draws[part],
                 rows=self.rows[part],
                 temperature=self.temperature[part],
                 top_k=self.top_k[part],
                 top_p=self.top_p[part],
                 seed_low=self.seed_low[part],
                 seed_high=self.seed_high[part],
-                position=self.position[part],
                 filtered=self.filtered,
             )
 
 
-def draw_tokens(
-    logits: torch.Tensor, draws: Sequence[DrawParams], positions: Sequence[int]
-) -> list[int | None]:
-    """Draws one token per row.
+@dataclass(frozen=True, slots=True)
+class PreparedDraws:
+    """A step's draws on the logits' device; the same while the same rows draw.
 
-    Args:
-        logits: `[rows, vocab]` float32.
-        draws: how to draw each row's token.
-        positions: position of the token to draw, per row.
-
-    Returns:
-        Token ids; None where a row's logits hold NaN or infinity, or no
-        finite number. Such a row changes no other.
+    Attributes:
+        rows: `[n]` int64; the row of the logits that each draws from. None:
+            its own.
+        random: those that are not greedy.
     """
-    random_draws = prepare_draws(draws, positions, logits.device)
-    tokens: list[int] = sample(logits, random_draws).tolist()
-    return [None if token == INVALID_TOKEN else token for token in tokens]
+
+    rows: torch.Tensor | None
+    random: tuple[RandomDraws, ...]
+
+
+def draw_record(draw: DrawParams) -> tuple[float, int, float, int]:
+    """An element of an array of `DRAW_RECORD`."""
+    return draw.temperature, draw.top_k, draw.top_p, draw.seed
 
 
 def prepare_draws(
-    draws: Sequence[DrawParams], positions: Sequence[int], device: torch.device
-) -> tuple[RandomDraws, ...]:
-    """Puts the parameters of all rows that are not greedy on the device."""
-    rows = [row for row, draw in enumerate(draws) if draw.temperature > 0]
-    filtered = {row for row in rows if draws[row].top_k > 0 or draws[row].top_p < 1}
-    groups = (
-        ([row for row in rows if row not in filtered], False),
-        ([row for row in rows if row in filtered], True),
-    )
-    return tuple(
-        _random_draws(group, draws, positions, device, filtered=is_filtered)
-        for group, is_filtered in groups
-        if group
+    records: np.ndarray, device: torch.device, rows: Sequence[int] | None = None
+) -> PreparedDraws:
+    """Puts what draws depend on, beside logits and position, on the device.
+
+    Args:
+        records: `[n]` of `DRAW_RECORD`.
+        device: the logits'.
+        rows: the row of the logits that each draws from, where not each from its own.
+    """
+    row_ids = np.arange(len(records)) if rows is None else np.array(rows, np.int64)
+    is_random = records["temperature"] > 0
+    is_filtered = is_random & ((records["top_k"] > 0) | (records["top_p"] < 1))
+    kinds = ((is_random & ~is_filtered, False), (is_filtered, True))
+    return PreparedDraws(
+        rows=None if rows is None else to_device(row_ids, device),
+        random=tuple(
+            _random_draws(records, np.flatnonzero(chosen), row_ids, device, filtered=filtered)
+            for chosen, filtered in kinds
+            if chosen.any()
+        ),
     )
 
 
 def _random_draws(
-    rows: Sequence[int],
-    draws: Sequence[DrawParams],
-    positions: Sequence[int],
+    records: np.ndarray,
+    chosen: np.ndarray,
+    row_ids: np.ndarray,
     device: torch.device,
     *,
     filtered: bool,
 ) -> RandomDraws:
-    def column(values: list[int] | list[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).unsqueeze(-1).to(device, non_blocking=True)
+    def column(values: np.ndarray) -> torch.Tensor:
+        return to_device(np.ascontiguousarray(values), device).unsqueeze(-1)
 
+    of_chosen = records[chosen]
+    seeds = of_chosen["seed"]
     return RandomDraws(
-        rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
-        temperature=column([draws[row].temperature for row in rows], torch.float64),
-        top_k=column([draws[row].top_k for row in rows], torch.int64),
-        top_p=column([draws[row].top_p for row in rows], torch.float64),
-        seed_low=column([draws[row].seed & 0xFFFFFFFF for row in rows], torch.int64),
-        seed_high=column([draws[row].seed >> 32 for row in rows], torch.int64),
-        position=column([positions[row] for row in rows], torch.int64),
+        draws=to_device(chosen, device),
+        rows=to_device(row_ids[chosen], device),
+        temperature=column(of_chosen["temperature"]),
+        top_k=column(of_chosen["top_k"]),
+        top_p=column(of_chosen["top_p"]),
+        seed_low=column((seeds & np.uint64(0xFFFFFFFF)).astype(np.int64)),
+        seed_high=column((seeds >> np.uint64(32)).astype(np.int64)),
         filtered=filtered,
     )
 
 
-def sample(logits: torch.Tensor, random_draws: Sequence[RandomDraws]) -> torch.Tensor:
-    """Draws one token per row; does not wait for the device.
+def sample(logits: torch.Tensor, prepared: PreparedDraws, positions: torch.Tensor) -> torch.Tensor:
+    """Draws tokens; does not wait for the device.
 
     Args:
         logits: `[rows, vocab]` float32.
-        random_draws: from `prepare_draws`; rows in none of them are greedy,
-            the lowest token id winning ties.
+        prepared: the draws; greedy ones take the lowest token id of equals.
+        positions: `[n]` int64; the position of the token that each draws.
 
     Returns:
-        `[rows]` int64 token ids, `INVALID_TOKEN` where none can be drawn.
+        `[n]` int64 token ids; `INVALID_TOKEN` where the row's logits hold NaN
+        or infinity, or no finite number. Such a row changes no other.
     """
-    maxima, tokens = logits.max(dim=-1)
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-    for draws in random_draws:
-        for chunk in draws.split(rows_per_chunk):
-            tokens[chunk.rows] = _draw_random(logits[chunk.rows], maxima[chunk.rows], chunk)
-    return tokens.where(maxima.isfinite(), INVALID_TOKEN)
+    maxima, likeliest = logits.max(dim=-1)
+    rows = prepared.rows
+    tokens = likeliest if rows is None else likeliest[rows]
+    draws_per_part = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    for random in prepared.random:
+        for part in random.split(draws_per_part):
+            tokens[part.draws] = _draw_random(
+                logits[part.rows], maxima[part.rows], part, positions[part.draws].unsqueeze(-1)
+            )
+    is_finite = maxima.isfinite()
+    return tokens.where(is_finite if rows is None else is_finite[rows], INVALID_TOKEN)
 
 
-def _draw_random(logits: torch.Tensor, maxima: torch.Tensor, draws: RandomDraws) -> torch.Tensor:
-    """Tokens `[n]` for logits `[n, vocab]`, whose row maxima are `[n]`."""
+def _draw_random(
+    logits: torch.Tensor, maxima: torch.Tensor, draws: RandomDraws, positions: torch.Tensor
+) -> torch.Tensor:
+    """Tokens `[n]` for logits `[n, vocab]`, whose row maxima are `[n]`; positions are `[n, 1]`."""
     # From the maximum down, so that no temperature, however small, overflows.
     scaled = (logits.double() - maxima.unsqueeze(-1)) / draws.temperature  # [n, vocab], <= 0
     if draws.filtered:
         scaled = scaled.masked_fill(scaled < _thresholds(scaled, draws), -torch.inf)
-    return (scaled + _gumbel_noise(draws, logits.shape[-1])).argmax(dim=-1)
+    return (scaled + _gumbel_noise(draws, positions, logits.shape[-1])).argmax(dim=-1)
 
 
 def _thresholds(scaled: torch.Tensor, draws: RandomDraws) -> torch.Tensor:
@@ -176,16 +203,16 @@ def _thresholds(scaled: torch.Tensor, draws: RandomDraws) -> torch.Tensor:
     return ordered.gather(-1, num_kept - 1).where(draws.top_p < 1, kth)
 
 
-def _gumbel_noise(draws: RandomDraws, vocab_size: int) -> torch.Tensor:
+def _gumbel_noise(draws: RandomDraws, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise `[n, vocab]` float64 of (seed, position, token id).
 
     Token i takes word i % 4 of Philox's output at counter (i // 4, position,
     0, 0) under the seed as key. Uniforms are centred in their 2**-32 wide
     cells, exact in float64, so never 0 or 1.
     """
-    counters = torch.arange((vocab_size + 3) // 4, device=draws.position.device)
-    zero = torch.zeros_like(draws.position)
-    words = philox4x32((counters, draws.position, zero, zero), (draws.seed_low, draws.seed_high))
+    counters = torch.arange((vocab_size + 3) // 4, device=positions.device)
+    zero = torch.zeros_like(positions)
+    words = philox4x32((counters, positions, zero, zero), (draws.seed_low, draws.seed_high))
     uniform = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].double()
     uniform = (uniform + 0.5) * 2.0**-32
     return -(-uniform.log()).log()

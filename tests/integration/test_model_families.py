@@ -10,7 +10,9 @@ from functools import cache
 import pytest
 import torch
 
+from engine.kv_cache_spec import group_layers
 from engine.runtime.loader import LoadedModel, load_model
+from kernels.paged_kv import PagedKv
 from tests.support.checkpoints import (
     MAX_MODEL_LEN,
     SLIDING_WINDOW,
@@ -57,8 +59,14 @@ class PagedSession:
 
     def __init__(self, model: LoadedModel, context_lens: Sequence[int], seed: int = 0) -> None:
         self.model = model
-        self.tables, num_blocks = shuffled_tables(context_lens, BLOCK_SIZE, seed)
-        block_shape = (model.num_layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+        self.groups = group_layers(model.sliding_windows)
+        num_groups = len(self.groups.windows)
+        tables, num_blocks = shuffled_tables([*context_lens] * num_groups, BLOCK_SIZE, seed)
+        self.tables = [
+            tables[group * len(context_lens) :][: len(context_lens)] for group in range(num_groups)
+        ]
+        layers = self.groups.layers_per_block
+        block_shape = (layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
         dtype = getattr(torch, model.dtype)
         self.pool = torch.full((num_blocks, *block_shape), float("nan"), dtype=dtype)
         self.done = [0] * len(context_lens)
@@ -67,12 +75,16 @@ class PagedSession:
     def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """Runs (sequence, its next tokens); gives each one's logits `[tokens, vocab]`."""
         spans = [(self.done[sequence], len(tokens)) for sequence, tokens in work]
-        tables = [self.tables[sequence] for sequence, _ in work]
-        positions, meta = step_metadata(spans, tables, BLOCK_SIZE)
+        steps = [
+            step_metadata(spans, [tables[sequence] for sequence, _ in work], BLOCK_SIZE)
+            for tables in self.tables
+        ]
+        kv = PagedKv(self.pool, [meta for _, meta in steps], self.groups.slots)
         token_ids = torch.tensor([token for _, tokens in work for token in tokens])
         for sequence, tokens in work:
             self.done[sequence] += len(tokens)
-        logits = self.model.model.logits(self.model.model(token_ids, positions, meta, self.pool))
+        positions, _ = steps[0]
+        logits = self.model.model.logits(self.model.model(token_ids, positions, kv))
         return list(logits.split([length for _, length in spans]))
 
 
@@ -165,6 +177,6 @@ def test_facts_of_the_loaded_model(variant):
     config = reference_model(tiny_checkpoint(variant)).config
     assert model.vocab_size == VOCAB_SIZE
     assert model.max_model_len == MAX_MODEL_LEN
-    assert model.num_layers == config.num_hidden_layers
+    assert len(model.sliding_windows) == config.num_hidden_layers
     assert model.num_kv_heads == getattr(config, "num_key_value_heads", 4)
     assert not any(parameter.requires_grad for parameter in model.model.parameters())

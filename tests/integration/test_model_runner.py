@@ -1,20 +1,26 @@
 """`ModelRunner.execute`, driven by hand, against `transformers`."""
 
 import math
-from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
 import torch
 
 from baton.errors import ConfigurationError
-from engine.batch import DrawParams, ScheduledBatch, ScheduledSequence
+from engine.batch import INVALID_TOKEN, DrawParams, ScheduledBatch, TableUpdate
 from engine.config import EngineConfig
 from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import VARIANTS, prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.driven_requests import (
+    GREEDY,
+    DrivenRequest,
+    generate,
+    run_step,
+    scattered_tables,
+)
 
 _NUM_TOKENS = 8
-_GREEDY = DrawParams(0.0, 0, 1.0, 0)
+_NUM_BLOCKS = 160
 
 
 def _config(variant="llama", **flags):
@@ -24,8 +30,8 @@ def _config(variant="llama", **flags):
 
 @cache
 def _runner(variant="llama", block_size=16, dtype="float32"):
-    config = _config(variant, block_size=block_size, dtype=dtype, num_gpu_blocks_override=64)
-    return ModelRunner(config, progress=False)
+    flags = {"block_size": block_size, "dtype": dtype, "num_gpu_blocks_override": _NUM_BLOCKS}
+    return ModelRunner(_config(variant, **flags), progress=False)
 
 
 @cache
@@ -33,50 +39,17 @@ def _reference(variant, prompt):
     return reference_greedy(tiny_checkpoint(variant), prompt, _NUM_TOKENS)
 
 
-@dataclass
-class _Request:
-    """A prompt being generated in scattered blocks, a chunk of it per step."""
-
-    prompt: tuple[int, ...]
-    table: tuple[int, ...]
-    chunk_size: int = 10**6
-    first_step: int = 0
-    draw: DrawParams = _GREEDY
-    num_computed: int = 0
-    drawn: list = field(default_factory=list)
-
-    def share(self):
-        token_ids = (*self.prompt, *self.drawn)[self.num_computed :][: self.chunk_size]
-        at_end = self.num_computed + len(token_ids) == len(self.prompt) + len(self.drawn)
-        draw = self.draw if at_end else None
-        return ScheduledSequence("r", token_ids, self.num_computed, self.table, draw)
+def _tables(runner, num_sequences, blocks_each=7):
+    num_groups = len(runner.info.windows)
+    return scattered_tables(num_sequences, blocks_each, num_groups, _NUM_BLOCKS)
 
 
-def _generate(runner, requests, num_tokens=_NUM_TOKENS):
-    """Steps until every request has drawn `num_tokens`; joins each at its first step."""
-    step = 0
-    while any(len(request.drawn) < num_tokens for request in requests):
-        running = [
-            request
-            for request in requests
-            if request.first_step <= step and len(request.drawn) < num_tokens
-        ]
-        shares = tuple(request.share() for request in running)
-        if shares:
-            output = runner.execute(ScheduledBatch(step, shares))
-            assert output.step == step
-            for request, share, token_id in zip(running, shares, output.token_ids, strict=True):
-                assert (token_id is None) == (share.draw is None)
-                request.num_computed += share.num_tokens
-                request.drawn += [] if token_id is None else [token_id]
-        step += 1
-    return [request.drawn for request in requests]
+def _request(runner, prompt, **fields):
+    return DrivenRequest(prompt, 0, _tables(runner, 1)[0], **fields)
 
 
-def _tables(num_tables, blocks_each=8, num_blocks=64, seed=0):
-    """Disjoint block tables, scattered over the pool."""
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
-    return [tuple(order[i * blocks_each : (i + 1) * blocks_each]) for i in range(num_tables)]
+def _generate(runner, requests):
+    return generate(runner, requests, _NUM_TOKENS)
 
 
 def _prompts(block_size):
@@ -87,21 +60,21 @@ def _prompts(block_size):
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_a_mixed_batch_of_whole_and_chunked_prompts_equals_transformers(variant, block_size):
-    prompts = _prompts(block_size)
+    prompts, runner = _prompts(block_size), _runner(variant, block_size)
     requests = [
-        _Request(prompt, table, chunk_size=(10**6, 7)[index % 2], first_step=2 * index)
-        for index, (prompt, table) in enumerate(
-            zip(prompts * 1, _tables(len(prompts), blocks_each=9), strict=True)
+        DrivenRequest(prompt, row, tables, chunk_size=(10**6, 7)[row % 2], first_step=2 * row)
+        for row, (prompt, tables) in enumerate(
+            zip(prompts, _tables(runner, len(prompts)), strict=True)
         )
     ]
     expected = [_reference(variant, prompt) for prompt in prompts]
-    assert _generate(_runner(variant, block_size), requests) == expected
+    assert _generate(runner, requests) == expected
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 16, 17, 83])
 def test_every_chunk_size_gives_the_same_tokens(chunk_size):
     prompt = tuple(prompt_of(83, seed=83))
-    request = _Request(prompt, _tables(1)[0], chunk_size=chunk_size)
+    request = _request(_runner(), prompt, chunk_size=chunk_size)
     assert _generate(_runner(), [request]) == [_reference("llama", prompt)]
 
 
@@ -112,46 +85,63 @@ def test_half_precision_runs_and_keeps_to_float32s_choice(variant, dtype):
     runner = _runner(variant, dtype=dtype)
     assert runner.kv_pool.dtype is getattr(torch, dtype)
     assert runner.info.layout.dtype == dtype
-    (drawn,) = _generate(runner, [_Request(prompt, _tables(1)[0])])
+    (drawn,) = _generate(runner, [_request(runner, prompt)])
     assert drawn[0] == _reference(variant, prompt)[0]
 
 
 def test_copied_blocks_are_as_good_as_the_originals():
     prompt = tuple(prompt_of(37, seed=1))
-    original, copy = _tables(2)
-    request = _Request(prompt, original)
     runner = _runner()
-    _generate(runner, [request], num_tokens=3)
-    request.table = copy
-    pairs = tuple(zip(original[:3], copy[:3], strict=True))
-    output = runner.execute(ScheduledBatch(9, (request.share(),), pairs))
-    assert list(output.token_ids) == _reference("llama", prompt)[3:4]
+    (original,), (copy,) = _tables(runner, 2)
+    request = DrivenRequest(prompt, 0, [original])
+    generate(runner, [request], num_tokens=3)
+    output = runner.execute(
+        ScheduledBatch(
+            9,
+            decode_rows=(0,),
+            table_updates=(TableUpdate(0, 0, 0, copy),),
+            block_copies=tuple(zip(original[:3], copy[:3], strict=True)),
+        )
+    )
+    runner.kv_pool[list(original)] = 0
+    assert [*output.decoded, *runner.execute(ScheduledBatch(10, decode_rows=(0,))).decoded] == (
+        _reference("llama", prompt)[3:5]
+    )
 
 
 def test_seeded_draws_do_not_depend_on_the_batch():
-    draws = [DrawParams(1.0, 0, 1.0, 5), DrawParams(0.8, 20, 0.9, 2**63), _GREEDY]
+    draws = [DrawParams(1.0, 0, 1.0, 5), DrawParams(0.8, 20, 0.9, 2**63), GREEDY]
     prompts = [tuple(prompt_of(length, seed=length)) for length in (20, 33, 5)]
-    tables = _tables(3)
-    cases = list(zip(prompts, tables, draws, strict=True))
+    runner = _runner()
+    cases = list(zip(prompts, range(3), _tables(runner, 3), draws, strict=True))
     alone = [
-        _generate(_runner(), [_Request(prompt, table, draw=draw)])[0]
-        for prompt, table, draw in cases
+        _generate(runner, [DrivenRequest(prompt, row, tables, draw=draw)])[0]
+        for prompt, row, tables, draw in cases
     ]
-    together = [_Request(prompt, table, chunk_size=6, draw=draw) for prompt, table, draw in cases]
-    assert _generate(_runner(), together) == alone
+    together = [
+        DrivenRequest(prompt, 2 - row, tables, chunk_size=6, draw=draw)
+        for prompt, row, tables, draw in cases
+    ]
+    assert _generate(runner, together) == alone
     assert alone[0] != _reference("llama", prompts[0])
 
 
 def test_poisoned_kv_spoils_only_the_sequence_that_reads_it():
     runner = ModelRunner(_config(num_gpu_blocks_override=16), progress=False)
     prompts = [tuple(prompt_of(20, seed=seed)) for seed in (1, 2)]
-    requests = [_Request(prompts[0], (1, 2, 3)), _Request(prompts[1], (4, 5, 6))]
-    _generate(runner, requests, num_tokens=1)
+    requests = [
+        DrivenRequest(prompt, row, [table], wants_logprobs=True)
+        for prompt, row, table in zip(prompts, (0, 1), ((1, 2, 3), (4, 5, 6)), strict=True)
+    ]
+    generate(runner, requests, num_tokens=1)
     runner.kv_pool[4] = math.nan
     runner.kv_pool[9:] = math.nan
-    shares = tuple(request.share() for request in requests)
-    output = runner.execute(ScheduledBatch(2, shares))
-    assert output.token_ids == (_reference("llama", prompts[0])[1], None)
+    # The scheduler may have handed over more steps before it sees the first one's output.
+    run_step(runner, 2, requests)
+    run_step(runner, 3, requests)
+    assert requests[0].drawn == _reference("llama", prompts[0])[:3]
+    assert requests[1].drawn[1:] == [INVALID_TOKEN] * 2
+    assert [math.isnan(logprob) for logprob in requests[1].logprobs] == [False, True, True]
 
 
 def test_the_runners_facts_come_from_flags_and_checkpoint():

@@ -23,6 +23,7 @@ PAD_TOKEN_ID = 258
 VOCAB_SIZE = 259
 MAX_MODEL_LEN = 2048
 SLIDING_WINDOW = 11
+SMALL_WINDOW = 8
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gpt2")
 
@@ -45,6 +46,13 @@ _GATED: dict[str, Any] = {
 
 def _scaled_rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, **parameters}}
+
+
+def _layer_types(*kinds: str) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": len(kinds),
+        "layer_types": [f"{kind}_attention" for kind in kinds],
+    }
 
 
 # variant -> (family, what its config adds to the family's)
@@ -76,6 +84,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_sliding": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1},
+    ),
+    # Layers of two kinds in one group each, the first kind's the smaller.
+    "qwen2_alternating": (
+        "qwen2",
+        {
+            **_layer_types("full", "sliding", "full", "sliding"),
+            "use_sliding_window": True,
+            "sliding_window": SMALL_WINDOW,
+        },
+    ),
+    # Groups of two layers; the third sliding group's second place stays empty.
+    "qwen3_mostly_sliding": (
+        "qwen3",
+        {
+            **_layer_types(*["sliding"] * 3, "full", *["sliding"] * 2, "full"),
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": SMALL_WINDOW,
+        },
     ),
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3_untied": ("qwen3", {"head_dim": 16, "attention_bias": True}),
