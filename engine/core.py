@@ -2,6 +2,9 @@
 
     outputs = core.step()      # schedule -> execute -> commit, and transfers
 
+With `--async-scheduling` a step is schedule k + 1 -> commit k, while k + 1
+computes: the scheduler's work hides behind the runner's.
+
 The caller owns the thread: `AsyncEngine` runs a core behind asyncio, `LLM`
 runs one in the caller's thread.
 """
@@ -11,10 +14,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from baton.errors import InternalError
-from engine.batch import ScheduledBatch
+from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
+from engine.kv_events import KvEvent
 from engine.request import EngineLoad, EngineRequest, RequestOutput
 from engine.runner import ModelInfo, Runner
 from engine.scheduler import Scheduler
@@ -29,6 +35,12 @@ __all__ = ["EngineCore"]
 _MAX_FAILED_STEPS = 3
 
 _logger = logging.getLogger("baton.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _SubmittedStep:
+    batch: ScheduledBatch
+    output: "Future[StepOutput]"
 
 
 class EngineCore:
@@ -66,10 +78,13 @@ class EngineCore:
         self._woken = threading.Event()
         self._clock = clock
         self._num_failed_steps = 0
+        self._in_flight: _SubmittedStep | None = None
         self.scheduler = Scheduler(
             config,
             runner.info,
             num_blocks=runner.num_blocks,
+            num_host_blocks=runner.num_host_blocks,
+            costs=runner.costs,
             namespace=self.namespace,
             connector=connector[0] if connector else None,
             clock=clock,
@@ -112,15 +127,46 @@ class EngineCore:
             namespace=self.namespace,
         )
 
-    def add_request(self, request: EngineRequest) -> None:
-        """Queues a request that `check` accepts; its id must not be live."""
+    def add_request(self, request: EngineRequest) -> list[RequestOutput]:
+        """Queues a request that `check` accepts; its id must not be live.
+
+        Returns:
+            What its candidates hear at once, where the tokens they have end them.
+            A request that can never fit the pool ends here, as IGNORED.
+        """
         self.is_stalled = False
-        self.scheduler.add(request)
+        return self.scheduler.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees what they hold; returns their last outputs."""
         self.is_stalled = False
         return self.scheduler.abort(request_ids)
+
+    def finish_candidate(self, request_id: str, index: int) -> None:
+        """Ends one candidate without an output, and with the last one its request.
+        Unknown ones are passed over.
+        """
+        self.is_stalled = False
+        self.scheduler.finish_candidate(request_id, index)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets what is cached here, for requests to come; returns how many blocks.
+
+        What a KV store holds stays there.
+        """
+        return self.scheduler.kv.reset_prefix_cache()
+
+    def watch_kv_events(self, on: bool) -> None:
+        """Starts recording what the prefix cache stores and forgets, with a snapshot; or stops."""
+        events = self.scheduler.kv.events
+        if on:
+            events.start_recording()
+        else:
+            events.stop_recording()
+
+    def take_kv_events(self) -> tuple[KvEvent, ...]:
+        """What was recorded since the last call."""
+        return self.scheduler.kv.events.take()
 
     def release_handoff(self, handoff_id: str) -> None:
         """Drops what the connector kept for one handoff alone."""
@@ -156,26 +202,40 @@ class EngineCore:
         batch = self.scheduler.schedule()
         # Loads go out before the forward pass, to run beside it.
         self._start_transfers()
-        self.is_stalled = batch is None
-        if batch is not None:
-            outputs += self._execute(batch)
+        self.is_stalled = batch is None and self._in_flight is None
+        if not self.is_stalled:
+            outputs += self._overlap(batch) if self.config.async_scheduling else self._run(batch)
             self._start_transfers()
         return outputs
 
     def close(self) -> None:
-        """Closes the connector. Idempotent."""
+        """Ends the runner and closes the connector. Idempotent."""
+        self._runner.close()
         if self._connector is not None:
             self._connector.close()
 
-    def _execute(self, batch: ScheduledBatch) -> list[RequestOutput]:
+    def _run(self, batch: ScheduledBatch | None) -> list[RequestOutput]:
+        """The readable loop: execute, then commit."""
+        assert batch is not None
+        return self._finish(batch, lambda: self._runner.execute(batch))
+
+    def _overlap(self, batch: ScheduledBatch | None) -> list[RequestOutput]:
+        """The overlapped loop: hand this step over, then commit the one before it."""
+        before, self._in_flight = self._in_flight, None
+        if batch is not None:
+            self._in_flight = _SubmittedStep(batch, self._runner.submit(batch))
+        return self._finish(before.batch, before.output.result) if before else []
+
+    def _finish(
+        self, batch: ScheduledBatch, get_output: Callable[[], StepOutput]
+    ) -> list[RequestOutput]:
         try:
-            output = self._runner.execute(batch)
+            output = get_output()
         except Exception:
             self._num_failed_steps += 1
             if self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
-            request_ids = [share.request_id for share in batch.sequences]
-            _logger.exception("step %d failed for %s", batch.step, request_ids)
+            _logger.exception("step %d failed", batch.step)
             return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
         self._num_failed_steps = 0
         return self.scheduler.commit(batch, output)

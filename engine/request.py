@@ -156,7 +156,7 @@ class StageTimings:
     load_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """New tokens of one candidate, or its end. At most one per candidate and step.
 

@@ -2,55 +2,62 @@
 
 Continuous batching (Orca, Yu et al. 2022) over paged KV (Kwon et al. 2023),
 with chunked prefill (Sarathi, Agrawal et al. 2023). There are no prefill and
-decode modes: each step gives a sequence up to `num_uncomputed` tokens within
-one token budget, running sequences first. A sequence that lacks a block
-preempts the least important running one, which will recompute.
+decode modes: one step mixes sequences that decode, a token each, and chunks
+of tokens that are known, within one token budget.
 
-A sequence is admitted only when all its tokens so far get blocks. So a prompt
-that started always gets to its end, and running alone every admitted request
-fits: the most important sequence always makes progress.
+Nothing wedges, because the most important group always makes progress: see
+`engine.admission`. What becomes of the tokens is told in `engine.outcomes`.
+
+Steps may overlap: `schedule` may be called once more before `commit`, as long
+as steps are committed in order. A sequence that decodes needs no known token
+for that. Blocks that a step in flight may touch are not given to others
+before it has reported (`KvCacheManager.step_started`).
 """
 
-import heapq
-import logging
-from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from baton.errors import AbortedError, BatonError, DeadlineExceededError, InternalError
-from engine.batch import ScheduledBatch, ScheduledSequence, StepOutput
-from engine.block_pool import Allocation
+from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
+from engine.admission import Admission
+from engine.batch import ScheduledBatch, StepOutput
+from engine.branches import Branches
 from engine.config import EngineConfig
+from engine.deadlines import Deadlines
+from engine.decode_set import DecodeSet
 from engine.kv_cache_manager import KvCacheManager
+from engine.kv_cache_spec import KvCacheSpec
+from engine.outcomes import Outcomes
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
-from engine.runner import ModelInfo
-from engine.sequence import Sequence, SequenceState
+from engine.runner import ModelInfo, StepCosts
+from engine.sequence import GroupState, Sequence, SequenceGroup
+from engine.step_plan import StepPlan, StepRecord
 from engine.transfers import FinishedLoad, Transfers
+from engine.validation import num_blocks_needed
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import ConnectorWork, KvConnectorScheduler, TransferResults
-from kvstore.handoff import KvHandoff
 
 __all__ = ["Scheduler"]
-
-# Deadlines of ended requests stay in the heap until they outnumber the live ones by this.
-_MAX_STALE_DEADLINES = 64
-
-_logger = logging.getLogger("baton.engine")
 
 
 class Scheduler:
     """Queues, admission, preemption and bookkeeping of one engine.
 
     Call order per step: `apply`, `expire`, `schedule`, (the runner), `commit`
-    or `fail`, `build_work`. Between steps: `add`, `abort`, `release_handoff`.
+    or `fail`, `build_work`. Between steps: `add`, `abort`, `finish_candidate`,
+    `release_handoff`.
 
     Args:
         config: limits and role.
         info: the model's facts.
         num_blocks: KV blocks in the pool.
+        num_host_blocks: KV blocks in the host pool.
+        costs: what preemption weighs.
         namespace: digest that block keys are rooted in.
         connector: scheduler half of the KV connector, if there is one.
         clock: monotonic seconds.
+
+    Attributes:
+        kv: the KV cache manager.
     """
 
     def __init__(
@@ -59,36 +66,49 @@ class Scheduler:
         info: ModelInfo,
         *,
         num_blocks: int,
+        num_host_blocks: int,
+        costs: StepCosts,
         namespace: bytes,
         connector: KvConnectorScheduler | None,
         clock: Callable[[], float],
     ) -> None:
+        spec = KvCacheSpec(config.block_size, info.windows, config.max_chunk)
         self._config = config
-        self._max_model_len = info.max_model_len
+        self._info = info
         self._namespace = namespace
         self._clock = clock
-        self._kv = KvCacheManager(
-            num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        self.kv = KvCacheManager(
+            num_blocks,
+            spec,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
         )
         self._transfers = Transfers(
             connector,
-            self._kv.pool,
-            block_size=config.block_size,
+            self.kv.pool,
+            spec,
             namespace=namespace,
             saves=config.role in ("prefill", "both"),
+            timeout_s=config.kv_transfer_timeout_s,
         )
-        self._sequences: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []  # sorted by Sequence.order
-        self._running: list[Sequence] = []  # sorted by Sequence.order
-        self._num_loading = 0
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._decoding = DecodeSet(config.block_size)
+        self._branches = Branches(self.kv, self._decoding, config.max_running)
+        self._admission = Admission(
+            config, self.kv, self._transfers, self._branches, self._decoding, costs, clock
+        )
+        self._outcomes = Outcomes(
+            self._admission, self._branches, self._transfers, config.kv_load_failure_policy, clock
+        )
+        self._groups = self._admission.groups
+        self._deadlines = Deadlines(self._groups)
+        self._in_flight: deque[StepRecord] = deque()
         self._num_arrivals = 0
         self._num_steps = 0
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not had their last output."""
-        return len(self._sequences)
+        return len(self._groups)
 
     @property
     def num_transfers(self) -> int:
@@ -98,45 +118,61 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """When `expire` is next due."""
-        return self._deadlines[0][0] if self._deadlines else None
+        both = (self._deadlines.next, self._transfers.next_deadline)
+        return min((deadline for deadline in both if deadline is not None), default=None)
 
     def load(self) -> EngineLoad:
         """How busy the engine is."""
-        live = (*self._running, *self._waiting)
         return EngineLoad(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting) + self._num_loading,
-            num_queued_tokens=sum(sequence.num_queued_prompt for sequence in live),
-            num_free_blocks=self._kv.pool.num_free,
-            num_blocks=self._kv.pool.num_blocks,
+            num_running=self._admission.num_running,
+            num_waiting=self._admission.num_waiting,
+            num_queued_tokens=self._admission.num_queued_tokens,
+            num_free_blocks=self.kv.pool.num_free,
+            num_blocks=self.kv.pool.num_blocks,
+            prefix_cache_queries=self.kv.num_queries,
+            prefix_cache_hits=self.kv.num_hits,
+            num_preemptions=self._admission.num_preemptions,
+            num_swapped_blocks=self.kv.num_host_used,
         )
 
-    def add(self, request: EngineRequest) -> None:
-        """Queues a request, which the caller has validated (`engine.validation`)."""
-        keys = BlockKeyChain(
-            self._namespace, self._config.block_size, cache_salt=request.cache_salt
-        )
-        sequence = Sequence(request, self._num_arrivals, keys, self._clock())
-        self._num_arrivals += 1
-        self._sequences[request.request_id] = sequence
-        insort(self._waiting, sequence, key=_order)
+    # Requests.
+
+    def add(self, request: EngineRequest) -> list[RequestOutput]:
+        """Queues a request, which the caller has validated (`engine.validation`).
+
+        Returns:
+            Its end, or some candidates', where there is nothing to generate: it
+            can never fit the pool (IGNORED), or the tokens they have end them.
+        """
+        num_needed = num_blocks_needed(request, self._config, self._info)
+        if num_needed > self.kv.pool.num_blocks:
+            return [_ignored(request, num_needed, self.kv.pool.num_blocks)]
+        group = self._new_group(request)
+        self._admission.enqueue(group)
         if request.deadline is not None:
-            self._add_deadline(request.deadline, sequence)
+            self._deadlines.add(request.deadline, group.arrival, group.request_id)
+        return self._outcomes.take_progress(group)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees what they hold; unknown ids are passed over."""
-        known = [self._sequences[i] for i in request_ids if i in self._sequences]
-        return [self._end(sequence, FinishReason.ABORTED) for sequence in known]
+        known = [self._groups[i] for i in request_ids if i in self._groups]
+        return [self._outcomes.end(group, FinishReason.ABORTED) for group in known]
+
+    def finish_candidate(self, request_id: str, index: int) -> None:
+        """Ends one candidate, and with the last its request, without an output for it.
+        Unknown ones are passed over.
+        """
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._outcomes.end_silently(group, index)
 
     def expire(self) -> list[RequestOutput]:
-        """Ends requests whose deadline has passed."""
-        outputs, now = [], self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, arrival, request_id = heapq.heappop(self._deadlines)
-            sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.arrival == arrival:
-                error = DeadlineExceededError("the request's deadline passed on the worker")
-                outputs.append(self._end(sequence, FinishReason.ERROR, error=error))
+        """Ends requests whose deadline has passed, and gives up overdue transfers."""
+        now = self._clock()
+        outputs = self._take_transfers(*self._transfers.expire(now))
+        for request_id in self._deadlines.take_passed(now):
+            error = DeadlineExceededError("the request's deadline passed on the worker")
+            outputs.append(self._outcomes.end(self._groups[request_id], FinishReason.ERROR, error))
         return outputs
 
     def release_handoff(self, handoff_id: str) -> None:
@@ -145,236 +181,125 @@ class Scheduler:
 
     def apply(self, results: TransferResults) -> list[RequestOutput]:
         """Takes in what the connector's worker half reported."""
-        loads, saved = self._transfers.apply(results)
-        outputs = [output for load in loads if (output := self._finish_load(load))]
-        handed_over = (s for s in saved if s.state is SequenceState.SAVING)
-        return outputs + [self._end(s, FinishReason.HANDOFF) for s in handed_over]
+        return self._take_transfers(*self._transfers.apply(results))
 
     def build_work(self) -> ConnectorWork:
         """What the connector's worker half must start now."""
-        return self._transfers.build_work()
+        return self._transfers.build_work(self._clock())
+
+    # A step.
 
     def schedule(self) -> ScheduledBatch | None:
         """Chooses this step's work; None if nothing can run now."""
-        shares: list[ScheduledSequence] = []
-        budget, preempted = self._schedule_running(shares)
-        if not preempted:
-            self._admit_waiting(shares, budget)
-        if not shares:
-            return None
-        self._num_steps += 1
-        return ScheduledBatch(step=self._num_steps, sequences=tuple(shares))
+        plan = StepPlan(self._num_steps + 1, self._config.max_num_batched_tokens)
+        plan.budget -= len(self._decoding)
+        due: dict[SequenceGroup, list[Sequence]] = {}
+        for sequence in self._decoding.take_due(plan.step):
+            due.setdefault(sequence.group, []).append(sequence)
+        # The most important first: whoever gives way has not been looked at yet.
+        for group in sorted((due | self._admission.chunking).keys(), key=_order):
+            if group.state is not GroupState.RUNNING:
+                continue  # gave way to one before it
+            if self._admission.renew_due(group, due.get(group, []), plan):
+                self._admission.run_chunks(group, plan)
+        if not plan.has_preempted:
+            self._admission.admit_waiting(plan)
+        return self._start_step(plan)
 
     def commit(self, batch: ScheduledBatch, output: StepOutput) -> list[RequestOutput]:
         """Takes in a step's tokens; returns what the requests shall hear of it."""
-        outputs = []
-        for share, token_id in zip(batch.sequences, output.token_ids, strict=True):
-            sequence = self._sequences[share.request_id]
-            if share.draw is not None and token_id is None:
-                outputs.append(self._end_poisoned(sequence))
-                continue
-            sequence.num_computed += share.num_tokens
-            self._kv.register_computed(sequence)
-            self._transfers.save_computed(sequence)
-            if token_id is not None:
-                outputs += self._append_token(sequence, token_id)
+        record = self._report(batch)
+        outputs: list[RequestOutput] = []
+        for sequence, chunk, result in zip(record.chunks, batch.chunks, output.chunks, strict=True):
+            if sequence.row != chunk.row:
+                continue  # ended or preempted meanwhile
+            sequence.num_computed = chunk.start_position + chunk.num_tokens
+            outputs += self._outcomes.take_chunk(sequence, result)
+        self._outcomes.take_decoded(
+            record.decoding, output.decoded, output.decoded_logprobs, outputs
+        )
+        self.kv.step_reported(batch.step)
         return outputs
 
     def fail(self, batch: ScheduledBatch, error: BatonError) -> list[RequestOutput]:
         """Ends every request of a step that could not be executed."""
-        sequences = [self._sequences[share.request_id] for share in batch.sequences]
-        return [self._end(s, FinishReason.ERROR, error=error) for s in sequences]
+        groups = list(self._report(batch).groups())
+        live = [group for group in groups if self._groups.get(group.request_id) is group]
+        outputs = [self._outcomes.end(group, FinishReason.ERROR, error) for group in live]
+        self.kv.step_reported(batch.step)
+        return outputs
 
     def check(self) -> None:
-        """Verifies that every block reference belongs to a sequence or a job.
+        """Verifies that every block reference belongs to a sequence, a job or a fence.
 
         Raises:
             AssertionError: a block leaked or is held twice; a bug.
         """
-        self._kv.pool.check()
-        owned = [block for s in self._sequences.values() for block in s.block_ids]
-        owned += self._transfers.held_blocks()
-        if Counter(owned) != self._kv.pool.references():
+        self.kv.check()
+        owned = [block for group in self._groups.values() for block in group.held_blocks()]
+        owned += self._transfers.held_blocks() + self.kv.held_blocks()
+        if Counter(owned) != self.kv.pool.references():
             raise AssertionError("reference counts differ from owners")
 
-    def _add_deadline(self, deadline: float, sequence: Sequence) -> None:
-        heapq.heappush(self._deadlines, (deadline, sequence.arrival, sequence.request_id))
-        if len(self._deadlines) > 2 * len(self._sequences) + _MAX_STALE_DEADLINES:
-            live = {sequence.arrival for sequence in self._sequences.values()}
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
-            heapq.heapify(self._deadlines)
-
-    # Running sequences.
-
-    def _schedule_running(self, shares: list[ScheduledSequence]) -> tuple[int, bool]:
-        """Gives running sequences their shares; returns the budget left and whether
-        anybody was preempted.
-        """
-        budget, preempted, index = self._config.max_num_batched_tokens, False, 0
-        while index < len(self._running) and budget > 0:
-            sequence = self._running[index]
-            if not self._kv.can_grow(sequence):
-                preempted = True
-                if not self._preempt_after(index):
-                    break
-                continue
-            self._kv.grow(sequence)
-            budget -= self._take_share(sequence, budget, shares)
-            index += 1
-        return budget, preempted
-
-    def _take_share(self, sequence: Sequence, budget: int, shares: list[ScheduledSequence]) -> int:
-        num_tokens = min(sequence.num_uncomputed, budget)
-        if sequence.scheduled_at is None:
-            sequence.scheduled_at = self._clock()
-        shares.append(sequence.share_of_step(num_tokens))
-        return num_tokens
-
-    def _preempt_after(self, index: int) -> bool:
-        """Preempts the least important running sequence, if it comes after `index`.
-
-        Where it is the one at `index` itself, that one waits: for blocks of
-        transfers if it runs alone, else by going back to the queue.
-        """
-        if index == len(self._running) - 1 == 0:
-            return False
-        victim = self._running.pop()
-        self._kv.free(victim)
-        self._transfers.forget(victim)
-        victim.state = SequenceState.WAITING
-        insort(self._waiting, victim, key=_order)
-        _logger.debug("preempted %s", victim.request_id)
-        return index < len(self._running)
-
-    # Waiting sequences.
-
-    def _admit_waiting(self, shares: list[ScheduledSequence], budget: int) -> None:
-        """Admits waiting sequences in order, passing over those whose look-up is open."""
-        for sequence in self._waiting[: self._config.max_num_seqs]:
-            num_active = len(self._running) + self._num_loading
-            if budget == 0 or num_active >= self._config.max_num_seqs:
-                break
-            num_loadable = self._transfers.num_loadable(sequence)
-            if num_loadable is None:
-                continue
-            matched = self._kv.match_prefix(sequence)
-            if self._kv.can_admit(sequence, matched, alone=num_active == 0) is not Allocation.OK:
-                break
-            self._waiting.remove(sequence)
-            self._kv.admit(sequence, matched)
-            if self._transfers.start_load(sequence, num_loadable):
-                sequence.state = SequenceState.LOADING
-                self._num_loading += 1
-            else:
-                self._start_running(sequence)
-                budget -= self._take_share(sequence, budget, shares)
-
-    def _start_running(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.RUNNING
-        if sequence.num_cached is None:
-            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-        insort(self._running, sequence, key=_order)
-
-    def _finish_load(self, load: FinishedLoad) -> RequestOutput | None:
-        """A load has ended: run, or by policy recompute what did not come, or fail."""
-        sequence = load.sequence
-        self._num_loading -= 1
-        sequence.num_computed = load.num_tokens
-        sequence.loaded_at = self._clock()
-        self._kv.register_computed(sequence)
-        if not load.error:
-            self._start_running(sequence)
+    def _start_step(self, plan: StepPlan) -> ScheduledBatch | None:
+        members = self._decoding.members()
+        record = plan.record(members, self.kv.take_swaps(), self.kv.take_copies())
+        if record is None:
             return None
-        if self._config.kv_load_failure_policy == "fail":
-            sequence.state = SequenceState.FINISHED
-            error = AbortedError(f"the prompt's KV could not be loaded: {load.error}")
-            return self._end(sequence, FinishReason.ERROR, error=error)
-        _logger.warning("%s: KV load failed (%s), computing", sequence.request_id, load.error)
-        self._kv.free(sequence)
-        sequence.may_load = False
-        sequence.num_saved = 0
-        sequence.state = SequenceState.WAITING
-        insort(self._waiting, sequence, key=_order)
-        return None
+        self._num_steps = plan.step
+        for sequence in plan.entering:
+            self._decoding.enter(sequence, plan.step + 1)
+        self._in_flight.append(record)
+        self.kv.step_started(plan.step)
+        return record.batch
 
-    # The ends of sequences.
+    def _report(self, batch: ScheduledBatch) -> StepRecord:
+        """The step is over: whose it was."""
+        record = self._in_flight.popleft()
+        assert record.batch is batch, "steps are committed in order"
+        return record
 
-    def _append_token(self, sequence: Sequence, token_id: int) -> list[RequestOutput]:
-        sequence.token_ids.append(token_id)
-        if sequence.first_token_at is None:
-            sequence.first_token_at = self._clock()
-        hands_over = self._config.role == "prefill"
-        reason = sequence.finish_reason(self._max_model_len, hands_over=hands_over)
-        if reason is None:
-            return [self._output(sequence, (token_id,))]
-        if reason is FinishReason.HANDOFF:
-            return self._hand_over(sequence)
-        return [self._end(sequence, reason, token_ids=(token_id,))]
+    def _take_transfers(
+        self, loads: list[FinishedLoad], saved: list[SequenceGroup]
+    ) -> list[RequestOutput]:
+        outputs = [output for load in loads for output in self._outcomes.take_load(load)]
+        return outputs + [
+            self._outcomes.end_handed_over(group)
+            for group in saved
+            if group.state is GroupState.SAVING
+        ]
 
-    def _hand_over(self, sequence: Sequence) -> list[RequestOutput]:
-        """Frees the sequence's blocks; its end is told when its saves have ended."""
-        self._transfers.save_for_handoff(sequence)
-        self._running.remove(sequence)
-        self._kv.free(sequence)
-        sequence.state = SequenceState.SAVING
-        return [] if sequence.pending_saves else [self._end(sequence, FinishReason.HANDOFF)]
-
-    def _end_poisoned(self, sequence: Sequence) -> RequestOutput:
-        """Ends a sequence whose logits are not finite. Its KV may be the cause, from
-        whatever step on: nobody else may find it, here or in the store.
-        """
-        self._kv.discard(sequence)
-        self._transfers.discard_saved(sequence)
-        error = InternalError("the model's output was not finite")
-        return self._end(sequence, FinishReason.ERROR, error=error)
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        *,
-        token_ids: tuple[int, ...] = (),
-        error: BatonError | None = None,
-    ) -> RequestOutput:
-        """Takes the sequence out of every queue and frees what it holds."""
-        handoff = None
-        if reason is FinishReason.HANDOFF:
-            token_ids = (sequence.token_ids[-1],)
-            handoff = self._transfers.commit_handoff(sequence)
-        output = self._output(sequence, token_ids, reason, error=error, handoff=handoff)
-        if sequence.state is SequenceState.WAITING:
-            self._waiting.remove(sequence)
-        elif sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
-        elif sequence.state is SequenceState.LOADING:
-            self._num_loading -= 1
-        self._transfers.forget(sequence)
-        self._kv.free(sequence)
-        sequence.state = SequenceState.FINISHED
-        del self._sequences[sequence.request_id]
-        return output
-
-    def _output(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        reason: FinishReason | None = None,
-        *,
-        error: BatonError | None = None,
-        handoff: KvHandoff | None = None,
-    ) -> RequestOutput:
-        tells_timings = reason is not None or not sequence.reported
-        sequence.reported = True
-        return RequestOutput(
-            request_id=sequence.request_id,
-            token_ids=token_ids,
-            finish_reason=reason,
-            error=error,
-            cached_tokens=sequence.num_cached or 0,
-            timings=sequence.timings(self._clock()) if tells_timings else None,
-            handoff=handoff,
+    def _new_group(self, request: EngineRequest) -> SequenceGroup:
+        now, arrival = self._clock(), self._num_arrivals
+        self._num_arrivals += 1
+        # A level of priority counts as so many seconds of waiting: nobody waits forever.
+        rank = now - request.priority * self._config.priority_ageing_s
+        return SequenceGroup(
+            request=request,
+            arrival=arrival,
+            order=(rank, arrival),
+            keys=BlockKeyChain(
+                self._namespace, self._config.block_size, cache_salt=request.cache_salt
+            ),
+            max_len=min(
+                len(request.prompt_token_ids) + request.max_tokens, self._info.max_model_len
+            ),
+            hands_over=self._config.role == "prefill",
+            arrived_at=now,
         )
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
+def _order(group: SequenceGroup) -> tuple[float, int]:
+    return group.order
+
+
+def _ignored(request: EngineRequest, num_needed: int, num_blocks: int) -> RequestOutput:
+    error = ResourceExhaustedError(
+        f"the request needs {num_needed} KV blocks; the pool has {num_blocks}"
+    )
+    return RequestOutput(
+        request_id=request.request_id,
+        finish_reason=FinishReason.IGNORED,
+        is_last=True,
+        error=error,
+    )
