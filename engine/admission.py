@@ -298,9 +298,11 @@ class Admission:
     def _return_swapped(self, group: SequenceGroup, plan: StepPlan, *, alone: bool) -> Allocation:
         """Brings a group's KV back from the host."""
         assert group.swapped is not None
-        allocation = self._kv.can_swap_in(group.swapped, alone=alone)
+        # Each sequence may need a block to go on; without, the group would soon give way again.
+        num_extra = 0 if alone else len(group.swapped.tables) * self._kv.spec.num_groups
+        allocation = self._kv.can_swap_in(group.swapped, num_extra=num_extra, alone=alone)
         if allocation is not Allocation.OK:
-            return allocation
+            return Allocation.LATER  # alone, it fits
         _remove(self._waiting, group)
         tables = self._kv.swap_in(group.swapped, plan.step)
         group.swapped = None
