@@ -1,9 +1,9 @@
 """`RouterSession`: one router's Connect stream, without gRPC.
 
 A reader handles commands in the order they come. Each response takes whatever
-is pending, at most one output per request; so there is one response per
-engine step while the router keeps up, and a lagging router gets the tokens of
-several steps in one.
+is pending, at most one output per candidate of a request; so there is one
+response per engine step while the router keeps up, and a lagging router gets
+the tokens of several steps in one.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from baton.v1 import decode_pb2
 from engine.async_engine import AsyncEngine
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.wire import (
+    add_output,
     check_namespace,
     engine_request,
     finish_reason_to_proto,
-    merge_outputs,
     timings_to_proto,
 )
 from kvstore.handoff_proto import handoff_from_proto
@@ -47,7 +47,8 @@ class RouterSession:
         self._engine = engine
         # By request id. The value tells a request from an earlier one of the same id.
         self._live: dict[str, EngineRequest] = {}
-        self._pending: dict[str, RequestOutput] = {}
+        # By request id, then by candidate.
+        self._pending: dict[str, dict[int, RequestOutput]] = {}
         self._changed = asyncio.Event()
         self._taken = asyncio.Event()
         self._is_closing = False
@@ -90,7 +91,7 @@ class RouterSession:
                 case "start":
                     self._start(command.start)
                 case "cancel":
-                    self._cancel(command.cancel.request_id)
+                    self._obey_cancel(command.cancel)
                 case _:
                     raise InvalidArgumentError("command is unset; set one of start, cancel")
             while len(self._pending) >= _MAX_PENDING_OUTPUTS:
@@ -112,6 +113,12 @@ class RouterSession:
             _LOGGER.exception("start failed request_id=%s", ascii(request_id))
             self._refuse(request_id, InternalError("internal error"))
 
+    def _obey_cancel(self, cancel: decode_pb2.CancelDecode) -> None:
+        if not cancel.HasField("index"):
+            self._cancel(cancel.request_id)
+        elif cancel.request_id in self._live:
+            self._engine.finish_candidate(cancel.request_id, cancel.index)
+
     def _cancel(self, request_id: str) -> None:
         if self._live.pop(request_id, None) is not None:
             self._engine.abort([request_id])
@@ -127,9 +134,10 @@ class RouterSession:
 
     def _refuse(self, request_id: str, error: BatonError) -> None:
         self._live.pop(request_id, None)
-        self._pending[request_id] = RequestOutput(
-            request_id=request_id, finish_reason=FinishReason.ERROR, error=error
+        refusal = RequestOutput(
+            request_id=request_id, finish_reason=FinishReason.ERROR, is_last=True, error=error
         )
+        self._pending[request_id] = {refusal.index: refusal}
         self._changed.set()
 
     # Outputs.
@@ -139,18 +147,22 @@ class RouterSession:
         request_id = request.request_id
         if self._live.get(request_id) is not request:
             return  # cancelled; this output was under way
-        if output.finish_reason is not None:
+        if output.is_last:
             del self._live[request_id]
-        self._pending[request_id] = merge_outputs(self._pending.get(request_id), output)
+        add_output(self._pending.setdefault(request_id, {}), output)
         self._changed.set()
 
     def _take_pending(self) -> decode_pb2.ConnectResponse:
-        """What is pending; where that is too much for one message, the oldest of it."""
+        """What is pending; where that is too much for one message, the oldest of it.
+
+        A request's outputs stay together: a router that had the first tokens of
+        some candidates alone could not have the request resumed.
+        """
         messages, num_tokens = [], 0
         while self._pending and num_tokens < _FULL_RESPONSE_TOKENS:
-            output = self._pending.pop(next(iter(self._pending)))
-            num_tokens += len(output.token_ids)
-            messages.append(_output_message(output))
+            for output in self._pending.pop(next(iter(self._pending))).values():
+                num_tokens += len(output.token_ids)
+                messages.append(_output_message(output))
         self._taken.set()
         return decode_pb2.ConnectResponse(outputs=messages)
 
@@ -162,7 +174,8 @@ def _engine_request(start: decode_pb2.StartDecode, namespace: bytes) -> EngineRe
     return engine_request(
         start.request,
         deadline=time.monotonic() + start.timeout_ms / 1000,
-        output_token_ids=start.output_token_ids,
+        progress=start.candidates,
+        first_beams=start.first_beams,
         handoff=handoff_from_proto(start.handoff) if start.HasField("handoff") else None,
     )
 
@@ -175,4 +188,7 @@ def _output_message(output: RequestOutput) -> decode_pb2.DecodeOutput:
         error=None if output.error is None else to_worker_error(output.error),
         cached_tokens=output.cached_tokens,
         timings=timings_to_proto(output.timings),
+        index=output.index,
+        is_last=output.is_last,
+        score=output.score,
     )

@@ -8,12 +8,23 @@ from collections.abc import Sequence
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
 from baton.sampling_params import SamplingParams
-from baton.v1 import common_pb2, prefill_pb2, worker_pb2
+from baton.sampling_wire import sampling_fields
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from engine.batch import DrawParams
-from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput, StageTimings
+from engine.request import (
+    BeamSearchParams,
+    CandidateProgress,
+    EngineLoad,
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    StageTimings,
+)
 from kvstore.handoff import KvHandoff
 
 __all__ = [
+    "add_output",
+    "beam_search_params",
     "check_namespace",
     "client_request_id",
     "engine_request",
@@ -29,6 +40,7 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+    FinishReason.IGNORED: common_pb2.FINISH_REASON_IGNORED,
     # The generation goes on elsewhere.
     FinishReason.HANDOFF: common_pb2.FINISH_REASON_UNSPECIFIED,
 }
@@ -57,7 +69,8 @@ def engine_request(
     request: prefill_pb2.WorkerRequest,
     *,
     deadline: float,
-    output_token_ids: Sequence[int] = (),
+    progress: Sequence[decode_pb2.CandidateProgress] = (),
+    first_beams: Sequence[decode_pb2.FirstBeam] = (),
     handoff: KvHandoff | None = None,
 ) -> EngineRequest:
     """The engine's form of a request from a router.
@@ -65,7 +78,8 @@ def engine_request(
     Args:
         request: the message.
         deadline: `time.monotonic()` at which the request must have ended.
-        output_token_ids: tokens generated before, elsewhere.
+        progress: what unfinished candidates have from elsewhere.
+        first_beams: what beams begin with.
         handoff: where the prompt's KV is.
 
     Raises:
@@ -73,12 +87,21 @@ def engine_request(
     """
     if not request.request_id:
         raise InvalidArgumentError.for_field("request_id", "", "not empty")
+    # Unset fields take the defaults of `SamplingParams`; its limits hold.
+    params = SamplingParams(**sampling_fields(request.sampling), max_tokens=request.max_tokens)
     return EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=tuple(request.prompt_token_ids),
-        output_token_ids=tuple(output_token_ids),
-        draw=_draw_params(request),
-        max_tokens=request.max_tokens,
+        draw=_draw_params(params),
+        max_tokens=params.max_tokens,
+        num_candidates=params.num_candidates,
+        num_returned=params.n,
+        beam_search=beam_search_params(params),
+        progress=tuple(
+            CandidateProgress(given.index, tuple(given.output_token_ids), given.logprob)
+            for given in progress
+        ),
+        first_beams=tuple((beam.token_id, beam.logprob) for beam in first_beams),
         stop_token_ids=frozenset(request.stop_token_ids),
         priority=request.priority,
         cache_salt=request.cache_salt,
@@ -87,11 +110,14 @@ def engine_request(
     )
 
 
-def _draw_params(request: prefill_pb2.WorkerRequest) -> DrawParams:
-    """Unset fields take `SamplingParams`' defaults; its limits hold."""
-    sampling = request.sampling
-    given = {field.name: value for field, value in sampling.ListFields()}
-    params = SamplingParams(**given, max_tokens=request.max_tokens)
+def beam_search_params(params: SamplingParams) -> BeamSearchParams | None:
+    """How the engine searches with beams; None where tokens are drawn."""
+    if params.beam_width is None:
+        return None
+    return BeamSearchParams(params.length_penalty, params.early_stopping)
+
+
+def _draw_params(params: SamplingParams) -> DrawParams:
     if params.seed is None:
         raise InvalidArgumentError("sampling.seed is unset; workers draw none")
     return DrawParams(
@@ -102,15 +128,30 @@ def _draw_params(request: prefill_pb2.WorkerRequest) -> DrawParams:
     )
 
 
-def merge_outputs(earlier: RequestOutput | None, later: RequestOutput) -> RequestOutput:
-    """Two successive outputs of one request as one."""
-    if earlier is None:
-        return later
+def add_output(pending: dict[int, RequestOutput], output: RequestOutput) -> None:
+    """Adds an output to those of its request that wait, one per candidate.
+
+    The request's last output stays the last.
+    """
+    earlier = pending.get(output.index)
+    if earlier is not None:
+        output = merge_outputs(earlier, output)
+        if output.is_last:
+            del pending[output.index]
+    pending[output.index] = output
+
+
+def merge_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+    """Two successive outputs of one candidate as one."""
     return RequestOutput(
         request_id=later.request_id,
+        index=later.index,
         token_ids=earlier.token_ids + later.token_ids,
-        finish_reason=later.finish_reason,
+        finish_reason=later.finish_reason or earlier.finish_reason,
+        is_last=later.is_last,
         error=later.error,
+        score=later.score,
+        logprobs=earlier.logprobs + later.logprobs,
         cached_tokens=later.cached_tokens or earlier.cached_tokens,
         timings=later.timings or earlier.timings,
         handoff=later.handoff,
@@ -143,4 +184,8 @@ def load_to_proto(load: EngineLoad) -> worker_pb2.WorkerLoad:
         num_free_blocks=load.num_free_blocks,
         num_blocks=load.num_blocks,
         draining=load.draining,
+        prefix_cache_queries=load.prefix_cache_queries,
+        prefix_cache_hits=load.prefix_cache_hits,
+        num_preemptions=load.num_preemptions,
+        num_swapped_blocks=load.num_swapped_blocks,
     )

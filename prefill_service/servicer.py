@@ -1,16 +1,17 @@
 """`PrefillServicer`: PrefillService over an engine of role prefill."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.async_engine import AsyncEngine
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.wire import (
+    add_output,
     check_namespace,
     engine_request,
     finish_reason_to_proto,
-    merge_outputs,
     timings_to_proto,
 )
 from kvstore.handoff_proto import handoff_to_proto
@@ -32,14 +33,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> prefill_pb2.PrefillResponse:
-        """Computes a prompt and returns its first token with the handoff."""
+        """Computes a prompt and returns its first tokens with the handoff."""
         check_namespace(request.request.namespace, self._engine.namespace)
-        output = await self._complete(
+        outputs = await self._complete(
             engine_request(request.request, deadline=deadline_of(context))
         )
-        if output.error is not None:
-            raise output.error
-        return _response(output)
+        if (error := outputs[-1].error) is not None:
+            raise error
+        return _response(outputs)
 
     async def ReleaseHandoff(  # noqa: N802 - gRPC's name
         self, request: prefill_pb2.ReleaseHandoffRequest, context: Any
@@ -48,15 +49,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._engine.release_handoff(request.handoff_id)
         return prefill_pb2.ReleaseHandoffResponse()
 
-    async def _complete(self, request: EngineRequest) -> RequestOutput:
-        """All of a request's outputs as one. Aborts it if the caller goes away."""
-        merged: RequestOutput | None = None
+    async def _complete(self, request: EngineRequest) -> list[RequestOutput]:
+        """All of a request's outputs, one per candidate. Aborts it if the caller goes away."""
+        outputs: dict[int, RequestOutput] = {}
         ended = asyncio.Event()
 
         def on_output(output: RequestOutput) -> None:
-            nonlocal merged
-            merged = merge_outputs(merged, output)
-            if output.finish_reason is not None:
+            add_output(outputs, output)
+            if output.is_last:
                 ended.set()
 
         self._engine.submit(request, on_output)
@@ -65,15 +65,29 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             if not ended.is_set():
                 self._engine.abort([request.request_id])
-        assert merged is not None
-        return merged
+        return list(outputs.values())
 
 
-def _response(output: RequestOutput) -> prefill_pb2.PrefillResponse:
-    return prefill_pb2.PrefillResponse(
+def _response(outputs: Sequence[RequestOutput]) -> prefill_pb2.PrefillResponse:
+    last = outputs[-1]
+    response = prefill_pb2.PrefillResponse(
+        cached_tokens=max(output.cached_tokens for output in outputs),
+        timings=timings_to_proto(last.timings or outputs[0].timings),
+    )
+    if last.finish_reason is FinishReason.HANDOFF:
+        response.token_ids.extend(last.token_ids)
+        response.logprobs.extend(last.logprobs)
+        if last.handoff is not None:
+            response.handoff.CopyFrom(handoff_to_proto(last.handoff))
+    else:
+        response.candidates.extend(_candidate(output) for output in outputs)
+    return response
+
+
+def _candidate(output: RequestOutput) -> prefill_pb2.CandidateOutput:
+    return prefill_pb2.CandidateOutput(
+        index=output.index,
         token_ids=output.token_ids,
         finish_reason=finish_reason_to_proto(output.finish_reason),
-        handoff=None if output.handoff is None else handoff_to_proto(output.handoff),
-        cached_tokens=output.cached_tokens,
-        timings=timings_to_proto(output.timings),
+        score=output.score,
     )

@@ -10,9 +10,11 @@ from router.tokenizer import Tokenizer
 
 __all__ = ["Completion"]
 
+_Response = generation_pb2.GenerateStreamResponse
+
 
 class Completion:
-    """Text, stops, token counts and timings of one generation.
+    """Text, stops, token counts and timings of one request's candidates.
 
     Args:
         request: the request.
@@ -22,53 +24,74 @@ class Completion:
 
     def __init__(self, request: RoutedRequest, tokenizer: Tokenizer, arrival: float) -> None:
         self._request_id = request.request_id
-        self._text = TextStream(tokenizer, request.prompt_token_ids, request.params.stop)
-        self._usage = common_pb2.Usage(prompt_tokens=len(request.prompt_token_ids))
+        params, prompt = request.params, request.prompt_token_ids
+        self._running = {
+            index: _Candidate(TextStream(tokenizer, prompt, params.stop))
+            for index in range(params.n)
+        }
+        self._usage = common_pb2.Usage(prompt_tokens=len(prompt))
         self._timings = common_pb2.Timings()
         self._arrival = arrival
+        self._has_prompt_timings = False
         self._first_token: float | None = None
         self._now: Callable[[], float] = asyncio.get_running_loop().time
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every candidate has ended; the last message told so."""
+        return not self._running
+
+    def has_ended(self, index: int) -> bool:
+        """Whether a candidate needs no more tokens."""
+        return index not in self._running
 
     def mark_routed(self) -> None:
         """The request leaves for the tiers."""
         self._timings.route_ms = self._elapsed_ms(self._arrival)
 
-    def add(self, output: decode_pb2.DecodeOutput) -> generation_pb2.GenerateStreamResponse:
-        """The message for the next tokens; the last one has a finish reason."""
+    def add(self, output: decode_pb2.DecodeOutput) -> Sequence[_Response]:
+        """The messages for a candidate's next tokens: none where there is nothing to tell,
+        one, or, where the request ends with it, one per candidate that had not ended.
+        What comes for a candidate that has ended is dropped.
+        """
         self._take_timings(output)
-        piece = self._text.push(output.token_ids)
-        text, matched_stop = piece.text, piece.matched_stop
-        if output.finish_reason and matched_stop is None:
-            end = self._text.finish()
-            text, matched_stop = text + end.text, end.matched_stop
-        token_ids = output.token_ids[: piece.num_tokens]
-        self._usage.completion_tokens += len(token_ids)
-        response = generation_pb2.GenerateStreamResponse(
-            request_id=self._request_id, token_ids=token_ids, text=text
-        )
-        if matched_stop is not None:
-            response.finish_reason = common_pb2.FINISH_REASON_STOP
-            response.matched_stop.text = matched_stop
-        elif output.finish_reason:
-            response.finish_reason = output.finish_reason
-            _set_matched_token(response, token_ids)
+        responses = []
+        if output.index in self._running and (output.token_ids or output.finish_reason):
+            responses.append(self._response(output))
+        if output.is_last:
+            responses += [
+                self._response(
+                    decode_pb2.DecodeOutput(index=index, finish_reason=output.finish_reason)
+                )
+                for index in list(self._running)
+            ]
+        if responses and self.is_over:
+            self._close(responses[-1])
+        return responses
+
+    def _response(self, output: decode_pb2.DecodeOutput) -> _Response:
+        response = self._running[output.index].take(output)
+        response.request_id = self._request_id
+        self._usage.completion_tokens += len(response.token_ids)
         if response.finish_reason:
-            self._close(response)
+            del self._running[output.index]
         return response
 
     def _take_timings(self, output: decode_pb2.DecodeOutput) -> None:
-        """The first tokens tell of the prompt. Later outputs tell only of the load that
+        """The first output tells of the prompt. Later ones tell only of the load that
         followed a handoff: what a resumed request computes again is decoding time.
         """
-        if self._first_token is None:
-            self._first_token = self._now()
-            self._timings.first_token_ms = self._elapsed_ms(self._arrival)
+        if not self._has_prompt_timings:
+            self._has_prompt_timings = True
             self._timings.MergeFrom(output.timings)
             self._usage.cached_tokens = output.cached_tokens
         elif not self._timings.load_ms:
             self._timings.load_ms = output.timings.load_ms
+        if self._first_token is None and output.token_ids:
+            self._first_token = self._now()
+            self._timings.first_token_ms = self._elapsed_ms(self._arrival)
 
-    def _close(self, response: generation_pb2.GenerateStreamResponse) -> None:
+    def _close(self, response: _Response) -> None:
         """Completes the last message."""
         self._timings.decode_ms = self._elapsed_ms(self._first_token or self._arrival)
         self._timings.total_ms = self._elapsed_ms(self._arrival)
@@ -79,8 +102,35 @@ class Completion:
         return (self._now() - since) * 1000
 
 
-def _set_matched_token(
-    response: generation_pb2.GenerateStreamResponse, token_ids: Sequence[int]
-) -> None:
-    if response.finish_reason == common_pb2.FINISH_REASON_STOP and token_ids:
-        response.matched_stop.token_id = token_ids[-1]
+class _Candidate:
+    """One candidate's text, and its last token, which may prove to be a stop later."""
+
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
+        self._last_token_id: int | None = None
+
+    def take(self, output: decode_pb2.DecodeOutput) -> _Response:
+        """The message for its next tokens; a finish reason ends it."""
+        piece = self._text.push(output.token_ids)
+        text, matched_stop = piece.text, piece.matched_stop
+        if output.finish_reason and matched_stop is None:
+            end = self._text.finish()
+            text, matched_stop = text + end.text, end.matched_stop
+        token_ids = output.token_ids[: piece.num_tokens]
+        if token_ids:
+            self._last_token_id = token_ids[-1]
+        response = _Response(index=output.index, token_ids=token_ids, text=text)
+        if matched_stop is not None:
+            response.finish_reason = common_pb2.FINISH_REASON_STOP
+            response.matched_stop.text = matched_stop
+        elif output.finish_reason:
+            self._end(response, output)
+        return response
+
+    def _end(self, response: _Response, output: decode_pb2.DecodeOutput) -> None:
+        response.finish_reason = output.finish_reason
+        is_stop = output.finish_reason == common_pb2.FINISH_REASON_STOP
+        if is_stop and self._last_token_id is not None:
+            response.matched_stop.token_id = self._last_token_id
+        if output.HasField("score"):
+            response.score = output.score

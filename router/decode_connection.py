@@ -2,7 +2,8 @@
 
 Commands go in, and each message that comes out carries the new tokens of all
 of this router's requests there. A request's outputs wait, merged, in its
-`DecodeStream`: at most `max_tokens` token ids, however slow its client is.
+`DecodeStream`: at most `max_tokens` token ids per candidate, however slow its
+client is.
 """
 
 import asyncio
@@ -26,16 +27,24 @@ class DecodeStream:
     def __init__(self, request_id: str, connection: "DecodeConnection") -> None:
         self._request_id = request_id
         self._connection = connection
-        self._pending: decode_pb2.DecodeOutput | None = None
+        self._pending: dict[int, decode_pb2.DecodeOutput] = {}  # by candidate
+        self._finished: set[int] = set()
         self._failure: ReplicaLostError | None = None
         self._changed = asyncio.Event()
 
     def deliver(self, output: decode_pb2.DecodeOutput) -> None:
-        """Adds an output: token ids in order, the rest as protobuf merges."""
-        if self._pending is None:
-            self._pending = output
+        """Adds an output to its candidate's: token ids in order, the rest as protobuf
+        merges. The request's last output stays the last.
+        """
+        if output.index in self._finished and not output.is_last:
+            return
+        pending = self._pending.get(output.index)
+        if pending is None:
+            self._pending[output.index] = output
         else:
-            self._pending.MergeFrom(output)
+            pending.MergeFrom(output)
+            if output.is_last:
+                self._pending[output.index] = self._pending.pop(output.index)
         self._changed.set()
 
     def fail(self, error: ReplicaLostError) -> None:
@@ -44,18 +53,23 @@ class DecodeStream:
         self._changed.set()
 
     async def read(self) -> decode_pb2.DecodeOutput:
-        """All that came since the last read; waits for something to come.
+        """All that came of one candidate since its last read; waits for something to come.
 
         Raises:
             ReplicaLostError: nothing more will come.
         """
-        while self._pending is None:
+        while not self._pending:
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
             await self._changed.wait()
-        output, self._pending = self._pending, None
-        return output
+        return self._pending.pop(next(iter(self._pending)))
+
+    def finish(self, index: int) -> None:
+        """Ends one candidate on the replica; nothing more of it is read. Idempotent."""
+        if index not in self._finished:
+            self._finished.add(index)
+            self._connection.finish_candidate(self._request_id, index)
 
     def close(self) -> None:
         """Cancels the request on the replica unless it has ended. Idempotent."""
@@ -77,9 +91,9 @@ class DecodeConnection:
         self._stub = stub
         self._name = name
         self._streams: dict[str, DecodeStream] = {}
-        # By request id: a cancel takes back a start that was not sent yet, so at most one
-        # command waits per request.
-        self._commands: dict[str, decode_pb2.ConnectRequest] = {}
+        # By request id, and by candidate if it concerns one alone: a cancel takes back a start
+        # that was not sent yet, so at most one command waits per request and candidate.
+        self._commands: dict[tuple[str, int | None], decode_pb2.ConnectRequest] = {}
         self._has_commands = asyncio.Event()
         self.is_open = True
 
@@ -112,19 +126,25 @@ class DecodeConnection:
             raise self._lost("the connection is closed")
         request_id = command.request.request_id
         stream = self._streams[request_id] = DecodeStream(request_id, self)
-        self._send(request_id, decode_pb2.ConnectRequest(start=command))
+        self._send(request_id, None, decode_pb2.ConnectRequest(start=command))
         return stream
 
     def cancel(self, request_id: str) -> None:
         """Stops a request and forgets it. Unknown and ended ids are fine."""
         if self._streams.pop(request_id, None) is None:
             return
-        if self._commands.pop(request_id, None) is None:
+        if self._commands.pop((request_id, None), None) is None:
             cancel = decode_pb2.CancelDecode(request_id=request_id)
-            self._send(request_id, decode_pb2.ConnectRequest(cancel=cancel))
+            self._send(request_id, None, decode_pb2.ConnectRequest(cancel=cancel))
 
-    def _send(self, request_id: str, command: decode_pb2.ConnectRequest) -> None:
-        self._commands[request_id] = command
+    def finish_candidate(self, request_id: str, index: int) -> None:
+        """Stops one candidate of a request. Unknown and ended ones are fine."""
+        if request_id in self._streams:
+            cancel = decode_pb2.CancelDecode(request_id=request_id, index=index)
+            self._send(request_id, index, decode_pb2.ConnectRequest(cancel=cancel))
+
+    def _send(self, request_id: str, index: int | None, command: decode_pb2.ConnectRequest) -> None:
+        self._commands[request_id, index] = command
         self._has_commands.set()
 
     async def _outgoing(self) -> AsyncIterator[decode_pb2.ConnectRequest]:
@@ -139,7 +159,7 @@ class DecodeConnection:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return
-        if output.finish_reason:
+        if output.is_last:
             del self._streams[output.request_id]
         stream.deliver(output)
 

@@ -1,7 +1,8 @@
 """Steps 6 to 8: tokens from the decode tier, whatever happens to a replica.
 
 A request whose replica is lost goes on elsewhere from the prompt and all
-tokens so far, with the same seed, so that no token is lost or repeated. A
+tokens so far (`router.progress`), with the same seed, so that no token is lost
+or repeated. A
 replica that refuses a request is passed over, and so is, once, one that fails
 on it. A request that has tokens already waits for a replica that takes it.
 """
@@ -9,7 +10,7 @@ on it. A request that has tokens already waits for a replica that takes it.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from baton.errors import (
@@ -19,12 +20,13 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.v1 import common_pb2, decode_pb2
+from baton.v1 import decode_pb2
 from router.decode_connection import DecodeStream, ReplicaLostError
 from router.fleet import Fleet
 from router.policy import pick_decode
 from router.prefill_stage import HeldHandoff
 from router.prefix_index import PrefixIndex
+from router.progress import Progress
 from router.replica import DecodeReplica
 from router.request import RoutedRequest
 from router.worker_messages import log_start, remaining_s, start_decode
@@ -81,15 +83,16 @@ class DecodeStage:
         self,
         request: RoutedRequest,
         replica: DecodeReplica,
-        output_token_ids: list[int],
+        progress: Progress,
         handoff: HeldHandoff | None,
     ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
-        """Yields outputs until one has a finish reason.
+        """Yields outputs up to the request's last.
 
         Args:
             request: the request.
             replica: the first one to try.
-            output_token_ids: tokens generated so far; grows with each output.
+            progress: tokens generated so far; grows with each output. The caller
+                ends candidates in it that it wants no more of.
             handoff: where the prompt's KV is; released once it is loaded.
 
         Raises:
@@ -99,17 +102,17 @@ class DecodeStage:
         """
         setbacks = _Setbacks(request.request_id)
         for attempt in itertools.count():
-            num_tokens = len(output_token_ids)
-            outputs = self._attempt(request, attempt, replica, output_token_ids, handoff)
+            num_tokens = progress.num_tokens
+            outputs = self._attempt(request, attempt, replica, progress, handoff)
             try:
                 async with aclosing(outputs):
                     async for output in outputs:
                         yield output
                 return
             except _REPLICA_ERRORS as error:
-                setbacks.add(replica, error, was_running=len(output_token_ids) > num_tokens)
+                setbacks.add(replica, error, was_running=progress.num_tokens > num_tokens)
                 other = self.pick(request, setbacks.refused)
-                if other is None and not _may_wait(error, output_token_ids):
+                if other is None and not _may_wait(request, error, progress):
                     raise
                 replica = other or await self._next_replica(request, setbacks.refused)
 
@@ -118,12 +121,12 @@ class DecodeStage:
         request: RoutedRequest,
         attempt: int,
         replica: DecodeReplica,
-        output_token_ids: list[int],
+        progress: Progress,
         handoff: HeldHandoff | None,
     ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
         """One replica's outputs; ends with the request or raises."""
         message = handoff.message if handoff else None
-        start = start_decode(request, attempt, output_token_ids, message)
+        start = start_decode(request, attempt, progress, message)
         missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
         with replica.reserve(num_blocks=missing_blocks):
             stream = replica.start(start)
@@ -134,8 +137,10 @@ class DecodeStage:
                 async for output in _outputs_of(stream):
                     if handoff:
                         handoff.release()
-                    output_token_ids.extend(output.token_ids)
+                    progress.add(output)
                     yield output
+                    if progress.has_ended(output.index) and not output.finish_reason:
+                        stream.finish(output.index)  # the caller wants no more of it
             finally:
                 stream.close()
 
@@ -158,31 +163,39 @@ class DecodeStage:
 
 
 def _fits(replica: DecodeReplica, request: RoutedRequest) -> bool:
-    limit = min(replica.info.max_model_len, replica.pool_tokens)
-    return request.max_total_tokens <= limit
+    info = replica.info
+    return (
+        request.max_total_tokens <= min(info.max_model_len, info.max_pool_tokens)
+        and request.params.num_candidates <= info.max_num_seqs
+    )
 
 
 async def _outputs_of(stream: DecodeStream) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
     """Yields outputs up to the last; tokens that came with an error before it is raised."""
     while True:
         output = await stream.read()
-        failed = output.finish_reason == common_pb2.FINISH_REASON_ERROR
-        error = from_worker_error(output.error) if failed else None
-        if failed:
-            output.ClearField("finish_reason")
-            output.ClearField("error")
-        if output.token_ids or not failed:
+        error = from_worker_error(output.error) if output.HasField("error") else None
+        is_last = output.is_last
+        if error is not None:
+            for field in ("finish_reason", "is_last", "error"):
+                output.ClearField(field)
+        if output.token_ids or error is None:
             yield output
         if error is not None:
             raise error
-        if output.finish_reason:
+        if is_last:
             return
 
 
-def _may_wait(error: BatonError, output_token_ids: Sequence[int]) -> bool:
-    """Whether a request may wait for a replica: what has begun should not end for want of one."""
-    is_lost = isinstance(error, ReplicaLostError)
-    return is_lost or (bool(output_token_ids) and not isinstance(error, InternalError))
+def _may_wait(request: RoutedRequest, error: BatonError, progress: Progress) -> bool:
+    """Whether a request may wait for a replica: what has begun should not end for want of one.
+
+    Several candidates may be refused because no pool can ever hold them; that is told at once.
+    """
+    if isinstance(error, ReplicaLostError):
+        return True
+    may_never_fit = isinstance(error, ResourceExhaustedError) and request.params.num_candidates > 1
+    return progress.has_begun and not may_never_fit and not isinstance(error, InternalError)
 
 
 class _Setbacks:

@@ -78,7 +78,8 @@ class Fleet:
         return model, RequestLimits(
             vocab_size=model.vocab_size,
             max_model_len=min(replica.info.max_model_len for replica in candidates),
-            max_pool_tokens=max(replica.pool_tokens for replica in candidates),
+            max_pool_tokens=max(replica.info.max_pool_tokens for replica in candidates),
+            max_candidates=max(replica.info.max_num_seqs for replica in candidates),
         )
 
     async def wait_for_change(self) -> None:

@@ -2,7 +2,7 @@
 
 validate, tokenize, block keys                    validation, preparation
 pick a decode replica; remote prefill or local?   policy, decode_stage
-the prompt and its first token from prefill       prefill_stage
+the prompt and its first tokens from prefill      prefill_stage
 the other tokens from decode, resumed if lost     decode_stage
 tokens become text, up to a stop                  completion
 finish, cancel, deadline: every tier lets go      here, as generators close
@@ -23,10 +23,12 @@ from router.policy import wants_remote_prefill
 from router.prefill_stage import Prefilled, PrefillStage
 from router.prefix_index import PrefixIndex
 from router.preparation import prepare_request
+from router.progress import Progress
 from router.replica import DecodeReplica
 from router.request import RoutedRequest
 from router.tokenizer import Tokenizer
 from router.validation import validate_generate_request
+from router.worker_messages import first_outputs
 
 __all__ = ["Pipeline"]
 
@@ -60,7 +62,7 @@ class Pipeline:
     async def generate(
         self, message: generation_pb2.GenerateRequest, deadline: float
     ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
-        """Yields messages until one has a finish reason. To be closed by the caller.
+        """Yields messages up to the one with usage and timings. To be closed by the caller.
 
         While the caller is busy with one message, the tokens that come are
         gathered in the next.
@@ -78,15 +80,18 @@ class Pipeline:
             model, limits = self._fleet.require_model()
             routed = await prepare_request(request, self._tokenizer, model, limits, deadline)
             completion = Completion(routed, self._tokenizer, arrival)
-            async with aclosing(self._outputs(routed, completion)) as outputs:
+            progress = Progress(routed.params)
+            async with aclosing(self._outputs(routed, completion, progress)) as outputs:
                 async for output in outputs:
-                    response = completion.add(output)
-                    yield response
-                    if response.finish_reason:
+                    for response in completion.add(output):
+                        yield response
+                    if completion.is_over:
                         return
+                    if completion.has_ended(output.index):
+                        progress.end(output.index)
 
     async def _outputs(
-        self, request: RoutedRequest, completion: Completion
+        self, request: RoutedRequest, completion: Completion, progress: Progress
     ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
         """The tokens of both tiers as one sequence of outputs."""
         replica = self._decode.pick(request)
@@ -96,14 +101,13 @@ class Pipeline:
         prefilled = await self._maybe_prefill(request, replica)
         handoff = prefilled.handoff if prefilled else None
         try:
-            token_ids: list[int] = []
             if prefilled:
-                first = _first_output(request, prefilled)
-                token_ids.extend(first.token_ids)
-                yield first
-                if first.finish_reason:
+                progress.begin(prefilled.response)
+                for output in first_outputs(request, prefilled.response):
+                    yield output
+                if prefilled.response.candidates:
                     return
-            async with aclosing(self._decode.run(request, replica, token_ids, handoff)) as outputs:
+            async with aclosing(self._decode.run(request, replica, progress, handoff)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
@@ -123,15 +127,3 @@ class Pipeline:
             return None
         with replica.reserve(num_blocks=request.num_prompt_blocks - overlap_blocks):
             return await self._prefill.run(request)
-
-
-def _first_output(request: RoutedRequest, prefilled: Prefilled) -> decode_pb2.DecodeOutput:
-    """The prefill tier's answer in the form of decode's."""
-    response = prefilled.response
-    return decode_pb2.DecodeOutput(
-        request_id=request.request_id,
-        token_ids=response.token_ids,
-        finish_reason=response.finish_reason,
-        cached_tokens=response.cached_tokens,
-        timings=response.timings,
-    )

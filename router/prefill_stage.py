@@ -126,7 +126,8 @@ class PrefillStage:
 
 
 def _fits(replica: PrefillReplica, num_tokens: int) -> bool:
-    return num_tokens < replica.info.max_model_len and num_tokens <= replica.pool_tokens
+    info = replica.info
+    return num_tokens < info.max_model_len and num_tokens <= info.max_pool_tokens
 
 
 def _log_failure(request: RoutedRequest, replica: PrefillReplica, error: BatonError) -> None:

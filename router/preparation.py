@@ -11,6 +11,7 @@ from router.request import GenerationRequest, RequestLimits, RoutedRequest
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 from router.validation import (
+    check_candidates,
     check_length,
     check_prompt_length,
     check_token_ids,
@@ -54,7 +55,12 @@ async def prepare_request(
     token_ids = await _prompt_token_ids(request.prompt, tokenizer, limits)
     check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", request.params.stop_token_ids, limits.vocab_size)
-    params = request.params
+    params = replace(
+        request.params,
+        seed=_seed(request.params),
+        max_tokens=fitting_max_tokens(len(token_ids), request.params.max_tokens, limits),
+    )
+    check_candidates(params, limits)
     return RoutedRequest(
         request_id=request.request_id,
         worker_id=f"{request.request_id}/{secrets.token_hex(8)}",
@@ -62,11 +68,7 @@ async def prepare_request(
         prompt_token_ids=token_ids,
         block_keys=await _block_keys(token_ids, model, request.cache_salt),
         block_size=model.block_size,
-        params=replace(
-            params,
-            seed=_seed(params),
-            max_tokens=fitting_max_tokens(len(token_ids), params.max_tokens, limits),
-        ),
+        params=params,
         stop_token_ids=(
             *params.stop_token_ids,
             *(() if params.ignore_eos else model.eos_token_ids),

@@ -70,11 +70,6 @@ class Replica:
         """Whether new requests may be sent to it."""
         return self._is_ready and not self.load.draining and not self.lost.is_set()
 
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens that its KV pool holds."""
-        return self.info.num_blocks * self.info.block_size
-
     def state(self, overlap_blocks: int) -> ReplicaState:
         """What policy needs to know.
 

@@ -30,12 +30,14 @@ class RequestLimits:
     Attributes:
         vocab_size: token ids are below it.
         max_model_len: the most prompt and generated tokens together.
-        max_pool_tokens: tokens that the largest KV pool holds.
+        max_pool_tokens: tokens of one sequence that the largest KV pool holds.
+        max_candidates: sequences that one of them runs at once.
     """
 
     vocab_size: int
     max_model_len: int
     max_pool_tokens: int
+    max_candidates: int
 
     @property
     def max_total_tokens(self) -> int:

@@ -20,6 +20,7 @@ from router.validation import (
     check_model,
     check_token_ids,
 )
+from router.whole_generation import WholeGeneration
 from rpc.deadlines import remaining_s
 from rpc.interceptors import name_call
 
@@ -48,22 +49,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> generation_pb2.GenerateResponse:
         """Generates a completion and returns it whole."""
-        completion = generation_pb2.Completion()
-        texts: list[str] = []
+        whole = WholeGeneration()
         async with self._responses(request, context) as responses:
             async for response in responses:
-                completion.token_ids.extend(response.token_ids)
-                texts.append(response.text)
-        completion.text = "".join(texts)
-        completion.finish_reason = response.finish_reason
-        if response.HasField("matched_stop"):
-            completion.matched_stop.CopyFrom(response.matched_stop)
-        return generation_pb2.GenerateResponse(
-            request_id=response.request_id,
-            completions=[completion],
-            usage=response.usage,
-            timings=response.timings,
-        )
+                whole.add(response)
+        return whole.response()
 
     async def GenerateStream(  # type: ignore[override]  # noqa: N802 - stubs know only generators
         self, request: generation_pb2.GenerateRequest, context: Any

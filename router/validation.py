@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams
+from baton.sampling_wire import sampling_fields
 from baton.v1 import generation_pb2
 from router.request import GenerationRequest, RequestLimits
 
@@ -16,7 +17,9 @@ __all__ = [
     "MAX_CACHE_SALT_CHARS",
     "MAX_DETOKENIZE_TOKEN_IDS",
     "MAX_REQUEST_ID_CHARS",
+    "MAX_RETURNED_TOKENS",
     "MAX_TOKENIZE_CHARS",
+    "check_candidates",
     "check_length",
     "check_model",
     "check_prompt_length",
@@ -29,6 +32,8 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 MAX_TOKENIZE_CHARS = 2**20
 MAX_DETOKENIZE_TOKEN_IDS = 2**18
+MAX_RETURNED_TOKENS = 2**20
+"""Of all candidates of a request: they must fit in one message (rpc.options.MAX_MESSAGE_BYTES)."""
 _SHOWN_CHARS = 64
 
 
@@ -112,6 +117,27 @@ def fitting_max_tokens(num_prompt_tokens: int, max_tokens: int, limits: RequestL
     return min(max_tokens, limits.max_total_tokens - num_prompt_tokens)
 
 
+def check_candidates(params: SamplingParams, limits: RequestLimits) -> None:
+    """Refuses more candidates than a replica runs at once, or than a message can bring.
+
+    Raises:
+        InvalidArgumentError: names the field that asks for them and the limit.
+    """
+    if params.num_candidates > limits.max_candidates:
+        field = next(name for name in ("beam_width", "best_of", "n") if getattr(params, name))
+        raise InvalidArgumentError.for_field(
+            field,
+            params.num_candidates,
+            f"at most {limits.max_candidates}, the sequences that a replica runs at once",
+        )
+    if params.n > 1 and params.n * params.max_tokens > MAX_RETURNED_TOKENS:
+        raise InvalidArgumentError.for_field(
+            "max_tokens",
+            params.max_tokens,
+            f"at most {MAX_RETURNED_TOKENS // params.n} for each of {params.n} candidates",
+        )
+
+
 def _prompt(message: generation_pb2.GenerateRequest) -> str | Sequence[int]:
     which = message.WhichOneof("prompt")
     if which is None:
@@ -124,9 +150,5 @@ def _prompt(message: generation_pb2.GenerateRequest) -> str | Sequence[int]:
 
 def _sampling_params(message: generation_pb2.GenerateRequest) -> SamplingParams:
     """Unset fields take the dataclass's defaults; explicit zeros stay zeros."""
-    given = {
-        field.name: value
-        for part in (message.sampling, message.stopping)
-        for field, value in part.ListFields()
-    }
-    return SamplingParams(**given)
+    stopping = {field.name: value for field, value in message.stopping.ListFields()}
+    return SamplingParams(**sampling_fields(message.sampling), **stopping)

@@ -1,15 +1,16 @@
-"""What the router sends to workers, made from a `RoutedRequest`."""
+"""What the router sends to workers, and what prefill answers in the form of decode's outputs."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from baton.errors import DeadlineExceededError
-from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.sampling_wire import sampling_to_proto
+from baton.v1 import decode_pb2, prefill_pb2
+from router.progress import Progress
 from router.replica import Replica
 from router.request import RoutedRequest
 
-__all__ = ["log_start", "remaining_s", "start_decode", "worker_request"]
+__all__ = ["first_outputs", "log_start", "remaining_s", "start_decode", "worker_request"]
 
 _LOGGER = logging.getLogger("baton.router")
 
@@ -49,12 +50,7 @@ def worker_request(request: RoutedRequest, attempt: int) -> prefill_pb2.WorkerRe
         request_id=f"{request.worker_id}/{attempt}" if attempt else request.worker_id,
         namespace=request.namespace,
         prompt_token_ids=request.prompt_token_ids,
-        sampling=common_pb2.SamplingParams(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=params.seed,
-        ),
+        sampling=sampling_to_proto(params),
         max_tokens=params.max_tokens,
         stop_token_ids=request.stop_token_ids,
         priority=request.priority,
@@ -65,7 +61,7 @@ def worker_request(request: RoutedRequest, attempt: int) -> prefill_pb2.WorkerRe
 def start_decode(
     request: RoutedRequest,
     attempt: int,
-    output_token_ids: Sequence[int],
+    progress: Progress,
     handoff: prefill_pb2.KvHandoff | None,
 ) -> decode_pb2.StartDecode:
     """The command that starts a request on a decode replica.
@@ -73,9 +69,40 @@ def start_decode(
     Raises:
         DeadlineExceededError: no time is left.
     """
-    return decode_pb2.StartDecode(
+    start = decode_pb2.StartDecode(
         request=worker_request(request, attempt),
-        output_token_ids=output_token_ids,
         handoff=handoff,
         timeout_ms=max(int(remaining_s(request) * 1000), 1),
     )
+    progress.write_to(start)
+    return start
+
+
+def first_outputs(
+    request: RoutedRequest, response: prefill_pb2.PrefillResponse
+) -> list[decode_pb2.DecodeOutput]:
+    """The prefill tier's answer in the form of decode's. The first output tells of the prompt.
+
+    Ranked candidates that go on send no tokens yet.
+    """
+    if response.candidates:
+        outputs = [
+            decode_pb2.DecodeOutput(
+                index=candidate.index,
+                token_ids=candidate.token_ids,
+                finish_reason=candidate.finish_reason,
+                score=candidate.score if candidate.HasField("score") else None,
+            )
+            for candidate in response.candidates
+        ]
+        outputs[-1].is_last = True
+    elif request.params.is_ranked:
+        outputs = [decode_pb2.DecodeOutput()]
+    else:
+        outputs = [
+            decode_pb2.DecodeOutput(index=index, token_ids=[token_id])
+            for index, token_id in enumerate(response.token_ids)
+        ]
+    outputs[0].cached_tokens = response.cached_tokens
+    outputs[0].timings.CopyFrom(response.timings)
+    return outputs

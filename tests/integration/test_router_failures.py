@@ -15,6 +15,7 @@ from baton.errors import (
 from baton.v1 import common_pb2, generation_pb2_grpc
 from engine.wire import client_request_id
 from router import replica as replica_module
+from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers
 from tests.support.running_router import PROMPT_IDS, request, running_router, token_ids_of
 
@@ -51,7 +52,7 @@ async def test_request_resumes_where_a_lost_decode_replica_left_it(has_prefill):
     assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
     assert responses[-1].usage.completion_tokens == 20
     (begun,), (resumed,) = dying.starts, heir.starts
-    assert list(resumed.output_token_ids) == SCRIPT[:7]
+    assert given_tokens(resumed) == {0: SCRIPT[:7]}
     assert resumed.request.sampling == begun.request.sampling
     assert resumed.request.max_tokens == 20
     assert resumed.request.request_id == f"{begun.request.request_id}/1"
@@ -74,7 +75,7 @@ async def test_handoff_is_passed_on_when_decode_dies_before_loading_it():
         await prefill.changes.until(lambda: prefill.released)
     assert token_ids_of(responses) == SCRIPT[:5]
     assert heir.starts[0].handoff == dying.starts[0].handoff
-    assert list(heir.starts[0].output_token_ids) == SCRIPT[:1]
+    assert given_tokens(heir.starts[0]) == {0: SCRIPT[:1]}
     assert len(prefill.released) == 1
 
 
@@ -88,7 +89,7 @@ async def test_resume_waits_for_a_replica_that_restarts_at_the_same_address():
         responses = await task
         await new.stop()
     assert token_ids_of(responses) == SCRIPT[:12]
-    assert len(new.starts[0].output_token_ids) == 5
+    assert given_tokens(new.starts[0]) == {0: SCRIPT[:5]}
 
 
 async def test_stream_that_the_worker_cancels_is_not_taken_for_our_own_cancel():
@@ -141,7 +142,7 @@ async def test_tokens_that_come_with_an_error_are_neither_lost_nor_repeated():
         heir.resume()
         dying.fail_running(UnavailableError("has stopped"), token_ids=SCRIPT[5:8])
         assert token_ids_of(await task) == SCRIPT[:12]
-    assert list(heir.starts[0].output_token_ids) == SCRIPT[:8]
+    assert given_tokens(heir.starts[0]) == {0: SCRIPT[:8]}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ async def test_begun_stream_that_is_refused_waits_for_a_replica(refusal):
             await late.start(late.port)
             responses = await task
     assert token_ids_of(responses) == SCRIPT[:6]
-    assert list(late.starts[0].output_token_ids) == SCRIPT[:1]
+    assert given_tokens(late.starts[0]) == {0: SCRIPT[:1]}
     assert len(refusing.starts) == 1
 
 
@@ -282,7 +283,7 @@ async def test_decode_computes_the_prompt_when_no_prefill_replica_can(refusal):
             prefill.refusal = refusal
         responses = await router.generate(request(max_tokens=6))
     assert token_ids_of(responses) == SCRIPT[:6]
-    assert not decode.starts[0].output_token_ids
+    assert not given_tokens(decode.starts[0])
     assert [len(prefill.requests) for prefill in prefills] == [1, 1]
 
 

@@ -15,6 +15,7 @@ from router.decode_stage import DecodeStage
 from router.fleet import Fleet
 from router.prefix_index import PrefixIndex
 from router.preparation import prepare_request
+from router.progress import Progress
 from router.request import GenerationRequest
 from rpc.server_config import ServerConfig
 from tests.support.fake_workers import (
@@ -339,7 +340,7 @@ async def test_nothing_is_recorded_of_a_worker_that_died_before_it_was_asked():
         new = await FakeDecode(SCRIPT).start(old.port)
         await until_candidate(fleet, new)
         routed = await routed_request(fleet)
-        outputs = DecodeStage(fleet, index, 0).run(routed, replica, [], None)
+        outputs = DecodeStage(fleet, index, 0).run(routed, replica, Progress(routed.params), None)
         assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
         assert len(routed.block_keys) == 10
         assert index.overlap(new.info.worker_id, routed.block_keys) == 10

@@ -8,6 +8,7 @@ import pytest
 
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from engine.wire import client_request_id
+from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import (
     BLOCK_SIZE,
     EOS_TOKEN_ID,
@@ -44,7 +45,7 @@ async def test_remote_prefill_then_decode():
     assert last.usage.completion_tokens == len(script)
     # Decode got the first token and the handoff, and nothing to compute.
     (start,) = decode.starts
-    assert list(start.output_token_ids) == script[:1]
+    assert given_tokens(start) == {0: script[:1]}
     assert start.handoff.handoff_id == f"handoff-{start.request.request_id}"
     assert prefill.released == [start.handoff.handoff_id]
     assert 0 < start.timeout_ms <= 31_000  # gRPC rounds timeouts up
@@ -118,7 +119,7 @@ async def test_short_prompts_and_missing_prefill_tier_are_computed_on_decode(has
     assert token_ids_of(responses) == script[:5]
     assert not prefill.requests
     assert not decode.starts[0].HasField("handoff")
-    assert not decode.starts[0].output_token_ids
+    assert not given_tokens(decode.starts[0])
     assert responses[-1].usage.cached_tokens == 2 * BLOCK_SIZE
     assert responses[-1].timings.prefill_ms == 20
 
@@ -161,7 +162,7 @@ async def test_missing_handoff_lets_decode_compute_the_prompt():
         responses = await router.generate(request(max_tokens=5))
     assert token_ids_of(responses) == script[:5]
     assert not decode.starts[0].HasField("handoff")
-    assert list(decode.starts[0].output_token_ids) == script[:1]
+    assert given_tokens(decode.starts[0]) == {0: script[:1]}
 
 
 async def test_stop_text_across_tokens_cuts_text_and_cancels_decode():

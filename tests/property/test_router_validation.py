@@ -20,7 +20,9 @@ from router.validation import (
 )
 
 UINT32 = st.integers(0, 2**32 - 1)
-LIMITS = st.builds(RequestLimits, st.just(100), st.integers(2, 500), st.integers(2, 500))
+LIMITS = st.builds(
+    RequestLimits, st.just(100), st.integers(2, 500), st.integers(2, 500), st.integers(1, 64)
+)
 
 
 def message(**fields):

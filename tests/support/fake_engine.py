@@ -1,10 +1,11 @@
 """`FakeEngine`: AsyncEngine's methods, with outputs that the test emits."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from engine.config import EngineConfig
+from engine.kv_events import KvEvent
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo
 from kvstore.layout import KvLayout
@@ -29,7 +30,11 @@ class FakeEngine:
         self.num_blocks = 64
         self.live: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
+        self.finished_candidates: list[tuple[str, int]] = []
         self.released: list[str] = []
+        self.num_cached_blocks = 0
+        self.events: asyncio.Queue[Sequence[KvEvent]] = asyncio.Queue()
+        self.num_followers = 0
         self.refusal: BatonError | None = None
         self.is_closed = False
         self.num_running = 0
@@ -65,8 +70,25 @@ class FakeEngine:
                 self._forget(request_id)
         return len(known)
 
+    def finish_candidate(self, request_id: str, index: int) -> None:
+        self.finished_candidates.append((request_id, index))
+        self._notify()
+
     def release_handoff(self, handoff_id: str) -> None:
         self.released.append(handoff_id)
+
+    async def reset_prefix_cache(self) -> int:
+        num_blocks, self.num_cached_blocks = self.num_cached_blocks, 0
+        return num_blocks
+
+    async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        self.num_followers += 1
+        try:
+            while True:
+                yield await self.events.get()
+        finally:
+            self.num_followers -= 1
+            self._notify()
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -100,7 +122,7 @@ class FakeEngine:
         """Delivers one step's outputs, as the real engine does: in one loop callback."""
         for output in outputs:
             handler = self.handlers[output.request_id]
-            if output.finish_reason is not None:
+            if output.is_last:
                 self._forget(output.request_id)
             handler(output)
 
@@ -126,11 +148,21 @@ class FakeEngine:
         self._changed.set()
 
 
-def tokens(request_id: str, *token_ids: int) -> RequestOutput:
-    return RequestOutput(request_id=request_id, token_ids=token_ids)
+def tokens(request_id: str, *token_ids: int, index: int = 0) -> RequestOutput:
+    return RequestOutput(request_id=request_id, index=index, token_ids=token_ids)
 
 
 def finished(
-    request_id: str, reason: FinishReason = FinishReason.STOP, *token_ids: int
+    request_id: str,
+    reason: FinishReason = FinishReason.STOP,
+    *token_ids: int,
+    index: int = 0,
+    is_last: bool = True,
 ) -> RequestOutput:
-    return RequestOutput(request_id=request_id, token_ids=token_ids, finish_reason=reason)
+    return RequestOutput(
+        request_id=request_id,
+        index=index,
+        token_ids=token_ids,
+        finish_reason=reason,
+        is_last=is_last,
+    )

@@ -1,7 +1,8 @@
 """Prefill and decode workers whose model is a script, on real gRPC servers.
 
 Every worker "generates" the same tokens: `script[i]` is the i-th one, whatever
-the prompt. A router is right if its clients get exactly the script.
+the prompt. Candidates beyond the first have scripts of their own, `others`, if
+given. A router is right if its clients get exactly the scripts.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from rpc.errors import to_worker_error
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
 from rpc.worker import WorkerServicer
+from tests.support.fake_candidates import FakeCandidates, is_ranked, num_candidates
 
 MODEL = "scripted"
 NAMESPACE = bytes(range(32))
@@ -60,8 +62,16 @@ class FakeWorker:
     role: int
     service_name: str
 
-    def __init__(self, script: Sequence[int], *, host: str = "127.0.0.1", **info: Any) -> None:
+    def __init__(
+        self,
+        script: Sequence[int],
+        *,
+        others: Sequence[Sequence[int]] = (),
+        host: str = "127.0.0.1",
+        **info: Any,
+    ) -> None:
         self.script = list(script)
+        self.others = [list(other) for other in others]
         self.host = host
         self.info = worker_pb2.GetInfoResponse(
             **{
@@ -80,6 +90,9 @@ class FakeWorker:
             }
             | info
         )
+        if not self.info.max_pool_tokens:
+            pool_tokens = self.info.num_blocks * self.info.block_size
+            self.info.max_pool_tokens = min(pool_tokens, self.info.max_model_len)
         self.current_load = worker_pb2.WorkerLoad(
             num_free_blocks=self.info.num_blocks, num_blocks=self.info.num_blocks
         )
@@ -137,8 +150,20 @@ class FakeWorker:
     def _add_servicer(self, server: RpcServer) -> None:
         raise NotImplementedError
 
-    def _finish_reason(self, request: prefill_pb2.WorkerRequest, num_tokens: int) -> int:
-        if self.script[num_tokens - 1] in request.stop_token_ids:
+    async def reset_prefix_cache(self) -> int:
+        return 0
+
+    async def watch_kv_events(self) -> AsyncIterator[worker_pb2.WatchKvEventsResponse]:
+        yield worker_pb2.WatchKvEventsResponse()
+
+    def script_of(self, index: int) -> list[int]:
+        """What candidate `index` generates."""
+        return self.others[index - 1] if 0 < index <= len(self.others) else self.script
+
+    def finish_reason(
+        self, request: prefill_pb2.WorkerRequest, num_tokens: int, index: int = 0
+    ) -> int:
+        if self.script_of(index)[num_tokens - 1] in request.stop_token_ids:
             return common_pb2.FINISH_REASON_STOP
         if num_tokens >= request.max_tokens:
             return common_pb2.FINISH_REASON_LENGTH
@@ -159,7 +184,7 @@ class _FreezableServicer(WorkerServicer):
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
-    """Returns the script's first token.
+    """Returns the scripts' first tokens.
 
     `hold` keeps prompts waiting; `cancelled` counts those whose caller left.
     """
@@ -195,15 +220,24 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             self.num_cancelled += 1
             self.changes.notify()
             raise
-        reason = self._finish_reason(request.request, 1)
-        handoff = None if reason or not self.has_handoff else self._handoff(request.request)
-        return prefill_pb2.PrefillResponse(
-            token_ids=self.script[:1],
-            finish_reason=reason,
-            handoff=handoff,
+        response = prefill_pb2.PrefillResponse(
             cached_tokens=BLOCK_SIZE,
             timings=common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=3),
         )
+        candidates = range(num_candidates(request.request))
+        reasons = [self.finish_reason(request.request, 1, index) for index in candidates]
+        if all(reasons):
+            for index in candidates[: request.request.sampling.n]:
+                response.candidates.add(
+                    index=index, token_ids=self.script_of(index)[:1], finish_reason=reasons[index]
+                )
+            return response
+        response.token_ids.extend(self.script_of(index)[0] for index in candidates)
+        if is_ranked(request.request):
+            response.logprobs.extend(-1.0 - index for index in candidates)
+        if self.has_handoff:
+            response.handoff.CopyFrom(self._handoff(request.request))
+        return response
 
     async def ReleaseHandoff(self, request, context):
         self.released.append(request.handoff_id)
@@ -221,9 +255,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
-    """Continues the script, one token of every request per message.
+    """Continues the scripts, one token of every candidate of a request per message.
 
-    `pause_after`: no request gets more tokens than this until `resume(…)`.
+    `pause_after`: no candidate gets more tokens than this until `resume(…)`.
     """
 
     role = worker_pb2.WORKER_ROLE_DECODE
@@ -236,6 +270,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         self.pause_after = pause_after
         self.starts: list[decode_pb2.StartDecode] = []
         self.cancels: list[str] = []
+        self.finished_candidates: list[tuple[str, int]] = []
         self.num_connects = 0
         self.num_sent = 0
 
@@ -255,9 +290,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         for request_id in list(self.running):
             self._tasks.pop(request_id).cancel()
             del self.running[request_id]
-            output = _output(request_id, finish_reason="ERROR", error=to_worker_error(error))
+            output = _failure(request_id, error)
             output.token_ids.extend(token_ids)
-            self._outputs.put_nowait(output)
+            self._outputs.put_nowait([output])
 
     def cancel_stream(self) -> None:
         """Ends the Connect stream with CANCELLED, as a stopping server may."""
@@ -265,17 +300,17 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
 
     async def Connect(self, request_iterator, context) -> AsyncIterator[Any]:
         self.num_connects += 1
-        outputs: asyncio.Queue[decode_pb2.DecodeOutput | None] = asyncio.Queue()
+        outputs: asyncio.Queue[list[decode_pb2.DecodeOutput] | None] = asyncio.Queue()
         self._outputs = outputs
         self._tasks = tasks = {}
         reader = asyncio.create_task(self._read(request_iterator, outputs, tasks))
         try:
             while True:
-                output = await outputs.get()
-                if output is None:
+                step = await outputs.get()
+                if step is None:
                     await context.abort(grpc.StatusCode.CANCELLED, "by the worker")
-                self.num_sent += len(output.token_ids)
-                yield decode_pb2.ConnectResponse(outputs=[output])
+                self.num_sent += sum(len(output.token_ids) for output in step)
+                yield decode_pb2.ConnectResponse(outputs=step)
                 self.changes.notify()
         finally:
             for task in (reader, *tasks.values()):
@@ -289,6 +324,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
                 request_id = command.start.request.request_id
                 self.starts.append(command.start)
                 tasks[request_id] = asyncio.create_task(self._generate(command.start, outputs))
+            elif command.cancel.HasField("index"):
+                cancel = command.cancel
+                self.finished_candidates.append((cancel.request_id, cancel.index))
             else:
                 request_id = command.cancel.request_id
                 self.cancels.append(request_id)
@@ -299,42 +337,28 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
     async def _generate(self, start: decode_pb2.StartDecode, outputs: asyncio.Queue) -> None:
         request_id = start.request.request_id
         if self.refusal is not None:
-            error = to_worker_error(self.refusal)
-            outputs.put_nowait(_output(request_id, finish_reason="ERROR", error=error))
+            outputs.put_nowait([_failure(request_id, self.refusal)])
             return
         self.running[request_id] = start
         self.changes.notify()
-        first_only = {
-            "cached_tokens": 2 * BLOCK_SIZE,
-            "timings": common_pb2.Timings(queue_ms=10, prefill_ms=20, load_ms=30),
-        }
-        for position in itertools.count(len(start.output_token_ids)):
-            await self._until_may_send(position)
-            reason = self._finish_reason(start.request, position + 1)
-            outputs.put_nowait(
-                decode_pb2.DecodeOutput(
-                    request_id=request_id,
-                    token_ids=[self.script[position]],
-                    finish_reason=reason,
-                    **first_only,
-                )
-            )
-            first_only = {}
-            if reason:
-                del self.running[request_id]
-                return
-            await asyncio.sleep(0)
+        candidates = FakeCandidates(self, start)
+        while candidates.unfinished:
+            await self._until_may_send(candidates.num_tokens)
+            if step := candidates.advance():
+                outputs.put_nowait(step)
+        self.running.pop(request_id, None)
 
     async def _until_may_send(self, position: int) -> None:
         while self.pause_after is not None and position >= self.pause_after:
             await self.changes._event.wait()
 
 
-def _output(request_id: str, *, finish_reason: str, error) -> decode_pb2.DecodeOutput:
+def _failure(request_id: str, error: BatonError) -> decode_pb2.DecodeOutput:
     return decode_pb2.DecodeOutput(
         request_id=request_id,
-        finish_reason=common_pb2.FinishReason.Value(f"FINISH_REASON_{finish_reason}"),
-        error=error,
+        finish_reason=common_pb2.FINISH_REASON_ERROR,
+        is_last=True,
+        error=to_worker_error(error),
     )
 
 

@@ -35,9 +35,13 @@ def start(request_id):
     return decode_pb2.StartDecode(request=prefill_pb2.WorkerRequest(request_id=request_id))
 
 
-def output(request_id, *token_ids, finish_reason=0):
+def output(request_id, *token_ids, index=0, finish_reason=0, is_last=None):
     return decode_pb2.DecodeOutput(
-        request_id=request_id, token_ids=token_ids, finish_reason=finish_reason
+        request_id=request_id,
+        index=index,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        is_last=bool(finish_reason) if is_last is None else is_last,
     )
 
 
@@ -66,6 +70,46 @@ async def test_outputs_merge_while_nobody_reads(connected):
     assert merged.cached_tokens == 5
     assert merged.finish_reason == common_pb2.FINISH_REASON_STOP
     assert list((await b.read()).token_ids) == [9]
+
+
+async def test_candidates_wait_apart_and_the_requests_last_output_stays_last(connected):
+    stub, connection, _ = connected
+    stream = connection.start(start("a"))
+    stop = common_pb2.FINISH_REASON_STOP
+    stub.send(output("a", 1), output("a", 2, index=1))
+    stub.send(output("a", 3, index=1, finish_reason=stop, is_last=False))
+    stub.send(output("a", 4, finish_reason=stop))
+    await stub.responses.join()
+    read = [await stream.read(), await stream.read()]
+    assert [(each.index, list(each.token_ids), each.is_last) for each in read] == [
+        (1, [2, 3], False),
+        (0, [1, 4], True),
+    ]
+    stream.close()  # the request has ended: nothing is sent
+    connection.start(start("b"))
+    await anext(stub.commands)  # a's
+    assert (await anext(stub.commands)).start.request.request_id == "b"
+
+
+async def test_a_finished_candidate_is_cancelled_once_and_read_no_more(connected):
+    stub, connection, _ = connected
+    stream = connection.start(start("a"))
+    await anext(stub.commands)
+    stub.send(output("a", 1), output("a", 2, index=1))
+    await stub.responses.join()
+    await stream.read()
+    for _ in range(2):
+        stream.finish(0)
+    cancel = (await anext(stub.commands)).cancel
+    assert (cancel.request_id, cancel.HasField("index"), cancel.index) == ("a", True, 0)
+    stub.send(output("a", 3), output("a", 4, index=1))
+    await stub.responses.join()
+    assert list((await stream.read()).token_ids) == [2, 4]
+    stub.send(output("a", finish_reason=common_pb2.FINISH_REASON_ABORTED))
+    await stub.responses.join()
+    assert (await stream.read()).is_last
+    connection.start(start("b"))
+    assert (await anext(stub.commands)).start.request.request_id == "b"
 
 
 async def test_commands_go_out_in_order(connected):

@@ -1,4 +1,4 @@
-"""What a client is told of its tokens."""
+"""What a client is told of its candidates' tokens."""
 
 import pytest
 
@@ -9,6 +9,7 @@ from router.request import RoutedRequest
 from tests.support.running_router import script_of, tokenizer
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+ABORTED = common_pb2.FINISH_REASON_ABORTED
 
 
 def completion(**params):
@@ -34,7 +35,7 @@ def output(token_ids, finish_reason=0, **fields):
 
 async def test_tokens_after_a_stop_text_are_not_told():
     token_ids = script_of("a.b.c")
-    response = completion(stop=["b"]).add(output(token_ids, LENGTH))
+    (response,) = completion(stop=["b"]).add(output(token_ids, LENGTH, is_last=True))
     assert list(response.token_ids) == token_ids[:3]
     assert response.text == "a."
     assert response.finish_reason == STOP
@@ -44,8 +45,8 @@ async def test_tokens_after_a_stop_text_are_not_told():
 
 async def test_text_held_back_for_a_stop_comes_at_the_end():
     part = completion(stop=["b!"])
-    first = part.add(output(script_of("ab")))
-    last = part.add(output([], LENGTH))
+    (first,) = part.add(output(script_of("ab")))
+    (last,) = part.add(output([], LENGTH, is_last=True))
     assert (first.text, last.text) == ("a", "b")
     assert last.finish_reason == LENGTH
     assert not last.HasField("matched_stop")
@@ -54,7 +55,7 @@ async def test_text_held_back_for_a_stop_comes_at_the_end():
 async def test_half_a_character_waits_for_the_other_half():
     token_ids = [token_id for byte in "€".encode() for token_id in byte_token(byte)]
     part = completion()
-    texts = [part.add(output([token_id])).text for token_id in token_ids]
+    texts = [part.add(output([token_id]))[0].text for token_id in token_ids]
     assert texts == ["", "", "€"]
 
 
@@ -68,9 +69,18 @@ def byte_token(byte):
 
 @pytest.mark.parametrize(("reason", "matched"), [(STOP, 7), (LENGTH, 0)])
 async def test_stopping_token_is_told(reason, matched):
-    response = completion().add(output([9, 7], reason))
+    (response,) = completion().add(output([9, 7], reason, is_last=True))
     assert response.matched_stop.token_id == matched
     assert response.finish_reason == reason
+
+
+async def test_a_stop_token_may_have_come_before_the_end():
+    """As when prefill drew it, and decode was told to go on with the other candidates."""
+    part = completion(n=2)
+    part.add(output([7]))
+    (end,) = part.add(output([], STOP))
+    assert end.matched_stop.token_id == 7
+    assert not end.HasField("usage")
 
 
 async def test_only_the_first_output_tells_of_the_prompt():
@@ -80,9 +90,60 @@ async def test_only_the_first_output_tells_of_the_prompt():
     handed_over = common_pb2.Timings(queue_ms=50, prefill_ms=60, load_ms=5)
     part.add(output([9], cached_tokens=8, timings=handed_over))
     resumed = common_pb2.Timings(load_ms=500)
-    last = part.add(output([9], LENGTH, timings=resumed))
+    (last,) = part.add(output([9], LENGTH, timings=resumed, is_last=True))
     assert last.usage.cached_tokens == 4
     assert last.usage.prompt_tokens == 2
     timings = last.timings
     assert (timings.queue_ms, timings.prefill_ms, timings.transfer_ms) == (1, 2, 3)
     assert timings.load_ms == 5
+
+
+async def test_each_candidate_ends_and_the_last_tells_of_all():
+    part = completion(n=3)
+    first_end, *_ = part.add(output([9, 8], STOP, index=1))
+    assert (first_end.index, first_end.matched_stop.token_id) == (1, 8)
+    assert not first_end.HasField("usage")
+    assert part.has_ended(1)
+    assert not part.has_ended(0)
+    part.add(output([9], index=0))
+    part.add(output([4], LENGTH, index=0))
+    assert not part.is_over
+    (last,) = part.add(output([9, 9, 9], LENGTH, index=2, is_last=True))
+    assert part.is_over
+    assert last.usage.completion_tokens == 7
+
+
+async def test_late_tokens_of_an_ended_candidate_are_dropped():
+    part = completion(n=2, stop=["b"])
+    (stopped,) = part.add(output(script_of("ab")))
+    assert stopped.matched_stop.text == "b"
+    assert part.add(output(script_of("cd"))) == []
+    (last,) = part.add(output([9], LENGTH, index=1))
+    assert last.usage.completion_tokens == len(script_of("ab")) + 1
+
+
+async def test_candidates_that_have_not_ended_end_with_the_request():
+    part = completion(n=3)
+    part.add(output([9], LENGTH, index=1))
+    held = part.add(output([], ABORTED, is_last=True))
+    assert [(response.index, response.finish_reason) for response in held] == [
+        (0, ABORTED),
+        (2, ABORTED),
+    ]
+    assert [response.HasField("usage") for response in held] == [False, True]
+    # The one that ended before carried it: the rest end all the same.
+    part = completion(n=2)
+    part.add(output([9], LENGTH, index=0))
+    (rest,) = part.add(output([], ABORTED, index=0, is_last=True))
+    assert (rest.index, rest.finish_reason) == (1, ABORTED)
+
+
+async def test_scores_are_told_where_candidates_were_compared():
+    part = completion(n=1, best_of=2)
+    assert part.add(output([], timings=common_pb2.Timings(prefill_ms=2))) == []
+    (best,) = part.add(output([9], LENGTH, score=-0.5, is_last=True))
+    assert best.score == -0.5
+    assert best.timings.prefill_ms == 2
+    assert best.timings.first_token_ms == pytest.approx(best.timings.total_ms, rel=0.01)
+    (plain,) = completion().add(output([9], LENGTH, is_last=True))
+    assert not plain.HasField("score")

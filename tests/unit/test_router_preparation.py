@@ -14,7 +14,7 @@ from tests.support.running_router import tokenizer
 MODEL = ServedModel(
     model="m", namespace=b"n", block_size=4, vocab_size=1000, eos_token_ids=(), kv_connector=""
 )
-LIMITS = RequestLimits(vocab_size=1000, max_model_len=8, max_pool_tokens=16)
+LIMITS = RequestLimits(vocab_size=1000, max_model_len=8, max_pool_tokens=16, max_candidates=4)
 
 
 class Uncopied(Sequence):

@@ -1,0 +1,84 @@
+"""What a fake decode worker sends of one request's candidates, step by step."""
+
+from typing import Any
+
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+
+
+class FakeCandidates:
+    """One request's candidates on a decode worker."""
+
+    def __init__(self, worker: Any, start: decode_pb2.StartDecode) -> None:
+        self._worker = worker
+        self._request = start.request
+        self._is_first = True
+        self._ranked: list[decode_pb2.DecodeOutput] = []
+        self._begun = {given.index: list(given.output_token_ids) for given in start.candidates}
+        begins = range(num_candidates(start.request))
+        if start.first_beams:
+            self._begun = {index: [start.first_beams[index].token_id] for index in begins}
+        self.unfinished = {
+            index: len(self._begun.get(index, ()))
+            for index in (self._begun if start.candidates else begins)
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """What the candidate that is furthest has."""
+        return max(self.unfinished.values())
+
+    def advance(self) -> list[decode_pb2.DecodeOutput]:
+        """One step's outputs."""
+        for request_id, index in self._worker.finished_candidates:
+            if request_id == self._request.request_id:
+                self.unfinished.pop(index, None)
+        outputs = [self._advance(index) for index in list(self.unfinished)]
+        if is_ranked(self._request):
+            self._ranked += [output for output in outputs if output.finish_reason]
+            outputs = [] if self.unfinished else self._best()
+        if outputs:
+            outputs[-1].is_last = not self.unfinished
+        return outputs
+
+    def _advance(self, index: int) -> decode_pb2.DecodeOutput:
+        position = self.unfinished[index]
+        script = self._worker.script_of(index)
+        is_over = position and script[position - 1] in self._request.stop_token_ids
+        end = position if is_over else position + 1
+        output = decode_pb2.DecodeOutput(
+            request_id=self._request.request_id,
+            index=index,
+            token_ids=script[:end] if is_ranked(self._request) else script[position:end],
+            finish_reason=self._worker.finish_reason(self._request, end, index),
+        )
+        self.unfinished[index] = end
+        if output.finish_reason:
+            del self.unfinished[index]
+        if self._is_first:
+            self._is_first = False
+            output.cached_tokens = 2 * self._worker.info.block_size
+            output.timings.CopyFrom(common_pb2.Timings(queue_ms=10, prefill_ms=20, load_ms=30))
+        return output
+
+    def _best(self) -> list[decode_pb2.DecodeOutput]:
+        """The candidates with the highest numbers are the best."""
+        best = sorted(self._ranked, key=lambda output: -output.index)
+        best = best[: self._request.sampling.n]
+        for rank, output in enumerate(best):
+            output.index, output.score = rank, -0.5 - rank
+        return best
+
+
+def num_candidates(request: prefill_pb2.WorkerRequest) -> int:
+    sampling = request.sampling
+    return sampling.beam_search.beam_width or sampling.best_of or sampling.n or 1
+
+
+def is_ranked(request: prefill_pb2.WorkerRequest) -> bool:
+    has_beams = request.sampling.HasField("beam_search")
+    return has_beams or num_candidates(request) > (request.sampling.n or 1)
+
+
+def given_tokens(start: decode_pb2.StartDecode) -> dict[int, list[int]]:
+    """What a replica was told that each candidate has."""
+    return {given.index: list(given.output_token_ids) for given in start.candidates}
