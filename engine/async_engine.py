@@ -1,52 +1,40 @@
 """`AsyncEngine`: an engine in a thread of its own, behind asyncio.
 
-The event loop and the engine exchange plain messages: requests and aborts go
-down a queue, each step's outputs come back in one call. Handlers only await.
-No grpc here; torch is imported only when an engine is built.
+The event loop and the engine exchange plain messages (`engine.engine_thread`):
+requests and aborts go down a queue, each step's outputs come back in one call.
+Handlers only await. No grpc here; torch is imported only when an engine is built.
 """
 
 import asyncio
 import contextlib
 import logging
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import replace
 
-from baton.errors import (
-    BatonError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.engine_thread import (
+    Abort,
+    Add,
+    EngineThread,
+    FinishCandidate,
+    RecordKvEvents,
+    ReleaseHandoff,
+    ResetPrefixCache,
+)
+from engine.kv_event_feed import KvEventFeeds
+from engine.kv_events import KvEvent
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 
 __all__ = ["AsyncEngine"]
 
 OutputHandler = Callable[[RequestOutput], None]
 
-_LOAD_INTERVAL_S = 0.02
 _CLOSE_TIMEOUT_S = 10.0
+_MIN_WAITING_EVENTS = 1024
 
 _logger = logging.getLogger("baton.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class _Add:
-    request: EngineRequest
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_ids: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _ReleaseHandoff:
-    handoff_id: str
 
 
 class AsyncEngine:
@@ -69,17 +57,21 @@ class AsyncEngine:
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[str, OutputHandler] = {}
-        # Aborted requests whose last output is still to come, by id: a new
+        # Aborted requests of which the engine may still tell, by id: a new
         # request of the same id must not be given the old one's tokens.
         self._aborting: dict[str, int] = {}
-        self._commands: deque[_Add | _Abort | _ReleaseHandoff] = deque()
-        self._load = core.load()
+        self._resets: set[asyncio.Future[int]] = set()
         self._draining = False
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._failed: asyncio.Future[BaseException] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
+        self._thread = EngineThread(core, self._loop, self)
+        self._feeds = KvEventFeeds(
+            # A snapshot has at most one key per block.
+            2 * core.num_blocks + _MIN_WAITING_EVENTS,
+            lambda on: self._thread.put(RecordKvEvents(on)),
+        )
         self._thread.start()
 
     @classmethod
@@ -93,9 +85,10 @@ class AsyncEngine:
 
     def submit(self, request: EngineRequest, on_output: OutputHandler) -> None:
         """Admits a request. `on_output` is called on the event loop, once per
-        step that brings it something; all outputs of one step are delivered
-        within one loop callback. The last call has `finish_reason` set, and
-        always comes, unless `abort` is called first.
+        candidate and step that brings it something; all outputs of one step are
+        delivered within one loop callback. The last call has `is_last` set, and
+        always comes, unless `abort` is called first, or `finish_candidate` for
+        all candidates that had not ended.
 
         Raises:
             InvalidArgumentError: a token id or length the model cannot take,
@@ -105,7 +98,7 @@ class AsyncEngine:
                 than the pool can ever hold.
             UnavailableError: the engine drains or has died.
         """
-        if self._draining or self._closing or self._failed.done():
+        if self._draining or self._has_stopped:
             raise UnavailableError("this replica takes no new requests")
         if request.request_id in self._handlers:
             limit = "unique among running requests"
@@ -116,7 +109,7 @@ class AsyncEngine:
         self._core.check(request)
         self._handlers[request.request_id] = on_output
         self._idle.clear()
-        self._command(_Add(request))
+        self._thread.put(Add(request))
 
     @property
     def request_ids(self) -> Sequence[str]:
@@ -139,18 +132,46 @@ class AsyncEngine:
                 del self._handlers[request_id]
                 self._aborting[request_id] = self._aborting.get(request_id, 0) + 1
         if live:
-            self._command(_Abort(live))
-        if not self._handlers:
-            self._idle.set()
+            self._thread.put(Abort(live, acknowledge=not notify))
+        self._note_idle()
         return len(live)
+
+    def finish_candidate(self, request_id: str, index: int) -> None:
+        """Ends one candidate and frees what it alone holds. Unknown ones are fine.
+
+        Outputs for it that are under way may still come, and none after them.
+        Whoever ends a request's last candidate aborts the request.
+        """
+        if request_id in self._handlers:
+            self._thread.put(FinishCandidate(request_id, index))
 
     def release_handoff(self, handoff_id: str) -> None:
         """Drops what the connector kept for one handoff alone."""
-        self._command(_ReleaseHandoff(handoff_id))
+        self._thread.put(ReleaseHandoff(handoff_id))
+
+    async def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns how many blocks were cached.
+
+        Raises:
+            UnavailableError: the engine has stopped.
+        """
+        if self._has_stopped:
+            raise _stopped()
+        answer: asyncio.Future[int] = self._loop.create_future()
+        self._resets.add(answer)
+        self._thread.put(ResetPrefixCache(answer))
+        try:
+            return await answer
+        finally:
+            self._resets.discard(answer)
+
+    def kv_events(self) -> AsyncGenerator[Sequence[KvEvent], None]:
+        """What enters and leaves the prefix cache; see `KvEventFeeds.follow`."""
+        return self._feeds.follow()
 
     def load(self) -> EngineLoad:
         """How busy the engine is, as of a recent step."""
-        return replace(self._load, draining=self._draining)
+        return replace(self._thread.load, draining=self._draining)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests from now on and waits for the running ones.
@@ -174,29 +195,49 @@ class AsyncEngine:
         with `UnavailableError`. Idempotent.
         """
         self._closing = True
-        self._core.wake()
+        self._thread.stop()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
-        self._end_all(UnavailableError("the engine of this replica has stopped"))
+        self._end_all()
 
-    # On the event loop.
+    # What the engine's thread says (`EngineListener`).
 
-    def _command(self, command: _Add | _Abort | _ReleaseHandoff) -> None:
-        self._commands.append(command)
-        self._core.wake()
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        """Delivers outputs to their handlers."""
         for output in outputs:
-            is_last = output.finish_reason is not None
             if output.request_id in self._aborting:
-                if is_last:
-                    self._forget_aborted(output.request_id)
                 continue
-            take = self._handlers.pop if is_last else self._handlers.get
+            take = self._handlers.pop if output.is_last else self._handlers.get
             handler = take(output.request_id, None)
             if handler is not None:  # None: `close` has told it its end already
                 self._call(handler, output)
-        if not self._handlers:
-            self._idle.set()
+        self._note_idle()
+
+    def on_aborted(self, request_ids: Sequence[str]) -> None:
+        """The ids may be used again."""
+        for request_id in request_ids:
+            left = self._aborting.pop(request_id, 1) - 1
+            if left:
+                self._aborting[request_id] = left
+
+    def on_reset(self, reset: tuple["asyncio.Future[int]", int]) -> None:
+        """Answers whoever asked for it and still waits."""
+        answer, num_blocks = reset
+        if not answer.done():
+            answer.set_result(num_blocks)
+
+    def on_kv_events(self, events: Sequence[KvEvent]) -> None:
+        """Passes events on."""
+        self._feeds.deliver(events)
+
+    def on_failed(self, cause: BaseException) -> None:
+        """Ends what is left."""
+        if not self._failed.done():
+            self._failed.set_result(cause)
+        self._end_all()
+
+    @property
+    def _has_stopped(self) -> bool:
+        return self._closing or self._failed.done()
 
     def _call(self, handler: OutputHandler, output: RequestOutput) -> None:
         """One handler's bug must not cost its neighbours their outputs."""
@@ -205,63 +246,24 @@ class AsyncEngine:
         except Exception:
             _logger.exception("an output of %s was lost", output.request_id)
 
-    def _forget_aborted(self, request_id: str) -> None:
-        self._aborting[request_id] -= 1
-        if self._aborting[request_id] == 0:
-            del self._aborting[request_id]
+    def _note_idle(self) -> None:
+        if not self._handlers:
+            self._idle.set()
 
-    def _fail(self, cause: BaseException) -> None:
-        if not self._failed.done():
-            self._failed.set_result(cause)
-        self._end_all(UnavailableError("the engine of this replica has stopped"))
-
-    def _end_all(self, error: BatonError) -> None:
-        """Tells every request that is left; nothing comes from the engine any more."""
-        reason = FinishReason.ERROR
-        lost = list(self._handlers)
+    def _end_all(self) -> None:
+        """Tells everyone who waits; nothing comes from the engine any more."""
         self._aborting.clear()
-        self._deliver(
-            [RequestOutput(request_id=i, finish_reason=reason, error=error) for i in lost]
+        reason, error = FinishReason.ERROR, _stopped()
+        self.on_outputs(
+            [
+                RequestOutput(request_id=name, finish_reason=reason, is_last=True, error=error)
+                for name in self._handlers
+            ]
         )
+        for answer in self._resets:
+            if not answer.done():
+                answer.set_exception(error)
 
-    # On the engine's thread.
 
-    def _run(self) -> None:
-        try:
-            self._step_until_closed()
-        except BaseException as error:
-            _logger.exception("the engine loop died")
-            self._post(self._fail, error)
-        finally:
-            self._core.close()
-
-    def _step_until_closed(self) -> None:
-        next_load_at = 0.0
-        while not self._closing:
-            outputs: list[RequestOutput] = []
-            while self._commands:
-                outputs += self._obey(self._commands.popleft())
-            outputs += self._core.step()
-            if outputs:
-                self._post(self._deliver, outputs)
-            if self._core.is_stalled or time.monotonic() >= next_load_at:
-                self._load = self._core.load()
-                next_load_at = time.monotonic() + _LOAD_INTERVAL_S
-            self._core.wait()
-
-    def _obey(self, command: _Add | _Abort | _ReleaseHandoff) -> list[RequestOutput]:
-        match command:
-            case _Add(request):
-                self._core.add_request(request)
-            case _Abort(request_ids):
-                return self._core.abort(request_ids)
-            case _ReleaseHandoff(handoff_id):
-                self._core.release_handoff(handoff_id)
-        return []
-
-    def _post(self, handler: Callable[..., None], argument: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(handler, argument)
-        except RuntimeError:
-            # The event loop was closed first; nobody is left to tell.
-            self._closing = True
+def _stopped() -> UnavailableError:
+    return UnavailableError("the engine of this replica has stopped")

@@ -1,11 +1,14 @@
 """`EngineWorker`: an engine as a server sees it (`rpc.worker.Worker`)."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from baton.v1 import worker_pb2
 from baton.version import __version__
 from engine.async_engine import AsyncEngine
+from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_event_wire import kv_event_responses
 from engine.wire import client_request_id, load_to_proto
 from kvstore.handoff import connector_name
 
@@ -46,6 +49,17 @@ class EngineWorker:
         ]
         return self._engine.abort(live, notify=True)
 
+    async def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns how many blocks were cached."""
+        return await self._engine.reset_prefix_cache()
+
+    async def watch_kv_events(self) -> AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]:
+        """What is cached, then each change; to be closed by the caller."""
+        async with aclosing(self._engine.kv_events()) as batches:
+            async for events in batches:
+                for response in kv_event_responses(events):
+                    yield response
+
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests, waits for the running; returns how many remain."""
         return await self._engine.drain(timeout_s)
@@ -63,6 +77,7 @@ def _describe(
     engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType"
 ) -> worker_pb2.GetInfoResponse:
     config, info = engine.config, engine.info
+    spec = KvCacheSpec(info.layout.block_size, info.windows, config.max_chunk)
     return worker_pb2.GetInfoResponse(
         worker_id=uuid.uuid4().hex,
         role=role,
@@ -73,7 +88,8 @@ def _describe(
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_running,
         kv_connector=connector_name(config.kv_connector),
         version=__version__,
+        max_pool_tokens=spec.max_tokens(engine.num_blocks, info.max_model_len),
     )

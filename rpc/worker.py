@@ -1,7 +1,8 @@
 """`WorkerServicer`: WorkerService for whichever tier, over a `Worker`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from baton.errors import InvalidArgumentError
@@ -25,6 +26,12 @@ class Worker(Protocol):
 
     def abort(self, request_ids: Sequence[str]) -> int:
         """Ends requests with ABORTED; returns how many were running."""
+
+    async def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns how many blocks were cached."""
+
+    def watch_kv_events(self) -> AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]:
+        """What is cached, then each change, without end."""
 
     async def drain(self, timeout_s: float) -> int:
         """Refuses new requests, waits for the running; returns how many remain."""
@@ -89,8 +96,27 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._on_drain()
         return worker_pb2.DrainResponse(num_remaining=await self._worker.drain(timeout_ms / 1000))
 
+    async def ResetPrefixCache(  # noqa: N802 - gRPC's name
+        self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        """Forgets every cached prefix."""
+        num_blocks = await self._worker.reset_prefix_cache()
+        return worker_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
+    async def WatchKvEvents(  # noqa: N802 - gRPC's name
+        self, request: worker_pb2.WatchKvEventsRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchKvEventsResponse]:
+        """What enters and leaves the prefix cache, until `close`."""
+        closed = asyncio.create_task(self._closed.wait())
+        try:
+            async with aclosing(self._worker.watch_kv_events()) as responses:
+                while (response := await _next_unless(closed, responses)) is not None:
+                    yield response
+        finally:
+            closed.cancel()
+
     def close(self) -> None:
-        """Ends the WatchLoad streams."""
+        """Ends the streams that watch the worker."""
         self._closed.set()
 
     async def _closed_within(self, timeout_s: float) -> None:
@@ -99,6 +125,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 await self._closed.wait()
         except TimeoutError:
             pass
+
+
+async def _next_unless(
+    ended: "asyncio.Task[bool]", responses: AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]
+) -> worker_pb2.WatchKvEventsResponse | None:
+    """The next response; None if `ended` is done first."""
+    coming = asyncio.ensure_future(anext(responses))
+    try:
+        await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
+        return coming.result() if coming.done() else None
+    finally:
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
 
 
 def _watch_interval_ms(request: worker_pb2.WatchLoadRequest) -> int:

@@ -426,7 +426,9 @@ class KvEvent(google.protobuf.message.Message):
     REMOVED_FIELD_NUMBER: builtins.int
     CLEARED_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
-    """Grows with each event. A gap is followed by `cleared` and what is cached."""
+    """Grows with each event. A gap is followed by `cleared` and what is cached.
+    An event of very many keys comes in several of its number.
+    """
     @property
     def stored(self) -> Global___BlocksStored:
         """Blocks entered the cache."""
