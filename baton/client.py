@@ -41,7 +41,7 @@ def _baton_errors() -> Iterator[None]:
 
 def _check_finished(last_chunk: CompletionChunk | None) -> None:
     """A stream that ends early must not pass for a whole one."""
-    if last_chunk is None or last_chunk.finish_reason is None:
+    if last_chunk is None or last_chunk.usage is None:
         raise InternalError("the server ended the stream before the generation ended")
 
 
@@ -88,7 +88,8 @@ class Client:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[CompletionChunk, None, None]:
-        """Completes `prompt` and yields the pieces as they come.
+        """Completes `prompt` and yields the pieces as they come, those of several
+        candidates in any order.
 
         Leaving the loop early, or closing the generator, cancels the request.
         """
@@ -194,7 +195,8 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[CompletionChunk, None]:
-        """Completes `prompt` and yields the pieces as they come.
+        """Completes `prompt` and yields the pieces as they come, those of several
+        candidates in any order.
 
         Closing the generator (`contextlib.aclosing`), or cancelling the task
         that reads it, cancels the request.

@@ -3,6 +3,7 @@
 prompts -> token ids -> EngineCore steps -> TextStream per request -> results
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from baton.errors import InvalidArgumentError
+from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.offline_request import OfflineRequest
 from baton.results import Generation
 from baton.sampling_params import SamplingParams
@@ -27,6 +28,8 @@ __all__ = ["LLM"]
 Prompt = str | Sequence[int]
 
 _DEFAULT_PARAMS = SamplingParams()
+
+_logger = logging.getLogger("baton")
 
 
 class LLM:
@@ -57,6 +60,9 @@ class LLM:
     ) -> list[Generation]:
         """Completes the prompts together; the results are in their order.
 
+        A prompt that can never fit the KV pool gets one empty completion, whose
+        finish reason is "ignored", and a warning in the log.
+
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: for all prompts, or one per prompt.
@@ -65,11 +71,10 @@ class LLM:
         Raises:
             InvalidArgumentError: a prompt or a parameter that the model cannot
                 take, told before anything is computed.
-            ResourceExhaustedError: a request larger than the KV pool.
         """
         requests = self._make_requests(_as_list(prompts), params)
         for request in requests.values():
-            self._core.check(request.engine_request)
+            self._check(request)
         try:
             self._run(requests, use_tqdm)
         finally:
@@ -77,6 +82,10 @@ class LLM:
                 [name for name, request in requests.items() if not request.is_finished]
             )
         return [request.result() for request in requests.values()]
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns how many KV blocks were cached."""
+        return self._core.reset_prefix_cache()
 
     def close(self) -> None:
         """Closes the KV connector, if there is one. Idempotent."""
@@ -118,33 +127,47 @@ class LLM:
             tokenizer=self._tokenizer,
         )
 
+    def _check(self, request: OfflineRequest) -> None:
+        try:
+            self._core.check(request.engine_request)
+        except ResourceExhaustedError as error:
+            _ignore(request, error)
+
     def _run(self, requests: dict[str, OfflineRequest], use_tqdm: bool) -> None:
         """Steps the engine until every request is finished."""
-        for request in requests.values():
-            request.arrived_at = time.monotonic()
-            self._core.add_request(request.engine_request)
-        num_unfinished = len(requests)
-        with tqdm(total=num_unfinished, unit="prompt", disable=not use_tqdm) as progress:
-            while num_unfinished:
-                num_finished = self._take(self._core.step(), requests)
-                progress.update(num_finished)
-                num_unfinished -= num_finished
-                if num_unfinished:
+        unfinished = {name: r for name, r in requests.items() if not r.is_finished}
+        with tqdm(total=len(requests), unit="prompt", disable=not use_tqdm) as progress:
+            progress.update(len(requests) - len(unfinished))
+            for request in list(unfinished.values()):
+                request.arrived_at = time.monotonic()
+                self._take(self._core.add_request(request.engine_request), unfinished)
+            while unfinished:
+                num_before = len(unfinished)
+                self._take(self._core.step(), unfinished)
+                progress.update(num_before - len(unfinished))
+                if unfinished:
                     self._core.wait()
 
-    def _take(self, outputs: Iterable[RequestOutput], requests: dict[str, OfflineRequest]) -> int:
-        """Gives each output to its request; returns how many requests ended."""
-        num_finished = 0
+    def _take(
+        self, outputs: Iterable[RequestOutput], unfinished: dict[str, OfflineRequest]
+    ) -> None:
+        """Gives each output to its request; takes out those that ended."""
         for output in outputs:
-            request = requests[output.request_id]
-            request.take(output)
-            if not request.is_finished:
-                continue
-            num_finished += 1
-            # Without a finish reason, a stop text ended it, which the engine cannot see.
-            if output.finish_reason is None:
-                self._core.abort([output.request_id])
-        return num_finished
+            request = unfinished.get(output.request_id)
+            if request is None:
+                continue  # the rest of a step that held its end
+            is_stopped = request.take(output)
+            if request.is_finished:
+                del unfinished[output.request_id]
+                if not output.is_last:
+                    self._core.abort([output.request_id])
+            elif is_stopped:
+                self._core.finish_candidate(output.request_id, output.index)
+
+
+def _ignore(request: OfflineRequest, error: BatonError) -> None:
+    _logger.warning("%s is ignored: %s", request.engine_request.request_id, error.message)
+    request.ignore()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

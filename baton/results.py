@@ -41,9 +41,12 @@ class Completion:
         index: the candidate's number, from 0.
         text: the text of the tokens, cut before a matched stop text.
         token_ids: every generated token, the stopping one included.
-        finish_reason: "stop", "length" or "aborted".
+        finish_reason: "stop", "length" or "aborted"; offline also "ignored": the
+            prompt can never fit the KV pool.
         matched_stop: the stop text, or the id of the stop or end-of-sequence
             token, that ended it; None otherwise.
+        score: what candidates were compared by: beam search's score, or the
+            mean log-probability per token. None where they were not compared.
     """
 
     index: int
@@ -51,6 +54,7 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: str
     matched_stop: str | int | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Generation:
 
     Attributes:
         request_id: the request's name.
-        outputs: the candidates, by index.
+        outputs: the candidates, by index; the best first where they were compared.
         usage: token counts.
         timings: where the time went.
         prompt_token_ids: the prompt; None where it went to a server as text.
@@ -100,13 +104,14 @@ class CompletionChunk:
     Attributes:
         request_id: the request's name.
         index: the candidate's number, from 0.
-        text: text since the chunk before; lags behind `token_ids` while a
-            character or a stop text is incomplete.
-        token_ids: tokens since the chunk before.
-        finish_reason: set on the last chunk, as are `usage` and `timings`.
-        matched_stop: as in `Completion`; on the last chunk.
-        usage: token counts.
-        timings: where the time went.
+        text: text since the candidate's chunk before; lags behind `token_ids`
+            while a character or a stop text is incomplete.
+        token_ids: tokens since the candidate's chunk before.
+        finish_reason: set on the candidate's last chunk.
+        matched_stop: as in `Completion`; on the candidate's last chunk.
+        usage: token counts; on the last chunk of all.
+        timings: where the time went; on the last chunk of all.
+        score: as in `Completion`; on the candidate's last chunk.
     """
 
     request_id: str
@@ -117,6 +122,7 @@ class CompletionChunk:
     matched_stop: str | int | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

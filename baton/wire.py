@@ -17,6 +17,7 @@ from baton.results import (
     Usage,
 )
 from baton.sampling_params import SamplingParams
+from baton.sampling_wire import sampling_to_proto
 from baton.v1 import common_pb2, generation_pb2
 
 __all__ = ["RequestOptions", "build_request", "parse_chunk", "parse_generation", "parse_model"]
@@ -60,12 +61,7 @@ def build_request(
         request = generation_pb2.GenerateRequest(
             request_id=request_id,
             model=model,
-            sampling=common_pb2.SamplingParams(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                seed=params.seed,
-            ),
+            sampling=sampling_to_proto(params),
             stopping=common_pb2.StoppingParams(
                 max_tokens=params.max_tokens,
                 stop=params.stop,
@@ -105,6 +101,7 @@ def parse_generation(
                 token_ids=tuple(completion.token_ids),
                 finish_reason=_FINISH_REASONS.get(completion.finish_reason, "unknown"),
                 matched_stop=_parse_matched_stop(completion.matched_stop),
+                score=completion.score if completion.HasField("score") else None,
             )
             for completion in response.completions
         ),
@@ -116,14 +113,18 @@ def parse_generation(
 
 def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionChunk:
     """The public form of a piece of a stream."""
-    is_last = response.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+    is_finished = response.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+    is_last = response.HasField("usage")
     return CompletionChunk(
         request_id=response.request_id,
         index=response.index,
         text=response.text,
         token_ids=tuple(response.token_ids),
-        finish_reason=_FINISH_REASONS.get(response.finish_reason, "unknown") if is_last else None,
+        finish_reason=(
+            _FINISH_REASONS.get(response.finish_reason, "unknown") if is_finished else None
+        ),
         matched_stop=_parse_matched_stop(response.matched_stop),
+        score=response.score if response.HasField("score") else None,
         usage=_parse_usage(response.usage) if is_last else None,
         timings=_parse_timings(response.timings) if is_last else None,
     )

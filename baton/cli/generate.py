@@ -2,13 +2,14 @@
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 
 from baton.cli.sampling_args import add_sampling_args, sampling_params_from_args
 from baton.client import Client
 from baton.results import CompletionChunk
 
-__all__ = ["add_args", "format_summary", "main", "print_stream"]
+__all__ = ["add_args", "format_summary", "main", "print_candidates", "print_stream"]
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 
@@ -32,17 +33,41 @@ def main(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = sampling_params_from_args(args)
     with Client(args.address, model=args.model) as client:
-        print_stream(client.stream(prompt, params, timeout_s=args.timeout_s))
+        chunks = client.stream(prompt, params, timeout_s=args.timeout_s)
+        if params.n > 1:
+            print_candidates(chunks)
+        else:
+            print_stream(chunks)
     return 0
 
 
 def print_stream(chunks: Iterable[CompletionChunk]) -> None:
-    """Writes the text of a stream as it comes, then a line of figures to stderr."""
+    """Writes the text of a stream of one candidate as it comes, then a line of figures to
+    stderr.
+    """
     for chunk in chunks:
         print(chunk.text, end="", flush=True)
-        if chunk.finish_reason is not None:
+        if chunk.usage is not None:
             print(flush=True)
             print(format_summary(chunk), file=sys.stderr)
+
+
+def print_candidates(chunks: Iterable[CompletionChunk]) -> None:
+    """Writes each candidate of a stream when it has ended, under a line that names it, then a
+    line of figures to stderr.
+    """
+    texts: dict[int, str] = defaultdict(str)
+    for chunk in chunks:
+        texts[chunk.index] += chunk.text
+        if chunk.finish_reason is not None:
+            print(f"{_heading(chunk)}\n{texts.pop(chunk.index)}", flush=True)
+        if chunk.usage is not None:
+            print(format_summary(chunk), file=sys.stderr)
+
+
+def _heading(last: CompletionChunk) -> str:
+    score = "" if last.score is None else f", score {last.score:.4f}"
+    return f"--- candidate {last.index}: {last.finish_reason}{score}"
 
 
 def format_summary(last: CompletionChunk) -> str:
