@@ -52,6 +52,15 @@ def test_copies_read_before_they_write(dtype):
     assert torch.equal(bits(pool), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swapped_blocks_arrive_bit_for_bit(dtype):
+    pool, host = random_pool(dtype), random_pool(dtype, num_blocks=4)
+    expected = bits(host).clone()
+    expected[[3, 0, 1]] = bits(pool)[[8, 0, 8]]
+    kernels.swap_blocks(pool, host, [(8, 3), (0, 0), (8, 1)])
+    assert torch.equal(bits(host), expected)
+
+
 def test_no_copies_change_nothing():
     pool = random_pool(torch.float32)
     before = bits(pool).clone()

@@ -1,74 +1,116 @@
 """Scheduled batches as tensors, against a token-by-token reading of the contract."""
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import DrawParams, ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.runtime.batch_inputs import build_batch_inputs
+from engine.runtime.rows import Rows
+from tests.support.driven_requests import GREEDY
 
 _CPU = torch.device("cpu")
-_DRAW = DrawParams(0.0, 0, 1.0, 0)
+_NUM_ROWS = 8
+_MAX_LEN = 96
+
+
+def _chunk(row, token_ids, start=0, draws=(), num_top=0):
+    return ScheduledChunk(row, tuple(token_ids), start, draws, num_top)
+
+
+def _inputs(batch, rows, block_size=8):
+    decode_rows = np.array(batch.decode_rows, np.int64)
+    return build_batch_inputs(batch, rows, decode_rows, block_size, _CPU)
 
 
 @st.composite
-def _sequences(draw, block_size):
-    start = draw(st.integers(0, 40))
-    token_ids = tuple(draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=40)))
-    num_blocks = -(-(start + len(token_ids)) // block_size) + draw(st.integers(0, 3))
-    table = tuple(draw(st.permutations(range(100, 100 + num_blocks))))
-    return ScheduledSequence("r", token_ids, start, table, draw(st.sampled_from([None, _DRAW])))
+def _chunks(draw, row):
+    token_ids = draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=40))
+    asks = draw(st.sampled_from([{}, {"draws": (GREEDY,)}, {"num_top": 3}]))
+    return _chunk(row, token_ids, draw(st.integers(0, 40)), **asks)
 
 
-@given(st.data(), st.sampled_from([1, 8, 16]))
-def test_rows_follow_the_contract_token_by_token(data, block_size):
-    sequences = tuple(data.draw(st.lists(_sequences(block_size), min_size=1, max_size=5)))
-    inputs = build_batch_inputs(ScheduledBatch(1, sequences), block_size, _CPU)
-    rows = [
-        (token_id, position, sequence.block_table[position // block_size], position % block_size)
-        for sequence in sequences
-        for position, token_id in enumerate(sequence.token_ids, sequence.start_position)
+@st.composite
+def _batches(draw, rows):
+    """A batch over `rows`, which are given random tables, positions and last tokens."""
+    order = draw(st.permutations(range(_NUM_ROWS)))
+    num_chunks = draw(st.integers(0, 3))
+    num_decodes = draw(st.integers(0 if num_chunks else 1, 4))
+    noise = np.random.default_rng(draw(st.integers(0, 10**6)))
+    rows.positions[:] = noise.integers(0, _MAX_LEN - 1, _NUM_ROWS)
+    rows.last_tokens[:] = noise.integers(0, 10**6, _NUM_ROWS)
+    rows.tables[:] = noise.integers(0, 1000, rows.tables.shape)
+    return ScheduledBatch(
+        step=1,
+        chunks=tuple(draw(_chunks(row)) for row in order[:num_chunks]),
+        decode_rows=tuple(order[num_chunks : num_chunks + num_decodes]),
+    )
+
+
+@given(st.data(), st.sampled_from([1, 8, 16]), st.integers(1, 3))
+def test_tokens_follow_the_contract_one_by_one(data, block_size, num_groups):
+    rows = Rows(num_groups, _NUM_ROWS, -(-_MAX_LEN // block_size))
+    batch = data.draw(_batches(rows))
+    inputs = _inputs(batch, rows, block_size)
+    sequences = [(chunk.row, chunk.start_position, chunk.token_ids) for chunk in batch.chunks]
+    sequences += [
+        (row, int(rows.positions[row]), (int(rows.last_tokens[row]),)) for row in batch.decode_rows
     ]
-    assert inputs.token_ids.tolist() == [row[0] for row in rows]
-    assert inputs.positions.tolist() == [row[1] for row in rows]
-    slots = [block_id * block_size + offset for _, _, block_id, offset in rows]
-    assert inputs.meta.slot_mapping.tolist() == slots
-    _check_sequences(inputs, sequences, block_size)
+    tokens = [
+        (row, token_id, position)
+        for row, start, token_ids in sequences
+        for position, token_id in enumerate(token_ids, start)
+    ]
+    assert inputs.token_ids.tolist() == [token_id for _, token_id, _ in tokens]
+    assert inputs.positions.tolist() == [position for _, _, position in tokens]
+    for group, meta in enumerate(inputs.groups):
+        slots = [
+            rows.tables[group, row, position // block_size] * block_size + position % block_size
+            for row, _, position in tokens
+        ]
+        assert meta.slot_mapping.tolist() == slots
+        _check_sequences(meta, sequences, rows.tables[group], block_size)
+    ends = inputs.groups[0].query_starts.tolist()[1:]
+    asking = [index for index, chunk in enumerate(batch.chunks) if chunk.draws or chunk.num_top]
+    asking += range(len(batch.chunks), len(sequences))
+    assert inputs.logit_rows.tolist() == [ends[index] - 1 for index in asking]
 
 
-def _check_sequences(inputs, sequences, block_size):
-    meta = inputs.meta
+def _check_sequences(meta, sequences, tables, block_size):
     ends = meta.query_starts.tolist()
     assert ends[0] == 0
-    for index, sequence in enumerate(sequences):
-        context_len = sequence.start_position + sequence.num_tokens
+    for index, (row, start, token_ids) in enumerate(sequences):
+        context_len = start + len(token_ids)
         num_used = -(-context_len // block_size)
-        assert ends[index + 1] - ends[index] == sequence.num_tokens
+        assert ends[index + 1] - ends[index] == len(token_ids)
         assert meta.context_lens[index] == context_len
         table = meta.block_tables[index].tolist()
-        assert tuple(table[:num_used]) == sequence.block_table[:num_used]
-    assert meta.max_query_len == max(sequence.num_tokens for sequence in sequences)
+        assert table[:num_used] == tables[row, :num_used].tolist()
+    assert meta.max_query_len == max(len(token_ids) for _, _, token_ids in sequences)
     assert meta.max_context_len == int(meta.context_lens.max())
-    drawing = [index for index, sequence in enumerate(sequences) if sequence.draw is not None]
-    assert inputs.draw_rows.tolist() == [ends[index + 1] - 1 for index in drawing]
-    assert inputs.draw_positions == tuple(int(meta.context_lens[index]) for index in drawing)
-    assert len(inputs.draws) == len(drawing)
+    assert meta.block_tables.shape[1] == -(-meta.max_context_len // block_size)
 
 
-def test_tables_are_as_wide_as_the_longest_context_and_padded_with_zero():
-    sequences = (
-        ScheduledSequence("short", (1, 2), 0, (9,), None),
-        ScheduledSequence("long", (3,), 20, (7, 5, 6, 8), _DRAW),
-    )
-    meta = build_batch_inputs(ScheduledBatch(1, sequences), 8, _CPU).meta
-    assert meta.block_tables.tolist() == [[9, 0, 0], [7, 5, 6]]
+def test_table_updates_change_what_they_name_and_no_more():
+    rows = Rows(num_groups=2, num_rows=3, max_blocks=5)
+    rows.update_tables([TableUpdate(1, 0, 0, (7, 8, 9)), TableUpdate(1, 1, 2, (4,))])
+    rows.update_tables([TableUpdate(1, 0, 1, (5, 6, 3)), TableUpdate(0, 1, 0, ())])
+    assert rows.tables[0].tolist() == [[0] * 5, [7, 5, 6, 3, 0], [0] * 5]
+    assert rows.tables[1].tolist() == [[0] * 5, [0, 0, 4, 0, 0], [0] * 5]
 
 
 def test_element_types_are_those_the_kernels_take():
-    batch = ScheduledBatch(1, (ScheduledSequence("r", (1,), 0, (0,), None),))
-    inputs = build_batch_inputs(batch, 8, _CPU)
-    meta = inputs.meta
-    for tensor in (inputs.token_ids, inputs.positions, meta.slot_mapping, inputs.draw_rows):
-        assert tensor.dtype is torch.int64
-    for tensor in (meta.block_tables, meta.query_starts, meta.context_lens):
-        assert tensor.dtype is torch.int32
+    rows = Rows(num_groups=1, num_rows=2, max_blocks=4)
+    for batch in (
+        ScheduledBatch(1, (_chunk(0, [1, 2]),)),
+        ScheduledBatch(1, decode_rows=(1,)),
+        ScheduledBatch(1, (_chunk(0, [1, 2], draws=(GREEDY,)),), decode_rows=(1,)),
+    ):
+        inputs = _inputs(batch, rows)
+        (meta,) = inputs.groups
+        for tensor in (inputs.token_ids, inputs.positions, meta.slot_mapping, inputs.logit_rows):
+            assert tensor.dtype is torch.int64
+        for tensor in (meta.block_tables, meta.query_starts, meta.context_lens):
+            assert tensor.dtype is torch.int32
+            assert tensor.is_contiguous()

@@ -8,16 +8,26 @@ import torch
 
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.runtime.kv_pool import DeviceMemory, allocate_pool, decide_num_blocks, log_pool
+from engine.kv_cache_spec import KvCacheSpec
+from engine.runtime.kv_pool import (
+    DeviceMemory,
+    allocate_host_pool,
+    allocate_pool,
+    decide_num_blocks,
+    decide_num_host_blocks,
+    log_pool,
+)
 from kvstore.layout import KvLayout
 
 _LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=16, head_dim=4, dtype="float16")
+_SPEC = KvCacheSpec(block_size=16)
 _GIBIBYTE = 2**30
+_CPU = torch.device("cpu")
 
 
-def _decide(max_model_len=100, free_bytes=None, layout=_LAYOUT, **flags):
+def _decide(max_model_len=100, free_bytes=None, spec=_SPEC, **flags):
     config = EngineConfig(model="m", **flags)
-    return decide_num_blocks(config, layout, max_model_len, free_bytes)
+    return decide_num_blocks(config, _LAYOUT, spec, max_model_len, free_bytes)
 
 
 def test_the_override_wins_over_everything():
@@ -68,7 +78,7 @@ def test_a_pool_too_small_for_one_request_says_what_to_change(flags, size_flag):
 def test_a_pool_too_small_for_the_flag_names_the_flag():
     config = EngineConfig(model="m", num_gpu_blocks_override=6, max_model_len=100)
     with pytest.raises(ConfigurationError, match="--max-model-len is 100"):
-        decide_num_blocks(config, _LAYOUT, 100, None)
+        decide_num_blocks(config, _LAYOUT, _SPEC, 100, None)
 
 
 def test_a_pool_of_nothing_does_not_advise_a_length_of_zero():
@@ -92,11 +102,76 @@ def test_a_pool_beyond_memory_is_a_configuration_error():
         allocate_pool(2**50, _LAYOUT, torch.device("cpu"))
 
 
-def test_the_log_tells_blocks_tokens_and_concurrency(caplog):
+def test_windows_need_fewer_blocks():
+    spec = KvCacheSpec(block_size=16, windows=(None, 32, 32), max_chunk=16)
+    needed = spec.blocks_for(1000)
+    assert needed == 63 + 2 * 4
+    assert _decide(max_model_len=1000, spec=spec, num_gpu_blocks_override=needed) == needed
+    with pytest.raises(ConfigurationError, match=f"--num-gpu-blocks-override {needed} ") as caught:
+        _decide(max_model_len=1000, spec=spec, num_gpu_blocks_override=needed - 1)
+    assert "set --max-model-len 992" in caught.value.message
+    assert _decide(max_model_len=992, spec=spec, num_gpu_blocks_override=needed - 1) == needed - 1
+
+
+@pytest.mark.parametrize(
+    ("space", "device", "expected"),
+    [
+        (_LAYOUT.block_bytes * 5 - 1, "cpu", 4),
+        (_LAYOUT.block_bytes * 500, "cpu", 99),
+        (0, "cuda", 0),
+        (None, "cpu", 0),
+        (None, "cuda", 99),
+    ],
+)
+def test_the_host_pool_holds_what_swap_space_does_and_no_more_than_the_pool(
+    space, device, expected
+):
+    config = EngineConfig(model="m", swap_space=space)
+    assert decide_num_host_blocks(config, _LAYOUT, 99, torch.device(device)) == expected
+
+
+def test_the_host_pool_is_4_gib_beside_a_gpu():
+    config = EngineConfig(model="m")
+    num_blocks = decide_num_host_blocks(config, _LAYOUT, 10**9, torch.device("cuda"))
+    assert num_blocks == 4 * _GIBIBYTE // _LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("space", [None, 0, 100])
+def test_swapping_to_nowhere_is_refused_and_says_how_much_space_to_give(space):
+    config = EngineConfig(model="m", swap_space=space, preemption_mode="swap")
+    with pytest.raises(
+        ConfigurationError, match=r"--swap-space (\d+)MiB holds the whole"
+    ) as caught:
+        decide_num_host_blocks(config, _LAYOUT, 99, _CPU)
+    told = int(re.search(r"--swap-space (\d+)MiB", caught.value.message)[1])
+    config = EngineConfig(model="m", swap_space=told * 2**20, preemption_mode="swap")
+    assert decide_num_host_blocks(config, _LAYOUT, 99, _CPU) == 99
+
+
+def test_a_host_pool_beyond_memory_is_a_configuration_error():
+    with pytest.raises(ConfigurationError, match="--swap-space"):
+        allocate_host_pool(2**50, _LAYOUT, _CPU)
+
+
+def _logged(caplog, *args):
     with caplog.at_level(logging.INFO, logger="baton.engine"):
-        log_pool(10, _LAYOUT, 64)
-    assert "10 blocks of 16 tokens, 160 tokens" in caplog.text
-    assert "2.50 requests of 64 tokens" in caplog.text
+        log_pool(*args)
+    return caplog.text
+
+
+def test_the_log_tells_blocks_tokens_and_concurrency(caplog):
+    text = _logged(caplog, 10, 0, _LAYOUT, _SPEC, 64)
+    assert "10 blocks of 16 tokens, 160 tokens" in text
+    assert "maximum concurrency at 64 tokens per request: 2.50" in text
+    assert "host" not in text
+
+
+def test_the_log_tells_of_windows_and_the_host_pool(caplog):
+    spec = KvCacheSpec(block_size=16, windows=(None, 16), max_chunk=1)
+    text = _logged(caplog, 30, 7, _LAYOUT, spec, 160)
+    assert "30 blocks of 16 tokens, 240 tokens" in text
+    assert "maximum concurrency at 160 tokens per request: 2.50" in text
+    assert "host pool for swapped KV: 7 blocks" in text
 
 
 def test_memory_left_for_the_pool_is_the_share_less_all_else():

@@ -2,20 +2,35 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.batch import DrawParams
+from engine.batch import INVALID_TOKEN, DrawParams
 from engine.runtime import sampler
 from engine.runtime.philox import philox4x32
-from engine.runtime.sampler import draw_tokens
 
 _CHI_SQUARE_P = 1e-6
+_CPU = torch.device("cpu")
 
 
 def _draw_params(temperature=1.0, top_k=0, top_p=1.0, seed=0):
     return DrawParams(temperature, top_k, top_p, seed)
+
+
+def _prepare(draws, rows=None):
+    records = np.array([sampler.draw_record(draw) for draw in draws], sampler.DRAW_RECORD)
+    return sampler.prepare_draws(records, _CPU, rows)
+
+
+def _draw_tokens(logits, draws, positions, rows=None):
+    return sampler.sample(logits, _prepare(draws, rows), torch.tensor(positions)).tolist()
+
+
+def _noise(draws, positions, vocab_size):
+    (random,) = _prepare(draws).random
+    return sampler._gumbel_noise(random, torch.tensor(positions).unsqueeze(1), vocab_size)
 
 
 def _random_logits(rows, vocab, seed=0, scale=3.0):
@@ -25,7 +40,7 @@ def _random_logits(rows, vocab, seed=0, scale=3.0):
 def _counts(logits, draw, num_draws):
     """How often each token is drawn over `num_draws` positions: `[vocab]`."""
     rows = logits.expand(num_draws, -1)
-    tokens = draw_tokens(rows, [draw] * num_draws, range(num_draws))
+    tokens = _draw_tokens(rows, [draw] * num_draws, list(range(num_draws)))
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
 
 
@@ -58,7 +73,7 @@ def _warped(logits, draw):
 
 def test_greedy_takes_the_largest_and_of_ties_the_lowest():
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 1.0, 5.0], [-math.inf, -3.0, -3.0]])
-    assert draw_tokens(logits, [_draw_params(temperature=0.0)] * 3, [4, 4, 4]) == [1, 0, 1]
+    assert _draw_tokens(logits, [_draw_params(temperature=0.0)] * 3, [4, 4, 4]) == [1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -81,14 +96,14 @@ def test_draws_follow_the_warped_softmax(draw):
 def test_draws_of_many_seeds_at_one_position_follow_the_softmax():
     logits = _random_logits(1, 11, scale=1.0)
     draws = [_draw_params(seed=seed * 2**29) for seed in range(20_000)]
-    tokens = draw_tokens(logits.expand(len(draws), -1), draws, [7] * len(draws))
+    tokens = _draw_tokens(logits.expand(len(draws), -1), draws, [7] * len(draws))
     counts = torch.bincount(torch.tensor(tokens), minlength=11)
     _assert_follows(counts, logits.softmax(-1)[0])
 
 
 def test_draws_at_neighbouring_positions_are_independent():
     logits = torch.zeros(1, 3)
-    tokens = draw_tokens(logits.expand(9000, -1), [_draw_params(seed=8)] * 9000, range(9000))
+    tokens = _draw_tokens(logits.expand(9000, -1), [_draw_params(seed=8)] * 9000, list(range(9000)))
     pairs = torch.tensor(tokens[::2]) * 3 + torch.tensor(tokens[1::2])
     _assert_follows(torch.bincount(pairs, minlength=9), torch.full((9,), 1 / 9))
 
@@ -111,7 +126,7 @@ def test_tokens_that_tie_with_the_last_kept_are_kept():
 
 def _kept(logits, draws):
     """Which tokens the filters leave: `[rows, vocab]` bool."""
-    (chunk,) = sampler.prepare_draws(draws, [0] * len(draws), logits.device)
+    (chunk,) = _prepare(draws).random
     scaled = (logits - logits.amax(-1, keepdim=True)).double() / chunk.temperature
     return scaled >= sampler._thresholds(scaled, chunk)
 
@@ -133,29 +148,40 @@ def test_a_row_alone_and_in_any_batch_draws_the_same(vocab, monkeypatch):
     ]
     positions = [row * 1000 for row in range(24)]
     alone = [
-        draw_tokens(logits[row : row + 1].clone(), [draws[row]], [positions[row]])[0]
+        _draw_tokens(logits[row : row + 1].clone(), [draws[row]], [positions[row]])[0]
         for row in range(24)
     ]
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled = draw_tokens(
+    shuffled = _draw_tokens(
         logits[order], [draws[row] for row in order], [positions[row] for row in order]
     )
-    assert draw_tokens(logits, draws, positions) == alone
+    assert _draw_tokens(logits, draws, positions) == alone
     assert shuffled == [alone[row] for row in order]
+
+
+def test_draws_from_one_row_are_those_from_copies_of_it():
+    logits = _random_logits(3, 40)
+    draws = [_draw_params((0.0, 1.0, 0.8)[i % 3], (0, 5)[i % 2], seed=i) for i in range(9)]
+    rows, positions = [0, 0, 0, 2, 2, 1, 0, 1, 2], [7] * 9
+    expected = _draw_tokens(logits[rows], draws, positions)
+    assert _draw_tokens(logits, draws, positions, rows) == expected
+    logits[2] = math.nan
+    for index in (3, 4, 8):
+        expected[index] = INVALID_TOKEN
+    assert _draw_tokens(logits, draws, positions, rows) == expected
 
 
 def test_noise_is_bitwise_the_same_in_any_batch():
     draws = [_draw_params(seed=seed) for seed in (3, 2**40, 2**64 - 1)]
-    (batch,) = sampler.prepare_draws(draws, [5, 2**20, 0], torch.device("cpu"))
-    together = sampler._gumbel_noise(batch, 1001)
-    for row, part in enumerate(batch.split(1)):
-        assert torch.equal(sampler._gumbel_noise(part, 1001)[0], together[row])
+    positions = [5, 2**20, 0]
+    together = _noise(draws, positions, 1001)
+    for row, (draw, position) in enumerate(zip(draws, positions, strict=True)):
+        assert torch.equal(_noise([draw], [position], 1001)[0], together[row])
 
 
 def test_noise_is_that_of_the_documented_counter_and_lane():
     seed, position = 0x0123456789ABCDEF, 4321
-    (batch,) = sampler.prepare_draws([_draw_params(seed=seed)], [position], torch.device("cpu"))
-    noise = sampler._gumbel_noise(batch, 4003)[0]
+    noise = _noise([_draw_params(seed=seed)], [position], 4003)[0]
     key = (torch.tensor(seed % 2**32), torch.tensor(seed >> 32))
     for token_id in (0, 1, 2, 3, 4, 1030, 4002):
         counter = tuple(torch.tensor(word) for word in (token_id // 4, position, 0, 0))
@@ -165,18 +191,16 @@ def test_noise_is_that_of_the_documented_counter_and_lane():
 
 def test_noise_depends_on_seed_and_position_and_extends_with_the_vocabulary():
     draws = [_draw_params(seed=seed) for seed in (1, 1, 2, 1 + 2**32)]
-    (batch,) = sampler.prepare_draws(draws, [9, 10, 9, 9], torch.device("cpu"))
-    noise = sampler._gumbel_noise(batch, 4000)
+    noise = _noise(draws, [9, 10, 9, 9], 4000)
     assert noise.isfinite().all()
     assert len({tuple(row) for row in noise.tolist()}) == 4
-    assert torch.equal(sampler._gumbel_noise(batch, 17), noise[:, :17])
+    assert torch.equal(_noise(draws, [9, 10, 9, 9], 17), noise[:, :17])
 
 
 def test_extreme_words_give_finite_noise(monkeypatch):
     extremes = (torch.tensor([[0]]), torch.tensor([[2**32 - 1]])) * 2
     monkeypatch.setattr(sampler, "philox4x32", lambda _counter, _key: extremes)
-    (batch,) = sampler.prepare_draws([_draw_params()], [0], torch.device("cpu"))
-    noise = sampler._gumbel_noise(batch, 4)
+    noise = _noise([_draw_params()], [0], 4)
     assert noise.isfinite().all()
     assert noise[0, 0] < 0 < noise[0, 1]
 
@@ -185,7 +209,7 @@ def test_extreme_words_give_finite_noise(monkeypatch):
 def test_a_tiny_temperature_draws_the_largest(temperature):
     logits = torch.tensor([[-3e38, 1.0, 3e38, 2.0]])
     draws = [_draw_params(temperature, top_k, top_p) for top_k, top_p in ((0, 1.0), (3, 0.9))]
-    assert draw_tokens(logits.expand(2, -1), draws, [0, 0]) == [2, 2]
+    assert _draw_tokens(logits.expand(2, -1), draws, [0, 0]) == [2, 2]
 
 
 def test_minus_infinity_is_never_drawn():
@@ -197,11 +221,11 @@ def test_minus_infinity_is_never_drawn():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
-def test_a_bad_row_is_none_and_hurts_no_other(bad):
+def test_a_bad_row_is_invalid_and_hurts_no_other(bad):
     logits = _random_logits(6, 50)
     draws = [_draw_params(0.0), _draw_params(), _draw_params(top_k=5, top_p=0.5)] * 2
-    expected = draw_tokens(logits, draws, range(6))
+    expected = _draw_tokens(logits, draws, list(range(6)))
     logits[:3] = -math.inf
     if bad != "all -inf":
         logits[:3, 20] = bad
-    assert draw_tokens(logits, draws, range(6)) == [None] * 3 + expected[3:]
+    assert _draw_tokens(logits, draws, list(range(6))) == [INVALID_TOKEN] * 3 + expected[3:]
