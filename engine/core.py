@@ -114,8 +114,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is left to step for, transfers of finished requests included."""
-        return self.has_unfinished or self.scheduler.num_transfers > 0
+        """Whether anything is left to step for, transfers of finished requests and a step
+        in flight included.
+        """
+        is_in_flight = self._in_flight is not None
+        return self.has_unfinished or is_in_flight or self.scheduler.num_transfers > 0
 
     def check(self, request: EngineRequest) -> None:
         """Refuses a request that could never finish; see `engine.validation`. Thread-safe."""
@@ -156,13 +159,17 @@ class EngineCore:
         """
         return self.scheduler.kv.reset_prefix_cache()
 
-    def watch_kv_events(self, on: bool) -> None:
-        """Starts recording what the prefix cache stores and forgets, with a snapshot; or stops."""
+    def watch_kv_events(self, on: bool) -> tuple[KvEvent, ...]:
+        """Starts recording what the prefix cache stores and forgets, or stops.
+
+        Returns:
+            A snapshot of the cache, where recording starts, also if it did before.
+        """
         events = self.scheduler.kv.events
         if on:
-            events.start_recording()
-        else:
-            events.stop_recording()
+            return events.start_recording()
+        events.stop_recording()
+        return ()
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
         """What was recorded since the last call."""
