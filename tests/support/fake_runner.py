@@ -62,11 +62,18 @@ class FakeRow:
 
 @dataclass(slots=True)
 class _Work:
-    """One row's share of a step: tokens to run, from `start` on."""
+    """One row's share of a step: tokens to run, from `start` on.
 
+    What is broken follows a step that failed, as an overlapped step may: it runs
+    on whatever is in its row's own blocks, draws nothing of use, and must not
+    hurt others.
+    """
+
+    row_id: int
     row: FakeRow
     start: int
     token_ids: Prefix
+    is_broken: bool
     context: Prefix = field(default=())  # all tokens before `start`, as the cache has them
 
     @property
@@ -108,6 +115,10 @@ class FakeRunner:
         self._thread: ThreadPoolExecutor | None = None
         self._late: list[_LateFuture] = []
         self._decode_rows: tuple[int, ...] = ()
+        # Rows of the last batch if it raised; told apart from rows in new hands only
+        # where batches are submitted before the last one's result is seen.
+        self._broken_rows: set[int] = set()
+        self._overlaps = False
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         self.batches.append(batch)
@@ -117,21 +128,25 @@ class FakeRunner:
         self._move_blocks(batch)
         chunks = [self._start_chunk(chunk) for chunk in batch.chunks]
         decodes = [self._start_decode(row) for row in batch.decode_rows]
+        self._broken_rows = {work.row_id for work in (*chunks, *decodes)}
         fault, self.fault = (self.fault, None) if batch.num_tokens else (None, self.fault)
         self._raise_if(fault == "raise")
         self._run([*chunks, *decodes])
-        poisoned = (chunks + decodes)[0] if fault == "not finite" else None
+        self._broken_rows = set()
+        if fault == "not finite":
+            (chunks + decodes)[0].is_broken = True
         return StepOutput(
             step=batch.step,
             chunks=tuple(
-                self._chunk_output(chunk, work, is_poisoned=work is poisoned)
+                self._chunk_output(chunk, work)
                 for chunk, work in zip(batch.chunks, chunks, strict=True)
             ),
-            decoded=tuple(self._decode(work, is_poisoned=work is poisoned) for work in decodes),
+            decoded=tuple(self._decode(work) for work in decodes),
             decoded_logprobs=self._decoded_logprobs(decodes),
         )
 
     def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
+        self._overlaps = True
         if self._submits == "thread":
             self._thread = self._thread or ThreadPoolExecutor(1, "fake-runner")
             return self._thread.submit(self.execute, batch)
@@ -183,12 +198,14 @@ class FakeRunner:
         if len(chunk.draws) == 1:
             (row.draw,) = chunk.draws
             row.last_token = INVALID_TOKEN  # until the draw, which may never come
-        return _Work(row, chunk.start_position, chunk.token_ids)
+        is_broken = self._overlaps and chunk.row in self._broken_rows
+        return _Work(chunk.row, row, chunk.start_position, chunk.token_ids, is_broken)
 
     def _start_decode(self, row_id: int) -> _Work:
         row = self._row(row_id)
         self._check(row.last_token is not None, "a row decodes that has drawn nothing")
-        work = _Work(row, row.position, (row.last_token,))
+        is_broken = row.last_token == INVALID_TOKEN
+        work = _Work(row_id, row, row.position, (row.last_token,), is_broken)
         row.position += 1
         row.last_token = INVALID_TOKEN
         return work
@@ -214,12 +231,13 @@ class FakeRunner:
 
     def _run(self, works: Sequence[_Work]) -> None:
         """Reads all contexts, writes all tokens, and reads again what each row sees."""
-        for work in works:
+        sound = [work for work in works if not work.is_broken]
+        for work in sound:
             work.context = self._context(work)
         written: set[tuple[int, int]] = set()
         for work in works:
             self._write(work, written)
-        for work in works:
+        for work in sound:
             self._check_seen(work, work.sequence)
 
     def _context(self, work: _Work) -> Prefix:
@@ -243,11 +261,12 @@ class FakeRunner:
 
     def _write(self, work: _Work, written: set[tuple[int, int]]) -> None:
         for group in range(len(self.info.windows)):
-            for position in range(work.start, len(work.sequence)):
+            for position in range(work.start, work.start + len(work.token_ids)):
                 block, offset = self._place(work.row, group, position)
                 self._check((block, offset) not in written, "two sequences write one slot")
                 written.add((block, offset))
-                self.kv_pool[block][offset] = (group, work.sequence[: position + 1])
+                prefix = (INVALID_TOKEN,) if work.is_broken else work.sequence[: position + 1]
+                self.kv_pool[block][offset] = (group, prefix)
 
     def _read(self, row: FakeRow, group: int, position: int) -> Slot:
         block, offset = self._place(row, group, position)
@@ -267,13 +286,11 @@ class FakeRunner:
 
     # -- draws
 
-    def _chunk_output(
-        self, chunk: ScheduledChunk, work: _Work, *, is_poisoned: bool
-    ) -> ChunkOutput | None:
+    def _chunk_output(self, chunk: ScheduledChunk, work: _Work) -> ChunkOutput | None:
         if not chunk.needs_logits:
             return None
         vocab_size = self.info.vocab_size
-        if is_poisoned or INVALID_TOKEN in work.sequence:
+        if work.is_broken:
             num_tokens = min(chunk.num_top, vocab_size) or len(chunk.draws)
             logprobs = (math.nan,) * num_tokens if chunk.num_top or chunk.wants_logprobs else ()
             return ChunkOutput((INVALID_TOKEN,) * num_tokens, logprobs)
@@ -288,8 +305,8 @@ class FakeRunner:
             tokens, tuple(every[token] for token in tokens) if chunk.wants_logprobs else ()
         )
 
-    def _decode(self, work: _Work, *, is_poisoned: bool) -> int:
-        if not is_poisoned and INVALID_TOKEN not in work.sequence:
+    def _decode(self, work: _Work) -> int:
+        if not work.is_broken:
             work.row.last_token = next_token(work.sequence, work.row.draw, self.info.vocab_size)
         return work.row.last_token
 
