@@ -116,7 +116,7 @@ class ModelRunner:
         """Runs a dummy step before there is a pool.
 
         On a GPU it is the largest step the flags allow, to measure memory; on
-        CPU a small one, to warm up.
+        CPU a short prompt beside a single token, to warm up.
 
         Args:
             used_by_others: bytes in use on the GPU before the model was loaded.
@@ -125,7 +125,7 @@ class ModelRunner:
             Bytes left for the pool; None on CPU.
         """
         if self._device.type != "cuda":
-            self._run_dummy(_WARM_UP_TOKENS, self._config.max_running)
+            self._run_dummy(_WARM_UP_TOKENS, min(2, self._config.max_running))
             return None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
