@@ -112,7 +112,7 @@ class Outcomes:
                 outputs += self._take_last(sequence, token_id)
             elif sequence.is_streamed:
                 outputs.append(
-                    RequestOutput(sequence.group.request_id, sequence.index, (token_id,))
+                    RequestOutput(sequence.group.request.request_id, sequence.index, (token_id,))
                 )
 
     # Tokens.
