@@ -112,10 +112,10 @@ async def test_prefill_hands_over_and_decode_finishes_while_draining(tmp_path):
         stream = decode_pb2_grpc.DecodeServiceStub(decode_channel).Connect()
         start = decode_pb2.StartDecode(
             request=request,
-            output_token_ids=first.token_ids,
             handoff=first.handoff,
             timeout_ms=30_000,
         )
+        start.candidates.add(output_token_ids=first.token_ids)
         await stream.write(decode_pb2.ConnectRequest(start=start))
         outputs = [(await stream.read()).outputs[0]]
         assert outputs[0].cached_tokens == len(prompt)

@@ -10,7 +10,7 @@ from baton.errors import DeadlineExceededError, ResourceExhaustedError
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 from decode_service.router_session import RouterSession
 from decode_service.server import SERVICE_NAMES, add_services
-from engine.request import FinishReason, RequestOutput
+from engine.request import BeamSearchParams, CandidateProgress, FinishReason, RequestOutput
 from rpc.errors import from_worker_error
 from rpc.options import MAX_MESSAGE_BYTES
 from tests.support.fake_engine import FakeEngine, finished, tokens
@@ -19,23 +19,30 @@ from tests.support.rpc_servers import running_server, worker_request
 pytestmark = pytest.mark.timeout(60)
 
 
-def start(request_id, *, timeout_ms=20_000, output_token_ids=(), handoff=None, **changes):
+def start(request_id, *, timeout_ms=20_000, candidates=(), first_beams=(), handoff=None, **changes):
     return decode_pb2.ConnectRequest(
         start=decode_pb2.StartDecode(
             request=worker_request(request_id, **changes),
-            output_token_ids=output_token_ids,
+            candidates=candidates,
+            first_beams=first_beams,
             handoff=handoff,
             timeout_ms=timeout_ms,
         )
     )
 
 
-def cancel(request_id):
-    return decode_pb2.ConnectRequest(cancel=decode_pb2.CancelDecode(request_id=request_id))
+def cancel(request_id, index=None):
+    return decode_pb2.ConnectRequest(
+        cancel=decode_pb2.CancelDecode(request_id=request_id, index=index)
+    )
 
 
 def by_id(response):
     return {output.request_id: list(output.token_ids) for output in response.outputs}
+
+
+def by_candidate(response):
+    return {output.index: list(output.token_ids) for output in response.outputs}
 
 
 @pytest.fixture
@@ -87,13 +94,84 @@ async def test_start_reaches_the_engine_whole(stub, engine):
     )
     stream = stub.Connect()
     before = time.monotonic()
-    await stream.write(start("a", timeout_ms=5000, output_token_ids=[9], handoff=handoff))
+    given = decode_pb2.CandidateProgress(index=1, output_token_ids=[9, 8], logprob=-0.5)
+    sampling = common_pb2.SamplingParams(seed=1, n=2)
+    candidates = [decode_pb2.CandidateProgress(output_token_ids=[7]), given]
+    await stream.write(
+        start("a", timeout_ms=5000, candidates=candidates, handoff=handoff, sampling=sampling)
+    )
     await engine.until(lambda: "a" in engine.live)
     request = engine.live["a"]
-    assert request.output_token_ids == (9,)
+    assert request.progress == (CandidateProgress(0, (7,)), CandidateProgress(1, (9, 8), -0.5))
+    assert (request.num_candidates, request.num_returned) == (2, 2)
     assert request.handoff.handoff_id == "h"
     assert before + 5 <= request.deadline <= time.monotonic() + 5
     stream.cancel()
+
+
+async def test_beams_reach_the_engine(stub, engine):
+    stream = stub.Connect()
+    beam_search = common_pb2.BeamSearch(
+        beam_width=2, early_stopping=common_pb2.EARLY_STOPPING_NEVER
+    )
+    sampling = common_pb2.SamplingParams(seed=1, beam_search=beam_search)
+    first_beams = [decode_pb2.FirstBeam(token_id=7, logprob=-0.5)]
+    await stream.write(start("a", first_beams=first_beams, sampling=sampling))
+    await engine.until(lambda: "a" in engine.live)
+    request = engine.live["a"]
+    assert request.first_beams == ((7, -0.5),)
+    assert request.beam_search == BeamSearchParams(length_penalty=1.0, early_stopping="never")
+    assert (request.num_candidates, request.num_returned) == (2, 1)
+    stream.cancel()
+
+
+async def test_candidates_have_outputs_of_their_own(stub, engine):
+    stream = await connect(stub, engine, "a")
+    engine.emit(tokens("a", 1), tokens("a", 2, index=1))
+    engine.emit(finished("a", FinishReason.STOP, 3, is_last=False), tokens("a", 4, index=1))
+    response = await stream.read()
+    assert by_candidate(response) == {0: [1, 3], 1: [2, 4]}
+    reasons = [(output.finish_reason, output.is_last) for output in response.outputs]
+    assert reasons == [(common_pb2.FINISH_REASON_STOP, False), (0, False)]
+    last = RequestOutput(
+        request_id="a",
+        index=1,
+        finish_reason=FinishReason.LENGTH,
+        is_last=True,
+        score=-0.25,
+    )
+    engine.emit(last)
+    (output,) = (await stream.read()).outputs
+    assert (output.index, output.is_last, output.score) == (1, True, -0.25)
+    stream.cancel()
+
+
+async def test_a_candidate_is_finished_alone(stub, engine):
+    stream = await connect(stub, engine, "a", "b")
+    await stream.write(cancel("a", 0))
+    await stream.write(cancel("unknown", 1))
+    await stream.write(cancel("b"))
+    await engine.until(lambda: engine.aborted == ["b"])
+    assert engine.finished_candidates == [("a", 0)]
+    assert set(engine.live) == {"a"}
+    stream.cancel()
+
+
+async def test_the_end_of_a_request_is_told_after_its_other_candidates(engine):
+    commands = asyncio.Queue()
+    responses = RouterSession(engine).responses(iterate(commands))
+    reading = asyncio.create_task(anext(responses))
+    commands.put_nowait(start("a"))
+    await engine.until(lambda: "a" in engine.live)
+    engine.emit(tokens("a", 1), tokens("a", 2, index=1))
+    engine.emit(finished("a", FinishReason.LENGTH, 3, index=1, is_last=False))
+    engine.emit(finished("a", FinishReason.LENGTH, 4))
+    response = await reading
+    assert [(output.index, output.is_last) for output in response.outputs] == [
+        (1, False),
+        (0, True),
+    ]
+    await responses.aclose()
 
 
 async def test_two_steps_before_the_writer_runs_are_one_message(stub, engine):
@@ -168,7 +246,9 @@ async def test_the_engines_refusal_and_its_failures_are_typed(stub, engine):
     (refused,) = (await stream.read()).outputs
     assert isinstance(from_worker_error(refused.error), ResourceExhaustedError)
     error = DeadlineExceededError("too late")
-    engine.emit(RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, error=error))
+    engine.emit(
+        RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, is_last=True, error=error)
+    )
     (failed,) = (await stream.read()).outputs
     assert isinstance(from_worker_error(failed.error), DeadlineExceededError)
     stream.cancel()

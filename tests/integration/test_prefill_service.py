@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from engine.request import FinishReason, RequestOutput, StageTimings
 from kvstore.handoff import KvHandoff
 from prefill_service.server import SERVICE_NAMES, add_services
-from tests.support.fake_engine import FakeEngine, finished, tokens
+from tests.support.fake_engine import FakeEngine, finished
 from tests.support.rpc_servers import running_server, worker_request
 
 HANDOFF = KvHandoff(
@@ -64,6 +65,7 @@ async def test_the_last_output_carries_token_handoff_and_timings(stub, engine):
             request_id="r",
             token_ids=(42,),
             finish_reason=FinishReason.HANDOFF,
+            is_last=True,
             cached_tokens=2,
             timings=StageTimings(queue_ms=1.0, prefill_ms=2.0, transfer_ms=3.0),
             handoff=HANDOFF,
@@ -71,20 +73,29 @@ async def test_the_last_output_carries_token_handoff_and_timings(stub, engine):
     )
     response = await call
     assert list(response.token_ids) == [42]
-    assert response.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+    assert not response.candidates
     assert response.handoff.block_keys == [b"k" * 32]
     assert response.cached_tokens == 2
     assert (response.timings.queue_ms, response.timings.transfer_ms) == (1.0, 3.0)
 
 
-async def test_several_outputs_are_one_response(stub, engine):
-    call = prefill(stub)
-    await admitted(engine)
-    engine.emit(tokens("r", 42))
-    engine.emit(finished("r", FinishReason.HANDOFF))
+async def test_ranked_first_tokens_come_with_log_probabilities(stub, engine):
+    sampling = common_pb2.SamplingParams(seed=1, best_of=2)
+    call = prefill(stub, sampling=sampling)
+    assert (await admitted(engine)).num_candidates == 2
+    engine.emit(
+        RequestOutput(
+            request_id="r",
+            token_ids=(42, 43),
+            logprobs=(-0.5, -1.5),
+            finish_reason=FinishReason.HANDOFF,
+            is_last=True,
+        )
+    )
     response = await call
-    assert list(response.token_ids) == [42]
-    assert not response.HasField("handoff")
+    assert list(response.token_ids) == [42, 43]
+    assert list(response.logprobs) == [-0.5, -1.5]
+    assert not response.HasField("handoff")  # the connector could not take the blocks
 
 
 async def test_a_generation_that_is_over_says_so(stub, engine):
@@ -92,7 +103,22 @@ async def test_a_generation_that_is_over_says_so(stub, engine):
     await admitted(engine)
     engine.emit(finished("r", FinishReason.STOP, 2))
     response = await call
-    assert response.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert not response.token_ids
+    (candidate,) = response.candidates
+    assert list(candidate.token_ids) == [2]
+    assert candidate.finish_reason == common_pb2.FINISH_REASON_STOP
+
+
+async def test_candidates_that_are_over_come_one_by_one(stub, engine):
+    call = prefill(stub, sampling=common_pb2.SamplingParams(seed=1, n=2))
+    await admitted(engine)
+    first = finished("r", FinishReason.STOP, 2, is_last=False)
+    engine.emit(replace(first, score=-0.5, timings=StageTimings(queue_ms=1.0), cached_tokens=2))
+    engine.emit(finished("r", FinishReason.LENGTH, 3, index=1))
+    response = await call
+    assert [(c.index, list(c.token_ids)) for c in response.candidates] == [(0, [2]), (1, [3])]
+    assert [c.HasField("score") for c in response.candidates] == [True, False]
+    assert (response.cached_tokens, response.timings.queue_ms) == (2, 1.0)
 
 
 async def test_the_callers_deadline_is_the_engines(stub, engine):
@@ -126,7 +152,9 @@ async def test_a_failure_in_the_engine_keeps_its_status(stub, engine):
     call = prefill(stub)
     await admitted(engine)
     error = InternalError("the engine failed on this request")
-    engine.emit(RequestOutput(request_id="r", finish_reason=FinishReason.ERROR, error=error))
+    engine.emit(
+        RequestOutput(request_id="r", finish_reason=FinishReason.ERROR, is_last=True, error=error)
+    )
     assert await status_of(call) == (grpc.StatusCode.INTERNAL, error.message)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from baton.errors import UnavailableError
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.wire import engine_request
 from prefill_service.server import SERVICE_NAMES, add_services
 from rpc.channels import open_channel
@@ -22,11 +23,17 @@ async def engine():
 
 
 @pytest.fixture
-async def served(engine):
-    async with running_server(SERVICE_NAMES, lambda server: add_services(engine, server)) as (
-        server,
-        channel,
-    ):
+def tiers():
+    return []
+
+
+@pytest.fixture
+async def served(engine, tiers):
+    def start(server):
+        tiers.append(add_services(engine, server))
+        return tiers[0]
+
+    async with running_server(SERVICE_NAMES, start) as (server, channel):
         yield server, channel
 
 
@@ -40,6 +47,8 @@ async def test_info_and_load(worker, engine):
     assert info.role == worker_pb2.WORKER_ROLE_PREFILL
     assert (info.namespace, info.num_blocks, info.kv_connector) == (engine.namespace, 64, "memory")
     assert list(info.eos_token_ids) == [2]
+    # 64 blocks of 16 tokens hold more than the 512 that the model takes.
+    assert (info.max_pool_tokens, info.max_num_seqs) == (512, 64)
     assert info.worker_id
     engine.num_running = 3
     load = (await worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=10)).load
@@ -68,7 +77,7 @@ async def test_abort_ends_requests_with_a_reason(served, worker, engine):
         await engine.until(lambda: "r" in engine.live)
     answer = await worker.Abort(worker_pb2.AbortRequest(request_ids=["r", "unknown"]), timeout=10)
     assert answer.num_aborted == 1
-    assert (await call).finish_reason == 3  # ABORTED
+    assert [candidate.finish_reason for candidate in (await call).candidates] == [3]  # ABORTED
 
 
 @pytest.mark.parametrize(
@@ -106,6 +115,36 @@ async def test_drain_waits_and_turns_health_off(served, worker, engine):
     engine.abort(["r"], notify=True)
     assert (await waiting).num_remaining == 0
     await call
+
+
+async def test_the_prefix_cache_is_reset(worker, engine):
+    engine.num_cached_blocks = 7
+    answer = await worker.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=10)
+    assert (answer.num_blocks, engine.num_cached_blocks) == (7, 0)
+
+
+async def test_followers_of_the_prefix_cache_get_its_events(worker, engine):
+    async with asyncio.timeout(10):
+        watch = worker.WatchKvEvents(worker_pb2.WatchKvEventsRequest())
+        engine.events.put_nowait((CacheCleared(1), BlocksStored(2, (b"k",), None)))
+        cleared, stored = (await watch.read()).events
+        assert (cleared.sequence_number, cleared.WhichOneof("event")) == (1, "cleared")
+        assert (stored.sequence_number, list(stored.stored.keys)) == (2, [b"k"])
+        assert not stored.stored.HasField("parent")
+        engine.events.put_nowait((BlocksRemoved(3, (b"k",)),))
+        assert list((await watch.read()).events[0].removed.keys) == [b"k"]
+        watch.cancel()
+        await engine.until(lambda: engine.num_followers == 0)
+
+
+async def test_following_the_prefix_cache_ends_with_the_worker(served, worker, engine, tiers):
+    async with asyncio.timeout(10):
+        watch = worker.WatchKvEvents(worker_pb2.WatchKvEventsRequest())
+        engine.events.put_nowait((CacheCleared(1),))
+        await watch.read()
+        await tiers[0].drain(5)
+        assert await watch.read() is grpc.aio.EOF
+        assert engine.num_followers == 0
 
 
 class FlakyWorker(worker_pb2_grpc.WorkerServiceServicer):

@@ -56,7 +56,7 @@ class Collector:
     def __call__(self, output: RequestOutput) -> None:
         self.outputs.append(output)
         self.started.set()
-        if output.finish_reason is not None:
+        if output.is_last:
             self.ended.set()
 
     @property

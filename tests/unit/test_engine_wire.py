@@ -5,9 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError
-from baton.v1 import common_pb2
-from engine.request import FinishReason, RequestOutput, StageTimings
+from baton.sampling_params import SamplingParams
+from baton.sampling_wire import sampling_fields, sampling_to_proto
+from baton.v1 import common_pb2, decode_pb2
+from engine.request import (
+    BeamSearchParams,
+    CandidateProgress,
+    FinishReason,
+    RequestOutput,
+    StageTimings,
+)
 from engine.wire import (
+    add_output,
     check_namespace,
     engine_request,
     finish_reason_to_proto,
@@ -38,16 +47,68 @@ def test_every_field_reaches_the_engine():
         priority=-4,
         cache_salt="tenant",
     )
-    request = engine_request(message, deadline=7.0, output_token_ids=[1, 2], handoff=HANDOFF)
+    progress = [decode_pb2.CandidateProgress(output_token_ids=[1, 2], logprob=-1.5)]
+    request = engine_request(message, deadline=7.0, progress=progress, handoff=HANDOFF)
     assert request.request_id == "r"
     assert request.prompt_token_ids == (5, 6, 7)
-    assert request.output_token_ids == (1, 2)
+    assert request.progress == (CandidateProgress(0, (1, 2), -1.5),)
+    assert (request.num_candidates, request.num_returned, request.is_ranked) == (1, 1, False)
     draw = request.draw
     assert (draw.temperature, draw.top_k, draw.top_p, draw.seed) == (0.5, 3, 0.25, 2**64 - 1)
     assert request.max_tokens == 8
     assert request.stop_token_ids == frozenset((2, 9))
     assert (request.priority, request.cache_salt) == (-4, "tenant")
     assert (request.handoff, request.deadline) == (HANDOFF, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "num_candidates", "num_returned", "beams"),
+    [
+        ({"n": 3}, 3, 3, None),
+        ({"n": 2, "best_of": 4}, 4, 2, None),
+        ({"beam_search": {"beam_width": 4}}, 4, 1, BeamSearchParams(1.0, False)),
+        (
+            {"n": 2, "beam_search": {"beam_width": 2, "length_penalty": 0, "early_stopping": 1}},
+            2,
+            2,
+            BeamSearchParams(0.0, True),
+        ),
+        (
+            {"beam_search": {"beam_width": 2, "length_penalty": -1, "early_stopping": 2}},
+            2,
+            1,
+            BeamSearchParams(-1.0, "never"),
+        ),
+    ],
+)
+def test_candidates_and_beams_reach_the_engine(sampling, num_candidates, num_returned, beams):
+    message = worker_request("r", sampling=common_pb2.SamplingParams(seed=1, **sampling))
+    first_beams = [decode_pb2.FirstBeam(token_id=4, logprob=-2)]
+    request = engine_request(message, deadline=1.0, first_beams=first_beams)
+    assert (request.num_candidates, request.num_returned) == (num_candidates, num_returned)
+    assert request.beam_search == beams
+    assert request.first_beams == ((4, -2.0),)
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 4, width=32),
+        top_p=st.floats(0.125, 1, width=32),
+        seed=st.integers(0, 2**64 - 1) | st.none(),
+        n=st.integers(1, 4),
+        best_of=st.integers(4, 64) | st.none(),
+    )
+    | st.builds(
+        SamplingParams,
+        n=st.integers(1, 4),
+        beam_width=st.integers(4, 64),
+        length_penalty=st.floats(-3, 3),
+        early_stopping=st.sampled_from([False, True, "never"]),
+    )
+)
+def test_sampling_params_come_back_from_the_wire(params):
+    assert SamplingParams(**sampling_fields(sampling_to_proto(params))) == params
 
 
 def test_unset_sampling_fields_take_the_defaults_and_zeros_stay_zeros():
@@ -67,6 +128,9 @@ def test_unset_sampling_fields_take_the_defaults_and_zeros_stay_zeros():
         ({"sampling": common_pb2.SamplingParams(seed=1, temperature=float("nan"))}, "temperature"),
         ({"sampling": common_pb2.SamplingParams(seed=1, top_p=0.0)}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, n=65)}, "n is 65"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, n=2, best_of=1)}, "n is 2"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, beam_search={})}, "beam_width is 0"),
     ],
 )
 def test_bad_fields_are_named(changes, field):
@@ -107,11 +171,24 @@ def test_merging_keeps_every_token_in_order(steps):
             cached_tokens=16 if index == 0 else 0,
             timings=first if index == 0 else None,
             finish_reason=FinishReason.STOP if is_last else None,
+            is_last=is_last,
         )
-        merged = merge_outputs(merged, output)
+        merged = merge_outputs(merged, output) if merged else output
+    assert merged.is_last
     assert merged.token_ids == tuple(token for step in steps for token in step)
     assert (merged.cached_tokens, merged.timings) == (16, first)
     assert merged.finish_reason is FinishReason.STOP
+
+
+def test_outputs_wait_by_candidate_and_the_requests_last_stays_last():
+    pending = {}
+    for index, token_id, is_last in ((0, 1, False), (1, 2, False), (1, 3, False), (0, 4, True)):
+        output = RequestOutput(request_id="r", index=index, token_ids=(token_id,), is_last=is_last)
+        add_output(pending, output)
+    assert [(o.index, o.token_ids, o.is_last) for o in pending.values()] == [
+        (1, (2, 3), False),
+        (0, (1, 4), True),
+    ]
 
 
 def test_every_finish_reason_has_a_wire_form():
