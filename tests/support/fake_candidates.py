@@ -38,6 +38,7 @@ class FakeCandidates:
             outputs = [] if self.unfinished else self._best()
         if outputs:
             outputs[-1].is_last = not self.unfinished
+            self._tell_of_prompt(outputs[0])
         return outputs
 
     def _advance(self, index: int) -> decode_pb2.DecodeOutput:
@@ -54,11 +55,13 @@ class FakeCandidates:
         self.unfinished[index] = end
         if output.finish_reason:
             del self.unfinished[index]
+        return output
+
+    def _tell_of_prompt(self, output: decode_pb2.DecodeOutput) -> None:
         if self._is_first:
             self._is_first = False
             output.cached_tokens = 2 * self._worker.info.block_size
             output.timings.CopyFrom(common_pb2.Timings(queue_ms=10, prefill_ms=20, load_ms=30))
-        return output
 
     def _best(self) -> list[decode_pb2.DecodeOutput]:
         """The candidates with the highest numbers are the best."""

@@ -13,6 +13,8 @@ from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
     """Answers every prompt with "Hello, world"; some prompts make it misbehave.
 
+    Asked for n candidates, it streams as many, in turns; each has a score.
+
     "fail": RESOURCE_EXHAUSTED. "truncate": the stream ends early. "hang": the
     stream stays open after its first message; `cancelled` is set when the
     client leaves.
@@ -46,6 +48,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         self.requests.append(request)
         if request.text == "hang":
             context.add_callback(self.cancelled.set)
+        if request.sampling.n > 1:
+            yield from _candidates(request.sampling.n)
+            return
         yield generation_pb2.GenerateStreamResponse(request_id="r", token_ids=[5], text="Hello")
         if request.text == "hang":
             self.cancelled.wait(30)
@@ -81,6 +86,25 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
             eos_token_ids=[2],
             block_size=16,
             namespace="abc",
+        )
+
+
+def _candidates(n):
+    for index in range(n):
+        yield generation_pb2.GenerateStreamResponse(
+            request_id="r", index=index, token_ids=[5], text=f"Hello {index}"
+        )
+    for index in range(n):
+        last = index == n - 1
+        yield generation_pb2.GenerateStreamResponse(
+            request_id="r",
+            index=index,
+            token_ids=[6],
+            text="!",
+            finish_reason=common_pb2.FINISH_REASON_LENGTH,
+            score=-0.5 - index,
+            usage=_usage() if last else None,
+            timings=_timings() if last else None,
         )
 
 

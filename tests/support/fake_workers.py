@@ -294,6 +294,16 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             output.token_ids.extend(token_ids)
             self._outputs.put_nowait([output])
 
+    def abort_running(self) -> None:
+        """Ends every request as an operator's abort does."""
+        for request_id in list(self.running):
+            self._tasks.pop(request_id).cancel()
+            del self.running[request_id]
+            reason = common_pb2.FINISH_REASON_ABORTED
+            self._outputs.put_nowait(
+                [decode_pb2.DecodeOutput(request_id=request_id, finish_reason=reason, is_last=True)]
+            )
+
     def cancel_stream(self) -> None:
         """Ends the Connect stream with CANCELLED, as a stopping server may."""
         self._outputs.put_nowait(None)

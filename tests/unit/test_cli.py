@@ -6,6 +6,7 @@ import pytest
 
 import baton
 from baton.cli import main
+from baton.v1 import common_pb2
 from tests.support.fake_generation import running_fake_generation
 
 COMMANDS = {
@@ -13,7 +14,7 @@ COMMANDS = {
     "router": ("--prefill", "--decode", "--model", "--port"),
     "prefill": ("--kv-connector", "--block-size", "--max-num-batched-tokens", "--port"),
     "decode": ("--kv-connector", "--gpu-memory-utilization", "--max-num-seqs", "--port"),
-    "generate": ("--address", "--max-tokens", "--temperature", "--seed", "--stop"),
+    "generate": ("--address", "--max-tokens", "--temperature", "--seed", "--stop", "--beam-width"),
     "health": ("HOST:PORT", "--timeout-s"),
 }
 
@@ -60,6 +61,33 @@ def test_generate_streams_text_to_stdout_and_figures_to_stderr(capsys):
     assert "first token 20.0" in captured.err
     (request,) = server.requests
     assert (request.sampling.seed, list(request.stopping.stop)) == (5, ["x"])
+
+
+def test_generate_prints_each_candidate_under_its_name(capsys):
+    flags = ["--n", "2", "--best-of", "3"]
+    with running_fake_generation() as server:
+        assert main(["generate", "hi", "--address", server.address, *flags]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == (
+        "--- candidate 0: length, score -0.5000\nHello 0!\n"
+        "--- candidate 1: length, score -1.5000\nHello 1!\n"
+    )
+    assert captured.err.count("3 generated") == 1
+    sampling = server.requests[0].sampling
+    assert (sampling.n, sampling.best_of) == (2, 3)
+    assert not sampling.HasField("beam_search")
+
+
+def test_generate_searches_with_beams(capsys):
+    flags = ["--beam-width", "4", "--length-penalty", "0", "--early-stopping", "never"]
+    with running_fake_generation() as server:
+        assert main(["generate", "hi", "--address", server.address, *flags]) == 0
+    assert capsys.readouterr().out == "Hello, world\n"
+    beam_search = server.requests[0].sampling.beam_search
+    assert beam_search.beam_width == 4
+    assert beam_search.HasField("length_penalty")
+    assert beam_search.length_penalty == 0
+    assert beam_search.early_stopping == common_pb2.EARLY_STOPPING_NEVER
 
 
 def test_generate_reads_stdin(capsys, monkeypatch):
