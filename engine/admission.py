@@ -270,15 +270,15 @@ class Admission:
         match = self._kv.match_prefix(lead.keys.extend(lead.token_ids), num_tokens)
         num_cached = match.num_blocks * self._config.block_size
         num_loaded = self._transfers.num_loaded_tokens(group, num_loadable)
-        if num_loaded > num_cached:
-            match = match.before_load(self._kv.spec, num_loaded)
-        elif self._exceeds_partial(num_tokens - num_cached, plan):
-            return None
-        allocation = self._kv.can_admit(num_tokens, match, alone=alone)
+        if num_loaded <= num_cached:
+            num_loaded = 0
+            if self._exceeds_partial(num_tokens - num_cached, plan):
+                return None
+        allocation = self._kv.can_admit(num_tokens, match, num_loaded=num_loaded, alone=alone)
         if allocation is not Allocation.OK:
             return allocation
         _remove(self._waiting, group)
-        lead.table = self._kv.admit(num_tokens, match)
+        lead.table = self._kv.admit(num_tokens, match, num_loaded=num_loaded)
         lead.num_computed = lead.num_scheduled = num_cached
         self._take_seats(group)
         self._branches.seat(lead)

@@ -1,0 +1,136 @@
+"""What memory and scheduling do never changes a token: real models, greedy, float32, against
+`transformers`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+
+from engine.core import EngineCore
+from engine.request import EngineRequest
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
+
+NUM_TOKENS = 40
+LENGTHS = (1, 7, 16, 33, 50)
+TIGHT = {"max_model_len": 92}  # and as many blocks as one such request needs, and one more
+SWAP = {"preemption_mode": "swap", "swap_space": 2**26}
+FEATURES = {
+    "plain": {"enable_prefix_caching": False, "max_num_batched_tokens": 512},
+    "prefix caching": {"max_num_batched_tokens": 512},
+    "chunks": {"max_num_batched_tokens": 9},
+    "long prompts": {"long_prefill_token_threshold": 5, "max_num_partial_prefills": 3},
+    "recompute": {"preemption_mode": "recompute", **TIGHT},
+    "swap": {**SWAP, **TIGHT},
+    "overlap": {"async_scheduling": True},
+    "overlap, recompute": {"async_scheduling": True, "preemption_mode": "recompute", **TIGHT},
+    "overlap, swap": {"async_scheduling": True, **SWAP, **TIGHT},
+    "alone": {"max_num_seqs": 1},
+}
+VARIANTS = ("llama", "gpt2", "mistral_sliding", "qwen2_alternating", "qwen3_mostly_sliding")
+
+
+@contextmanager
+def _engine(variant: str, flags: dict[str, object]) -> Iterator[EngineCore]:
+    core = build_core(tiny_checkpoint(variant), "both", **{"block_size": 8, "num_gpu_blocks_override": 160, **flags})
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+@cache
+def _reference(variant: str, length: int) -> list[int]:
+    prompt = prompt_of(length, seed=length % 2)
+    return reference_greedy(tiny_checkpoint(variant), prompt, NUM_TOKENS)
+
+
+def _requests() -> list[EngineRequest]:
+    """Prompts some of which begin alike."""
+    return [
+        EngineRequest(
+            request_id=str(length),
+            prompt_token_ids=tuple(prompt_of(length, seed=length % 2)),
+            draw=GREEDY,
+            max_tokens=NUM_TOKENS,
+        )
+        for length in LENGTHS
+    ]
+
+
+def _flags_for(variant: str, feature: str) -> dict[str, object]:
+    flags = FEATURES[feature]
+    if "max_model_len" not in flags:
+        return flags
+    with _engine(variant, flags) as core:
+        spec = core.scheduler.kv.spec
+    return {**flags, "num_gpu_blocks_override": spec.blocks_for(92) + 1}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_features_change_no_token(variant: str, feature: str) -> None:
+    with _engine(variant, _flags_for(variant, feature)) as core:
+        for _ in range(2):  # the second time from the prefix cache, where there is one
+            outputs = run_all(core, _requests())
+            for length in LENGTHS:
+                assert tokens_of(outputs[str(length)]) == _reference(variant, length)
+        if "recompute" in feature or "swap" in feature:
+            assert core.load().num_preemptions > 0
+
+
+def test_swapping_really_copies_blocks() -> None:
+    with _engine("llama", _flags_for("llama", "swap")) as core:
+        num_swapped = 0
+        for request in _requests():
+            core.add_request(request)
+        while core.has_work:
+            core.step()
+            num_swapped = max(num_swapped, core.load().num_swapped_blocks)
+        assert num_swapped > 0
+
+
+@pytest.mark.parametrize("variant", ["mistral_sliding", "qwen3_mostly_sliding"])
+def test_blocks_behind_windows_are_released_and_prefixes_still_hit(variant: str) -> None:
+    """One long request at a time, in a pool that could not hold its KV without windows."""
+    num_prompt, num_tokens = 120, 100
+    prompt = prompt_of(num_prompt)
+    with _engine(variant, {"enable_prefix_caching": False}) as whole:
+        num_groups = len(whole.info.windows)
+        num_full = -(-(num_prompt + num_tokens) // 8) * num_groups
+    num_blocks = num_full * 3 // 4
+    flags = {"num_gpu_blocks_override": num_blocks, "max_model_len": 224}
+    with _engine(variant, flags) as core:
+        for turn in range(2):
+            request = EngineRequest(
+                request_id="long",
+                prompt_token_ids=tuple(prompt),
+                draw=GREEDY,
+                max_tokens=num_tokens,
+            )
+            outputs = run_all(core, [request])["long"]
+            expected = reference_greedy(tiny_checkpoint(variant), prompt, num_tokens)
+            assert tokens_of(outputs) == expected
+            if turn:
+                assert outputs[0].cached_tokens > 0
+
+
+def test_what_decode_computed_is_found_by_the_next_turn() -> None:
+    with _engine("llama", {}) as core:
+        prompt = prompt_of(20)
+        first = EngineRequest(
+            request_id="1", prompt_token_ids=tuple(prompt), draw=GREEDY, max_tokens=30
+        )
+        answer = tokens_of(run_all(core, [first])["1"])
+        question = prompt_of(10, seed=5)
+        prompt = [*prompt, *answer, *question]
+        second = EngineRequest(
+            request_id="2", prompt_token_ids=tuple(prompt), draw=GREEDY, max_tokens=8
+        )
+
+        outputs = run_all(core, [second])["2"]
+
+        assert outputs[0].cached_tokens == (20 + 30 - 1) // 8 * 8
+        assert tokens_of(outputs) == reference_greedy(tiny_checkpoint("llama"), prompt, 8)
