@@ -98,7 +98,8 @@ class Outcomes:
         This runs once per token: what most tokens need stands here, plain.
         """
         for sequence, logprob in zip(sequences, logprobs, strict=False):
-            sequence.logprob += logprob
+            if sequence.row >= 0:
+                sequence.logprob += logprob
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.row < 0:
                 continue  # ended or preempted while the step ran
