@@ -35,7 +35,7 @@ class KvEventFeeds:
         self._feeds.add(feed)
         try:
             while True:
-                if feed.is_behind:
+                if feed.take_fall():
                     self._record(True)
                 if events := await feed.read():
                     yield events
@@ -51,25 +51,27 @@ class KvEventFeeds:
 
 
 class _Feed:
-    """What waits for one follower.
-
-    Attributes:
-        is_behind: it waits for a snapshot, and events before that are nothing to it.
-    """
+    """What waits for one follower. While it is behind, all before a snapshot is nothing to it."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self._events: list[KvEvent] = []
         self._changed = asyncio.Event()
-        self.is_behind = True
+        self._is_behind = True
+        self._has_fallen = True
+
+    def take_fall(self) -> bool:
+        """Whether it has fallen behind since this was asked last: a snapshot is due."""
+        has_fallen, self._has_fallen = self._has_fallen, False
+        return has_fallen
 
     def put(self, events: Sequence[KvEvent]) -> None:
         """Adds events; too many, and the feed is behind."""
         for event in events:
             if isinstance(event, CacheCleared):
-                self._forget(is_behind=False)  # nothing before it counts any more
-            if not self.is_behind:
+                self._restart(is_behind=False)  # nothing before it counts any more
+            if not self._is_behind:
                 self._add(event)
 
     async def read(self) -> Sequence[KvEvent]:
@@ -83,13 +85,13 @@ class _Feed:
         self._events.append(event)
         self._num_waiting += _size_of(event)
         if self._num_waiting > self._max_waiting:
-            self._forget(is_behind=True)
+            self._restart(is_behind=True)
         self._changed.set()
 
-    def _forget(self, *, is_behind: bool) -> None:
+    def _restart(self, *, is_behind: bool) -> None:
         self._events.clear()
         self._num_waiting = 0
-        self.is_behind = is_behind
+        self._is_behind = self._has_fallen = is_behind
 
 
 def _size_of(event: KvEvent) -> int:

@@ -14,6 +14,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.results import CompletionChunk, Timings, Usage
+from baton.v1 import common_pb2
 from tests.support.fake_generation import running_fake_generation
 
 USAGE = Usage(prompt_tokens=4, cached_tokens=2, completion_tokens=3)
@@ -95,6 +96,40 @@ def test_stream_yields_the_pieces(server):
 async def test_async_stream_yields_the_pieces(server):
     async with AsyncClient(server.address) as client:
         assert [chunk async for chunk in client.stream("hi")] == CHUNKS
+
+
+def test_candidates_and_beams_are_asked_for(server):
+    with Client(server.address) as client:
+        client.generate("hi", SamplingParams(n=2, best_of=3))
+        client.generate("hi", SamplingParams(beam_width=4, length_penalty=0, early_stopping=True))
+    drawn, searched = (request.sampling for request in server.requests)
+    assert (drawn.n, drawn.best_of, drawn.HasField("beam_search")) == (2, 3, False)
+    assert not searched.HasField("best_of")
+    assert searched.beam_search == common_pb2.BeamSearch(
+        beam_width=4,
+        length_penalty=0,
+        early_stopping=common_pb2.EARLY_STOPPING_FIRST_FINISHED,
+    )
+
+
+def test_a_stream_of_candidates_ends_with_the_last_one(server):
+    with Client(server.address) as client:
+        chunks = list(client.stream("hi", SamplingParams(n=2)))
+    assert [(chunk.index, chunk.text) for chunk in chunks] == [
+        (0, "Hello 0"),
+        (1, "Hello 1"),
+        (0, "!"),
+        (1, "!"),
+    ]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, "length", "length"]
+    assert [chunk.score for chunk in chunks] == [None, None, -0.5, -1.5]
+    assert [chunk.usage for chunk in chunks] == [None, None, None, USAGE]
+    assert [chunk.timings for chunk in chunks] == [None, None, None, TIMINGS]
+
+
+def test_a_stream_that_lacks_a_candidates_end_is_an_error(server):
+    with Client(server.address) as client, pytest.raises(InternalError, match="before"):
+        list(client.stream("truncate", SamplingParams(n=2)))
 
 
 def test_leaving_a_stream_cancels_the_request(server):

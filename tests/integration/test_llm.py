@@ -1,10 +1,20 @@
 """The offline `LLM` on tiny checkpoints: prompts, results, stops, errors."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from baton import LLM, SamplingParams
 from baton.errors import ConfigurationError, InvalidArgumentError
-from tests.support.checkpoints import EOS_TOKEN_ID, prompt_of, reference_greedy, tiny_checkpoint
+from engine.request import candidate_seed
+from tests.support.checkpoints import (
+    EOS_TOKEN_ID,
+    prompt_of,
+    reference_greedy,
+    reference_model,
+    tiny_checkpoint,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NUM_BLOCKS = 24
@@ -105,6 +115,99 @@ def test_a_stop_token_ends_the_generation(llm):
     (result,) = llm.generate([prompt], params, use_tqdm=False)
     assert result.token_ids == whole.token_ids[: index + 1]
     assert (result.finish_reason, result.matched_stop) == ("stop", stop)
+
+
+def test_each_candidate_draws_with_a_seed_of_its_own(llm):
+    params = SamplingParams(temperature=1.5, seed=7, max_tokens=20, ignore_eos=True)
+    (several,) = llm.generate("abc", replace(params, n=3), use_tqdm=False)
+    assert [completion.index for completion in several.outputs] == [0, 1, 2]
+    for index, completion in enumerate(several.outputs):
+        alone = replace(params, seed=candidate_seed(7, index))
+        assert completion.token_ids == llm.generate("abc", alone, use_tqdm=False)[0].token_ids
+        assert completion.score is None
+    assert several.usage.completion_tokens == 60
+    (again,) = llm.generate("abc", replace(params, n=3), use_tqdm=False)
+    assert again.outputs == several.outputs
+
+
+def test_the_best_candidates_come_first(llm):
+    params = SamplingParams(temperature=1.5, seed=7, max_tokens=20, ignore_eos=True, n=4)
+    (drawn,) = llm.generate("abc", params, use_tqdm=False)
+    (best,) = llm.generate("abc", replace(params, n=2, best_of=4), use_tqdm=False)
+    scores = [completion.score for completion in best.outputs]
+    assert scores == sorted(scores, reverse=True)
+    assert [completion.index for completion in best.outputs] == [0, 1]
+    drawn_token_ids = [completion.token_ids for completion in drawn.outputs]
+    assert all(completion.token_ids in drawn_token_ids for completion in best.outputs)
+
+
+def test_beams_find_what_transformers_finds(llm, path):
+    params = SamplingParams(max_tokens=8, beam_width=4, n=2, ignore_eos=True)
+    prompt = prompt_of(20, seed=3)
+    (result,) = llm.generate([prompt], params, use_tqdm=False)
+    expected, scores = reference_beams(path, prompt, num_beams=4, num_returned=2, max_tokens=8)
+    assert [list(completion.token_ids) for completion in result.outputs] == expected
+    assert [completion.score for completion in result.outputs] == pytest.approx(scores, abs=1e-4)
+
+
+def reference_beams(path, prompt, *, num_beams, num_returned, max_tokens):
+    output = reference_model(path).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=num_beams,
+        num_return_sequences=num_returned,
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    sequences = [row[len(prompt) :].tolist() for row in output.sequences]
+    return sequences, output.sequences_scores.tolist()
+
+
+def test_a_stop_text_ends_its_candidate_alone(llm):
+    params = SamplingParams(temperature=1.5, seed=11, max_tokens=24, ignore_eos=True, n=3)
+    (whole,) = llm.generate("abc", params, use_tqdm=False)
+    stop = next(
+        character
+        for character in whole.outputs[1].text[2:12]
+        if character.isascii() and not any(character in o.text for o in whole.outputs[::2])
+    )
+    (stopped,) = llm.generate("abc", replace(params, stop=[stop]), use_tqdm=False)
+    assert [o.finish_reason for o in stopped.outputs] == ["length", "stop", "length"]
+    assert stopped.outputs[1].matched_stop == stop
+    assert whole.outputs[1].text.startswith(stopped.outputs[1].text + stop)
+    assert [stopped.outputs[i] for i in (0, 2)] == [whole.outputs[i] for i in (0, 2)]
+
+
+def test_what_never_fits_is_ignored_and_the_rest_runs(llm, caplog):
+    params = [GREEDY, replace(GREEDY, n=4, max_tokens=100, temperature=1), GREEDY]
+    before, ignored, after = llm.generate(["a", "b" * 60, "c"], params, use_tqdm=False)
+    assert (before.finish_reason, after.finish_reason) == ("length", "length")
+    (completion,) = ignored.outputs
+    assert (completion.finish_reason, completion.text) == ("ignored", "")
+    assert (completion.token_ids, completion.matched_stop) == ((), None)
+    assert ignored.usage.prompt_tokens == 60
+    assert ignored.timings.total_ms == 0
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "KV blocks" in record.getMessage()
+
+
+def test_a_bad_field_is_told_though_another_prompt_never_fits(llm):
+    params = [replace(GREEDY, n=4, max_tokens=100), replace(GREEDY, n=5)]
+    with pytest.raises(InvalidArgumentError, match="number of candidates is 5"):
+        llm.generate(["b" * 60, "a"], params, use_tqdm=False)
+
+
+def test_the_prefix_cache_is_forgotten_on_request(llm):
+    prompt = prompt_of(40, seed=98)
+    llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert llm.reset_prefix_cache() >= 2
+    (again,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert again.usage.cached_tokens == 0
 
 
 def test_a_repeated_prefix_is_not_computed_again(llm):

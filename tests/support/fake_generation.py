@@ -15,7 +15,8 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
 
     Asked for n candidates, it streams as many, in turns; each has a score.
 
-    "fail": RESOURCE_EXHAUSTED. "truncate": the stream ends early. "hang": the
+    "fail": RESOURCE_EXHAUSTED. "truncate": the stream ends early; with several
+    candidates, once all but the last have ended. "hang": the
     stream stays open after its first message; `cancelled` is set when the
     client leaves.
     """
@@ -49,7 +50,8 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         if request.text == "hang":
             context.add_callback(self.cancelled.set)
         if request.sampling.n > 1:
-            yield from _candidates(request.sampling.n)
+            is_whole = request.text != "truncate"
+            yield from list(_candidates(request.sampling.n))[: None if is_whole else -1]
             return
         yield generation_pb2.GenerateStreamResponse(request_id="r", token_ids=[5], text="Hello")
         if request.text == "hang":

@@ -1,0 +1,101 @@
+"""What an engine refuses before it queues a request."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from engine.batch import DrawParams
+from engine.request import BeamSearchParams, CandidateProgress, EngineRequest
+from engine.validation import check_request, num_blocks_needed
+from tests.support.fake_runner import fake_config, fake_info
+
+INFO = fake_info(block_size=4, max_model_len=64)
+REQUEST = EngineRequest(
+    request_id="r",
+    prompt_token_ids=(0, 1) * 5,
+    draw=DrawParams(1.0, 0, 1.0, 0),
+    max_tokens=7,
+)
+BEAMS = {"num_candidates": 2, "beam_search": BeamSearchParams()}
+
+
+def check(request=REQUEST, *, num_blocks=100, **config):
+    check_request(
+        request, config=fake_config(**config), info=INFO, num_blocks=num_blocks, namespace=b"n"
+    )
+
+
+def progress(*candidates):
+    return tuple(CandidateProgress(index, tuple(tokens)) for index, tokens in candidates)
+
+
+def test_candidates_are_as_many_as_run_at_once():
+    several = replace(REQUEST, num_candidates=4, num_returned=4)
+    check(several)
+    with pytest.raises(InvalidArgumentError, match=r"number of candidates is 4; .* at most 3"):
+        check(several, max_num_seqs=3)
+    with pytest.raises(InvalidArgumentError, match="at most 2"):
+        check(several, max_num_batched_tokens=2)
+    for num_returned in (0, 5):
+        with pytest.raises(InvalidArgumentError, match="candidates returned"):
+            check(replace(several, num_returned=num_returned))
+
+
+def test_candidates_share_the_prompts_full_blocks():
+    # 10 + 7 - 1 tokens are 4 blocks, of which 2 are the prompt's alone.
+    for num_candidates, needed in ((1, 4), (2, 6), (4, 10)):
+        request = replace(REQUEST, num_candidates=num_candidates, num_returned=num_candidates)
+        assert num_blocks_needed(request, fake_config(), INFO) == needed
+        check(request, num_blocks=needed)
+        with pytest.raises(ResourceExhaustedError, match=f"needs {needed} KV blocks"):
+            check(request, num_blocks=needed - 1)
+
+
+def test_prefill_needs_the_prompt_alone():
+    request = replace(REQUEST, num_candidates=4, num_returned=4)
+    prefill = {"role": "prefill", "kv_connector": "memory://x"}
+    assert num_blocks_needed(request, fake_config(**prefill), INFO) == 3
+    check(request, num_blocks=3, **prefill)
+    with pytest.raises(ResourceExhaustedError, match="for 10 tokens; the pool has 2"):
+        check(request, num_blocks=2, **prefill)
+
+
+def test_windows_make_long_requests_small():
+    info = replace(INFO, windows=(4,))
+    request = replace(REQUEST, prompt_token_ids=(0,) * 40)
+    config = fake_config(max_num_batched_tokens=4)
+    assert num_blocks_needed(request, config, info) < num_blocks_needed(request, config, INFO)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"progress": progress((1, [0]))}, "candidates.index is 1; it must be below 1"),
+        (
+            {"num_candidates": 2, "progress": progress((1, [0]), (1, [0]))},
+            "candidates.index is 1; .* unique",
+        ),
+        ({"progress": progress((0, []))}, "output_token_ids is empty"),
+        ({"progress": progress((0, [2]))}, r"output_token_ids is 2; .* in \[0, 2\)"),
+        ({"progress": progress((0, [0] * 7))}, "max_tokens is 7; .* above the 7 tokens"),
+        ({"progress": (CandidateProgress(0, (1,), math.nan),)}, "logprob is nan"),
+        ({"max_tokens": 60, "progress": progress((0, [0] * 54))}, "prompt tokens is 64"),
+        ({**BEAMS, "progress": progress((0, [0]))}, "candidates is set together with beam"),
+        ({"first_beams": ((0, -1.0),)}, "first_beams is set without beam_search"),
+        ({**BEAMS, "first_beams": ((0, -1.0), (0, -2.0))}, "a token twice"),
+        ({**BEAMS, "first_beams": ((2, -1.0),)}, "first_beams is 2"),
+        ({**BEAMS, "first_beams": ((1, math.nan),)}, "logprob is nan"),
+        ({**BEAMS, "first_beams": ((1, -1.0),), "max_tokens": 1}, "above the 1 tokens"),
+    ],
+)
+def test_what_another_replica_cannot_have_generated_is_refused(fields, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        check(replace(REQUEST, **fields))
+
+
+def test_what_another_replica_may_have_generated_is_taken():
+    check(replace(REQUEST, progress=progress((0, [0] * 6))))
+    check(replace(REQUEST, num_candidates=4, num_returned=4, progress=progress((3, [0]), (1, [1]))))
+    check(replace(REQUEST, **BEAMS, first_beams=((1, -1.0), (0, -2.0))))
