@@ -3,7 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 
 import pytest
 
@@ -17,6 +18,7 @@ from baton.errors import (
 from engine.async_engine import AsyncEngine
 from engine.batch import DrawParams, ScheduledBatch, StepOutput
 from engine.core import EngineCore
+from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
 
@@ -248,3 +250,100 @@ async def test_a_dead_engine_tells_every_request_and_refuses_more(
     assert error.message == "the engine of this replica has stopped"
     with pytest.raises(UnavailableError):
         engine.submit(make_request("b"), Collector())
+
+
+async def test_candidates_come_apart_and_end_apart(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    collector = Collector()
+    runner.free()
+    engine.submit(make_request("a", num_candidates=2, num_returned=2), collector)
+    await asyncio.wait_for(collector.ended.wait(), 10)
+
+    for index in range(2):
+        mine = [output for output in collector.outputs if output.index == index]
+        assert [token for output in mine for token in output.token_ids] == expected_tokens(
+            PROMPT, 6
+        )
+        assert mine[-1].finish_reason is FinishReason.LENGTH
+    assert [output.is_last for output in collector.outputs].count(True) == 1
+
+
+async def test_a_candidate_that_is_finished_gets_no_more(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    collector = Collector()
+    engine.submit(make_request("a", num_candidates=2, num_returned=2), collector)
+    runner.gate.release()
+    await asyncio.wait_for(collector.started.wait(), 10)
+
+    engine.finish_candidate("a", 0)
+    engine.finish_candidate("unknown", 0)
+    runner.free()
+    await asyncio.wait_for(collector.ended.wait(), 10)
+
+    finished = [output for output in collector.outputs if output.index == 0]
+    # The step that was under way may still have brought a token.
+    assert sum(len(output.token_ids) for output in finished) <= 2
+    assert all(output.finish_reason is None for output in finished)
+    assert [t for o in collector.outputs if o.index == 1 for t in o.token_ids] == expected_tokens(
+        PROMPT, 6
+    )
+
+
+async def test_finishing_every_candidate_and_aborting_leaves_nothing(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    collector, again = Collector(), Collector()
+    engine.submit(make_request("a", num_candidates=2, num_returned=2), collector)
+    runner.gate.release()
+    await asyncio.wait_for(collector.started.wait(), 10)
+
+    for index in range(2):
+        engine.finish_candidate("a", index)
+    engine.abort(["a"])
+    engine.submit(make_request("a", max_tokens=3), again)
+    runner.free()
+    await asyncio.wait_for(again.ended.wait(), 10)
+
+    assert again.tokens == expected_tokens(PROMPT, 3)
+    assert not collector.ended.is_set()
+    assert await engine.drain(10) == 0
+    assert not engine._aborting
+    assert engine.load().num_free_blocks == engine.num_blocks
+
+
+async def test_the_prefix_cache_is_reset_and_followed(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    runner.free()
+    async with asyncio.timeout(10), aclosing(engine.kv_events()) as events:
+        collector = Collector()
+        engine.submit(make_request("a"), collector)
+        await collector.ended.wait()
+        cached: set[bytes] = set()
+        while len(cached) < 2:  # 11 tokens, of which the last was never computed
+            cached = replay(await anext(events), cached)
+        assert await engine.reset_prefix_cache() == 2
+        while cached:
+            cached = replay(await anext(events), cached)
+    assert await engine.reset_prefix_cache() == 0
+
+
+def replay(events: Sequence[KvEvent], cached: set[bytes]) -> set[bytes]:
+    for event in events:
+        match event:
+            case BlocksStored(_, keys, _):
+                cached = cached | set(keys)
+            case BlocksRemoved(_, keys):
+                cached = cached - set(keys)
+            case CacheCleared():
+                cached = set()
+    return cached
+
+
+async def test_a_stopped_engine_resets_nothing(engine: AsyncEngine, runner: GatedRunner) -> None:
+    runner.free()
+    await engine.close()
+    with pytest.raises(UnavailableError):
+        await engine.reset_prefix_cache()
