@@ -41,10 +41,6 @@ class Completion:
         """Whether every candidate has ended; the last message told so."""
         return not self._running
 
-    def has_ended(self, index: int) -> bool:
-        """Whether a candidate needs no more tokens."""
-        return index not in self._running
-
     def mark_routed(self) -> None:
         """The request leaves for the tiers."""
         self._timings.route_ms = self._elapsed_ms(self._arrival)
@@ -54,10 +50,10 @@ class Completion:
         one, or, where the request ends with it, one per candidate that had not ended.
         What comes for a candidate that has ended is dropped.
         """
-        self._take_timings(output)
-        responses = []
-        if output.index in self._running and (output.token_ids or output.finish_reason):
-            responses.append(self._response(output))
+        if output.HasField("timings"):
+            self._take_timings(output)
+        has_news = bool(output.token_ids or output.finish_reason)
+        responses = [self._response(output)] if has_news and output.index in self._running else []
         if output.is_last:
             responses += [
                 self._response(
@@ -70,6 +66,9 @@ class Completion:
         return responses
 
     def _response(self, output: decode_pb2.DecodeOutput) -> _Response:
+        if self._first_token is None and output.token_ids:
+            self._first_token = self._now()
+            self._timings.first_token_ms = self._elapsed_ms(self._arrival)
         response = self._running[output.index].take(output)
         response.request_id = self._request_id
         self._usage.completion_tokens += len(response.token_ids)
@@ -78,8 +77,8 @@ class Completion:
         return response
 
     def _take_timings(self, output: decode_pb2.DecodeOutput) -> None:
-        """The first output tells of the prompt. Later ones tell only of the load that
-        followed a handoff: what a resumed request computes again is decoding time.
+        """The first output with timings tells of the prompt. Later ones tell only of the
+        load that followed a handoff: what a resumed request computes again is decoding time.
         """
         if not self._has_prompt_timings:
             self._has_prompt_timings = True
@@ -87,9 +86,6 @@ class Completion:
             self._usage.cached_tokens = output.cached_tokens
         elif not self._timings.load_ms:
             self._timings.load_ms = output.timings.load_ms
-        if self._first_token is None and output.token_ids:
-            self._first_token = self._now()
-            self._timings.first_token_ms = self._elapsed_ms(self._arrival)
 
     def _close(self, response: _Response) -> None:
         """Completes the last message."""

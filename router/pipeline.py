@@ -85,10 +85,10 @@ class Pipeline:
                 async for output in outputs:
                     for response in completion.add(output):
                         yield response
+                        if response.finish_reason:
+                            progress.end(response.index)
                     if completion.is_over:
                         return
-                    if completion.has_ended(output.index):
-                        progress.end(output.index)
 
     async def _outputs(
         self, request: RoutedRequest, completion: Completion, progress: Progress

@@ -1,5 +1,7 @@
 """`Progress`: what a request's candidates have so far, as its next replica must hear it."""
 
+from collections import defaultdict
+
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, prefill_pb2
 
@@ -24,7 +26,7 @@ class Progress:
         self.num_tokens = 0
         self._is_ranked = params.is_ranked
         self._is_beam_search = params.beam_width is not None
-        self._token_ids: dict[int, list[int]] = {}
+        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
         self._ended: set[int] = set()
         self._prefilled: prefill_pb2.PrefillResponse | None = None
 
@@ -37,15 +39,15 @@ class Progress:
         """Notes what prefill drew for a generation that decode is to go on with."""
         self._prefilled = prefilled
         if not self._is_ranked:
-            self._token_ids = {i: [token] for i, token in enumerate(prefilled.token_ids)}
+            self._token_ids.update((i, [token]) for i, token in enumerate(prefilled.token_ids))
 
     def add(self, output: decode_pb2.DecodeOutput) -> None:
         """Notes what a decode replica sent."""
         self.num_tokens += len(output.token_ids)
         if output.finish_reason:
             self.end(output.index)
-        elif not self._is_ranked:
-            self._token_ids.setdefault(output.index, []).extend(output.token_ids)
+        elif not self._is_ranked and output.token_ids:
+            self._token_ids[output.index].extend(output.token_ids)
 
     def end(self, index: int) -> None:
         """A candidate needs no more tokens. Idempotent."""

@@ -103,8 +103,6 @@ async def test_each_candidate_ends_and_the_last_tells_of_all():
     first_end, *_ = part.add(output([9, 8], STOP, index=1))
     assert (first_end.index, first_end.matched_stop.token_id) == (1, 8)
     assert not first_end.HasField("usage")
-    assert part.has_ended(1)
-    assert not part.has_ended(0)
     part.add(output([9], index=0))
     part.add(output([4], LENGTH, index=0))
     assert not part.is_over
