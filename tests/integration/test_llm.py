@@ -167,7 +167,7 @@ def reference_beams(path, prompt, *, num_beams, num_returned, max_tokens):
     return sequences, output.sequences_scores.tolist()
 
 
-def test_a_stop_text_ends_its_candidate_alone(llm):
+def test_a_stop_text_ends_its_candidate_alone(llm, monkeypatch):
     params = SamplingParams(temperature=1.5, seed=11, max_tokens=24, ignore_eos=True, n=3)
     (whole,) = llm.generate("abc", params, use_tqdm=False)
     stop = next(
@@ -175,7 +175,13 @@ def test_a_stop_text_ends_its_candidate_alone(llm):
         for character in whole.outputs[1].text[2:12]
         if character.isascii() and not any(character in o.text for o in whole.outputs[::2])
     )
+    finished = []
+    finish = llm._core.finish_candidate
+    monkeypatch.setattr(
+        llm._core, "finish_candidate", lambda *which: finished.append(which) or finish(*which)
+    )
     (stopped,) = llm.generate("abc", replace(params, stop=[stop]), use_tqdm=False)
+    assert [index for _, index in finished] == [1]  # the engine goes on with the others alone
     assert [o.finish_reason for o in stopped.outputs] == ["length", "stop", "length"]
     assert stopped.outputs[1].matched_stop == stop
     assert whole.outputs[1].text.startswith(stopped.outputs[1].text + stop)

@@ -107,7 +107,8 @@ async def test_a_finished_candidate_is_cancelled_once_and_read_no_more(connected
     assert list((await stream.read()).token_ids) == [2, 4]
     stub.send(output("a", finish_reason=common_pb2.FINISH_REASON_ABORTED))
     await stub.responses.join()
-    assert (await stream.read()).is_last
+    last = await stream.read()
+    assert (last.is_last, list(last.token_ids)) == (True, [])
     connection.start(start("b"))
     assert (await anext(stub.commands)).start.request.request_id == "b"
 
