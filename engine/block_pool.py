@@ -101,6 +101,10 @@ class BlockPool:
 
     # The hash index.
 
+    def is_cached(self, block_id: int) -> bool:
+        """Whether the block is in the index."""
+        return self._key_of[block_id] is not None
+
     def lookup(self, key: bytes, group: int = 0) -> int | None:
         """The block that is cached under `key`, if one is."""
         return self._block_of[group].get(key)

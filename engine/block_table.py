@@ -18,6 +18,8 @@ class BlockTable:
             the group's `first_live`.
         first_live: per layer group, index of the first block held.
         num_registered: leading blocks that were offered to the prefix cache.
+        filled_by: the step that swaps its blocks in: until it has reported,
+            they are not offered. 0 where they were not swapped.
         unregistered: (step, group, index, block id) of blocks released behind
             a window while the step that computes them was in flight: fenced
             until it reports, they can still be offered.
@@ -26,6 +28,7 @@ class BlockTable:
     blocks: list[list[int]]
     first_live: list[int]
     num_registered: int = 0
+    filled_by: int = 0
     unregistered: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def held(self) -> Iterator[int]:
@@ -45,6 +48,7 @@ class BlockTable:
                 [blocks.copy() for blocks in self.blocks],
                 self.first_live.copy(),
                 self.num_registered,
+                self.filled_by,
             )
         renamed = [[block_of.get(block, NO_BLOCK) for block in blocks] for blocks in self.blocks]
         return BlockTable(renamed, self.first_live.copy())
@@ -53,7 +57,7 @@ class BlockTable:
         """Empties it; its references are the caller's now."""
         self.blocks = [[] for _ in self.blocks]
         self.first_live = [0] * len(self.blocks)
-        self.num_registered = 0
+        self.num_registered = self.filled_by = 0
         self.unregistered = []
 
 

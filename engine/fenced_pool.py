@@ -31,12 +31,13 @@ class FencedPool:
         counts = self.fence.counts
         return sum(self.pool.num_references(block) == count for block, count in counts.items())
 
-    def is_own(self, block: int) -> bool:
-        """Whether a block that is held has one owner, who may write to it.
+    def is_writable(self, block: int) -> bool:
+        """Whether the one owner of a held block may write to it: it is neither shared nor cached.
 
         A fence is no owner: steps run in order, and copy before they write.
         """
-        return self.pool.num_references(block) - self.fence.counts.get(block, 0) == 1
+        num_owners = self.pool.num_references(block) - self.fence.counts.get(block, 0)
+        return num_owners == 1 and not self.pool.is_cached(block)
 
     def release(self, block_ids: list[int]) -> None:
         """Drops references, in sequence order: at once, or when what is in flight has reported."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from engine.block_table import BlockTable
 from engine.fenced_pool import FencedPool
-from engine.step_fence import StepFence
 
 __all__ = ["HostPool", "SwappedTables"]
 
@@ -28,13 +27,12 @@ class SwappedTables:
 class HostPool:
     """Moves block tables between a pool and `num_blocks` host blocks.
 
-    Attributes:
-        fence: host blocks that a step may still read or write.
+    Host blocks need no fence: only steps touch them, which run in order and
+    swap in before they swap out.
     """
 
     def __init__(self, num_blocks: int, blocks: FencedPool) -> None:
         self.num_blocks = num_blocks
-        self.fence = StepFence()
         self._blocks = blocks
         self._free = list(range(num_blocks))
         self._swap_outs: dict[int, int] = {}  # of the step being built, block by host block
@@ -65,8 +63,9 @@ class HostPool:
         tables = [table.copy(block_of) for table in swapped.tables]
         for table in tables:
             pool.acquire(table.held())
+            table.filled_by = step
         pool.release(block_ids)  # each has its tables for owners now
-        self.release(host_blocks, step)
+        self.drop(swapped)
         return tables
 
     def take_swaps(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
@@ -78,25 +77,15 @@ class HostPool:
             tuple((block, host_block) for host_block, block in swap_outs.items()),
         )
 
-    def release(self, host_blocks: Sequence[int], step: int) -> None:
-        """Gives host blocks back when `step`, and whatever is in flight now, has reported."""
-        step = max(step, self.fence.newest_step)
-        if self.fence.is_standing(step):
-            self.fence.hold(step, list(host_blocks))
-        else:
-            self._free += host_blocks
-
-    def report(self, step: int) -> None:
-        """Frees what was held back for `step` and those before it."""
-        for host_blocks in self.fence.report(step):
-            self._free += host_blocks
+    def drop(self, swapped: SwappedTables) -> None:
+        """Gives the host blocks back."""
+        self._free += swapped.host_blocks
 
     def check(self) -> None:
-        """Verifies that no host block is free twice, or free and held back.
+        """Verifies that no host block is free twice.
 
         Raises:
             AssertionError: a bug.
         """
-        known = [*self._free, *self.fence]
-        if len(known) != len(set(known)):
+        if len(self._free) != len(set(self._free)):
             raise AssertionError("a host block is free twice")

@@ -75,7 +75,7 @@ class KvCacheManager:
 
     @property
     def num_host_used(self) -> int:
-        """Host blocks in use, those included that a step may still read or write."""
+        """Host blocks in use."""
         return self._host.num_blocks - self._host.num_free
 
     # Prefix cache.
@@ -167,7 +167,7 @@ class KvCacheManager:
         stop = -(-end // size)
         for group, blocks in enumerate(table.blocks):
             for block in blocks[start // size : stop]:
-                missing += not self._blocks.is_own(block)
+                missing += not self._blocks.is_writable(block)
             if len(blocks) < stop:
                 missing += stop - max(len(blocks), self.spec.first_live(group, start))
         return missing
@@ -185,16 +185,17 @@ class KvCacheManager:
         """Makes the slots of positions `start` to `end - 1` writable.
 
         Blocks behind the window of `start` are released. A block of the span
-        that others own is replaced, and copied if positions before `start` lie
-        in it. Blocks that lack are allocated, those that `start` sees included:
+        that others own, or that is cached, is replaced, and copied if positions
+        before `start` lie in it. Blocks that lack are allocated, those that `start` sees included:
         a load may fill them. The caller has asked `can_append`.
 
         Returns:
             What changed in the table, in runs as long as can be.
         """
+        for group in range(len(table.blocks)):
+            self._release_behind(table, group, start)
         changes = []
         for group, blocks in enumerate(table.blocks):
-            self._release_behind(table, group, start)
             changed = self._replace_shared(blocks, start, end)
             changed += self._extend(blocks, end)
             changes += [
@@ -217,12 +218,10 @@ class KvCacheManager:
     def step_started(self, step: int) -> None:
         """From now on released blocks are held back until `step` reports, or a later one."""
         self._blocks.fence.start(step)
-        self._host.fence.start(step)
 
     def step_reported(self, step: int) -> None:
         """Frees what was held back for `step` and those before it."""
         self._blocks.report(step)
-        self._host.report(step)
 
     def held_blocks(self) -> list[int]:
         """One entry per reference that is held back."""
@@ -264,11 +263,12 @@ class KvCacheManager:
             swapped: from `swap_out`, for which `can_swap_in` was asked; of no use any longer.
             step: the step being built, which copies.
         """
+        assert swapped.step < step, "what is swapped out can come back in a later step"
         return self._host.swap_in(swapped, step)
 
     def drop_swapped(self, swapped: SwappedTables) -> None:
         """Gives the host blocks back."""
-        self._host.release(swapped.host_blocks, swapped.step)
+        self._host.drop(swapped)
 
     def take_swaps(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
         """What the step being built swaps, since the last call.
@@ -291,7 +291,7 @@ class KvCacheManager:
 
     def _plan_admission(
         self, num_tokens: int, match: PrefixMatch, num_loaded: int
-    ) -> list["_Admission"]:
+    ) -> list[_Admission]:
         size = self.spec.block_size
         start = max(num_loaded, match.num_blocks * size)
         num_blocks = -(-num_tokens // size)
@@ -320,10 +320,10 @@ class KvCacheManager:
         self._blocks.release(behind)
 
     def _replace_shared(self, blocks: list[int], start: int, end: int) -> list[int]:
-        """Replaces the blocks of a span that others own; returns their indices."""
+        """Replaces the blocks of a span that must not be written; returns their indices."""
         size = self.spec.block_size
         span = range(start // size, min(len(blocks), -(-end // size)))
-        shared = [index for index in span if not self._blocks.is_own(blocks[index])]
+        shared = [index for index in span if not self._blocks.is_writable(blocks[index])]
         for index in shared:
             (target,) = self.pool.allocate(1)
             if index * size < start:

@@ -69,7 +69,7 @@ class PrefixCache:
 
     def register(self, table: BlockTable, keys: Sequence[bytes], end: int) -> None:
         """Offers the table's blocks up to block index `end`, each once."""
-        if end <= table.num_registered:
+        if end <= table.num_registered or self._fence.is_standing(table.filled_by):
             return
         new = [i for i in range(table.num_registered, end) if self._register_at(table, keys[i], i)]
         new += self._register_released(table, keys, end)

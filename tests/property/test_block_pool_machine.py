@@ -26,7 +26,9 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             assert (answer is Allocation.OK) == (count + reserved <= free)
         if answer is Allocation.OK:
+            in_order = list(self.pool._free)
             blocks = self.pool.allocate(count)
+            assert blocks == in_order[:count], "taken in eviction order"
             held = {block for owner in self.owners for block in owner}
             assert len(set(blocks)) == count
             assert held.isdisjoint(blocks)
@@ -35,7 +37,26 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 20))
     def release(self, index: int) -> None:
         if self.owners:
-            self.pool.release(self.owners.pop(index % len(self.owners)))
+            blocks = self.owners.pop(index % len(self.owners))
+            self.pool.release(blocks)
+            left = {block for owner in self.owners for block in owner}
+            freed = [block for block in blocks if block not in left]
+            order = [block for block in self.pool._free if block in freed]
+            cached = set(self.pool._block_of[0].values())
+            assert [b for b in order if b in cached] == [b for b in freed[::-1] if b in cached]
+
+    @rule()
+    def forget_all(self) -> None:
+        num_cached = len(self.pool.cached_keys())
+        assert self.pool.forget_all() == num_cached
+        assert self.pool.cached_keys() == ()
+
+    @rule(index=st.integers(0, 20))
+    def forget(self, index: int) -> None:
+        if self.owners:
+            blocks = self.owners[index % len(self.owners)]
+            self.pool.forget(blocks)
+            assert not set(blocks) & set(self.pool._block_of[0].values())
 
     @rule(index=st.integers(0, 20), key=st.integers(0, 3))
     def register(self, index: int, key: int) -> None:

@@ -6,7 +6,13 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block_key import KEY_BYTES, BlockKeyChain, derive_namespace, tail_key
+from kvstore.block_key import (
+    KEY_BYTES,
+    BlockKeyChain,
+    derive_namespace,
+    layer_group_key,
+    tail_key,
+)
 
 NAMESPACE = derive_namespace(
     model_fingerprint=b"model", kv_dtype="float32", layout_version=1, block_size=4
@@ -102,3 +108,11 @@ def test_tails_are_never_shared() -> None:
         BlockKeyChain(NAMESPACE, 2).extend([1, 2])[0],
     }
     assert len(tails) == 5
+
+
+def test_layer_groups_have_keys_of_their_own() -> None:
+    keys = keys_of(TOKENS)
+    assert [layer_group_key(key, 0) for key in keys] == keys
+    grouped = {layer_group_key(key, group) for key in keys for group in range(3)}
+    assert len(grouped) == 9
+    assert {len(key) for key in grouped} == {KEY_BYTES}

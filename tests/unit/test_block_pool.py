@@ -50,3 +50,33 @@ def test_a_key_that_is_indexed_stays_where_it_is() -> None:
 
     assert pool.match([b"a"]) == [first]
     pool.check()
+
+
+def test_groups_are_indexed_apart() -> None:
+    pool = BlockPool(4, num_groups=2)
+    first, second = pool.allocate(2)
+    assert pool.register(first, b"a", 0)
+    assert pool.register(second, b"a", 1)
+    assert not pool.register(second, b"b", 0)
+
+    assert pool.match([b"a", b"b"], 0) == [first]
+    assert pool.match([b"a", b"b"], 1) == [second]
+    assert pool.cached_keys() == (b"a",)
+    pool.release([first, second])
+    pool.allocate(4)
+    assert pool.lookup(b"a", 0) is pool.lookup(b"a", 1) is None
+    pool.check()
+
+
+def test_forgetting_all_leaves_owners_their_blocks() -> None:
+    pool = BlockPool(3)
+    held, freed = pool.allocate(2)
+    pool.register(held, b"a")
+    pool.register(freed, b"b")
+    pool.release([freed])
+
+    assert pool.forget_all() == 2
+
+    assert pool.match([b"a"]) == pool.match([b"b"]) == []
+    assert pool.references() == {held: 1}
+    pool.check()

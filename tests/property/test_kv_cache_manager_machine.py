@@ -1,0 +1,460 @@
+"""State machine over the KV cache manager, beside a simulated pool of contents.
+
+Steps are built, started, executed and reported apart from each other, up to two
+in flight. What a step does to blocks happens as late as it may, when it
+reports; what others do to blocks that they allocate happens at once. So a
+block that is handed on too early shows as a wrong token: every chunk checks
+all positions that its windows see, through a row table that only knows the
+changes it was told.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.block_pool import Allocation
+from engine.block_table import NO_BLOCK, BlockTable, TableChange
+from engine.host_pool import SwappedTables
+from engine.kv_cache_manager import KvCacheManager
+from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared
+
+MAX_TOKENS = 12
+MANY = st.integers(0, 50)
+FOREIGN = "written by somebody else"
+WINDOWS = [(None,), (3,), (None, 3), (1, 4, None), (2, None, None)]
+ACTIONS = (
+    *("chunk",) * 5,
+    *("branch",) * 4,
+    *("free",) * 2,
+    *("foreign",) * 2,
+    *("swap_out",) * 2,
+    *("swap_in",) * 3,
+)
+
+
+@dataclass(eq=False)
+class Seq:
+    tokens: list[int]
+    table: BlockTable
+    rows: list[list[int]]  # what a runner knows of `table`
+    computed: int
+    scheduled: int  # where the next chunk starts
+    last_start: int = 0
+    chunks: list[tuple[int, int]] = field(default_factory=list)  # in the step being built
+
+    def keys(self, block_size: int) -> list[bytes]:
+        ends = range(block_size, len(self.tokens) + 1, block_size)
+        return [bytes(self.tokens[:end]) for end in ends]
+
+
+@dataclass(eq=False)
+class Write:
+    """A chunk on its way: what it reads and writes, through the row tables of its step."""
+
+    seq: Seq
+    start: int
+    tokens: list[int]
+    rows: list[list[int]]
+
+
+@dataclass(eq=False)
+class Step:
+    number: int
+    swap_ins: tuple[tuple[int, int], ...]
+    swap_outs: tuple[tuple[int, int], ...]
+    copies: tuple[tuple[int, int], ...]
+    writes: list[Write]
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Sequences that grow, fork, share, swap and end while steps are in flight."""
+
+    @initialize(
+        block_size=st.integers(1, 3),
+        windows=st.sampled_from(WINDOWS),
+        max_chunk=st.integers(1, 5),
+        num_spare=st.sampled_from([0, 0, 1, 2, 4, 8]),
+        num_host_blocks=st.sampled_from([0, 4, 20]),
+        caching=st.booleans(),
+        depth=st.integers(1, 2),
+    )
+    def start(
+        self,
+        block_size: int,
+        windows: tuple[int | None, ...],
+        max_chunk: int,
+        num_spare: int,
+        num_host_blocks: int,
+        caching: bool,
+        depth: int,
+    ) -> None:
+        self.spec = KvCacheSpec(block_size, windows, max_chunk)
+        self.num_blocks = self.spec.blocks_for(MAX_TOKENS) + num_spare
+        self.num_host_blocks = num_host_blocks
+        self.kv = KvCacheManager(
+            self.num_blocks,
+            self.spec,
+            enable_prefix_caching=caching,
+            num_host_blocks=num_host_blocks,
+        )
+        self.depth = depth
+        self.content: list[list] = [[None] * block_size for _ in range(self.num_blocks)]
+        self.host: list[list] = [[None] * block_size for _ in range(num_host_blocks)]
+        self.seqs: list[Seq] = []
+        self.swapped: list[tuple[list[Seq], SwappedTables]] = []
+        self.foreign: list[int] = []
+        self.saves: list[tuple[list[int], list]] = []
+        self.flying: list[Step] = []
+        self.number = 0
+        self.cached: set[bytes] = set()
+        self.next_event = 1
+        self._follow(self.kv.events.start_recording())
+
+    # Between steps.
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8), num_loaded=st.integers(0, 8))
+    def add(self, tokens: list[int], num_loaded: int) -> None:
+        seq = Seq(tokens, BlockTable([], []), [], 0, 0)
+        keys = seq.keys(self.spec.block_size)
+        match = self.kv.match_prefix(keys, len(tokens))
+        self._check_match(match, keys, len(tokens))
+        start = match.num_blocks * self.spec.block_size
+        num_loaded = num_loaded if start < num_loaded <= len(tokens) else 0
+        alone = not self.seqs
+        answer = self.kv.can_admit(len(tokens), match, num_loaded=num_loaded, alone=alone)
+        assert answer is not Allocation.NEVER
+        if answer is Allocation.LATER:
+            assert not alone or self.foreign or self.saves or self.kv.num_fenced
+            return
+        seq.table = self.kv.admit(len(tokens), match, num_loaded=num_loaded)
+        seq.rows = [list(blocks) for blocks in seq.table.blocks]
+        seq.computed = seq.scheduled = seq.last_start = max(start, num_loaded)
+        # A load writes at once, whatever is in flight.
+        self._write(seq.rows, tokens, start, num_loaded)
+        self.seqs.append(seq)
+
+    @rule(index=MANY)
+    def fork(self, index: int) -> None:
+        if not self.seqs or len(self.seqs) > 5:
+            return
+        parent = self.seqs[index % len(self.seqs)]
+        start = parent.last_start
+        if start != parent.computed:
+            return  # its own steps have not reported: what the child has is not known yet
+        child = Seq(parent.tokens[:start], self.kv.fork(parent.table), [], start, start, start)
+        child.rows = [list(blocks) for blocks in child.table.blocks]
+        self.seqs.append(child)
+
+    @rule(index=MANY)
+    def free(self, index: int) -> None:
+        if self.seqs:
+            seq = self.seqs.pop(index % len(self.seqs))
+            self.kv.register(seq.table, seq.keys(self.spec.block_size), seq.computed)
+            self.kv.free(seq.table)
+            assert not list(seq.table.held())
+
+    @rule(index=MANY)
+    def discard(self, index: int) -> None:
+        if self.seqs:
+            seq = self.seqs[index % len(self.seqs)]
+            self.kv.discard(seq.table)
+            held = set(seq.table.held())
+            self.seqs.remove(seq)
+            self.kv.free(seq.table)
+            assert not held & set(self._cached_blocks())
+
+    @rule()
+    def reset(self) -> None:
+        num_cached = len(self._cached_blocks())
+        assert self.kv.reset_prefix_cache() == num_cached
+        assert not self._cached_blocks()
+
+    @rule(count=st.integers(1, 4))
+    def take_foreign(self, count: int) -> None:
+        """Somebody else, a load say, takes blocks and writes to them at once."""
+        if self.kv.pool.can_allocate(count) is Allocation.OK:
+            taken = self.kv.pool.allocate(count)
+            self.foreign += taken
+            for block in taken:
+                self.content[block] = [FOREIGN] * self.spec.block_size
+
+    @rule()
+    def give_foreign(self) -> None:
+        assert all(slot == FOREIGN for block in self.foreign for slot in self.content[block])
+        self.kv.pool.release(self.foreign)
+        self.foreign = []
+
+    @rule(index=MANY)
+    def start_save(self, index: int) -> None:
+        """Somebody else reads full computed blocks for as long as they like."""
+        if self.seqs and not self.flying:
+            seq = self.seqs[index % len(self.seqs)]
+            end = seq.computed // self.spec.block_size
+            blocks = [b for group in seq.table.blocks for b in group[:end] if b != NO_BLOCK]
+            self.kv.pool.acquire(blocks)
+            self.saves.append((blocks, [list(self.content[block]) for block in blocks]))
+
+    @rule()
+    def end_save(self) -> None:
+        if self.saves:
+            blocks, content = self.saves.pop(0)
+            assert content == [self.content[block] for block in blocks]
+            self.kv.pool.release(blocks)
+
+    @rule()
+    def drop_swapped(self) -> None:
+        if self.swapped:
+            self.kv.drop_swapped(self.swapped.pop()[1])
+
+    # Steps.
+
+    @rule(actions=st.lists(st.tuples(st.sampled_from(ACTIONS), MANY, MANY), max_size=10))
+    def build_step(self, actions: list[tuple[str, int, int]]) -> None:
+        if len(self.flying) == self.depth:
+            self.report_step()
+        self.writes: list[Write] = []
+        for action, index, amount in actions:
+            getattr(self, f"_do_{action}")(index, amount)
+        swap_ins, swap_outs = self.kv.take_swaps()
+        writes = [write for write in self.writes if write.seq in self.seqs]
+        step = Step(self.number + 1, swap_ins, swap_outs, self.kv.take_copies(), writes)
+        assert self.kv.take_swaps() == ((), ())
+        assert self.kv.take_copies() == ()
+        if step.swap_ins or step.swap_outs or step.copies or step.writes:
+            self.number += 1
+            self.kv.step_started(self.number)
+            self.flying.append(step)
+        else:
+            assert not list(self.kv.held_blocks()) or self.flying
+
+    @rule()
+    def report_step(self) -> None:
+        if not self.flying:
+            return
+        step = self.flying.pop(0)
+        self._execute(step)
+        for write in step.writes:
+            write.seq.computed += len(write.tokens)
+            if write.seq in self.seqs:
+                keys = write.seq.keys(self.spec.block_size)
+                self.kv.register(write.seq.table, keys, write.seq.computed)
+        self.kv.step_reported(step.number)
+
+    def _do_chunk(self, index: int, amount: int) -> None:
+        if not self.seqs:
+            return
+        seq = self.seqs[index % len(self.seqs)]
+        start, end = seq.scheduled, seq.scheduled + amount % self.spec.max_chunk + 1
+        if end > MAX_TOKENS or any(write.seq is seq for write in self.writes):
+            return
+        if not self.kv.can_append(seq.table, start, end):
+            assert not self._could_append(seq, start, end)
+            self.free(index)
+            return
+        seq.tokens += [(amount + i) % 2 for i in range(end - len(seq.tokens))]
+        changes = self._append(seq, start, end)
+        _apply(seq.rows, changes)
+        self._check_span(seq, start, end)
+        rows = [list(row) for row in seq.rows]
+        self.writes.append(Write(seq, start, seq.tokens[:end], rows))
+        seq.last_start, seq.scheduled = start, end
+
+    def _do_branch(self, index: int, amount: int) -> None:
+        """Forks, and lets both go on, in either order."""
+        self.fork(index)
+        for turn in range(2):
+            self._do_chunk(index if (turn + amount) % 2 else len(self.seqs) - 1, amount)
+
+    def _do_free(self, index: int, _amount: int) -> None:
+        self.free(index)
+
+    def _do_foreign(self, index: int, amount: int) -> None:
+        (self.give_foreign if index % 2 else self.take_foreign)(*[amount % 3 + 1][index % 2 :])
+
+    def _do_swap_out(self, index: int, amount: int) -> None:
+        group = [seq for i, seq in enumerate(self.seqs) if (i + index) % 3 <= amount % 3]
+        tables = [seq.table for seq in group]
+        distinct = {block for table in tables for block in table.held()}
+        can_swap = len(distinct) <= self.num_host_blocks - self.kv.num_host_used
+        assert self.kv.can_swap_out(tables) == can_swap
+        if not group or not can_swap:
+            return
+        for write in [write for write in self.writes if write.seq in group]:
+            # Preempted after its chunk was chosen: the chunk is dropped.
+            self.writes.remove(write)
+            write.seq.scheduled = write.start
+        self.swapped.append((group, self.kv.swap_out(tables, self.number + 1)))
+        assert not any(list(table.held()) for table in tables)
+        self.seqs = [seq for seq in self.seqs if seq not in group]
+
+    def _do_swap_in(self, _index: int, amount: int) -> None:
+        if not self.swapped:
+            return
+        group, swapped = self.swapped[0]
+        answer = self.kv.can_swap_in(swapped, num_extra=amount % 3, alone=amount % 2 == 0)
+        if answer is not Allocation.OK:
+            return
+        del self.swapped[0]
+        tables = self.kv.swap_in(swapped, self.number + 1)
+        for seq, table in zip(group, tables, strict=True):
+            seq.table = table
+            seq.rows = [list(blocks) for blocks in table.blocks]
+        self.seqs += group
+
+    def _append(self, seq: Seq, start: int, end: int) -> list[TableChange]:
+        """Appends; nothing is taken beyond what `num_missing` says, no change is idle."""
+        missing = self.kv.num_missing(seq.table, start, end)
+        before = [list(blocks) for blocks in seq.table.blocks]
+        changes = self.kv.append(seq.table, start, end)
+        taken = 0
+        for change in changes:
+            old = before[change.group][change.first_index :]
+            assert all(a != b for a, b in zip(old, change.block_ids, strict=False))
+            taken += len(change.block_ids)
+        assert taken == missing
+        places = [(c.group, c.first_index + len(c.block_ids)) for c in changes]
+        assert not set(places) & {(c.group, c.first_index) for c in changes}, "runs are merged"
+        return changes
+
+    def _could_append(self, seq: Seq, start: int, end: int) -> bool:
+        """Whether there are blocks, as far as those free now tell."""
+        return self.kv.num_missing(seq.table, start, end) <= self.kv.pool.num_free
+
+    # The simulated runner.
+
+    def _execute(self, step: Step) -> None:
+        for host_block, block in step.swap_ins:
+            self.content[block] = list(self.host[host_block])
+        for block, host_block in step.swap_outs:
+            self.host[host_block] = list(self.content[block])
+        sources = [list(self.content[source]) for source, _ in step.copies]
+        for (_, target), content in zip(step.copies, sources, strict=True):
+            self.content[target] = content
+        for write in step.writes:
+            self._check_reads(write)
+        for write in step.writes:
+            self._write(write.rows, write.tokens, write.start, len(write.tokens))
+            write.tokens = write.tokens[write.start :]
+
+    def _write(self, rows: list[list[int]], tokens: list[int], start: int, end: int) -> None:
+        size = self.spec.block_size
+        for group, row in enumerate(rows):
+            for position in range(start, end):
+                if row[position // size] != NO_BLOCK:
+                    value = (group, tuple(tokens[: position + 1]))
+                    self.content[row[position // size]][position % size] = value
+
+    def _check_reads(self, write: Write) -> None:
+        size = self.spec.block_size
+        for group, window in enumerate(self.spec.windows):
+            first = 0 if window is None else max(0, write.start - window + 1)
+            for position in range(first, write.start):
+                found = self.content[write.rows[group][position // size]][position % size]
+                assert found == (group, tuple(write.tokens[: position + 1]))
+
+    # What must hold.
+
+    def _check_span(self, seq: Seq, start: int, end: int) -> None:
+        """Rows and table agree where it matters; nobody else owns what is to be written."""
+        size, owners = self.spec.block_size, self._owners()
+        for group, row in enumerate(seq.rows):
+            first = self.spec.first_live(group, start)
+            assert seq.table.first_live[group] >= first
+            assert row[first : -(-end // size)] == seq.table.blocks[group][first : -(-end // size)]
+            assert set(seq.table.blocks[group][:first]) <= {NO_BLOCK}
+            for index in range(start // size, -(-end // size)):
+                assert owners[row[index]] == 1
+                assert row[index] not in self._cached_blocks()
+
+    def _check_match(self, match, keys: list[bytes], num_tokens: int) -> None:
+        """It is the longest valid prefix, and its blocks hold what they should."""
+        size, lookup = self.spec.block_size, self.kv.pool.lookup
+
+        def blocks_of(length: int, group: int) -> list[int | None]:
+            first = self.spec.first_live(group, length * size)
+            return [lookup(key, group) for key in keys[first:length]]
+
+        groups = range(self.spec.num_groups)
+        lengths = range((num_tokens - 1) // size, -1, -1)
+        best = next(n for n in lengths if not any(None in blocks_of(n, g) for g in groups))
+        assert match.num_blocks == best
+        for group in groups:
+            assert list(match.blocks[group]) == blocks_of(best, group)
+            assert match.first_live[group] == self.spec.first_live(group, best * size)
+            for index, block in enumerate(match.blocks[group], match.first_live[group]):
+                tokens = tuple(keys[index])
+                values = [(group, tokens[: index * size + slot + 1]) for slot in range(size)]
+                assert self.content[block] == values
+
+    def _cached_blocks(self) -> list[int]:
+        return [block for block_of in self.kv.pool._block_of for block in block_of.values()]
+
+    def _owners(self) -> Counter:
+        owners = Counter(block for seq in self.seqs for block in seq.table.held())
+        owners.update(self.foreign)
+        owners.update(block for blocks, _ in self.saves for block in blocks)
+        return owners
+
+    def _follow(self, events) -> None:
+        for event in events:
+            assert event.sequence_number == self.next_event
+            self.next_event += 1
+            match event:
+                case BlocksStored(_, keys, parent):
+                    assert parent is None or keys[0].startswith(parent)
+                    assert not self.cached & set(keys)
+                    self.cached |= set(keys)
+                case BlocksRemoved(_, keys):
+                    assert self.cached >= set(keys)
+                    self.cached -= set(keys)
+                case CacheCleared():
+                    self.cached.clear()
+
+    @invariant()
+    def references_are_owners(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.kv.check()
+        owners = self._owners()
+        fenced = Counter(self.kv.held_blocks())
+        assert owners + fenced == self.kv.pool.references()
+        assert self.kv.num_fenced == len(fenced.keys() - owners.keys())
+        num_swapped = sum(len(swapped.host_blocks) for _, swapped in self.swapped)
+        assert num_swapped == self.kv.num_host_used <= self.num_host_blocks
+
+    @invariant()
+    def a_follower_knows_what_is_cached(self) -> None:
+        if hasattr(self, "kv"):
+            self._follow(self.kv.events.take())
+            assert self.cached == set(self.kv.pool.cached_keys())
+
+    def teardown(self) -> None:
+        """With all told, everything is free."""
+        if not hasattr(self, "kv"):
+            return
+        while self.flying:
+            self.report_step()
+        while self.saves:
+            self.end_save()
+        self.give_foreign()
+        while self.seqs:
+            self.free(0)
+        while self.swapped:
+            self.drop_swapped()
+        assert self.kv.pool.num_free == self.num_blocks
+        assert self.kv.num_host_used == 0
+
+
+def _apply(rows: list[list[int]], changes: list[TableChange]) -> None:
+    for change in changes:
+        row, end = rows[change.group], change.first_index + len(change.block_ids)
+        row += [NO_BLOCK] * (end - len(row))
+        row[change.first_index : end] = change.block_ids
+
+
+TestManager = ManagerMachine.TestCase
+TestManager.settings = settings(max_examples=600, stateful_step_count=50, deadline=None)

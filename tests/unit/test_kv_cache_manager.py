@@ -1,0 +1,533 @@
+"""KV cache manager: admission, growth, fences and swaps, by example."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.block_pool import Allocation
+from engine.block_table import NO_BLOCK, BlockTable, TableChange
+from engine.kv_cache_manager import KvCacheManager
+from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared
+
+KEYS = [bytes([index]) for index in range(32)]
+SIZE = 4
+
+
+def manager(num_blocks: int = 16, windows=(None,), *, max_chunk: int = 24, **options):
+    spec = KvCacheSpec(SIZE, windows, max_chunk)
+    return KvCacheManager(num_blocks, spec, **{"enable_prefix_caching": True, **options})
+
+
+def admit(kv: KvCacheManager, num_tokens: int, **options) -> BlockTable:
+    return kv.admit(num_tokens, kv.match_prefix(KEYS, num_tokens), **options)
+
+
+def compute(kv: KvCacheManager, num_tokens: int) -> BlockTable:
+    """A sequence that is computed and offered, at once."""
+    table = admit(kv, num_tokens)
+    kv.register(table, KEYS, num_tokens)
+    return table
+
+
+# Prefix cache.
+
+
+def test_one_token_is_always_left_to_compute():
+    kv = manager()
+    kv.free(compute(kv, 2 * SIZE))
+    assert kv.match_prefix(KEYS, 2 * SIZE).num_blocks == 1
+    assert kv.match_prefix(KEYS, 2 * SIZE + 1).num_blocks == 2
+    assert kv.match_prefix(KEYS[:1], 2 * SIZE + 1).num_blocks == 1
+
+
+def test_a_partial_block_is_not_offered():
+    kv = manager()
+    kv.free(compute(kv, 2 * SIZE - 1))
+    assert kv.match_prefix(KEYS, 10 * SIZE).num_blocks == 1
+
+
+def test_what_decode_computes_is_offered_too():
+    kv = manager()
+    table = compute(kv, SIZE)
+    kv.append(table, SIZE, 2 * SIZE)
+    kv.register(table, KEYS, 2 * SIZE)
+    kv.free(table)
+    assert kv.match_prefix(KEYS, 10 * SIZE).num_blocks == 2
+
+
+def test_without_caching_nothing_is_found_or_counted():
+    kv = manager(enable_prefix_caching=False)
+    kv.free(compute(kv, 9))
+    assert kv.match_prefix(KEYS, 9).num_blocks == 0
+    assert (kv.num_queries, kv.num_hits) == (0, 0)
+
+
+def test_admissions_count_queries_and_hits():
+    kv = manager()
+    compute(kv, 9)
+    kv.match_prefix(KEYS, 100)
+    admit(kv, 10)
+    assert (kv.num_queries, kv.num_hits) == (19, 2 * SIZE)
+
+
+def test_discarded_blocks_are_not_found():
+    kv = manager()
+    table = compute(kv, 9)
+    kv.discard(table)
+    assert kv.match_prefix(KEYS, 9).num_blocks == 0
+
+
+def test_a_reset_forgets_held_blocks_and_leaves_them_to_their_owners():
+    kv = manager()
+    table = compute(kv, 9)
+    assert kv.reset_prefix_cache() == 2
+    assert kv.match_prefix(KEYS, 9).num_blocks == 0
+    assert kv.can_append(table, 9, 10)
+    kv.register(table, KEYS, 3 * SIZE)
+    assert kv.match_prefix(KEYS, 100).num_blocks == 0, "its head is gone"
+    kv.free(table)
+    kv.check()
+
+
+def test_a_window_hits_without_the_blocks_behind_it():
+    kv = manager(32, windows=(6,))
+    table = compute(kv, 20)
+    kv.append(table, 20, 21)  # sees positions from 15 on: block 3
+    assert table.blocks[0][:3] == [NO_BLOCK] * 3
+    held = set(table.held())
+    kv.pool.forget([b for b in range(32) if b not in held])  # all behind the window is evicted
+
+    match = kv.match_prefix(KEYS, 21)
+
+    assert match.num_blocks == 5
+    assert match.first_live == (3,)
+    assert match.blocks == (tuple(table.blocks[0][3:5]),)
+
+
+def test_the_longest_prefix_that_all_groups_have_is_found():
+    kv = manager(64, windows=(None, 5, 9))
+    table = compute(kv, 6 * SIZE)
+    full, narrow, wide = table.blocks
+    kv.pool.forget([wide[4]])
+    # Without the wide window's block 4, prefixes of 5 and 6 blocks lack it.
+    assert kv.match_prefix(KEYS, 100).num_blocks == 4
+    kv.pool.forget([narrow[3]])
+    assert kv.match_prefix(KEYS, 100).num_blocks == 3
+    kv.pool.forget([full[1]])
+    assert kv.match_prefix(KEYS, 100).num_blocks == 1
+
+
+def test_blocks_that_left_their_window_in_flight_are_still_offered():
+    """Overlapped, the next step releases blocks before the one that computes them reports."""
+    kv = manager(32, windows=(6,), max_chunk=20)
+    table = admit(kv, 20)
+    kv.append(table, 0, 20)
+    kv.step_started(1)
+    kv.append(table, 20, 21)
+    assert table.first_live == [3]
+    kv.step_started(2)
+
+    kv.register(table, KEYS, 20)
+    kv.step_reported(1)
+    kv.step_reported(2)
+
+    assert all(kv.pool.lookup(key) is not None for key in KEYS[:5])
+
+
+def test_a_block_that_was_freed_is_not_offered_late():
+    kv = manager(32, windows=(6,), max_chunk=20)
+    table = admit(kv, 20)
+    kv.step_started(1)
+    kv.append(table, 20, 21)
+    kv.step_reported(1)
+    kv.register(table, KEYS, 20)
+    assert [kv.pool.lookup(key) is None for key in KEYS[:5]] == [True] * 3 + [False] * 2
+
+
+# Admission.
+
+
+def test_the_watermark_stays_free_unless_a_sequence_is_alone():
+    kv = manager(4)
+    match = kv.match_prefix([], 16)
+    assert kv.can_admit(16, match, alone=False) is Allocation.LATER
+    assert kv.can_admit(16, match, alone=True) is Allocation.OK
+    assert kv.can_admit(17, match, alone=True) is Allocation.NEVER
+
+
+def test_reviving_free_blocks_costs_free_blocks():
+    kv = manager(4)
+    kv.free(compute(kv, 9))
+    other = kv.pool.allocate(1)
+    match = kv.match_prefix(KEYS, 13)
+    assert match.num_blocks == 2
+    assert kv.can_admit(13, match, alone=True) is Allocation.LATER
+    kv.pool.release(other)
+    assert kv.can_admit(13, match, alone=True) is Allocation.OK
+    assert kv.can_admit(13, match, alone=False) is Allocation.LATER
+
+
+def test_a_window_takes_no_more_than_it_ever_holds():
+    kv = manager(windows=(None, 5), max_chunk=4)
+    table = admit(kv, 40)
+    assert [len(list(filter(lambda b: b >= 0, blocks))) for blocks in table.blocks] == [10, 3]
+
+
+def test_a_load_fills_what_the_token_after_it_sees():
+    kv = manager(32, windows=(None, 5), max_chunk=4)
+    table = admit(kv, 21, num_loaded=20)
+    assert table.first_live == [0, 4]
+    assert [len(blocks) for blocks in table.blocks] == [6, 6]
+    assert table.blocks[1][:4] == [NO_BLOCK] * 4
+
+
+def test_a_load_goes_on_from_the_cached_prefix():
+    kv = manager(32, windows=(None, 9), max_chunk=4)
+    first = compute(kv, 9)
+    table = admit(kv, 17, num_loaded=16)
+    assert table.blocks[0][:2] == first.blocks[0][:2]
+    assert table.first_live == [0, 2]
+    assert table.num_registered == 2
+    assert kv.pool.references()[first.blocks[1][1]] == 1, "behind the window: not held"
+
+
+# Growth.
+
+
+def test_growing_within_a_block_changes_nothing():
+    kv = manager()
+    table = admit(kv, 5)
+    assert kv.num_missing(table, 5, 8) == 0
+    assert kv.append(table, 5, 8) == []
+
+
+def test_new_blocks_come_as_one_change():
+    kv = manager()
+    table = admit(kv, 5)
+    (change,) = kv.append(table, 5, 17)
+    assert change == TableChange(0, 2, tuple(table.blocks[0][2:]))
+    assert len(table.blocks[0]) == 5
+
+
+def test_a_shared_partial_block_is_copied_by_all_but_the_last_writer():
+    kv = manager()
+    table = admit(kv, 6)
+    fork = kv.fork(table)
+    shared = table.blocks[0][1]
+
+    assert kv.num_missing(fork, 6, 7) == 1
+    (change,) = kv.append(fork, 6, 7)
+    assert kv.append(table, 6, 7) == [], "the other owner has left it"
+
+    assert change == TableChange(0, 1, (fork.blocks[0][1],))
+    assert kv.take_copies() == ((shared, fork.blocks[0][1]),)
+    assert table.blocks[0] == [fork.blocks[0][0], shared]
+    kv.check()
+
+
+def test_a_shared_block_without_tokens_is_replaced_and_not_copied():
+    kv = manager()
+    table = admit(kv, 9)
+    fork = kv.fork(table)
+    assert kv.append(fork, 8, 9) == [TableChange(0, 2, (fork.blocks[0][2],))]
+    assert fork.blocks[0][2] != table.blocks[0][2]
+    assert kv.take_copies() == ()
+
+
+def test_a_cached_block_is_never_written():
+    """Forked while its last owner was computing: that owner's end leaves a cached block."""
+    kv = manager()
+    table = admit(kv, 4)
+    kv.append(table, 0, 4)
+    kv.step_started(1)
+    fork = kv.fork(table)
+    kv.register(table, KEYS, 4)
+    kv.step_reported(1)
+    cached = table.blocks[0][0]
+    kv.free(table)
+    assert kv.num_missing(fork, 2, 3) == 1
+    kv.append(fork, 2, 3)
+    assert kv.take_copies() == ((cached, fork.blocks[0][0]),)
+    assert kv.match_prefix(KEYS, 5).blocks == ((cached,),)
+
+
+def test_a_copy_of_a_copy_reads_the_first_source():
+    kv = manager()
+    table = admit(kv, 6)
+    fork = kv.fork(table)
+    kv.append(fork, 6, 7)
+    second = kv.fork(fork)
+    kv.append(second, 6, 7)
+    source = table.blocks[0][1]
+    assert kv.take_copies() == ((source, fork.blocks[0][1]), (source, second.blocks[0][1]))
+
+
+def test_a_copy_whose_target_is_freed_is_not_made():
+    kv = manager(4)
+    table = admit(kv, 6)
+    fork = kv.fork(table)
+    kv.append(fork, 6, 7)
+    kv.free(fork)
+    kv.free(table)
+    assert kv.take_copies() == ()
+    assert kv.pool.num_free == 4
+
+
+def test_a_copys_source_is_held_until_its_step_reports():
+    kv = manager()
+    table = admit(kv, 6)
+    fork = kv.fork(table)
+    source = table.blocks[0][1]
+    kv.append(fork, 6, 7)
+    kv.free(table)
+    kv.take_copies()
+    assert kv.held_blocks() == [source]
+    assert kv.num_fenced == 1
+    kv.step_started(1)
+    kv.step_reported(1)
+    assert kv.held_blocks() == []
+    assert kv.pool.num_references(source) == 0
+
+
+def test_append_uses_what_it_releases():
+    kv = manager(2, windows=(4,), max_chunk=1)
+    table = admit(kv, 8)
+    assert kv.pool.num_free == 0
+    assert kv.num_missing(table, 8, 9) == 1
+    assert kv.can_append(table, 8, 9)
+    assert kv.append(table, 8, 9)
+    assert table.blocks[0][0] == NO_BLOCK
+
+
+def test_blocks_behind_a_window_are_of_no_use_while_a_step_reads_them():
+    kv = manager(2, windows=(4,), max_chunk=1)
+    table = admit(kv, 8)
+    kv.step_started(1)
+    assert not kv.can_append(table, 8, 9)
+    kv.step_reported(1)
+    assert kv.can_append(table, 8, 9)
+
+
+@given(
+    block_size=st.integers(1, 4),
+    windows=st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=3),
+    max_chunk=st.integers(1, 7),
+    num_prompt=st.integers(1, 12),
+    num_output=st.integers(0, 12),
+    num_branches=st.integers(1, 3),
+)
+def test_branches_that_fit_alone_never_lack_a_block(
+    block_size, windows, max_chunk, num_prompt, num_output, num_branches
+):
+    spec = KvCacheSpec(block_size, tuple(windows), max_chunk)
+    num_tokens = num_prompt + num_output
+    num_blocks = spec.blocks_for_branches(num_prompt, num_tokens, num_branches)
+    kv = KvCacheManager(num_blocks, spec, enable_prefix_caching=True)
+    match = kv.match_prefix([], num_prompt)
+    assert kv.can_admit(num_prompt, match, alone=True) is Allocation.OK
+    tables = [kv.admit(num_prompt, match)]
+    spans = [
+        (start, min(start + max_chunk, num_prompt)) for start in range(0, num_prompt, max_chunk)
+    ]
+    spans += [(position, position + 1) for position in range(num_prompt, num_tokens)]
+    for step, span in enumerate(spans, 1):
+        if span[0] == num_prompt:
+            tables += [kv.fork(tables[0]) for _ in range(num_branches - 1)]
+        for table in tables:
+            assert kv.can_append(table, *span)
+            kv.append(table, *span)
+        kv.take_copies()
+        kv.step_started(step)
+        kv.step_reported(step)
+        kv.check()
+
+
+# Fences.
+
+
+def test_freed_blocks_wait_for_the_newest_step():
+    kv = manager(4)
+    table = admit(kv, 8)
+    kv.step_started(1)
+    kv.step_started(2)
+    kv.free(table)
+    assert (kv.pool.num_free, kv.num_fenced) == (2, 2)
+    kv.step_reported(1)
+    assert kv.pool.num_free == 2
+    kv.step_reported(2)
+    assert (kv.pool.num_free, kv.num_fenced) == (4, 0)
+
+
+def test_a_fenced_block_can_be_hit():
+    kv = manager(4)
+    table = compute(kv, 9)
+    kv.step_started(1)
+    kv.free(table)
+    again = admit(kv, 9)
+    assert kv.num_fenced == 1
+    kv.step_reported(1)
+    assert sorted(kv.pool.references()) == sorted(again.held())
+
+
+def test_fenced_tables_are_evicted_in_the_order_in_which_they_were_freed():
+    kv = manager(6)
+    first, second = compute(kv, 8), admit(kv, 12)
+    kv.append(second, 8, 12)
+    kv.register(second, KEYS, 12)
+    blocks = list(second.held())
+    kv.step_started(1)
+    kv.free(first)
+    kv.free(second)
+    kv.step_reported(1)
+    kv.pool.allocate(3)  # those that were never cached
+    assert kv.pool.allocate(3) == blocks[::-1]
+
+
+def test_groups_are_evicted_tail_before_head():
+    kv = manager(8, windows=(None, 99))
+    table = compute(kv, 16)
+    heads = {blocks[0] for blocks in table.blocks}
+    tails = {blocks[-1] for blocks in table.blocks}
+    kv.free(table)
+    assert set(kv.pool.allocate(2)) == tails
+    kv.pool.allocate(4)
+    assert set(kv.pool.allocate(2)) == heads
+
+
+# Swapping.
+
+
+def test_sharing_survives_a_swap():
+    kv = manager(num_host_blocks=4)
+    table = compute(kv, 10)
+    fork = kv.fork(table)
+    kv.append(fork, 10, 11)
+    kv.take_copies()
+    old = [*table.held(), *fork.held()]
+
+    swapped = kv.swap_out([table, fork], 1)
+    swap_ins, swap_outs = kv.take_swaps()
+    assert (swap_ins, kv.num_host_used) == ((), 4)
+    assert [block for block, _ in swap_outs] == list(dict.fromkeys(old))
+    assert kv.can_swap_in(swapped, alone=True) is Allocation.LATER, "it has not left yet"
+    kv.step_started(1)
+    kv.step_reported(1)
+    assert kv.pool.num_free == 16
+
+    assert kv.can_swap_in(swapped, num_extra=12, alone=True) is Allocation.OK
+    assert kv.can_swap_in(swapped, num_extra=12, alone=False) is Allocation.LATER
+    assert kv.can_swap_in(swapped, num_extra=13, alone=True) is Allocation.NEVER
+    tables = kv.swap_in(swapped, 2)
+    host_of = dict(swap_outs)
+    in_of = dict(kv.take_swaps()[0])
+    assert [b for t in tables for b in t.held()] == [in_of[host_of[block]] for block in old]
+    assert tables[0].blocks[0][:2] == tables[1].blocks[0][:2]
+    assert tables[0].num_registered == 0
+    assert kv.num_host_used == 0
+    for back in tables:
+        kv.free(back)
+    assert kv.pool.num_free == 16
+
+
+def test_swapped_blocks_are_held_until_their_step_reports():
+    kv = manager(4, num_host_blocks=4)
+    swapped = kv.swap_out([admit(kv, 8)], 1)
+    assert kv.num_fenced == 2
+    kv.step_started(1)
+    assert kv.pool.num_free == 2
+    kv.step_reported(1)
+    assert kv.pool.num_free == 4
+    kv.drop_swapped(swapped)
+    assert kv.num_host_used == 0
+
+
+def test_a_host_pool_that_is_full_takes_no_more():
+    kv = manager(num_host_blocks=2)
+    tables = [admit(kv, 8), admit(kv, 4)]
+    assert kv.can_swap_out(tables[:1])
+    assert not kv.can_swap_out(tables)
+    assert kv.can_swap_out([tables[1], kv.fork(tables[1])])
+
+
+def test_a_copys_target_is_swapped_out_from_its_source():
+    """A step swaps out before it copies."""
+    kv = manager(num_host_blocks=4)
+    table = admit(kv, 6)
+    fork = kv.fork(table)
+    kv.append(fork, 6, 7)
+    kv.swap_out([fork], 1)
+    _, swap_outs = kv.take_swaps()
+    assert [block for block, _ in swap_outs] == table.blocks[0]
+
+
+def test_what_is_freed_before_it_came_back_is_not_copied_in():
+    kv = manager(num_host_blocks=4)
+    swapped = kv.swap_out([admit(kv, 8)], 1)
+    kv.take_swaps()
+    kv.step_started(1)
+    kv.step_reported(1)
+    (table,) = kv.swap_in(swapped, 2)
+    kv.free(table)
+    assert kv.take_swaps() == ((), ())
+
+
+def test_what_comes_back_is_offered_when_it_is_there():
+    kv = manager(num_host_blocks=4)
+    swapped = kv.swap_out([compute(kv, 8)], 1)
+    kv.step_started(1)
+    kv.step_reported(1)
+    kv.reset_prefix_cache()
+    (table,) = kv.swap_in(swapped, 2)
+    kv.register(table, KEYS, 8)
+    kv.step_started(2)
+    kv.register(table, KEYS, 8)
+    assert kv.match_prefix(KEYS, 9).num_blocks == 0
+    kv.step_reported(2)
+    kv.register(table, KEYS, 8)
+    assert kv.match_prefix(KEYS, 9).num_blocks == 2
+
+
+# Events.
+
+
+def test_events_say_what_is_cached():
+    kv = manager(4)
+    assert kv.events.start_recording() == (CacheCleared(1),)
+    kv.free(compute(kv, 13))
+    assert kv.events.take() == (BlocksStored(2, tuple(KEYS[:3]), None),)
+    table = kv.admit(13, kv.match_prefix(KEYS, 9))
+    assert kv.events.take() == (BlocksRemoved(3, (KEYS[2],)),)
+    kv.register(table, KEYS, 13)
+    kv.reset_prefix_cache()
+    assert kv.events.take() == (BlocksStored(4, (KEYS[2],), KEYS[1]), CacheCleared(5))
+
+
+def test_events_tell_of_one_group():
+    kv = manager(windows=(None, 5))
+    kv.events.start_recording()
+    kv.free(compute(kv, 9))
+    kv.pool.allocate(16)
+    assert kv.events.take() == (
+        BlocksStored(2, tuple(KEYS[:2]), None),
+        BlocksRemoved(3, (KEYS[1], KEYS[0])),
+    )
+
+
+def test_late_followers_get_a_snapshot():
+    kv = manager()
+    compute(kv, 9)
+    assert kv.events.take() == (), "nobody records"
+    snapshot = (CacheCleared(1), BlocksStored(2, tuple(KEYS[:2]), None))
+    assert kv.events.start_recording() == snapshot
+    assert kv.events.take() == ()
+    kv.events.stop_recording()
+    kv.reset_prefix_cache()
+    assert kv.events.take() == ()
+
+
+def test_a_step_cannot_start_twice():
+    kv = manager()
+    kv.step_started(1)
+    with pytest.raises(AssertionError, match="numbered"):
+        kv.step_started(1)

@@ -1,0 +1,106 @@
+"""Block counts of layer groups, against counting one by one."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kv_cache_spec import KvCacheSpec, group_layers
+
+WINDOWS = st.none() | st.integers(1, 9)
+SPECS = st.builds(
+    KvCacheSpec,
+    block_size=st.integers(1, 5),
+    windows=st.lists(WINDOWS, min_size=1, max_size=3).map(tuple),
+    max_chunk=st.integers(1, 7),
+)
+
+
+def seen_blocks(spec: KvCacheSpec, group: int, start: int, end: int) -> set[int]:
+    """Blocks that queries at positions `start` to `end - 1` read or write."""
+    window = spec.windows[group]
+    positions = {
+        key
+        for query in range(start, end)
+        for key in range(0 if window is None else max(0, query - window + 1), query + 1)
+    }
+    return {position // spec.block_size for position in positions}
+
+
+@given(st.lists(st.sampled_from([None, 4, 8]), min_size=1, max_size=12))
+def test_layers_are_grouped_by_window(windows: list[int | None]) -> None:
+    groups = group_layers(windows)
+    kinds = set(windows)
+    assert groups.layers_per_block == min(windows.count(kind) for kind in kinds)
+    assert len(set(groups.slots)) == len(windows) == len(groups.slots)
+    for window, (group, index) in zip(windows, groups.slots, strict=True):
+        assert groups.windows[group] == window
+        assert 0 <= index < groups.layers_per_block
+    for kind in kinds:
+        needed = -(-windows.count(kind) // groups.layers_per_block)
+        assert groups.windows.count(kind) == needed
+
+
+def test_one_kind_of_layer_is_one_group() -> None:
+    groups = group_layers([None] * 4)
+    assert groups.windows == (None,)
+    assert groups.slots == ((0, 0), (0, 1), (0, 2), (0, 3))
+
+
+def test_groups_of_a_real_pattern() -> None:
+    """Gemma 3: five layers with a window, one without."""
+    groups = group_layers(([512] * 5 + [None]) * 2)
+    assert groups.windows == (512,) * 5 + (None,)
+    assert groups.layers_per_block == 2
+
+
+@given(spec=SPECS, position=st.integers(0, 40))
+def test_the_first_live_block_is_the_first_that_is_read(spec: KvCacheSpec, position: int) -> None:
+    for group in range(spec.num_groups):
+        later = seen_blocks(spec, group, position, position + 10)
+        assert spec.first_live(group, position) == min(later)
+
+
+@given(spec=SPECS, num_tokens=st.integers(1, 40))
+def test_the_most_live_blocks_are_those_of_the_worst_chunk(
+    spec: KvCacheSpec, num_tokens: int
+) -> None:
+    total = 0
+    for group in range(spec.num_groups):
+        chunks = [
+            (start, min(start + length, num_tokens))
+            for start in range(num_tokens)
+            for length in range(1, spec.max_chunk + 1)
+        ]
+        worst = max(len(seen_blocks(spec, group, *chunk)) for chunk in chunks)
+        most = spec.max_live(group, num_tokens)
+        assert most >= worst
+        # Exact where the sequence is long enough for the worst offset to occur.
+        span = (spec.windows[group] or 0) + spec.max_chunk + spec.block_size
+        if spec.windows[group] is None or num_tokens >= span:
+            assert most == worst
+        total += most
+    assert spec.blocks_for(num_tokens) == total
+
+
+@given(spec=SPECS, num_blocks=st.integers(0, 40), limit=st.integers(0, 60))
+def test_the_longest_sequence_that_fits(spec: KvCacheSpec, num_blocks: int, limit: int) -> None:
+    fits = [n for n in range(limit + 1) if spec.blocks_for(n) <= num_blocks]
+    assert spec.max_tokens(num_blocks, limit) == max(fits)
+
+
+@given(
+    spec=SPECS, num_shared=st.integers(0, 12), num_more=st.integers(0, 12), num=st.integers(1, 4)
+)
+def test_branches_need_no_more_than_is_said(
+    spec: KvCacheSpec, num_shared: int, num_more: int, num: int
+) -> None:
+    """Each branch with blocks of its own from the first token that it does not share."""
+    num_tokens = num_shared + num_more
+    bound = spec.blocks_for_branches(num_shared, num_tokens, num)
+    num_common = num_shared // spec.block_size
+    for start in range(num_shared, num_tokens):
+        blocks = set()
+        for group in range(spec.num_groups):
+            for index in seen_blocks(spec, group, start, start + 1):
+                owners = [0] if index < num_common else range(num)
+                blocks |= {(group, index, owner) for owner in owners}
+        assert len(blocks) <= bound
