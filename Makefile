@@ -7,7 +7,8 @@
 #                         torch brings gigabytes of CUDA packages; a machine
 #                         without a GPU is served faster by
 #                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-#   ARGS="..."            more arguments to baton up (run, up) or pytest (test)
+#   ARGS="..."            more arguments to baton up (run, up), pytest (test) or
+#                         benchmarks (bench)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,7 +43,7 @@ type: $(VENV)/.dev ## check types
 proto: $(VENV)/.dev ## generate baton/v1 from protos/
 	$(BIN)/python scripts/generate_stubs.py
 
-bench: $(VENV)/.base ## measure split against whole
+bench: $(VENV)/.base ## measure split against whole; ARGS=scheduling: KV memory and scheduling
 	$(BIN)/python -m benchmarks $(ARGS)
 
 check: lint type test ## lint, type and test

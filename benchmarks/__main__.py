@@ -1,57 +1,25 @@
-"""`python -m benchmarks`: measures split against whole, prints a table, may write JSON."""
+"""`python -m benchmarks [split | scheduling]`: each prints tables and may write JSON.
 
-import argparse
-import asyncio
-import json
+split       two tiers against one engine, over gRPC (what runs if none is named)
+scheduling  KV memory and the scheduler: waste, sharing, step times, block
+            operations, what prefix caching costs
+"""
+
+import importlib
 import sys
-import tempfile
-from pathlib import Path
 
-from baton.demo import demo_model_path
-from benchmarks.machine import describe_machine
-from benchmarks.models import make_random_llama
-from benchmarks.split_vs_whole import MODELS, Workload, measure
-from benchmarks.table import print_report
+_COMMANDS = ("split", "scheduling")
 
 
 def main() -> None:
     """Entry point of `make bench`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "--model", choices=MODELS, action="append", help="repeatable; all by default"
-    )
-    parser.add_argument("--prompt-tokens", type=int, action="append", help="default: 128 and 512")
-    parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=15, help="requests per figure")
-    parser.add_argument("--num-threads", type=int, default=2, help="of each worker")
-    parser.add_argument("--kv-connector", help="URL; default: shm:// of the run's own")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    args = parser.parse_args()
-    report = {"machine": describe_machine(), "results": []}
-    for model in args.model or MODELS:
-        report["results"] += _measure_model(model, args)
-    print_report(report)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _measure_model(model: str, args: argparse.Namespace) -> list[dict[str, object]]:
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = demo_model_path() if model == "demo" else make_random_llama(Path(folder) / model)
-        for prompt_tokens in args.prompt_tokens or (128, 512):
-            sys.stderr.write(f"{model}, {prompt_tokens} prompt tokens ...\n")
-            workload = Workload(
-                model=model,
-                path=path,
-                prompt_tokens=prompt_tokens,
-                output_tokens=args.output_tokens,
-                repeats=args.repeats,
-                num_threads=args.num_threads,
-                kv_connector=args.kv_connector,
-            )
-            results.append(asyncio.run(measure(workload)))
-    return results
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return
+    is_named = bool(arguments) and arguments[0] in _COMMANDS
+    command = arguments.pop(0) if is_named else _COMMANDS[0]
+    importlib.import_module(f"benchmarks.{command}_command").main(arguments)
 
 
 if __name__ == "__main__":

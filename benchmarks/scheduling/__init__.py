@@ -1,0 +1,1 @@
+"""KV memory and scheduling without a model: what it wastes, saves and costs."""

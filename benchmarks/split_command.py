@@ -1,0 +1,57 @@
+"""`python -m benchmarks split`: measures split against whole, prints a table, may write JSON."""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.demo import demo_model_path
+from benchmarks.machine import describe_machine
+from benchmarks.models import make_random_llama
+from benchmarks.split_vs_whole import MODELS, Workload, measure
+from benchmarks.table import print_report
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks split", description=__doc__)
+    parser.add_argument(
+        "--model", choices=MODELS, action="append", help="repeatable; all by default"
+    )
+    parser.add_argument("--prompt-tokens", type=int, action="append", help="default: 128 and 512")
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=15, help="requests per figure")
+    parser.add_argument("--num-threads", type=int, default=2, help="of each worker")
+    parser.add_argument("--kv-connector", help="URL; default: shm:// of the run's own")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    args = parser.parse_args(arguments)
+    machine = describe_machine()
+    results = [r for model in args.model or MODELS for r in _measure_model(model, args)]
+    report = {"machine": machine, "results": results}
+    print_report(report)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _measure_model(model: str, args: argparse.Namespace) -> list[dict[str, object]]:
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = demo_model_path() if model == "demo" else make_random_llama(Path(folder) / model)
+        for prompt_tokens in args.prompt_tokens or (128, 512):
+            sys.stderr.write(f"{model}, {prompt_tokens} prompt tokens ...\n")
+            workload = Workload(
+                model=model,
+                path=path,
+                prompt_tokens=prompt_tokens,
+                output_tokens=args.output_tokens,
+                repeats=args.repeats,
+                num_threads=args.num_threads,
+                kv_connector=args.kv_connector,
+            )
+            results.append(asyncio.run(measure(workload)))
+    return results
