@@ -57,4 +57,5 @@ def test_only_the_poisoned_request_fails(engine_and_pool):
 
 def _poison_blocks_of(engine, request_id, pool):
     """What a broken kernel or a device fault would leave behind."""
-    pool[engine.scheduler._sequences[request_id].block_ids] = math.nan
+    group = engine.scheduler._groups[request_id]
+    pool[list(group.held_blocks())] = math.nan
