@@ -79,7 +79,7 @@ class EngineConfig:
         "recompute", "what to do when KV cannot be loaded", choices=LOAD_FAILURE_POLICIES
     )
     kv_transfer_timeout_s: float = _flag(
-        60.0, "longest wait for a load or save that does not report; its blocks stay fenced"
+        60.0, "longest wait for a look-up, load or save that does not report; blocks stay fenced"
     )
 
     def __post_init__(self) -> None:

@@ -82,6 +82,7 @@ class Transfers:
         self._namespace = namespace
         self._saves = saves and connector is not None
         self._timeout_s = timeout_s
+        self._lookups: dict[int, SequenceGroup] = {}  # open ones
         self._loads: dict[int, _Load] = {}
         self._save_jobs: dict[int, tuple[SequenceGroup, list[int]]] = {}
         self._unstarted: list[int] = []
@@ -119,6 +120,8 @@ class Transfers:
             keys = lead.keys.extend(lead.token_ids)[:num_keys]
             every_group = chain.from_iterable(map(self._object_keys, keys))
             group.lookup_job = self._connector.lookup(list(every_group))
+            self._lookups[group.lookup_job] = group
+            self._unstarted.append(group.lookup_job)
         num_found = self._connector.num_found(group.lookup_job)
         return None if num_found is None else num_found // self._spec.num_groups
 
@@ -225,6 +228,7 @@ class Transfers:
         if self._connector is None:
             return
         if group.lookup_job is not None:
+            self._lookups.pop(group.lookup_job, None)
             self._connector.forget_lookup(group.lookup_job)
             group.lookup_job = None
         if group.load_job is not None:
@@ -240,6 +244,8 @@ class Transfers:
         if self._connector is None:
             return [], []
         self._connector.update(results)
+        for lookup in results.lookups:
+            self._lookups.pop(lookup.job_id, None)
         loads = [finished for r in results.loads if (finished := self._finish_load(r))]
         saved = dict.fromkeys(self._finish_save(r.job_id, r.committed) for r in results.saves)
         return loads, [group for group in saved if not group.pending_saves]
@@ -254,6 +260,10 @@ class Transfers:
                 self._log_overdue("load", load.group, load.block_ids)
                 self.forget(load.group)
                 loads.append(FinishedLoad(load.group, 0, "timed out"))
+            elif group := self._lookups.get(job_id):
+                self._log_overdue("look-up", group, [])
+                self.forget(group)
+                group.may_load = False
             elif job_id in self._save_jobs:
                 group, block_ids = self._save_jobs[job_id]
                 self._log_overdue("save", group, block_ids)
@@ -311,9 +321,8 @@ class Transfers:
         self._connector.delete(list(chain.from_iterable(map(self._object_keys, keys))))
 
     def _forget_reported(self) -> None:
-        while self._started and not (
-            self._started[0][1] in self._loads or self._started[0][1] in self._save_jobs
-        ):
+        jobs = (self._lookups, self._loads, self._save_jobs)
+        while self._started and not any(self._started[0][1] in open_jobs for open_jobs in jobs):
             self._started.popleft()
 
     def _log_overdue(self, what: str, group: SequenceGroup, block_ids: list[int]) -> None:
