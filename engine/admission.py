@@ -229,6 +229,8 @@ class Admission:
         if self._can_swap(group):
             tables = _tables(group)
             group.swapped = self._kv.swap_out(tables, plan.step)
+            for sequence in group.running:
+                sequence.table = None
             group.state = GroupState.SWAPPED
             self._give_seats_back(group)
             plan.swapped.append(group)
@@ -241,9 +243,21 @@ class Admission:
 
     def _can_swap(self, group: SequenceGroup) -> bool:
         blocks = list(set(group.held_blocks()))
-        return prefers_swap(
-            self._config.preemption_mode, group, blocks, self._costs
-        ) and self._kv.can_swap_out(_tables(group))
+        return (
+            prefers_swap(self._config.preemption_mode, group, blocks, self._costs)
+            and all(map(self._can_go_on, group.running))
+            and self._kv.can_swap_out(_tables(group))
+        )
+
+    def _can_go_on(self, sequence: Sequence) -> bool:
+        """Whether its blocks have what its next token sees: where a step in flight has got
+        further, what has left the windows since is not held any more.
+        """
+        assert sequence.table is not None
+        return all(
+            held_from <= self._kv.spec.first_live(layers, sequence.num_computed)
+            for layers, held_from in enumerate(sequence.table.first_live)
+        )
 
     # What waits.
 

@@ -70,7 +70,9 @@ class DecodeSet:
         """The sequences and their rows; the same objects as before if nothing changed."""
         if self._sequences is None:
             self._sequences = tuple(self._members)
-            self._rows = tuple([sequence.row for sequence in self._sequences])
+            rows = tuple([sequence.row for sequence in self._sequences])
+            if rows != self._rows:  # one may have entered and left since
+                self._rows = rows
         return self._sequences, self._rows
 
     def _note(self, sequence: Sequence, step: int) -> None:
