@@ -1,46 +1,40 @@
 """State machine over a prefill, a decode and an undivided engine with a shared store.
 
-Tiny pools, a vocabulary of two, transfers that end late, fail, or lose their
+Tiny pools, a vocabulary of two, transfers that end late, fail, never report, or lose their
 store, steps that raise, deadlines, aborts, ids used again: whatever happens,
 tokens are right, blocks are conserved, and every request ends.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from baton.errors import AbortedError, BatonError, DeadlineExceededError, InternalError
 from engine.batch import DrawParams
-from engine.core import EngineCore
-from engine.request import EngineRequest, FinishReason, RequestOutput
-from kvstore.store_connector import StoreConnectorScheduler
-from tests.support.fake_connector import FakeWorker
-from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
+from engine.kv_cache_spec import KvCacheSpec
+from engine.request import BeamSearchParams, EngineRequest, RequestOutput
+from tests.support.checked_engine import CheckedEngine, CheckedRequest
+from tests.support.fake_model import GREEDY, fake_info
+from tests.support.reference_decoding import candidates, first_beams, progress_of
 
-GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 MAX_MODEL_LEN = 24
-NAMES = tuple("abcdefgh")
+MAX_LIVE = 8
 ENGINES = st.integers(0, 2)
 MANY = st.integers(0, 50)
-
-
-class Engine:
-    """One core, and the requests that run on it."""
-
-    def __init__(self, machine: "Cluster", config: dict[str, object], num_blocks: int) -> None:
-        self.runner = FakeRunner(fake_info(config["block_size"], MAX_MODEL_LEN), num_blocks)
-        self.worker = FakeWorker(machine.store)
-        connector = (StoreConnectorScheduler("fake", ttl_s=1), self.worker)
-        config = fake_config(kv_connector="fake://", **config)
-        self.core = EngineCore(config, self.runner, connector, clock=lambda: machine.now)
-        self.requests: dict[str, EngineRequest] = {}
-
-    def add(self, request: EngineRequest) -> None:
-        self.core.check(request)
-        self.core.add_request(request)
-        self.requests[request.request_id] = request
+# Few, so that prefixes are shared.
+PROMPTS = st.builds(
+    lambda pattern, length: (pattern * MAX_MODEL_LEN)[:length],
+    st.sampled_from([(0,), (1, 0), (0, 0, 1), (0, 0, 0, 0, 0, 1)]),
+    st.integers(1, MAX_MODEL_LEN - 2),
+)
+MISHAPS = (
+    *("abort", "finish_candidate", "finish_candidate", "break_next_step", "pass_time"),
+    *("lose_transfer", "find_transfers", "lose_object", "release_handoff"),
+    *("reset_prefix_cache", "watch"),
+)
+WINDOWS = [(None,), (None,), (3,), (5, None), (None, 2), (2, 6)]
 
 
 class Cluster(RuleBasedStateMachine):
@@ -48,85 +42,128 @@ class Cluster(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4]),
-        budget=st.integers(1, 12),
-        max_num_seqs=st.integers(1, 4),
-        caching=st.booleans(),
-        spare_blocks=st.integers(0, 6),
-        policy=st.sampled_from(["recompute", "fail"]),
+        windows=st.sampled_from(WINDOWS),
+        num_spare=st.sampled_from([0, 1, 3, 6, 12]),
+        num_host_blocks=st.sampled_from([0, 3, 30]),
+        submits=st.sampled_from(["now", "late"]),
+        config=st.fixed_dictionaries(
+            {
+                "max_num_batched_tokens": st.sampled_from([1, 3, 5, 8, 12]),
+                "max_num_seqs": st.sampled_from([1, 3, 4, 6]),
+                "long_prefill_token_threshold": st.sampled_from([None, None, 1, 3]),
+                "max_num_partial_prefills": st.integers(1, 2),
+                "enable_prefix_caching": st.booleans(),
+                "preemption_mode": st.sampled_from(["recompute", "swap", "auto"]),
+                "async_scheduling": st.booleans(),
+                "kv_load_failure_policy": st.sampled_from(["recompute", "recompute", "fail"]),
+                "kv_transfer_timeout_s": st.sampled_from([2.0, 20.0]),
+                "priority_ageing_s": st.sampled_from([0.5, 100.0]),
+            }
+        ),
     )
     def start(
         self,
         block_size: int,
-        budget: int,
-        max_num_seqs: int,
-        caching: bool,
-        spare_blocks: int,
-        policy: str,
+        windows: tuple[int | None, ...],
+        num_spare: int,
+        num_host_blocks: int,
+        submits: str,
+        config: dict[str, object],
     ) -> None:
         self.store: dict = {}
         self.now = 0.0
-        self.budget = budget
-        self.is_ending = False
-        config = {
-            "block_size": block_size,
-            "max_num_batched_tokens": budget,
-            "max_num_seqs": max_num_seqs,
-            "enable_prefix_caching": caching,
-            "kv_load_failure_policy": policy,
-        }
-        num_blocks = -(-MAX_MODEL_LEN // block_size) + spare_blocks
-        self.engines = tuple(
-            Engine(self, {"role": role, **config}, num_blocks)
-            for role in ("prefill", "decode", "both")
-        )
-        self.prefill, self.decode, _ = self.engines
-        self.tokens: dict[str, list[int]] = {}
         self.handoff_ids: list[str] = []
+        info = fake_info(block_size, MAX_MODEL_LEN, windows=windows)
+
+        def engine(role: str) -> CheckedEngine:
+            return CheckedEngine(
+                info,
+                self._num_blocks(block_size, windows, config) + num_spare,
+                store=self.store,
+                clock=lambda: self.now,
+                num_host_blocks=num_host_blocks,
+                submits=submits,
+                role=role,
+                **config,
+            )
+
+        self.engines = (engine("prefill"), engine("decode"), engine("both"))
+        for each in self.engines:
+            each.watch()
+
+    # Requests.
 
     @rule(
         engine=ENGINES,
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
-        max_tokens=st.integers(1, 8),
-        priority=st.integers(0, 1),
-        salt=st.sampled_from(["", "tenant"]),
-        timeout_s=st.none() | st.integers(1, 5),
+        prompt=PROMPTS,
+        num_copies=st.integers(1, 3),
+        max_tokens=st.integers(1, 12),
+        stop_token_ids=st.sampled_from([(), (), (1,)]).map(frozenset),
+        seed=st.integers(0, 2),
+        num_candidates=st.sampled_from([1, 1, 2, 3]),
+        num_returned=st.integers(1, 3),
+        beam_search=st.none()
+        | st.none()
+        | st.builds(
+            BeamSearchParams,
+            length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
+            early_stopping=st.sampled_from([True, False, "never"]),
+        ),
+        num_resumed=st.lists(st.integers(1, 7), max_size=3),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "tenant"]),
+        timeout_s=st.sampled_from([None, None, None, 2, 30]),
     )
     def add(
         self,
         engine: int,
-        prompt: list[int],
+        prompt: tuple[int, ...],
+        num_copies: int,
         max_tokens: int,
+        stop_token_ids: frozenset[int],
+        seed: int,
+        num_candidates: int,
+        num_returned: int,
+        beam_search: BeamSearchParams | None,
+        num_resumed: list[int],
         priority: int,
         salt: str,
         timeout_s: int | None,
     ) -> None:
-        live = {name for each in self.engines for name in each.requests}
-        free = [name for name in NAMES if name not in live]
-        if not free:
-            return
-        self.tokens[free[0]] = []
+        target = self.engines[engine]
+        num_candidates = min(num_candidates, target.config.max_running)
         request = EngineRequest(
-            request_id=free[0],
-            prompt_token_ids=tuple(prompt),
-            draw=GREEDY,
-            max_tokens=min(max_tokens, MAX_MODEL_LEN - len(prompt)),
+            request_id="",
+            prompt_token_ids=prompt,
+            draw=DrawParams(1.0, 0, 1.0, seed) if seed else GREEDY,
+            max_tokens=max_tokens,
+            num_candidates=num_candidates,
+            num_returned=min(num_returned, num_candidates),
+            beam_search=beam_search,
+            stop_token_ids=stop_token_ids,
             priority=priority,
             cache_salt=salt,
             deadline=None if timeout_s is None else self.now + timeout_s,
         )
-        self.engines[engine].add(request)
+        if target.config.role != "prefill":
+            request = _resumed(request, num_resumed)
+        for _ in range(min(num_copies, MAX_LIVE - len(target.live))):
+            named = replace(request, request_id=self._free_id())
+            target.add(CheckedRequest.of(named, target.info))
 
-    @rule(engine=ENGINES, count=st.integers(1, 8))
+    # Steps.
+
+    @rule(engine=ENGINES, count=st.integers(1, 12))
     def step(self, engine: int, count: int) -> None:
         for _ in range(count):
             self._step(self.engines[engine])
 
-    @rule(engine=ENGINES)
-    def end_transfers(self, engine: int) -> None:
-        worker = self.engines[engine].worker
-        while worker.pending:
-            worker.end(0, fails=False)
-        self._step(self.engines[engine])
+    @rule(rounds=st.integers(1, 8))
+    def run_all(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for engine in self.engines:
+                engine.worker.end_all()
+                self._step(engine)
 
     @rule(engine=ENGINES, index=MANY, fails=st.booleans())
     def end_transfer(self, engine: int, index: int, fails: bool) -> None:
@@ -134,101 +171,150 @@ class Cluster(RuleBasedStateMachine):
         if worker.pending:
             worker.end(index % len(worker.pending), fails=fails)
 
-    @rule(index=MANY)
-    def lose_object(self, index: int) -> None:
+    # What may happen at any moment. One rule, so that it does not happen all the time.
+
+    @rule(engine=ENGINES, index=MANY, what=st.sampled_from(MISHAPS))
+    def meddle(self, engine: int, index: int, what: str) -> None:
+        getattr(self, f"_{what}")(self.engines[engine], index)
+        self.engines[engine].check()
+
+    def _abort(self, engine: CheckedEngine, index: int) -> None:
+        if engine.live:
+            engine.abort(sorted(engine.live)[index % len(engine.live)])
+
+    def _finish_candidate(self, engine: CheckedEngine, index: int) -> None:
+        told = [
+            (checked.request.request_id, candidate)
+            for checked in engine.live.values()
+            for candidate in checked.told.keys() - checked.ended
+        ]
+        if told:
+            engine.finish_candidate(*told[index % len(told)])
+
+    def _break_next_step(self, engine: CheckedEngine, index: int) -> None:
+        engine.break_next_step(("raise", "not finite")[index % 2])
+
+    def _pass_time(self, engine: CheckedEngine, index: int) -> None:
+        self.now += (0.5, 1.0, 3.0)[index % 3]
+
+    def _lose_transfer(self, engine: CheckedEngine, index: int) -> None:
+        if engine.worker.pending:
+            engine.worker.lose(index % len(engine.worker.pending))
+
+    def _find_transfers(self, engine: CheckedEngine, index: int) -> None:
+        engine.worker.find()
+
+    def _lose_object(self, engine: CheckedEngine, index: int) -> None:
         if self.store:
             del self.store[sorted(self.store)[index % len(self.store)]]
 
-    @rule(index=MANY)
-    def release_handoff(self, index: int) -> None:
+    def _release_handoff(self, engine: CheckedEngine, index: int) -> None:
         if self.handoff_ids:
-            self.prefill.core.release_handoff(self.handoff_ids[index % len(self.handoff_ids)])
+            handoff_id = self.handoff_ids[index % len(self.handoff_ids)]
+            self.engines[0].core.release_handoff(handoff_id)
 
-    @rule(engine=ENGINES, index=MANY)
-    def abort(self, engine: int, index: int) -> None:
-        live = sorted(self.engines[engine].requests)
-        if live:
-            request_id = live[index % len(live)]
-            outputs = self.engines[engine].core.abort([request_id, "unknown"])
-            assert [output.finish_reason for output in outputs] == [FinishReason.ABORTED]
-            del self.engines[engine].requests[request_id]
+    def _reset_prefix_cache(self, engine: CheckedEngine, index: int) -> None:
+        engine.core.reset_prefix_cache()
+        assert engine.core.scheduler.kv.pool.cached_keys() == ()
 
-    @rule(engine=ENGINES, fault=st.sampled_from(["raise", "not finite"]))
-    def break_next_step(self, engine: int, fault: str) -> None:
-        runner = self.engines[engine].runner
-        if runner.num_raised_in_row == 0:
-            runner.fault = fault
+    def _watch(self, engine: CheckedEngine, index: int) -> None:
+        if index % 2:
+            engine.unwatch()
+        engine.watch()
 
-    @rule(seconds=st.integers(1, 3))
-    def pass_time(self, seconds: int) -> None:
-        self.now += seconds
-
-    def _step(self, engine: Engine) -> None:
-        for output in engine.core.step():
-            self._take(engine, output)
-        assert not engine.runner.failures
-        assert all(batch.num_tokens <= self.budget for batch in engine.runner.batches)
-        engine.runner.batches.clear()
-
-    def _take(self, engine: Engine, output: RequestOutput) -> None:
-        request = engine.requests[output.request_id]
-        tokens = self.tokens[output.request_id]
-        tokens += output.token_ids
-        assert tokens == expected_tokens(request.prompt_token_ids, len(tokens))
-        if output.finish_reason is None:
-            return
-        del engine.requests[output.request_id]
-        match output.finish_reason:
-            case FinishReason.HANDOFF:
-                self._hand_over(engine, request, output)
-            case FinishReason.LENGTH:
-                assert len(tokens) == request.max_tokens
-            case FinishReason.ERROR:
-                self._check_error(request, output.error)
-            case unexpected:
-                raise AssertionError(unexpected)
-
-    def _hand_over(self, engine: Engine, request: EngineRequest, output: RequestOutput) -> None:
-        assert engine is self.prefill
-        if output.handoff is not None:
-            self.handoff_ids.append(output.handoff.handoff_id)
-        tokens = tuple(self.tokens[request.request_id])
-        self.decode.add(replace(request, output_token_ids=tokens, handoff=output.handoff))
-
-    def _check_error(self, request: EngineRequest, error: BatonError | None) -> None:
-        match error:
-            case DeadlineExceededError():
-                assert request.deadline is not None
-                assert request.deadline <= self.now
-            case AbortedError():
-                assert "could not be loaded" in error.message
-            case _:
-                assert isinstance(error, InternalError)
-                assert not self.is_ending, "no step was broken"
-
-    @invariant()
-    def blocks_are_conserved(self) -> None:
-        for engine in getattr(self, "engines", ()):
-            engine.core.scheduler.check()
+    # The end.
 
     def teardown(self) -> None:
         """With nothing broken any more, every request ends and every block is free."""
-        self.is_ending = True
         engines = getattr(self, "engines", ())
         for engine in engines:
             engine.runner.fault = None
-        for _ in range(2000):
-            busy = [engine for engine in engines if engine.core.has_work]
-            if not busy:
-                break
-            for engine in busy:
-                while engine.worker.pending:
-                    engine.worker.end(0, fails=False)
-                self._step(engine)
+        self._run_until(lambda: not any(engine.live for engine in engines))
         for engine in engines:
-            assert not engine.requests, "a request starved"
-            engine.core.scheduler.check()
-            assert engine.core.load().num_free_blocks == engine.core.num_blocks
+            # A lost job keeps its blocks: who needs the whole pool has to wait for it.
+            assert not engine.live or engine.worker.lost, "a request starved"
+            engine.worker.find()
+        self._run_until(lambda: not any(engine.core.has_work for engine in engines))
+        for engine in engines:
+            self._step(engine)  # with overlap the last step is still to be committed
+            engine.check_is_empty()
+            self._check_full_load(engine)
+
+    def _run_until(self, is_over: Callable[[], bool]) -> None:
+        """At most until nothing has happened for longer than any time limit."""
+        num_idle = 0
+        for _ in range(3000):
+            if is_over() or num_idle > 100:
+                return
+            self.now += 0.25
+            self.run_all(1)
+            is_idle = all(engine.core.is_stalled for engine in self.engines)
+            num_idle = num_idle + 1 if is_idle else 0
+        raise AssertionError("this goes on and on")
+
+    def _check_full_load(self, engine: CheckedEngine) -> None:
+        """As many sequences as may run do run, at once."""
+        num_groups = len(engine.info.windows)
+        count = min(engine.config.max_running, (engine.core.num_blocks - 1) // num_groups)
+        if engine.config.role == "prefill":
+            return
+        requests = [
+            EngineRequest(request_id=f"last {i}", prompt_token_ids=(0,), draw=GREEDY, max_tokens=20)
+            for i in range(count)
+        ]
+        for request in requests:
+            engine.core.add_request(request)
+        engine.core.step()
+        assert engine.core.load().num_running == count
+
+    def _step(self, engine: CheckedEngine) -> None:
+        engine.step()
+        for checked, output in engine.handed_over:
+            self._hand_over(checked.request, output)
+        engine.handed_over.clear()
+
+    def _hand_over(self, request: EngineRequest, output: RequestOutput) -> None:
+        if output.handoff is not None:
+            self.handoff_ids.append(output.handoff.handoff_id)
+        request = replace(request, handoff=output.handoff)
+        if request.beam_search is not None:
+            beams = tuple(zip(output.token_ids, output.logprobs, strict=True))
+            request = replace(request, first_beams=beams)
+        else:
+            begun = [(index, (token,)) for index, token in enumerate(output.token_ids)]
+            progress = tuple(progress_of(request, *each) for each in begun)
+            request = replace(request, progress=progress)
+        decode = self.engines[1]
+        decode.add(CheckedRequest.of(request, decode.info))
+
+    def _free_id(self) -> str:
+        """One of few ids, so that they are used again."""
+        live = {request_id for engine in self.engines for request_id in engine.live}
+        return next(f"r{i}" for i in range(99) if f"r{i}" not in live)
+
+    def _num_blocks(
+        self, block_size: int, windows: tuple[int | None, ...], config: dict[str, object]
+    ) -> int:
+        """As many as one candidate can need."""
+        max_chunk = min(
+            config["max_num_batched_tokens"], config["long_prefill_token_threshold"] or 99
+        )
+        return KvCacheSpec(block_size, windows, max_chunk).blocks_for(MAX_MODEL_LEN - 1)
+
+
+def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
+    """The request as another replica left it; as it was, where that had done nothing."""
+    if not nums_tokens or request.max_tokens == 1:
+        return request
+    if request.beam_search is not None:
+        return replace(request, first_beams=first_beams(request))
+    limit = min(request.max_tokens, MAX_MODEL_LEN - len(request.prompt_token_ids)) - 1
+    every = zip(candidates(request, MAX_MODEL_LEN), nums_tokens * 3, strict=False)
+    progress = [
+        progress_of(request, index, expected.token_ids[: min(num_tokens, limit)])
+        for index, (expected, num_tokens) in enumerate(every)
+    ]
+    return replace(request, progress=tuple(progress))
 
 
 TestCluster = Cluster.TestCase

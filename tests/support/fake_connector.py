@@ -28,6 +28,7 @@ class FakeWorker(KvConnectorWorker):
     def __init__(self, store: Store) -> None:
         self.store = store
         self.pending: list[Job] = []
+        self.lost: list[Job] = []
         self._results: list[LookupResult | LoadResult | SaveResult] = []
 
     def register_pool(self, pool: Any, layout: KvLayout) -> None:
@@ -40,6 +41,19 @@ class FakeWorker(KvConnectorWorker):
         self.pending += (*work.lookups, *work.loads, *work.saves)
         for key in work.deletes:
             self.store.pop(key, None)
+
+    def lose(self, index: int) -> None:
+        """One pending job does not report until `find`; it may move bytes until then."""
+        self.lost.append(self.pending.pop(index))
+
+    def find(self) -> None:
+        """What was lost is pending again."""
+        self.pending += self.lost
+        self.lost.clear()
+
+    def end_all(self) -> None:
+        while self.pending:
+            self.end(0, fails=False)
 
     def end(self, index: int, *, fails: bool) -> None:
         """Ends one pending job."""
@@ -85,3 +99,4 @@ class FakeWorker(KvConnectorWorker):
 
     def close(self) -> None:
         self.pending.clear()
+        self.lost.clear()

@@ -115,10 +115,7 @@ class FakeRunner:
         self._thread: ThreadPoolExecutor | None = None
         self._late: list[_LateFuture] = []
         self._decode_rows: tuple[int, ...] = ()
-        # Rows of the last batch if it raised; told apart from rows in new hands only
-        # where batches are submitted before the last one's result is seen.
-        self._broken_rows: set[int] = set()
-        self._overlaps = False
+        self._broken_rows: set[int] = set()  # rows of the last batch if it raised
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         self.batches.append(batch)
@@ -126,7 +123,7 @@ class FakeRunner:
         for update in batch.table_updates:
             self._update_table(update)
         self._move_blocks(batch)
-        chunks = [self._start_chunk(chunk) for chunk in batch.chunks]
+        chunks = [self._start_chunk(chunk, batch) for chunk in batch.chunks]
         decodes = [self._start_decode(row) for row in batch.decode_rows]
         self._broken_rows = {work.row_id for work in (*chunks, *decodes)}
         fault, self.fault = (self.fault, None) if batch.num_tokens else (None, self.fault)
@@ -146,7 +143,6 @@ class FakeRunner:
         )
 
     def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
-        self._overlaps = True
         if self._submits == "thread":
             self._thread = self._thread or ThreadPoolExecutor(1, "fake-runner")
             return self._thread.submit(self.execute, batch)
@@ -190,16 +186,25 @@ class FakeRunner:
             self._check(0 <= block < self.num_blocks, "there is no such block")
             table[index] = block
 
-    def _start_chunk(self, chunk: ScheduledChunk) -> _Work:
+    def _start_chunk(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> _Work:
         row = self._row(chunk.row)
+        is_broken = chunk.row in self._broken_rows and self._goes_on(chunk, batch)
         row.position = chunk.start_position + chunk.num_tokens
         row.last_token = None
         row.wants_logprobs = chunk.wants_logprobs
         if len(chunk.draws) == 1:
             (row.draw,) = chunk.draws
             row.last_token = INVALID_TOKEN  # until the draw, which may never come
-        is_broken = self._overlaps and chunk.row in self._broken_rows
         return _Work(chunk.row, row, chunk.start_position, chunk.token_ids, is_broken)
+
+    def _goes_on(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> bool:
+        """Whether the row is still that of the batch before: in new hands it gets a
+        table that begins before the chunk.
+        """
+        start, block_size = chunk.start_position, self.info.layout.block_size
+        own = (update for update in batch.table_updates if update.row == chunk.row)
+        is_new = start == 0 or any(update.first_index * block_size < start for update in own)
+        return self._row(chunk.row).position == start and not is_new
 
     def _start_decode(self, row_id: int) -> _Work:
         row = self._row(row_id)

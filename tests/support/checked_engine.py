@@ -1,0 +1,257 @@
+"""An engine on the fake model, whose every output is checked against the reference decoder."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.errors import AbortedError, DeadlineExceededError, InternalError
+from engine.core import EngineCore
+from engine.kv_events import BlocksRemoved, BlocksStored, KvEvent
+from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.runner import ModelInfo
+from engine.validation import num_blocks_needed
+from kvstore.store_connector import StoreConnectorScheduler
+from tests.support.fake_connector import FakeWorker, Store
+from tests.support.fake_model import fake_config
+from tests.support.fake_runner import FakeRunner
+from tests.support.reference_decoding import Expected, candidates, expected_results, first_beams
+
+__all__ = ["CheckedEngine", "CheckedRequest"]
+
+
+@dataclass
+class CheckedRequest:
+    """A request, what it must get, and what it has got so far on all tiers.
+
+    `told` has each candidate's tokens, or each returned hypothesis' where candidates are
+    ranked; `ended` the numbers of those of which nothing more may come.
+    """
+
+    request: EngineRequest
+    expected: list[Expected]
+    told: dict[int, list[int]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, request: EngineRequest, info: ModelInfo) -> "CheckedRequest":
+        self = cls(request, expected_results(request, info.max_model_len))
+        if not request.is_ranked and request.progress:
+            self.told = {p.index: list(p.output_token_ids) for p in request.progress}
+            self.ended = set(range(request.num_candidates)) - self.told.keys()
+        return self
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.ended) == len(self.expected)
+
+    def take(self, output: RequestOutput) -> None:
+        """Tokens of a candidate, or its end by STOP or LENGTH."""
+        index, request = output.index, self.request
+        assert index not in self.ended, "a candidate that has ended is told of"
+        assert output.finish_reason or (output.token_ids and not request.is_ranked)
+        expected, tokens = self.expected[index], self.told.setdefault(index, [])
+        tokens += output.token_ids
+        assert tuple(tokens) == expected.token_ids[: len(tokens)]
+        if output.finish_reason:
+            score = output.score if request.is_ranked else expected.score
+            assert Expected(tuple(tokens), output.finish_reason, score).same_as(expected)
+            self.ended.add(index)
+        assert output.is_last == self.is_over
+
+    def check_handoff(self, output: RequestOutput, info: ModelInfo) -> None:
+        """What prefill has drawn is what the candidates, or beams, begin with."""
+        request, is_ranked = self.request, self.request.is_ranked
+        assert output.is_last
+        assert not self.told
+        if request.beam_search is not None:
+            pairs = tuple(zip(output.token_ids, output.logprobs, strict=True))
+            assert pairs == first_beams(request)
+            return
+        firsts = [each.token_ids[0] for each in candidates(request, info.max_model_len)]
+        assert list(output.token_ids) == firsts
+        assert bool(output.logprobs) == is_ranked
+
+
+class CheckedEngine:
+    """One core, its runner and connector worker, and the requests that run on it.
+
+    Args:
+        info: the fake model's facts.
+        num_blocks: KV blocks in the pool.
+        store: what the connector's worker saves to; None runs without a connector.
+        clock: what the engine takes for time.
+        num_host_blocks: KV blocks in the host pool.
+        submits: see `FakeRunner`.
+        config: of the engine.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        num_blocks: int,
+        *,
+        store: Store | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+        num_host_blocks: int = 0,
+        submits: str = "late",
+        **config: object,
+    ) -> None:
+        if store is not None:
+            config["kv_connector"] = "fake://"
+        self.config = fake_config(block_size=info.layout.block_size, **config)
+        self.info = info
+        self.clock = clock
+        self.worker = FakeWorker(store if store is not None else {})
+        self.runner = FakeRunner(
+            info,
+            num_blocks,
+            num_host_blocks=num_host_blocks,
+            max_rows=self.config.max_running,
+            submits=submits,
+        )
+        connector = (StoreConnectorScheduler("fake", ttl_s=1), self.worker)
+        self.core = EngineCore(
+            self.config, self.runner, connector if store is not None else None, clock
+        )
+        self.live: dict[str, CheckedRequest] = {}
+        self.finished: dict[str, CheckedRequest] = {}
+        self.handed_over: list[tuple[CheckedRequest, RequestOutput]] = []
+        self.followed_keys: set[bytes] = set()
+        self.counts = Counter[str]()
+        self._next_event = 1
+        self._num_shaky_steps = 0  # so many steps may still end requests with InternalError
+
+    # Operations.
+
+    def add(self, checked: CheckedRequest) -> None:
+        """Queues a request, which ends at once where it can never fit."""
+        request = checked.request
+        needed = num_blocks_needed(request, self.config, self.info)
+        self.live[request.request_id] = checked
+        fits = needed <= self.core.num_blocks
+        if fits:
+            self.core.check(request)
+        outputs = self.core.add_request(request)
+        if not fits:
+            assert [output.finish_reason for output in outputs] == [FinishReason.IGNORED]
+        for output in outputs:
+            self._take(output)
+
+    def abort(self, request_id: str) -> None:
+        outputs = self.core.abort([request_id, "unknown"])
+        assert [(o.finish_reason, o.is_last) for o in outputs] == [(FinishReason.ABORTED, True)]
+        del self.live[request_id]
+
+    def finish_candidate(self, request_id: str, index: int) -> None:
+        """As a router does that has found a stop text in what it was told."""
+        checked = self.live[request_id]
+        self.core.finish_candidate(request_id, index)
+        checked.ended.add(index)
+        if checked.is_over:
+            del self.live[request_id]
+
+    def break_next_step(self, fault: str) -> None:
+        """Not so often in a row that the engine gives up."""
+        if self.runner.num_raised_in_row == 0 and self.runner.fault is None:
+            self.runner.fault = fault
+
+    def step(self) -> None:
+        """One step, after which everything is as it should be."""
+        if self.runner.fault is not None:
+            # With overlap the outcome comes later, and the next batch may be in flight too.
+            self._num_shaky_steps = 4
+        told = Counter[tuple[str, int]]()
+        outputs = self.core.step()
+        self._check_runner()
+        for output in outputs:
+            if output.finish_reason is not FinishReason.ERROR:
+                told[output.request_id, output.index] += 1
+            self._take(output)
+        assert max(told.values(), default=1) == 1, "a candidate has two outputs in a step"
+        if not self.core.is_stalled and self.runner.fault is None:
+            self._num_shaky_steps = max(0, self._num_shaky_steps - 1)
+        self._check_batches()
+        self.check()
+
+    def watch(self) -> None:
+        """Begins to follow the prefix cache, or begins anew."""
+        self._follow(self.core.watch_kv_events(True))
+        self.check()
+
+    def unwatch(self) -> None:
+        self.core.watch_kv_events(False)
+        self.followed_keys = set()
+
+    # Checks.
+
+    def check(self) -> None:
+        self.core.scheduler.check()
+        self._check_runner()
+        self._follow(self.core.take_kv_events())
+        if self.core.scheduler.kv.events.is_recording:
+            assert self.followed_keys == set(self.core.scheduler.kv.pool.cached_keys())
+
+    def check_is_empty(self) -> None:
+        """Nothing runs, and nothing is held."""
+        load = self.core.load()
+        assert not self.live, "a request starved"
+        assert not self.core.has_work
+        assert (load.num_running, load.num_waiting, load.num_queued_tokens) == (0, 0, 0)
+        assert load.num_free_blocks == self.core.num_blocks, "a block leaked"
+        assert load.num_swapped_blocks == 0, "a host block leaked"
+
+    def _check_runner(self) -> None:
+        if self.runner.failures:
+            raise self.runner.failures[0]
+
+    def _check_batches(self) -> None:
+        for batch in self.runner.batches:
+            assert batch.num_tokens <= self.config.max_num_batched_tokens
+            assert all(chunk.num_tokens <= self.config.max_chunk for chunk in batch.chunks)
+            self.counts["swapped blocks"] += len(batch.swap_outs)
+            self.counts["copied blocks"] += len(batch.block_copies)
+        self.runner.batches.clear()
+
+    def _follow(self, events: tuple[KvEvent, ...]) -> None:
+        for event in events:
+            assert event.sequence_number == self._next_event
+            self._next_event += 1
+            match event:
+                case BlocksStored():
+                    assert self.followed_keys.isdisjoint(event.keys)
+                    self.followed_keys.update(event.keys)
+                case BlocksRemoved():
+                    assert self.followed_keys.issuperset(event.keys)
+                    self.followed_keys.difference_update(event.keys)
+                case _:
+                    self.followed_keys.clear()
+
+    def _take(self, output: RequestOutput) -> None:
+        checked = self.live[output.request_id]
+        match output.finish_reason:
+            case None | FinishReason.STOP | FinishReason.LENGTH:
+                checked.take(output)
+            case FinishReason.HANDOFF:
+                checked.check_handoff(output, self.info)
+                self.handed_over.append((checked, output))
+            case FinishReason.ERROR:
+                assert output.is_last
+                self._check_error(checked.request, output)
+            case FinishReason.IGNORED:
+                assert output.is_last
+            case unexpected:
+                raise AssertionError(unexpected)
+        if output.is_last:
+            self.finished[output.request_id] = self.live.pop(output.request_id)
+
+    def _check_error(self, request: EngineRequest, output: RequestOutput) -> None:
+        match output.error:
+            case DeadlineExceededError():
+                assert request.deadline is not None
+                assert request.deadline <= self.clock()
+            case AbortedError():
+                assert "could not be loaded" in output.error.message
+                assert self.config.kv_load_failure_policy == "fail"
+            case _:
+                assert isinstance(output.error, InternalError)
+                assert self._num_shaky_steps > 0, "no step was broken"

@@ -1,0 +1,96 @@
+"""What requests must get of `tests.support.fake_model`: a decoder without cache or batch."""
+
+from dataclasses import dataclass
+
+from engine.beam_search import BeamSearch
+from engine.request import CandidateProgress, EngineRequest, FinishReason
+from tests.support.fake_model import VOCAB_SIZE, log_probabilities, next_token, top_tokens
+
+__all__ = ["Expected", "candidates", "expected_results", "first_beams", "progress_of"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One candidate's tokens from the first on, or one returned hypothesis."""
+
+    token_ids: tuple[int, ...]
+    reason: FinishReason
+    score: float
+
+    def same_as(self, other: "Expected") -> bool:
+        """Scores may differ in their last digits: sums are made in another order."""
+        is_near = abs(self.score - other.score) < 1e-9
+        return is_near and (self.token_ids, self.reason) == (other.token_ids, other.reason)
+
+
+def expected_results(request: EngineRequest, max_model_len: int) -> list[Expected]:
+    """By candidate; where candidates are ranked, the best first."""
+    if request.beam_search is not None:
+        return _beam_search(request, max_model_len)
+    every = candidates(request, max_model_len)
+    if not request.is_ranked:
+        return every
+    return sorted(every, key=lambda result: -result.score)[: request.num_returned]
+
+
+def candidates(request: EngineRequest, max_model_len: int) -> list[Expected]:
+    """What each candidate draws; its score is the mean log-probability."""
+    return [_candidate(request, index, max_model_len) for index in range(request.num_candidates)]
+
+
+def progress_of(
+    request: EngineRequest, index: int, token_ids: tuple[int, ...]
+) -> CandidateProgress:
+    """A candidate that has these tokens already."""
+    return CandidateProgress(index, token_ids, _logprob(request.prompt_token_ids, token_ids))
+
+
+def first_beams(request: EngineRequest) -> tuple[tuple[int, float], ...]:
+    """The most likely first tokens, as many as a beam search wants to know."""
+    num_top = request.num_candidates + len(request.stop_token_ids)
+    return tuple(top_tokens(request.prompt_token_ids, min(num_top, VOCAB_SIZE)))
+
+
+def _candidate(request: EngineRequest, index: int, max_model_len: int) -> Expected:
+    prompt, draw = request.prompt_token_ids, request.draw_of(index)
+    tokens: list[int] = []
+    reason = FinishReason.LENGTH
+    for _ in range(_max_tokens(request, max_model_len)):
+        tokens.append(next_token((*prompt, *tokens), draw))
+        if tokens[-1] in request.stop_token_ids:
+            reason = FinishReason.STOP
+            break
+    return Expected(tuple(tokens), reason, _logprob(prompt, tokens) / len(tokens))
+
+
+def _beam_search(request: EngineRequest, max_model_len: int) -> list[Expected]:
+    search = BeamSearch(
+        width=request.num_candidates,
+        num_returned=request.num_returned,
+        stop_token_ids=request.stop_token_ids,
+        max_tokens=_max_tokens(request, max_model_len),
+        params=request.beam_search,
+    )
+    beams = [request.prompt_token_ids]
+    steps = search.start(top_tokens(beams[0], search.num_top))
+    while not search.is_done:
+        beams = [(*beams[step.parent], step.token_id) for step in steps]
+        steps = search.advance([top_tokens(beam, search.num_top) for beam in beams])
+    return [
+        Expected(
+            result.token_ids,
+            FinishReason.STOP if result.is_stopped else FinishReason.LENGTH,
+            result.score,
+        )
+        for result in search.results()
+    ]
+
+
+def _max_tokens(request: EngineRequest, max_model_len: int) -> int:
+    return min(request.max_tokens, max_model_len - len(request.prompt_token_ids))
+
+
+def _logprob(prompt: tuple[int, ...], token_ids: tuple[int, ...] | list[int]) -> float:
+    return sum(
+        log_probabilities((*prompt, *token_ids[:end]))[token] for end, token in enumerate(token_ids)
+    )
