@@ -31,13 +31,21 @@ class FencedPool:
         counts = self.fence.counts
         return sum(self.pool.num_references(block) == count for block, count in counts.items())
 
+    def num_owners(self, block: int) -> int:
+        """How many hold the block, fences not counted."""
+        return self.pool.num_references(block) - self.fence.counts.get(block, 0)
+
     def is_writable(self, block: int) -> bool:
-        """Whether the one owner of a held block may write to it: it is neither shared nor cached.
+        """Whether an owner of the block may write to it: it is neither shared nor cached.
 
         A fence is no owner: steps run in order, and copy before they write.
         """
-        num_owners = self.pool.num_references(block) - self.fence.counts.get(block, 0)
-        return num_owners == 1 and not self.pool.is_cached(block)
+        return self.num_owners(block) == 1 and not self.pool.is_cached(block)
+
+    def hold(self, block: int, step: int) -> None:
+        """Keeps the block as it is until `step` has reported."""
+        self.pool.acquire([block])
+        self.fence.hold(step, [block])
 
     def release(self, block_ids: list[int]) -> None:
         """Drops references, in sequence order: at once, or when what is in flight has reported."""
@@ -59,13 +67,19 @@ class FencedPool:
         """Lets the step being built copy a block; the source is held back until it reports."""
         source = self.source_of(block)
         self._copies[target] = source
-        self.pool.acquire([source])
-        self.fence.hold(self.fence.newest_step + 1, [source])
+        self.hold(source, self.fence.newest_step + 1)
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(source, target) of the copies since the last call."""
+        self._cancel_forsaken()
         copies, self._copies = self._copies, {}
         return tuple((source, target) for target, source in copies.items())
+
+    def take_swap_ins(self) -> tuple[tuple[int, int], ...]:
+        """(host block, block) of `swap_ins` since the last call."""
+        self._cancel_forsaken()
+        swap_ins, self.swap_ins = self.swap_ins, {}
+        return tuple((host_block, block) for block, host_block in swap_ins.items())
 
     def check(self) -> None:
         """Verifies the invariants.
@@ -90,7 +104,21 @@ class FencedPool:
         for block in block_ids:
             if self.pool.num_references(block) == 0:
                 self.swap_ins.pop(block, None)
-                source = self._copies.pop(block, None)
-                if source is not None:
-                    self.fence.give_up(source)
-                    self._drop([source])
+                if block in self._copies:
+                    self._cancel_copy(block)
+
+    def _cancel_forsaken(self) -> None:
+        """The step being built must not fill blocks that are held for earlier steps alone."""
+        for target in [target for target in self._copies if not self._is_kept(target)]:
+            self._cancel_copy(target)
+        for block in [block for block in self.swap_ins if not self._is_kept(block)]:
+            del self.swap_ins[block]
+
+    def _is_kept(self, block: int) -> bool:
+        """Whether the block is held until the step being built has reported, or longer."""
+        return self.num_owners(block) > 0 or self.fence.holds(self.fence.newest_step + 1, block)
+
+    def _cancel_copy(self, target: int) -> None:
+        source = self._copies.pop(target)
+        self.fence.give_up(source)
+        self._drop([source])

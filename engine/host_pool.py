@@ -46,8 +46,12 @@ class HostPool:
         """As `KvCacheManager.swap_out`."""
         distinct = dict.fromkeys(block for table in tables for block in table.held())
         host_of = {block: self._free.pop() for block in distinct}
-        # A step swaps out before it copies.
-        self._swap_outs |= {host: self._blocks.source_of(block) for block, host in host_of.items()}
+        for block, host_block in host_of.items():
+            # A step swaps out before it copies: a copy's target is still to be found at its source.
+            source = self._blocks.source_of(block)
+            self._swap_outs[host_block] = source
+            if source != block:
+                self._blocks.hold(source, step)
         moved = tuple(table.copy(host_of) for table in tables)
         for table in tables:
             self._blocks.fence.hold(step, list(table.held()))
@@ -70,12 +74,9 @@ class HostPool:
 
     def take_swaps(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
         """As `KvCacheManager.take_swaps`."""
-        swap_ins, self._blocks.swap_ins = self._blocks.swap_ins, {}
         swap_outs, self._swap_outs = self._swap_outs, {}
-        return (
-            tuple((host_block, block) for block, host_block in swap_ins.items()),
-            tuple((block, host_block) for host_block, block in swap_outs.items()),
-        )
+        outs = tuple((block, host_block) for host_block, block in swap_outs.items())
+        return self._blocks.take_swap_ins(), outs
 
     def drop(self, swapped: SwappedTables) -> None:
         """Gives the host blocks back."""

@@ -205,7 +205,10 @@ class KvCacheManager:
         return changes
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) blocks to copy in the step being built, since the last call."""
+        """(source, target) blocks to copy in the step being built, since the last call.
+
+        Called before `step_started`, as `take_swaps` is.
+        """
         return self._blocks.take_copies()
 
     def free(self, table: BlockTable) -> None:

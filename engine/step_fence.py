@@ -40,6 +40,10 @@ class StepFence:
         """Whether `step` has yet to report."""
         return self._reported_step < step
 
+    def holds(self, step: int, block_id: int) -> bool:
+        """Whether a reference to the block is kept for `step`."""
+        return any(block_id in block_ids for block_ids in self._held.get(step, ()))
+
     def start(self, step: int) -> None:
         """Takes note that `step` is in flight."""
         assert step > self.newest_step, "steps are numbered in the order in which they start"

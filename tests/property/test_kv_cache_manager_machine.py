@@ -33,6 +33,7 @@ ACTIONS = (
     *("foreign",) * 2,
     *("swap_out",) * 2,
     *("swap_in",) * 3,
+    "return",
 )
 
 
@@ -304,6 +305,13 @@ class ManagerMachine(RuleBasedStateMachine):
             seq.table = table
             seq.rows = [list(blocks) for blocks in table.blocks]
         self.seqs += group
+
+    def _do_return(self, index: int, amount: int) -> None:
+        """What comes back branches, and some of it ends before the step starts."""
+        self._do_swap_in(index, amount)
+        self._do_branch(-1, amount)
+        for turn in range(amount % 3):
+            self.free(-1 - turn)
 
     def _append(self, seq: Seq, start: int, end: int) -> list[TableChange]:
         """Appends; nothing is taken beyond what `num_missing` says, no change is idle."""

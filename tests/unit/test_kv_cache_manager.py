@@ -118,6 +118,15 @@ def test_the_longest_prefix_that_all_groups_have_is_found():
     assert kv.match_prefix(KEYS, 100).num_blocks == 1
 
 
+def test_a_group_that_had_a_longer_prefix_is_asked_for_the_shorter():
+    kv = manager(64, windows=(9, 5))
+    wide, narrow = compute(kv, 6 * SIZE).blocks
+    kv.pool.forget([narrow[3]])
+    assert kv.match_prefix(KEYS, 100).num_blocks == 6
+    kv.pool.forget([wide[4]])
+    assert kv.match_prefix(KEYS, 100).num_blocks == 3
+
+
 def test_blocks_that_left_their_window_in_flight_are_still_offered():
     """Overlapped, the next step releases blocks before the one that computes them reports."""
     kv = manager(32, windows=(6,), max_chunk=20)
@@ -279,13 +288,15 @@ def test_a_copys_source_is_held_until_its_step_reports():
     table = admit(kv, 6)
     fork = kv.fork(table)
     source = table.blocks[0][1]
+    kv.step_started(1)
     kv.append(fork, 6, 7)
     kv.free(table)
     kv.take_copies()
+    kv.step_started(2)
+    kv.step_reported(1)
     assert kv.held_blocks() == [source]
     assert kv.num_fenced == 1
-    kv.step_started(1)
-    kv.step_reported(1)
+    kv.step_reported(2)
     assert kv.held_blocks() == []
     assert kv.pool.num_references(source) == 0
 
@@ -298,6 +309,15 @@ def test_append_uses_what_it_releases():
     assert kv.can_append(table, 8, 9)
     assert kv.append(table, 8, 9)
     assert table.blocks[0][0] == NO_BLOCK
+
+
+def test_one_group_uses_what_another_releases():
+    kv = manager(6, windows=(None, 4), max_chunk=5)
+    table = admit(kv, 12)
+    assert kv.pool.num_free == 0
+    assert kv.num_missing(table, 12, 13) == 2
+    assert kv.can_append(table, 12, 13)
+    assert len(kv.append(table, 12, 13)) == 2
 
 
 def test_blocks_behind_a_window_are_of_no_use_while_a_step_reads_them():
