@@ -222,7 +222,6 @@ class Admission:
         _remove(self._running, group)
         self.chunking.pop(group, None)
         self._transfers.forget(group)
-        group.beam_tops.clear()
         for sequence in group.running:
             self._branches.unseat(sequence)
             sequence.num_scheduled = sequence.num_computed
@@ -236,6 +235,7 @@ class Admission:
             plan.swapped.append(group)
         else:
             self._release(group)
+            group.beam_tops.clear()
             group.make_root()
             group.state = GroupState.WAITING
         insort(self._waiting, group, key=_order)
