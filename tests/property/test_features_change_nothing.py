@@ -1,0 +1,154 @@
+"""What memory and scheduling do never changes an output.
+
+Random sets of requests of all kinds get the same of a plain engine, with a pool for all of
+them, as with each feature, with all of them together, and alone.
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.batch import DrawParams
+from engine.request import BeamSearchParams, EngineRequest
+from engine.validation import num_blocks_needed
+from tests.support.checked_engine import CheckedEngine, CheckedRequest
+from tests.support.fake_model import GREEDY, fake_config, fake_info
+
+MAX_MODEL_LEN = 40
+PLAIN: dict[str, object] = {"enable_prefix_caching": False, "max_num_seqs": 64}
+CROWDED: dict[str, object] = {"preemption_mode": "recompute", "max_num_seqs": 64}
+SWAPPING = CROWDED | {"preemption_mode": "swap"}
+OVERLAPPED: dict[str, object] = {"async_scheduling": True}
+CHUNKED: dict[str, object] = {"max_num_batched_tokens": 7, "max_num_partial_prefills": 2}
+FEATURES = {
+    "prefix caching": {},
+    "chunks": PLAIN | CHUNKED,
+    "long prompts": PLAIN | {"long_prefill_token_threshold": 3},
+    "few at a time": PLAIN | {"max_num_seqs": 3},
+    "overlap": PLAIN | OVERLAPPED,
+    "all but preemption": CHUNKED | OVERLAPPED | {"long_prefill_token_threshold": 2},
+}
+PREEMPTING = {
+    "recompute": (CROWDED, 0),
+    "swap": (SWAPPING, 200),
+    "swap to a small pool": (SWAPPING, 8),
+    "auto": (CROWDED | {"preemption_mode": "auto"}, 200),
+    "recompute, overlap": (CROWDED | OVERLAPPED, 0),
+    "swap, overlap": (SWAPPING | OVERLAPPED, 200),
+    "swap, overlap, chunks": (SWAPPING | OVERLAPPED | CHUNKED, 200),
+}
+WINDOWS = [(None,), (3,), (5, None), (2, 6, None)]
+
+
+@st.composite
+def requests(draw: st.DrawFn, *, fewest: int = 1) -> list[EngineRequest]:
+    """Prompts that begin alike or not, candidates, beams."""
+    start = tuple(draw(st.lists(st.integers(0, 1), max_size=9)))
+    return [draw(_request(str(index), start)) for index in range(draw(st.integers(fewest, 7)))]
+
+
+@st.composite
+def _request(draw: st.DrawFn, request_id: str, start: tuple[int, ...]) -> EngineRequest:
+    own = draw(st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    num_candidates = draw(st.integers(1, 3))
+    searches = st.builds(BeamSearchParams, early_stopping=st.sampled_from([True, False, "never"]))
+    seed = draw(st.integers(0, 5))
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=(*(start if draw(st.booleans()) else ()), *own),
+        draw=DrawParams(1.0, 0, 1.0, seed) if seed else GREEDY,
+        max_tokens=draw(st.integers(1, 20) | st.integers(15, 20)),
+        num_candidates=num_candidates,
+        num_returned=draw(st.integers(1, num_candidates)),
+        beam_search=draw(st.one_of(st.none(), st.none(), searches)),
+        stop_token_ids=draw(st.sampled_from([frozenset(), frozenset(), frozenset({1})])),
+        priority=draw(st.integers(0, 1)),
+    )
+
+
+def run(
+    asked: list[EngineRequest],
+    num_blocks: int,
+    config: dict[str, object],
+    *,
+    windows: tuple[int | None, ...] = (None,),
+    num_host_blocks: int = 0,
+) -> tuple[list[CheckedRequest], Counter[str]]:
+    """What each request got, by request, and how often what happened."""
+    info = fake_info(4, MAX_MODEL_LEN, windows=windows)
+    engine = CheckedEngine(info, num_blocks, num_host_blocks=num_host_blocks, **config)
+    for request in asked:
+        engine.add(CheckedRequest.of(request, info))
+    for _ in range(3000):
+        if not engine.core.has_work:
+            break
+        engine.step()
+    engine.step()  # with overlap the last step is still to be committed
+    engine.check_is_empty()
+    happened = engine.counts
+    happened["preemptions"] = engine.core.load().num_preemptions
+    happened["hits"] = engine.core.load().prefix_cache_hits
+    return [engine.finished[request.request_id] for request in asked], happened
+
+
+def blocks_of_largest(
+    asked: list[EngineRequest], config: dict[str, object], windows: tuple[int | None, ...]
+) -> int:
+    """As few as let every request run, alone."""
+    info = fake_info(4, MAX_MODEL_LEN, windows=windows)
+    return max(num_blocks_needed(request, fake_config(**config), info) for request in asked)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@settings(max_examples=40, deadline=None)
+@given(asked=requests())
+def test_a_feature_changes_no_output(feature: str, asked: list[EngineRequest]) -> None:
+    plain, _ = run(asked, 500, PLAIN)
+
+    assert run(asked, 500, FEATURES[feature])[0] == plain
+
+
+@settings(max_examples=40, deadline=None)
+@given(asked=requests(), windows=st.sampled_from(WINDOWS), caching=st.booleans())
+def test_a_window_changes_no_output(
+    asked: list[EngineRequest], windows: tuple[int | None, ...], caching: bool
+) -> None:
+    """The fake model draws from the whole sequence, whatever attention sees."""
+    plain, _ = run(asked, 500, PLAIN)
+    config = CHUNKED | {"enable_prefix_caching": caching}
+
+    assert run(asked, 900, config, windows=windows)[0] == plain
+
+
+@settings(max_examples=40, deadline=None)
+@given(asked=requests())
+def test_batch_neighbours_change_no_output(asked: list[EngineRequest]) -> None:
+    together, _ = run(asked, 500, PLAIN)
+
+    assert [run([request], 500, PLAIN)[0][0] for request in asked] == together
+
+
+@pytest.mark.parametrize("feature", PREEMPTING)
+def test_preemption_changes_no_output(feature: str) -> None:
+    config, num_host_blocks = PREEMPTING[feature]
+    happened = Counter[str]()
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.nested_given])
+    @given(asked=requests(fewest=4), windows=st.sampled_from(WINDOWS), caching=st.booleans())
+    def compare(asked: list[EngineRequest], windows: tuple[int | None, ...], caching: bool) -> None:
+        plain, _ = run(asked, 500, PLAIN)
+        crowded, counts = run(
+            asked,
+            blocks_of_largest(asked, config, windows),
+            config | {"enable_prefix_caching": caching},
+            windows=windows,
+            num_host_blocks=num_host_blocks,
+        )
+        assert crowded == plain
+        happened.update(counts)
+
+    compare()
+    assert happened["preemptions"] > 15, "the pool was not too small"
+    assert ("swap" in feature or "auto" in feature) == (happened["swapped blocks"] > 0)
