@@ -283,6 +283,21 @@ def test_a_copy_whose_target_is_freed_is_not_made():
     assert kv.pool.num_free == 4
 
 
+def test_a_copy_into_a_block_that_only_an_earlier_step_holds_is_not_made():
+    """It is free when that step reports, and written by somebody else then."""
+    kv = manager()
+    table = admit(kv, 6)
+    kv.step_started(1)
+    fork = kv.fork(table)
+    kv.append(fork, 6, 7)
+    kv.free(fork)
+    assert kv.take_copies() == ()
+    kv.step_started(2)
+    kv.step_reported(1)
+    assert kv.held_blocks() == []
+    kv.check()
+
+
 def test_a_copys_source_is_held_until_its_step_reports():
     kv = manager()
     table = admit(kv, 6)
@@ -476,9 +491,37 @@ def test_a_copys_target_is_swapped_out_from_its_source():
     table = admit(kv, 6)
     fork = kv.fork(table)
     kv.append(fork, 6, 7)
+    source = list(table.blocks[0])
     kv.swap_out([fork], 1)
+    kv.free(table)
     _, swap_outs = kv.take_swaps()
-    assert [block for block, _ in swap_outs] == table.blocks[0]
+    kv.take_copies()
+    assert [block for block, _ in swap_outs] == source
+    assert kv.pool.num_held(source) == 2, "until it is swapped out"
+
+
+def test_what_comes_back_and_is_copied_on_comes_back_though_its_owners_end():
+    kv = manager(num_host_blocks=4)
+    swapped = kv.swap_out([admit(kv, 3)], 1)
+    kv.take_swaps()
+    kv.step_started(1)
+    (table,) = kv.swap_in(swapped, 2)
+    source = table.blocks[0][0]
+    fork = kv.fork(table)
+    kv.append(fork, 3, 4)
+    kv.free(table)
+    assert kv.take_swaps()[0] == ((swapped.host_blocks[0], source),)
+    assert kv.take_copies() == ((source, fork.blocks[0][0]),)
+
+
+def test_a_step_in_flight_does_not_let_a_freed_block_be_swapped_into():
+    kv = manager(num_host_blocks=4)
+    swapped = kv.swap_out([admit(kv, 3)], 1)
+    kv.take_swaps()
+    kv.step_started(1)
+    (table,) = kv.swap_in(swapped, 2)
+    kv.free(table)
+    assert kv.take_swaps() == ((), ())
 
 
 def test_what_is_freed_before_it_came_back_is_not_copied_in():
