@@ -34,6 +34,7 @@ __all__ = [
     "timings_to_proto",
 ]
 
+_REST = -1  # in place of a candidate's number: those that have not ended
 _ROUTERS_NAME = re.compile(r"(?P<client>.*)/[0-9a-f]{16}(/[0-9]+)?", re.DOTALL)
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -129,25 +130,28 @@ def _draw_params(params: SamplingParams) -> DrawParams:
 
 
 def add_output(pending: dict[int, RequestOutput], output: RequestOutput) -> None:
-    """Adds an output to those of its request that wait, one per candidate.
+    """Adds an output to those of its request that wait, by candidate.
 
-    The request's last output stays the last.
+    The request's last output stays the last. Where it bears the number of a
+    candidate that has ended, it is the end of the others, and stands by itself.
     """
-    earlier = pending.get(output.index)
-    if earlier is not None:
+    index, earlier = output.index, pending.get(output.index)
+    if earlier is not None and earlier.finish_reason is not None:
+        index = _REST
+    elif earlier is not None:
         output = merge_outputs(earlier, output)
         if output.is_last:
-            del pending[output.index]
-    pending[output.index] = output
+            del pending[index]
+    pending[index] = output
 
 
 def merge_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Two successive outputs of one candidate as one."""
+    """Two successive outputs of one candidate as one; the earlier one is not its end."""
     return RequestOutput(
         request_id=later.request_id,
         index=later.index,
         token_ids=earlier.token_ids + later.token_ids,
-        finish_reason=later.finish_reason or earlier.finish_reason,
+        finish_reason=later.finish_reason,
         is_last=later.is_last,
         error=later.error,
         score=later.score,

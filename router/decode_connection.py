@@ -16,6 +16,9 @@ from baton.v1 import decode_pb2, decode_pb2_grpc
 
 __all__ = ["DecodeConnection", "DecodeStream", "ReplicaLostError"]
 
+_REST = -1
+"""In place of a candidate's number: the end of those that have not ended."""
+
 
 class ReplicaLostError(UnavailableError):
     """The replica died or cannot be reached; its requests can go on elsewhere."""
@@ -27,7 +30,7 @@ class DecodeStream:
     def __init__(self, request_id: str, connection: "DecodeConnection") -> None:
         self._request_id = request_id
         self._connection = connection
-        self._pending: dict[int, decode_pb2.DecodeOutput] = {}  # by candidate
+        self._pending: dict[int, decode_pb2.DecodeOutput] = {}  # by candidate, or `_REST`
         self._finished: set[int] = set()
         self._failure: ReplicaLostError | None = None
         self._changed = asyncio.Event()
@@ -41,6 +44,8 @@ class DecodeStream:
         pending = self._pending.get(output.index)
         if pending is None:
             self._pending[output.index] = output
+        elif pending.finish_reason:  # the request's end, which is not that candidate's
+            self._pending[_REST] = output
         else:
             pending.MergeFrom(output)
             if output.is_last:

@@ -42,11 +42,11 @@ class Progress:
             self._token_ids.update((i, [token]) for i, token in enumerate(prefilled.token_ids))
 
     def add(self, output: decode_pb2.DecodeOutput) -> None:
-        """Notes what a decode replica sent."""
+        """Notes what a decode replica sent; late tokens of a candidate that has ended are none."""
         self.num_tokens += len(output.token_ids)
         if output.finish_reason:
             self.end(output.index)
-        elif not self._is_ranked and output.token_ids:
+        elif output.token_ids and not (self._is_ranked or output.index in self._ended):
             self._token_ids[output.index].extend(output.token_ids)
 
     def end(self, index: int) -> None:

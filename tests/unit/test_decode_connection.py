@@ -91,6 +91,24 @@ async def test_candidates_wait_apart_and_the_requests_last_output_stays_last(con
     assert (await anext(stub.commands)).start.request.request_id == "b"
 
 
+async def test_the_requests_end_leaves_a_candidate_that_has_ended_before_its_end(connected):
+    stub, connection, _ = connected
+    stream = connection.start(start("a"))
+    length, failed = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ERROR
+    stub.send(output("a", 1, finish_reason=length, is_last=False), output("a", 2, index=1))
+    end = output("a", finish_reason=failed)
+    end.error.message = "gone"
+    stub.send(end)
+    await stub.responses.join()
+    read = [await stream.read() for _ in range(3)]
+    assert [(each.index, each.finish_reason, each.is_last) for each in read] == [
+        (0, length, False),
+        (1, 0, False),
+        (0, failed, True),
+    ]
+    assert not read[0].HasField("error")
+
+
 async def test_a_finished_candidate_is_cancelled_once_and_read_no_more(connected):
     stub, connection, _ = connected
     stream = connection.start(start("a"))

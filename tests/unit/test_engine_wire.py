@@ -191,6 +191,21 @@ def test_outputs_wait_by_candidate_and_the_requests_last_stays_last():
     ]
 
 
+def test_the_requests_end_leaves_a_candidate_that_has_ended_before_its_end():
+    pending, length, aborted = {}, FinishReason.LENGTH, FinishReason.ABORTED
+    for output in (
+        RequestOutput(request_id="r", token_ids=(1,), finish_reason=length),
+        RequestOutput(request_id="r", index=1, token_ids=(2,)),
+        RequestOutput(request_id="r", finish_reason=aborted, is_last=True),
+    ):
+        add_output(pending, output)
+    assert [(o.index, o.token_ids, o.finish_reason, o.is_last) for o in pending.values()] == [
+        (0, (1,), length, False),
+        (1, (2,), None, False),
+        (0, (), aborted, True),
+    ]
+
+
 def test_every_finish_reason_has_a_wire_form():
     assert finish_reason_to_proto(None) == common_pb2.FINISH_REASON_UNSPECIFIED
     going_on = {FinishReason.HANDOFF}

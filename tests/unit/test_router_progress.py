@@ -36,6 +36,15 @@ def test_streamed_candidates_go_on_from_their_tokens():
     assert given_tokens(written(progress)) == {0: [7, 1]}
 
 
+def test_late_tokens_of_a_candidate_that_has_ended_do_not_bring_it_back():
+    progress = Progress(SamplingParams(n=2))
+    for step in (output(0, 1), output(1, 2)):
+        progress.add(step)
+    progress.end(0)  # by a stop text, while the replica had drawn more
+    progress.add(output(0, 3, 4))
+    assert given_tokens(written(progress)) == {1: [2]}
+
+
 def test_candidates_that_decode_began_go_on_too():
     progress = Progress(SamplingParams(n=2))
     progress.add(output(0, 1))
