@@ -42,11 +42,6 @@ class FencedPool:
         """
         return self.num_owners(block) == 1 and not self.pool.is_cached(block)
 
-    def hold(self, block: int, step: int) -> None:
-        """Keeps the block as it is until `step` has reported."""
-        self.pool.acquire([block])
-        self.fence.hold(step, [block])
-
     def release(self, block_ids: list[int]) -> None:
         """Drops references, in sequence order: at once, or when what is in flight has reported."""
         if self.fence.is_in_flight and block_ids:
@@ -67,7 +62,8 @@ class FencedPool:
         """Lets the step being built copy a block; the source is held back until it reports."""
         source = self.source_of(block)
         self._copies[target] = source
-        self.hold(source, self.fence.newest_step + 1)
+        self.pool.acquire([source])
+        self.fence.hold(self.fence.newest_step + 1, [source])
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(source, target) of the copies since the last call."""

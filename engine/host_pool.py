@@ -46,12 +46,8 @@ class HostPool:
         """As `KvCacheManager.swap_out`."""
         distinct = dict.fromkeys(block for table in tables for block in table.held())
         host_of = {block: self._free.pop() for block in distinct}
-        for block, host_block in host_of.items():
-            # A step swaps out before it copies: a copy's target is still to be found at its source.
-            source = self._blocks.source_of(block)
-            self._swap_outs[host_block] = source
-            if source != block:
-                self._blocks.hold(source, step)
+        # A step swaps out before it copies: a copy's target is still to be found at its source.
+        self._swap_outs |= {host: self._blocks.source_of(block) for block, host in host_of.items()}
         moved = tuple(table.copy(host_of) for table in tables)
         for table in tables:
             self._blocks.fence.hold(step, list(table.held()))
