@@ -87,8 +87,7 @@ class AsyncEngine:
         """Admits a request. `on_output` is called on the event loop, once per
         candidate and step that brings it something; all outputs of one step are
         delivered within one loop callback. The last call has `is_last` set, and
-        always comes, unless `abort` is called first, or `finish_candidate` for
-        all candidates that had not ended.
+        always comes, unless `abort` is called first.
 
         Raises:
             InvalidArgumentError: a token id or length the model cannot take,
@@ -140,7 +139,7 @@ class AsyncEngine:
         """Ends one candidate and frees what it alone holds. Unknown ones are fine.
 
         Outputs for it that are under way may still come, and none after them.
-        Whoever ends a request's last candidate aborts the request.
+        With its last candidate a request ends, ABORTED.
         """
         if request_id in self._handlers:
             self._thread.put(FinishCandidate(request_id, index))

@@ -145,12 +145,12 @@ class EngineCore:
         self.is_stalled = False
         return self.scheduler.abort(request_ids)
 
-    def finish_candidate(self, request_id: str, index: int) -> None:
-        """Ends one candidate without an output, and with the last one its request.
-        Unknown ones are passed over.
+    def finish_candidate(self, request_id: str, index: int) -> list[RequestOutput]:
+        """Ends one candidate without an output, and with the last one its request: its
+        last output, ABORTED, is returned. Unknown ones are passed over.
         """
         self.is_stalled = False
-        self.scheduler.finish_candidate(request_id, index)
+        return self.scheduler.finish_candidate(request_id, index)
 
     def reset_prefix_cache(self) -> int:
         """Forgets what is cached here, for requests to come; returns how many blocks.

@@ -177,7 +177,7 @@ class EngineThread:
                 if acknowledge:
                     self._post(listener.on_aborted, request_ids)
             case FinishCandidate(request_id, index):
-                core.finish_candidate(request_id, index)
+                self._tell(core.finish_candidate(request_id, index))
             case ReleaseHandoff(handoff_id):
                 core.release_handoff(handoff_id)
             case ResetPrefixCache(answer):

@@ -218,18 +218,19 @@ class Outcomes:
         self._admission.forget(group)
         return output
 
-    def end_silently(self, group: SequenceGroup, index: int) -> None:
-        """Ends one candidate of which nothing more shall be heard."""
+    def end_candidate(self, group: SequenceGroup, index: int) -> Outputs:
+        """Ends one candidate without an output, and with the last one its request, ABORTED."""
         live = [] if group.beams is not None else [b for b in group.branches if not b.is_given_up]
         branch = next((branch for branch in live if branch.index == index), None)
         if branch is None:
-            return
+            return []
         if len(live) == 1:
-            self._admission.forget(group)
-        elif group.state is GroupState.SWAPPED:
+            return [self.end(group, FinishReason.ABORTED)]
+        if group.state is GroupState.SWAPPED:
             branch.is_given_up = True
         else:
             self._remove(branch)
+        return []
 
     def _end_if_over(self, sequence: Sequence, newest: tuple[int, ...]) -> Outputs:
         """Ends a candidate if its last token ends it; nothing if it goes on."""

@@ -158,13 +158,12 @@ class Scheduler:
         known = [self._groups[i] for i in request_ids if i in self._groups]
         return [self._outcomes.end(group, FinishReason.ABORTED) for group in known]
 
-    def finish_candidate(self, request_id: str, index: int) -> None:
-        """Ends one candidate, and with the last its request, without an output for it.
+    def finish_candidate(self, request_id: str, index: int) -> list[RequestOutput]:
+        """Ends one candidate without an output, and with the last one its request, ABORTED.
         Unknown ones are passed over.
         """
         group = self._groups.get(request_id)
-        if group is not None:
-            self._outcomes.end_silently(group, index)
+        return self._outcomes.end_candidate(group, index) if group is not None else []
 
     def expire(self) -> list[RequestOutput]:
         """Ends requests whose deadline has passed, and gives up overdue transfers."""

@@ -160,8 +160,9 @@ Global___FirstBeam: typing_extensions.TypeAlias = FirstBeam
 
 @typing.final
 class CancelDecode(google.protobuf.message.Message):
-    """Cancels a request or one of its candidates, which get no further output.
-    Unknown ids, and those of what has ended, are no error.
+    """Cancels a request, which gets no further output, or one of its candidates,
+    which gets none but what is under way; with the last of them the request
+    ends, ABORTED. Unknown ids, and those of what has ended, are no error.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -197,8 +198,8 @@ class ConnectResponse(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DecodeOutput]:
-        """At most one output per candidate of a request. Those of one request stand
-        together, the one that is its last at the end.
+        """At most one output per candidate of a request, and its end. Those of one
+        request stand together, the one that is its last at the end.
         """
 
     def __init__(
@@ -237,7 +238,9 @@ class DecodeOutput(google.protobuf.message.Message):
     index: builtins.int
     """The candidate's number; its rank where candidates are ranked."""
     is_last: builtins.bool
-    """The request's last output. Candidates that have not ended end with it."""
+    """The request's last output. Candidates that have not ended end with it; its
+    index may be that of one that has.
+    """
     score: builtins.float
     """What a ranked candidate was ranked by: beam search's score, or the mean
     log-probability of its tokens.

@@ -291,6 +291,24 @@ async def test_a_candidate_that_is_finished_gets_no_more(
     )
 
 
+async def test_a_request_ends_with_the_last_candidate_that_is_finished(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    collector = Collector()
+    engine.submit(make_request("a", num_candidates=2, num_returned=2), collector)
+    runner.gate.release()
+    await asyncio.wait_for(collector.started.wait(), 10)
+
+    for index in range(2):
+        engine.finish_candidate("a", index)
+    runner.free()
+    await asyncio.wait_for(collector.ended.wait(), 10)
+
+    assert [o.finish_reason for o in collector.outputs if o.is_last] == [FinishReason.ABORTED]
+    assert await engine.drain(10) == 0
+    assert engine.load().num_free_blocks == engine.num_blocks
+
+
 async def test_finishing_every_candidate_and_aborting_leaves_nothing(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
