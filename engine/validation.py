@@ -58,7 +58,8 @@ def _check_candidates(request: EngineRequest, config: EngineConfig) -> None:
     if not 1 <= request.num_returned <= request.num_candidates:
         limit = f"in [1, {request.num_candidates}], the candidates generated"
         raise InvalidArgumentError.for_field("candidates returned", request.num_returned, limit)
-    if request.num_candidates > config.max_running:
+    # A prefill engine draws all first tokens after the one sequence that has the prompt.
+    if config.role != "prefill" and request.num_candidates > config.max_running:
         limit = f"at most {config.max_running}, the sequences that run at once here"
         raise InvalidArgumentError.for_field("number of candidates", request.num_candidates, limit)
 

@@ -94,8 +94,8 @@ class GetInfoResponse(google.protobuf.message.Message):
     vocab_size: builtins.int
     """Size of the vocabulary."""
     max_num_seqs: builtins.int
-    """The most sequences that run at once, and so the most candidates of a
-    request.
+    """The most sequences that run at once, and so, on decode, the most candidates
+    of a request.
     """
     kv_connector: builtins.str
     """URL scheme of the KV connector; empty without one."""

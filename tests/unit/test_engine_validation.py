@@ -58,6 +58,7 @@ def test_prefill_needs_the_prompt_alone():
     prefill = {"role": "prefill", "kv_connector": "memory://x"}
     assert num_blocks_needed(request, fake_config(**prefill), INFO) == 3
     check(request, num_blocks=3, **prefill)
+    check(request, num_blocks=3, max_num_seqs=1, **prefill)  # one sequence draws for all
     with pytest.raises(ResourceExhaustedError, match="for 10 tokens; the pool has 2"):
         check(request, num_blocks=2, **prefill)
 
