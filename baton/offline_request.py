@@ -54,10 +54,8 @@ class OfflineRequest:
         )
         self.arrived_at = 0.0
         prompt = self.engine_request.prompt_token_ids
-        self._candidates = [
-            _Candidate(index, TextStream(tokenizer, prompt, params.stop))
-            for index in range(params.n)
-        ]
+        text = TextStream(tokenizer, prompt, params.stop)
+        self._candidates = [_Candidate(index, text.fork()) for index in range(params.n)]
         self._cached_tokens = 0
         self._stages = StageTimings()
         self._first_token_at: float | None = None

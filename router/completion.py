@@ -25,10 +25,8 @@ class Completion:
     def __init__(self, request: RoutedRequest, tokenizer: Tokenizer, arrival: float) -> None:
         self._request_id = request.request_id
         params, prompt = request.params, request.prompt_token_ids
-        self._running = {
-            index: _Candidate(TextStream(tokenizer, prompt, params.stop))
-            for index in range(params.n)
-        }
+        text = TextStream(tokenizer, prompt, params.stop)
+        self._running = {index: _Candidate(text.fork()) for index in range(params.n)}
         self._usage = common_pb2.Usage(prompt_tokens=len(prompt))
         self._timings = common_pb2.Timings()
         self._arrival = arrival

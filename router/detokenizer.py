@@ -8,6 +8,7 @@ Joined, the pieces are what decoding everything at once would give.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from os.path import commonprefix
 
 from router.tokenizer import Tokenizer
@@ -41,6 +42,12 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that they complete."""
         return "".join(self._push_one(token_id) for token_id in token_ids)
+
+    def fork(self) -> "IncrementalDetokenizer":
+        """A detokenizer that goes on from here by itself."""
+        twin = copy(self)
+        twin._pending = self._pending.copy()
+        return twin
 
     def flush(self) -> str:
         """Returns what is held back, as it stands. Call it at the end."""

@@ -1,6 +1,7 @@
 """Token ids in, text out, up to a stop string: what the router and `LLM` share."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 from router.detokenizer import IncrementalDetokenizer
@@ -49,6 +50,12 @@ class TextStream:
             if matched_stop is not None:
                 return TextPiece(text, matched_stop, num_tokens)
         return TextPiece(text, None, len(token_ids))
+
+    def fork(self) -> "TextStream":
+        """A stream that goes on from here by itself; as cheap for many long stops as for none."""
+        twin = copy(self)
+        twin._detokenizer, twin._checker = self._detokenizer.fork(), copy(self._checker)
+        return twin
 
     def finish(self) -> TextPiece:
         """Returns the text held back; it may still complete a stop. Call it once, at

@@ -222,6 +222,8 @@ def test_a_stream_is_the_text_cut_before_its_stop(kind, data):
     stream, streamed, matched, num_tokens = TextStream(tokenizer, prompt, stops), "", None, 0
     for chunk in data.draw(chunked(output), "chunks"):
         if matched is None:
+            other, stream = stream, stream.fork()
+            other.push(output)  # goes its own way
             piece = stream.push(chunk)
             streamed, matched = streamed + piece.text, piece.matched_stop
             num_tokens += piece.num_tokens

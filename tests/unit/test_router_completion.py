@@ -4,6 +4,7 @@ import pytest
 
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, decode_pb2
+from router import stop_strings
 from router.completion import Completion
 from router.request import RoutedRequest
 from tests.support.running_router import script_of, tokenizer
@@ -50,6 +51,18 @@ async def test_text_held_back_for_a_stop_comes_at_the_end():
     assert (first.text, last.text) == ("a", "b")
     assert last.finish_reason == LENGTH
     assert not last.HasField("matched_stop")
+
+
+async def test_stops_are_prepared_once_for_all_candidates(monkeypatch):
+    prepared = []
+    prepare = stop_strings._build_automaton
+    monkeypatch.setattr(
+        stop_strings, "_build_automaton", lambda stops: prepared.append(stops) or prepare(stops)
+    )
+    part = completion(n=3, stop=["b!"])
+    texts = [part.add(output(script_of(text), index=i))[0].text for i, text in enumerate("abc")]
+    assert texts == ["a", "", "c"]
+    assert prepared == [("b!",)]
 
 
 async def test_half_a_character_waits_for_the_other_half():
