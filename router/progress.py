@@ -43,11 +43,12 @@ class Progress:
 
     def add(self, output: decode_pb2.DecodeOutput) -> None:
         """Notes what a decode replica sent; late tokens of a candidate that has ended are none."""
-        self.num_tokens += len(output.token_ids)
+        index, token_ids = output.index, output.token_ids
+        self.num_tokens += len(token_ids)
         if output.finish_reason:
-            self.end(output.index)
-        elif output.token_ids and not (self._is_ranked or output.index in self._ended):
-            self._token_ids[output.index].extend(output.token_ids)
+            self.end(index)
+        elif token_ids and not (self._is_ranked or index in self._ended):
+            self._token_ids[index].extend(token_ids)
 
     def end(self, index: int) -> None:
         """A candidate needs no more tokens. Idempotent."""
