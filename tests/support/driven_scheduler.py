@@ -1,0 +1,175 @@
+"""A scheduler driven step by step, or one step ahead, on the fake model."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from baton.errors import InternalError
+from engine.batch import ScheduledBatch
+from engine.request import EngineRequest, RequestOutput
+from engine.scheduler import Scheduler
+from kvstore.block_key import BlockKeyChain
+from kvstore.connector import (
+    ConnectorWork,
+    LoadJob,
+    LoadResult,
+    LookupResult,
+    SaveResult,
+    TransferResults,
+)
+from kvstore.handoff import KvHandoff
+from kvstore.store_connector import StoreConnectorScheduler
+from tests.support.fake_model import GREEDY, fake_config, fake_info
+from tests.support.fake_runner import FakeRunner
+from tests.support.reference_decoding import progress_of
+
+__all__ = ["NAMESPACE", "DrivenScheduler", "handed_over", "request"]
+
+NAMESPACE = b"namespace"
+
+
+def request(
+    request_id: str, num_tokens: int = 6, *, first_token: int = 1, **fields: object
+) -> EngineRequest:
+    """One whose prompt is `first_token` and ones."""
+    prompt = (first_token, *(1,) * (num_tokens - 1))
+    defaults = {"prompt_token_ids": prompt, "draw": GREEDY, "max_tokens": 4}
+    return EngineRequest(request_id=request_id, **(defaults | fields))
+
+
+def handed_over(request_id: str, num_tokens: int = 10, **fields: object) -> EngineRequest:
+    """One that prefill has handed over, with a first token."""
+    asked = request(request_id, num_tokens, **fields)
+    keys = BlockKeyChain(NAMESPACE, 4, cache_salt=asked.cache_salt)
+    handoff = KvHandoff(
+        handoff_id="h",
+        namespace=NAMESPACE,
+        block_keys=keys.of_prompt(asked.prompt_token_ids, "h"),
+        num_tokens=num_tokens,
+        connector="fake",
+        digest_scheme="xxh3-128",
+        lease_ms=1000,
+    )
+    begun = tuple(progress_of(asked, index, (0,)) for index in range(asked.num_candidates))
+    return replace(asked, progress=begun, handoff=handoff)
+
+
+class DrivenScheduler:
+    """Blocks of four tokens, sequences of up to 64.
+
+    Args:
+        num_blocks: KV blocks in the pool.
+        num_host_blocks: KV blocks in the host pool.
+        windows: of the layer groups.
+        with_connector: whether there is a connector, whose jobs end as told here.
+        config: of the engine.
+
+    Attributes:
+        now: what the scheduler takes for time.
+        shares: how many tokens each request got in the last step that was begun.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        *,
+        num_host_blocks: int = 0,
+        windows: tuple[int | None, ...] = (None,),
+        with_connector: bool = False,
+        **config: object,
+    ) -> None:
+        info = fake_info(4, 64, windows=windows)
+        self.now = 0.0
+        self.shares: dict[str, int] = {}
+        self.runner = FakeRunner(info, num_blocks, num_host_blocks=num_host_blocks)
+        self.scheduler = Scheduler(
+            fake_config(kv_connector="fake://" if with_connector else None, **config),
+            info,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            costs=self.runner.costs,
+            namespace=NAMESPACE,
+            connector=StoreConnectorScheduler("fake", ttl_s=60) if with_connector else None,
+            clock=lambda: self.now,
+        )
+
+    @property
+    def num_free(self) -> int:
+        return self.scheduler.load().num_free_blocks
+
+    def add(self, *requests: EngineRequest) -> list[RequestOutput]:
+        return [output for each in requests for output in self.scheduler.add(each)]
+
+    def begin(self) -> ScheduledBatch | None:
+        """Schedules a step."""
+        self.shares = {}
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        record = self.scheduler._in_flight[-1]
+        for sequence, chunk in zip(record.chunks, batch.chunks, strict=True):
+            self._share(sequence.group.request_id, chunk.num_tokens)
+        for sequence in record.decoding:
+            self._share(sequence.group.request_id, 1)
+        return batch
+
+    def end(self, batch: ScheduledBatch) -> list[RequestOutput]:
+        """Executes and commits a step."""
+        outputs = self.scheduler.commit(batch, self.runner.execute(batch))
+        self.scheduler.check()
+        return outputs
+
+    def fail(self, batch: ScheduledBatch) -> list[RequestOutput]:
+        """A step whose execution raises."""
+        outputs = self.scheduler.fail(batch, InternalError("as the test asked"))
+        self.scheduler.check()
+        return outputs
+
+    def step(self) -> list[RequestOutput]:
+        """A whole step; what each request got is in `shares`."""
+        batch = self.begin()
+        return [] if batch is None else self.end(batch)
+
+    def steps(self, count: int) -> list[RequestOutput]:
+        return [output for _ in range(count) for output in self.step()]
+
+    def run(self, max_steps: int = 400) -> dict[str, list[int]]:
+        """Steps until all is over; tokens of candidate 0 by request."""
+        tokens: dict[str, list[int]] = {}
+        for _ in range(max_steps):
+            if self.scheduler.num_unfinished == 0:
+                return tokens
+            for output in self.step():
+                if output.index == 0:
+                    tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        raise AssertionError("a request starved")
+
+    # What the connector's worker half would report.
+
+    def work(self) -> ConnectorWork:
+        return self.scheduler.build_work()
+
+    def answer(self, num_found: int = 0) -> ConnectorWork:
+        """Answers the look-ups that have been asked for; returns what else there is to do."""
+        work = self.work()
+        lookups = tuple(LookupResult(job.job_id, num_found) for job in work.lookups)
+        self.scheduler.apply(TransferResults(lookups=lookups))
+        return work
+
+    def end_load(
+        self, job: LoadJob, token_ids: Sequence[int], num_blocks: int | None = None, error: str = ""
+    ) -> list[RequestOutput]:
+        """Ends a load of the first blocks of `token_ids`, the last of which may be a tail."""
+        num_blocks = len(job.block_ids) if num_blocks is None else num_blocks
+        for index, block_id in enumerate(job.block_ids[:num_blocks]):
+            ends = range(4 * index + 1, min(4 * index + 4, len(token_ids)) + 1)
+            slots = [(0, tuple(token_ids[:end])) for end in ends]
+            self.runner.kv_pool[block_id][: len(slots)] = slots
+        result = LoadResult(job.job_id, num_blocks, error)
+        return self.scheduler.apply(TransferResults(loads=(result,)))
+
+    def end_saves(self, job_ids: Iterable[int], *, committed: bool = True) -> list[RequestOutput]:
+        results = tuple(SaveResult(job_id, committed) for job_id in job_ids)
+        return self.scheduler.apply(TransferResults(saves=results))
+
+    def _share(self, request_id: str, num_tokens: int) -> None:
+        self.shares[request_id] = self.shares.get(request_id, 0) + num_tokens

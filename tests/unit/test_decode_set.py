@@ -1,0 +1,104 @@
+"""Who is looked at in which step."""
+
+from engine.decode_set import DecodeSet
+from engine.request import EngineRequest
+from engine.sequence import Sequence, SequenceGroup
+from kvstore.block_key import BlockKeyChain
+from tests.support.fake_model import GREEDY
+
+
+def sequence(num_tokens: int, *, limit: int = 100, row: int = 0) -> Sequence:
+    """One whose next step runs its last known token."""
+    asked = EngineRequest(
+        request_id="a", prompt_token_ids=(0,) * num_tokens, draw=GREEDY, max_tokens=1
+    )
+    group = SequenceGroup(
+        request=asked,
+        arrival=0,
+        order=(0.0, 0),
+        keys=BlockKeyChain(b"", 4),
+        max_len=limit,
+        hands_over=False,
+        arrived_at=0.0,
+    )
+    (branch,) = group.branches
+    branch.num_scheduled = num_tokens
+    branch.row = row
+    return branch
+
+
+def test_it_is_due_at_every_block_boundary() -> None:
+    decoding = DecodeSet(4)
+    one = sequence(6)
+    decoding.enter(one, step=10)  # position 6 in step 10, so 8 in step 12
+    due = []
+    for step in range(10, 22):
+        for each in decoding.take_due(step):
+            due.append((step, decoding.position(each, step)))
+            decoding.renew(each, step)
+
+    assert due == [(10, 6), (12, 8), (16, 12), (20, 16)]
+
+
+def test_it_is_due_when_it_has_drawn_its_last_token() -> None:
+    decoding = DecodeSet(4)
+    one = sequence(8, limit=11)
+    decoding.enter(one, step=1)
+    assert decoding.take_due(1) == [one]
+    decoding.renew(one, 1)
+
+    # Position 9 draws the token at position 10, the last one below the limit.
+    assert [decoding.take_due(step) for step in (2, 3)] == [[], [one]]
+    assert decoding.position(one, 3) == 11 - 1
+
+
+def test_who_has_left_is_not_due() -> None:
+    decoding = DecodeSet(4)
+    one = sequence(8)
+    decoding.enter(one, step=1)
+
+    assert decoding.leave(one)
+    assert not decoding.leave(one)
+    assert one not in decoding
+    assert decoding.take_due(1) == []
+
+
+def test_who_comes_again_is_due_once() -> None:
+    decoding = DecodeSet(1)
+    one = sequence(8)
+    decoding.enter(one, step=1)
+    decoding.leave(one)
+    one.num_scheduled = 9
+    decoding.enter(one, step=2)
+
+    assert decoding.take_due(1) == []
+    assert decoding.take_due(2) == [one]
+    assert decoding.position(one, 2) == 9
+
+
+def test_members_are_the_same_objects_while_nothing_changes() -> None:
+    decoding = DecodeSet(4)
+    first, second = sequence(8, row=3), sequence(9, row=1)
+    assert decoding.members() == ((), ())
+    decoding.enter(first, step=1)
+    decoding.enter(second, step=1)
+    sequences, rows = decoding.members()
+
+    assert (sequences, rows) == ((first, second), (3, 1))
+    decoding.take_due(1)
+    decoding.renew(first, 1)
+    assert decoding.members()[0] is sequences
+    decoding.leave(first)
+    assert decoding.members() == ((second,), (1,))
+    assert len(decoding) == 1
+
+
+def test_rows_are_the_same_object_where_one_came_and_went() -> None:
+    decoding = DecodeSet(4)
+    first, second = sequence(8, row=3), sequence(9, row=1)
+    decoding.enter(first, step=1)
+    _, rows = decoding.members()
+    decoding.enter(second, step=2)
+    decoding.leave(second)
+
+    assert decoding.members()[1] is rows

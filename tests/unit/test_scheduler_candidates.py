@@ -1,0 +1,241 @@
+"""Candidates and beams of one request: what they share, and how each ends."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.batch import DrawParams
+from engine.request import BeamSearchParams, FinishReason, candidate_seed
+from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
+from tests.support.fake_model import expected_tokens
+from tests.support.reference_decoding import expected_results, first_beams, progress_of
+
+DRAWN = DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=7)
+THREE = {"num_candidates": 3, "num_returned": 3, "draw": DRAWN}
+
+
+def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once() -> None:
+    driven = DrivenScheduler(max_num_seqs=8)
+    driven.add(request("a", 10, max_tokens=9, **THREE))
+    driven.step()
+    assert driven.shares == {"a": 10}
+    driven.step()
+
+    assert driven.shares == {"a": 3}
+    assert driven.num_free == 32 - 2 - 3, "two full blocks, and a tail each"
+
+
+def test_candidates_draw_with_seeds_of_their_own() -> None:
+    driven = DrivenScheduler(max_num_seqs=8)
+    asked = request("a", 10, max_tokens=9, **THREE)
+    driven.add(asked)
+    tokens: dict[int, list[int]] = {}
+    for output in driven.steps(9):
+        tokens.setdefault(output.index, []).extend(output.token_ids)
+
+    for index in range(3):
+        draw = replace(DRAWN, seed=candidate_seed(7, index))
+        assert tokens[index] == expected_tokens(asked.prompt_token_ids, 9, draw)
+    assert len(set(map(tuple, tokens.values()))) > 1
+
+
+def test_the_best_of_many_are_told_at_the_end_the_best_first() -> None:
+    driven = DrivenScheduler(max_num_seqs=8)
+    asked = request("a", 10, max_tokens=5, **(THREE | {"num_returned": 2}))
+    driven.add(asked)
+    assert driven.steps(4) == []
+    outputs = driven.step()
+
+    assert [output.index for output in outputs] == [0, 1]
+    assert [output.is_last for output in outputs] == [False, True]
+    assert outputs[0].score >= outputs[1].score
+    expected = [result.token_ids for result in expected_results(asked, 64)]
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_beams_are_those_of_beam_search() -> None:
+    driven = DrivenScheduler(max_num_seqs=8)
+    asked = request("a", 10, max_tokens=7, num_candidates=3, beam_search=BeamSearchParams())
+    driven.add(asked)
+    outputs = driven.steps(7)
+
+    (expected,) = expected_results(asked, 64)
+    assert [output.token_ids for output in outputs] == [expected.token_ids]
+    assert driven.num_free == 32
+
+
+def test_candidates_that_stop_early_leave_their_seats() -> None:
+    """Candidates 0 and 1 begin with different tokens; one of them is a stop token."""
+    driven = DrivenScheduler(max_num_seqs=3)
+    draw = next(
+        DrawParams(1.0, 0, 1.0, seed) for seed in range(99) if _first_tokens(seed) == [0, 1, 1]
+    )
+    asked = request("a", 10, max_tokens=4, num_candidates=3, num_returned=3, draw=draw)
+    driven.add(replace(asked, stop_token_ids=frozenset({0})), request("b", 2))
+    first, *others = driven.step()
+
+    assert (first.finish_reason, first.is_last) == (FinishReason.STOP, False)
+    assert [output.finish_reason for output in others] == [None, None]
+    driven.step()
+    assert driven.shares["b"] == 2
+
+
+def _first_tokens(seed: int) -> list[int]:
+    asked = request("a", 10, max_tokens=1, **(THREE | {"draw": DrawParams(1.0, 0, 1.0, seed)}))
+    return [result.token_ids[0] for result in expected_results(asked, 64)]
+
+
+# Ending one candidate from outside.
+
+
+def test_a_candidate_that_waits_is_ended_and_with_the_last_the_request() -> None:
+    driven = DrivenScheduler(max_num_seqs=2)
+    asked = request("a", **(THREE | {"num_candidates": 2, "num_returned": 2}))
+    begun = tuple(progress_of(asked, index, (0,)) for index in range(2))
+    driven.add(request("runs", num_candidates=2, num_returned=2), replace(asked, progress=begun))
+    driven.step()
+
+    driven.scheduler.finish_candidate("a", 0)
+    assert driven.scheduler.load().num_waiting == 1
+    driven.scheduler.finish_candidate("a", 1)
+    assert driven.scheduler.load().num_waiting == 0
+    assert driven.scheduler.num_unfinished == 1
+    driven.run()
+    assert driven.num_free == 32
+
+
+def test_a_candidate_that_loads_is_ended_and_the_others_go_on() -> None:
+    driven = DrivenScheduler(with_connector=True, role="decode", max_num_seqs=8)
+    asked = handed_over("a", num_candidates=3, num_returned=3)
+    driven.add(asked)
+    driven.step()
+    (load,) = driven.work().loads
+
+    driven.scheduler.finish_candidate("a", 0)
+    driven.end_load(load, asked.prompt_token_ids)
+    outputs = driven.step()
+
+    assert [output.index for output in outputs] == [1, 2]
+
+
+def test_the_last_candidate_that_loads_ends_the_request() -> None:
+    driven = DrivenScheduler(with_connector=True, role="decode")
+    asked = handed_over("a")
+    driven.add(asked)
+    driven.step()
+    (load,) = driven.work().loads
+
+    driven.scheduler.finish_candidate("a", 0)
+
+    assert driven.scheduler.num_unfinished == 0
+    assert driven.work().cancelled_loads == (load.job_id,)
+    assert driven.end_load(load, asked.prompt_token_ids) == []
+    assert driven.num_free == 32
+
+
+def test_a_candidate_that_runs_is_ended_and_frees_its_blocks_and_seat() -> None:
+    driven = DrivenScheduler(max_num_seqs=3)
+    driven.add(request("a", 10, max_tokens=9, **THREE), request("b", 2))
+    driven.steps(2)
+    assert driven.num_free == 32 - 2 - 3
+    driven.scheduler.finish_candidate("a", 1)
+    driven.scheduler.check()
+
+    assert driven.num_free == 32 - 2 - 2
+    outputs = driven.step()
+    assert [(output.request_id, output.index) for output in outputs if output.index] == [("a", 2)]
+    assert driven.shares["b"] == 2, "there is a seat for it now"
+
+
+def test_a_candidate_on_the_host_is_ended_when_it_is_back() -> None:
+    driven = DrivenScheduler(
+        num_blocks=10, num_host_blocks=20, max_num_seqs=8, preemption_mode="swap"
+    )
+    driven.add(request("a", 7, max_tokens=20), request("group", 6, max_tokens=8, **THREE))
+    while driven.scheduler.load().num_swapped_blocks == 0:
+        driven.step()
+    driven.scheduler.finish_candidate("group", 0)
+    told: set[int] = set()
+    while driven.scheduler.num_unfinished:
+        told |= {output.index for output in driven.step() if output.request_id == "group"}
+
+    assert told == {1, 2}
+    assert driven.num_free == 10
+    assert driven.scheduler.load().num_swapped_blocks == 0
+
+
+def test_the_last_candidate_on_the_host_ends_the_request() -> None:
+    driven = DrivenScheduler(
+        num_blocks=10, num_host_blocks=20, max_num_seqs=8, preemption_mode="swap"
+    )
+    driven.add(request("a", 7, max_tokens=20), request("group", 6, max_tokens=8, **THREE))
+    while driven.scheduler.load().num_swapped_blocks == 0:
+        driven.step()
+    for index in (2, 0, 1):
+        driven.scheduler.finish_candidate("group", index)
+
+    assert driven.scheduler.load().num_swapped_blocks == 0
+    assert driven.scheduler.num_unfinished == 1
+
+
+def test_a_prompt_being_saved_is_ended_and_its_saves_keep_their_blocks() -> None:
+    driven = DrivenScheduler(with_connector=True, role="prefill")
+    driven.add(request("a", 3))
+    driven.step()
+    (tail,) = driven.work().saves
+    driven.scheduler.finish_candidate("a", 0)
+
+    assert driven.scheduler.num_unfinished == 0
+    assert driven.num_free == 31
+    assert driven.end_saves([tail.job_id]) == []
+    assert driven.num_free == 32
+
+
+@pytest.mark.parametrize(("request_id", "index"), [("a", 3), ("unknown", 0), ("beams", 0)])
+def test_unknown_candidates_and_beams_are_passed_over(request_id: str, index: int) -> None:
+    driven = DrivenScheduler(max_num_seqs=8)
+    beams = request("beams", num_candidates=2, beam_search=BeamSearchParams())
+    driven.add(request("a", **THREE), beams)
+    driven.step()
+    driven.scheduler.finish_candidate(request_id, index)
+
+    assert driven.scheduler.load().num_running == 5
+
+
+# What another replica has begun.
+
+
+def test_candidates_go_on_where_another_replica_left_them() -> None:
+    driven = DrivenScheduler(max_num_seqs=8)
+    asked = request("a", 10, max_tokens=6, **(THREE | {"num_returned": 1}))
+    every = [expected_tokens(asked.prompt_token_ids, 6, asked.draw_of(index)) for index in range(3)]
+    begun = tuple(
+        progress_of(asked, index, tuple(tokens[: index + 1])) for index, tokens in enumerate(every)
+    )
+    driven.add(replace(asked, progress=begun))
+    outputs = driven.steps(7)
+
+    (best,) = expected_results(asked, 64)
+    assert [output.token_ids for output in outputs] == [best.token_ids]
+    assert outputs[0].score == pytest.approx(best.score)
+
+
+def test_a_candidate_that_came_with_its_stop_token_ends_at_once() -> None:
+    driven = DrivenScheduler(max_num_seqs=8)
+    asked = request("a", num_candidates=2, num_returned=2, stop_token_ids=frozenset({0}))
+    begun = (progress_of(asked, 0, (0,)), progress_of(asked, 1, (1,)))
+    (output,) = driven.add(replace(asked, progress=begun))
+
+    assert (output.index, output.token_ids, output.is_last) == (0, (), False)
+    assert output.finish_reason is FinishReason.STOP
+    assert {each.index for each in driven.steps(4)} == {1}
+
+
+def test_beams_go_on_from_their_first_tokens() -> None:
+    driven = DrivenScheduler(max_num_seqs=8)
+    asked = request("a", 10, max_tokens=7, num_candidates=2, beam_search=BeamSearchParams())
+    driven.add(replace(asked, first_beams=first_beams(asked)))
+    outputs = driven.steps(8)
+
+    (expected,) = expected_results(asked, 64)
+    assert [output.token_ids for output in outputs] == [expected.token_ids]

@@ -1,0 +1,342 @@
+"""Look-ups, loads and saves of the scheduler: who waits, what is held, what is given up."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import AbortedError, FailedPreconditionError, InternalError, InvalidArgumentError
+from engine.request import BeamSearchParams, EngineRequest, FinishReason
+from engine.validation import check_request
+from kvstore.connector import LookupResult, TransferResults
+from tests.support.driven_scheduler import NAMESPACE, DrivenScheduler, handed_over, request
+from tests.support.fake_model import expected_tokens, fake_config, fake_info
+from tests.support.reference_decoding import first_beams
+
+
+def decode_engine(**config: object) -> DrivenScheduler:
+    return DrivenScheduler(with_connector=True, role="decode", **config)
+
+
+def test_an_open_lookup_does_not_block_those_behind() -> None:
+    driven = DrivenScheduler(with_connector=True)
+    driven.add(request("a", 9), request("b", 3))  # b has no full block: nothing to look up
+    driven.step()
+    assert driven.shares == {"b": 3}
+
+    (lookup,) = driven.work().lookups
+    assert len(lookup.keys) == 2
+    driven.scheduler.apply(TransferResults(lookups=(LookupResult(lookup.job_id, 0),)))
+    driven.step()
+
+    assert driven.shares["a"] == 9
+
+
+def test_a_lookup_that_never_reports_is_given_up() -> None:
+    driven = decode_engine(kv_transfer_timeout_s=5.0)
+    driven.add(request("a", 9))
+    driven.step()
+    (lookup,) = driven.work().lookups
+    assert driven.scheduler.next_deadline == 5.0
+    driven.now = 5.0
+    driven.scheduler.expire()
+    driven.step()
+
+    assert driven.shares == {"a": 9}
+    assert driven.work().cancelled_lookups == (lookup.job_id,)
+    assert driven.scheduler.next_deadline is None
+
+
+def test_a_load_brings_what_is_found_and_the_rest_is_computed() -> None:
+    driven = DrivenScheduler(with_connector=True)
+    asked = request("a", 11)
+    driven.add(asked)
+    driven.step()
+    driven.answer(num_found=2)
+    driven.step()
+    assert driven.shares == {}
+    (load,) = driven.work().loads
+    assert len(load.block_ids) == 2
+
+    driven.end_load(load, asked.prompt_token_ids)
+    (output,) = driven.step()
+
+    assert driven.shares == {"a": 3}
+    assert output.cached_tokens == 8
+
+
+def test_nothing_of_a_handed_over_prompt_is_computed_again() -> None:
+    driven = decode_engine()
+    asked = handed_over("a")
+    driven.add(asked)
+    driven.step()
+    assert driven.shares == {}
+    (load,) = driven.work().loads
+
+    driven.end_load(load, asked.prompt_token_ids)
+    driven.step()
+
+    assert driven.shares == {"a": 1}
+
+
+def test_candidates_share_a_handed_over_prompt_and_copy_its_tail() -> None:
+    driven = decode_engine()
+    asked = handed_over("a", num_candidates=3, num_returned=3)
+    driven.add(asked)
+    driven.step()
+    (load,) = driven.work().loads
+    assert len(load.block_ids) == 3
+
+    driven.end_load(load, asked.prompt_token_ids)
+    batch = driven.begin()
+
+    assert driven.shares == {"a": 3}
+    assert len(batch.block_copies) == 2, "the last candidate may keep the tail"
+    driven.end(batch)
+    assert driven.num_free == 32 - 2 - 3
+
+
+def test_beams_begin_with_what_prefill_found_most_likely() -> None:
+    driven = decode_engine()
+    asked = handed_over("a", num_candidates=2, num_returned=1)
+    asked = replace(
+        asked, beam_search=BeamSearchParams(), progress=(), first_beams=first_beams(asked)
+    )
+    driven.add(asked)
+    driven.step()
+    (load,) = driven.work().loads
+
+    driven.end_load(load, asked.prompt_token_ids)
+    driven.step()
+
+    assert driven.shares == {"a": 2}
+
+
+def test_a_failed_load_is_computed_from_the_last_good_block() -> None:
+    driven = decode_engine()
+    asked = handed_over("a")
+    driven.add(asked)
+    driven.step()
+    (load,) = driven.work().loads
+
+    driven.end_load(load, asked.prompt_token_ids, 1, "corrupt")
+    driven.step()
+
+    assert driven.shares == {"a": 11 - 4}
+    assert not driven.work().lookups, "the store is not asked again"
+
+
+def test_a_failed_load_ends_the_request_by_policy() -> None:
+    driven = decode_engine(kv_load_failure_policy="fail")
+    asked = handed_over("a")
+    driven.add(asked)
+    driven.step()
+    (load,) = driven.work().loads
+
+    (output,) = driven.end_load(load, asked.prompt_token_ids, 1, "corrupt")
+
+    assert isinstance(output.error, AbortedError)
+    assert "corrupt" in output.error.message
+    assert driven.num_free == 32
+    driven.scheduler.check()
+
+
+def test_blocks_of_an_aborted_load_stay_held_until_its_result() -> None:
+    driven = decode_engine()
+    asked = handed_over("a")
+    driven.add(asked)
+    driven.step()
+    (load,) = driven.work().loads
+
+    driven.scheduler.abort(["a"])
+    assert driven.work().cancelled_loads == (load.job_id,)
+    assert driven.num_free == 32 - 3
+    assert driven.scheduler.num_unfinished == 0
+
+    assert driven.end_load(load, asked.prompt_token_ids, 0, "cancelled") == []
+    assert driven.num_free == 32
+
+
+def test_an_overdue_load_is_computed_and_its_blocks_stay_fenced() -> None:
+    driven = decode_engine(kv_transfer_timeout_s=5.0)
+    asked = handed_over("a", max_tokens=3)
+    driven.add(asked)
+    driven.step()
+    (load,) = driven.work().loads
+    driven.now = 4.9
+    assert driven.scheduler.expire() == []
+    driven.step()
+    assert driven.shares == {}
+
+    driven.now = 5.0
+    driven.scheduler.expire()
+    driven.step()
+    assert driven.shares == {"a": 11}
+    driven.run()
+    assert (driven.num_free, driven.scheduler.num_transfers) == (32 - 3, 1)
+
+    driven.end_load(load, asked.prompt_token_ids)
+    driven.scheduler.check()
+    assert (driven.num_free, driven.scheduler.num_transfers) == (32, 0)
+
+
+def test_prefill_hands_over_when_every_block_is_committed() -> None:
+    driven = DrivenScheduler(with_connector=True, role="prefill")
+    driven.add(request("a", 10))
+    driven.step()
+    driven.answer()
+    assert driven.step() == []
+    assert driven.shares == {"a": 10}
+    full, tail = driven.work().saves
+    assert (len(full.keys), full.num_tail_tokens) == (2, 0)
+    assert (len(tail.keys), tail.num_tail_tokens) == (1, 2)
+
+    assert driven.end_saves([full.job_id]) == []
+    (output,) = driven.end_saves([tail.job_id])
+
+    assert output.finish_reason is FinishReason.HANDOFF
+    assert output.token_ids == tuple(expected_tokens((1,) * 10, 1))
+    assert output.handoff.block_keys == (*full.keys, *tail.keys)
+    driven.scheduler.release_handoff(output.handoff.handoff_id)
+    assert driven.work().deletes == tail.keys
+
+
+def test_prefill_hands_every_candidates_first_token_over() -> None:
+    driven = DrivenScheduler(with_connector=True, role="prefill")
+    asked = request("a", 3, num_candidates=3, num_returned=2)
+    driven.add(asked)
+    driven.step()
+    (output,) = driven.end_saves(job.job_id for job in driven.work().saves)
+
+    assert len(output.token_ids) == len(output.logprobs) == 3
+    assert output.is_last
+
+
+def test_without_its_save_a_prompt_is_handed_over_without_kv() -> None:
+    driven = DrivenScheduler(with_connector=True, role="prefill")
+    driven.add(request("a", 3))
+    driven.step()
+    (tail,) = driven.work().saves
+
+    (output,) = driven.end_saves([tail.job_id], committed=False)
+
+    assert output.finish_reason is FinishReason.HANDOFF
+    assert output.handoff is None
+
+
+def test_with_its_save_overdue_a_prompt_is_handed_over_without_kv() -> None:
+    driven = DrivenScheduler(with_connector=True, role="prefill", kv_transfer_timeout_s=5.0)
+    driven.add(request("a", 3))
+    driven.step()
+    (tail,) = driven.work().saves
+    driven.now = 5.0
+
+    (output,) = driven.scheduler.expire()
+
+    assert output.finish_reason is FinishReason.HANDOFF
+    assert output.handoff is None
+    assert driven.num_free == 31
+    assert driven.end_saves([tail.job_id]) == []
+    assert driven.num_free == 32
+
+
+def test_a_late_answer_does_not_reach_a_request_of_the_same_id() -> None:
+    driven = DrivenScheduler(with_connector=True)
+    driven.add(request("a", 13))
+    driven.step()
+    (old,) = driven.work().lookups
+    driven.scheduler.abort(["a"])
+    assert driven.work().cancelled_lookups == (old.job_id,)
+
+    driven.add(request("a", 6))
+    driven.step()
+    (new,) = driven.work().lookups
+    driven.scheduler.apply(TransferResults(lookups=(LookupResult(old.job_id, 3),)))
+    driven.step()
+    assert driven.shares == {}, "its own answer is still to come"
+    driven.scheduler.apply(TransferResults(lookups=(LookupResult(new.job_id, 0),)))
+    driven.step()
+
+    assert driven.shares == {"a": 6}
+
+
+def test_kv_of_a_poisoned_request_is_found_by_nobody() -> None:
+    driven = DrivenScheduler(with_connector=True, max_num_batched_tokens=8)
+    driven.add(request("a", 11))
+    driven.step()
+    driven.answer()
+    driven.step()
+    (save,) = driven.work().saves
+
+    driven.runner.fault = "not finite"
+    (output,) = driven.step()
+    assert isinstance(output.error, InternalError)
+    assert not driven.work().deletes, "the save is still under way"
+    driven.end_saves([save.job_id])
+    assert driven.work().deletes == save.keys
+
+    driven.add(request("b", 11))
+    driven.step()
+    driven.answer()
+    driven.step()
+    assert driven.shares == {"b": 8}, "nothing of it is cached"
+
+
+def test_a_preempted_prompt_comes_back_from_the_store() -> None:
+    driven = DrivenScheduler(
+        num_blocks=8,
+        with_connector=True,
+        preemption_mode="recompute",
+        enable_prefix_caching=False,
+    )
+    first, second = request("first", 11, max_tokens=9), request("second", 12, max_tokens=9)
+    driven.add(first, second)
+    driven.step()
+    driven.answer()
+    driven.step()
+    driven.end_saves(job.job_id for job in driven.work().saves)
+    while driven.scheduler.load().num_preemptions == 0:
+        driven.step()
+
+    while not (loads := driven.answer(num_found=3).loads):
+        driven.step()
+    (load,) = loads
+    assert len(load.block_ids) == 3
+    driven.end_load(load, second.prompt_token_ids)
+    driven.step()
+
+    assert driven.shares["second"] < 8, "only what was generated is computed again"
+    rest = driven.run()["second"]
+    assert rest == expected_tokens(second.prompt_token_ids, 9)[-len(rest) :]
+
+
+def test_a_handoff_of_another_prompt_is_refused() -> None:
+    ours, foreign = handed_over("a", 5), handed_over("a", 5, first_token=0)
+    _check(ours)
+
+    for handoff in (
+        foreign.handoff,
+        replace(ours.handoff, handoff_id="other"),
+        replace(ours.handoff, namespace=b"other"),
+        replace(ours.handoff, connector="other"),
+        replace(ours.handoff, digest_scheme="other"),
+        replace(ours.handoff, block_keys=ours.handoff.block_keys[:1]),
+    ):
+        with pytest.raises(FailedPreconditionError):
+            _check(replace(ours, handoff=handoff))
+    with pytest.raises(FailedPreconditionError):
+        _check(replace(ours, cache_salt="tenant"))
+
+
+def test_a_salt_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="cache_salt"):
+        _check(request("a", 3, cache_salt="\ud800"))
+
+
+def _check(asked: EngineRequest) -> None:
+    check_request(
+        asked,
+        config=fake_config(kv_connector="fake://"),
+        info=fake_info(4, 64),
+        num_blocks=3,
+        namespace=NAMESPACE,
+    )
