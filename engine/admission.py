@@ -158,7 +158,7 @@ class Admission:
             if position >= sequence.limit - 1:
                 self._stop_decoding(sequence, position, plan)  # its last token is under way
                 continue
-            sequence.num_computed = len(sequence.token_ids) - 1
+            sequence.count_computed()
             self._branches.register(sequence)
             if self._extend(sequence, position, position + 1, plan):
                 self._decoding.renew(sequence, plan.step)

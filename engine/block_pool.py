@@ -63,9 +63,9 @@ class BlockPool:
         The caller has asked `can_allocate`.
         """
         block_ids = self._free.pop_first(num_blocks)
-        self.forget(block_ids)
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
+        self.forget(block_ids)
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -143,6 +143,9 @@ class BlockPool:
                 del self._block_of[self._group_of[block_id]][key]
                 if self._group_of[block_id] == 0:
                     removed.append(key)
+                if self._ref_counts[block_id] == 0:  # first to be evicted from now on
+                    self._free.remove(block_id)
+                    self._free.push(block_id, first=True)
         if removed:
             self.events.record_removed(removed)
 

@@ -20,6 +20,8 @@ class BlockTable:
         num_registered: leading blocks that were offered to the prefix cache.
         filled_by: the step that swaps its blocks in: until it has reported,
             they are not offered. 0 where they were not swapped.
+        epoch: how often the prefix cache had been reset when it got its first
+            block: after another reset nothing of it is offered any more.
         unregistered: (step, group, index, block id) of blocks released behind
             a window while the step that computes them was in flight: fenced
             until it reports, they can still be offered.
@@ -29,6 +31,7 @@ class BlockTable:
     first_live: list[int]
     num_registered: int = 0
     filled_by: int = 0
+    epoch: int = 0
     unregistered: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def held(self) -> Iterator[int]:
@@ -49,9 +52,10 @@ class BlockTable:
                 self.first_live.copy(),
                 self.num_registered,
                 self.filled_by,
+                self.epoch,
             )
         renamed = [[block_of.get(block, NO_BLOCK) for block in blocks] for blocks in self.blocks]
-        return BlockTable(renamed, self.first_live.copy())
+        return BlockTable(renamed, self.first_live.copy(), epoch=self.epoch)
 
     def clear(self) -> None:
         """Empties it; its references are the caller's now."""

@@ -58,8 +58,7 @@ class Branches:
     def discard(self, group: SequenceGroup) -> None:
         """Takes the group's blocks out of the prefix cache: nobody new shall share them."""
         for sequence in group.running:
-            if sequence.table is not None:
-                self._kv.discard(sequence.table)
+            self._kv.discard(sequence.keys.extend(sequence.token_ids))
 
     def leave_root(self, group: SequenceGroup) -> None:
         """The root is computed: the group's branches, which have no blocks yet, share it."""

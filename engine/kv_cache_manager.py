@@ -60,6 +60,7 @@ class KvCacheManager:
         self.events = self.pool.events
         self.num_queries = 0
         self.num_hits = 0
+        self._epoch = 0
         self._enable_prefix_caching = enable_prefix_caching
         # Blocks kept free at admission, so that running sequences can grow a
         # little before somebody must be preempted.
@@ -101,15 +102,18 @@ class KvCacheManager:
             keys: keys of its full blocks, of the computed ones at least.
             num_computed: its tokens whose KV is computed.
         """
-        if self._enable_prefix_caching:
+        if self._enable_prefix_caching and table.epoch == self._epoch:
             self._prefixes.register(table, keys, num_computed // self.spec.block_size)
 
-    def discard(self, table: BlockTable) -> None:
-        """Takes the sequence's blocks out of the prefix cache: nobody new shall share them."""
-        self.pool.forget(table.held())
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Takes what is cached under `keys` out of the prefix cache, held or not."""
+        for group in range(self.spec.num_groups):
+            cached = (self.pool.lookup(key, group) for key in keys)
+            self.pool.forget([block for block in cached if block is not None])
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached block, held ones too; returns how many."""
+        self._epoch += 1
         return self.pool.forget_all()
 
     # Admission.
@@ -149,7 +153,9 @@ class KvCacheManager:
             [*[NO_BLOCK] * plan.first_live, *plan.matched, *self.pool.allocate(plan.num_new)]
             for plan in plans
         ]
-        return BlockTable(blocks, [plan.first_live for plan in plans], match.num_blocks)
+        return BlockTable(
+            blocks, [plan.first_live for plan in plans], match.num_blocks, epoch=self._epoch
+        )
 
     # Growth.
 

@@ -224,8 +224,6 @@ class Scheduler:
         """Ends every request of a step that could not be executed."""
         groups = list(self._report(batch).groups())
         live = [group for group in groups if self._groups.get(group.request_id) is group]
-        for group in live:
-            group.is_poisoned = True  # blocks that the step was to fill must not be cached
         outputs = [self._outcomes.end(group, FinishReason.ERROR, error) for group in live]
         self.kv.step_reported(batch.step)
         return outputs

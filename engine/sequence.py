@@ -57,7 +57,7 @@ class Sequence:
         row: the runner's slot for it, or `NO_ROW`.
         is_row_new: the runner does not know its block tables yet.
         num_computed: tokens whose KV is in the blocks. Kept up to date by
-            chunks alone: while a sequence decodes, see `Sequence.settle`.
+            chunks alone: while a sequence decodes, see `count_computed`.
         num_scheduled: these, and the tokens of steps in flight; see `DecodeSet`.
         logprob: sum of the generated tokens' log-probabilities, if asked for.
         is_streamed: its tokens are told as they come.
@@ -88,12 +88,19 @@ class Sequence:
         """Known tokens that no step has run or runs."""
         return len(self.token_ids) - self.num_scheduled
 
-    def settle(self) -> None:
-        """Counts what is computed of a sequence that decoded: all but the token drawn last.
-
-        What a step in flight computes of it is forgotten, and computed again.
+    def count_computed(self) -> None:
+        """Counts what is computed of a sequence that decodes: all but the token drawn last,
+        unless the chunk that it began with is still in flight.
         """
-        self.num_computed = self.num_scheduled = len(self.token_ids) - 1
+        if self.num_computed >= self.num_scheduled:
+            self.num_computed = len(self.token_ids) - 1
+
+    def settle(self) -> None:
+        """The sequence decodes no more. What a step in flight computes of it is forgotten,
+        and computed again.
+        """
+        self.count_computed()
+        self.num_scheduled = self.num_computed
 
     def restart(self) -> None:
         """Nothing is computed any more."""

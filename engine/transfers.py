@@ -317,7 +317,7 @@ class Transfers:
 
     def _unpublish(self, group: SequenceGroup) -> None:
         assert self._connector is not None
-        keys = group.lead.keys.keys[: group.num_saved]
+        keys = group.lead.keys.extend(group.lead.token_ids)[: group.num_saved]
         self._connector.delete(list(chain.from_iterable(map(self._object_keys, keys))))
 
     def _forget_reported(self) -> None:
