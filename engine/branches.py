@@ -9,7 +9,8 @@ from collections.abc import Sequence as Sequences
 from engine.beam_search import BeamStep
 from engine.decode_set import DecodeSet
 from engine.kv_cache_manager import KvCacheManager
-from engine.sequence import NO_ROW, Sequence, SequenceGroup
+from engine.sequence import NO_ROW, Sequence
+from engine.sequence_group import SequenceGroup
 
 __all__ = ["Branches"]
 
@@ -54,6 +55,11 @@ class Branches:
         if sequence.table is not None and not sequence.group.is_poisoned:
             keys = sequence.keys.extend(sequence.token_ids)
             self._kv.register(sequence.table, keys, sequence.num_computed)
+
+    def release_behind(self, sequence: Sequence) -> None:
+        """Releases blocks that no layer sees from the sequence's next token on."""
+        if sequence.table is not None:
+            self._kv.release_behind(sequence.table, sequence.num_computed)
 
     def discard(self, group: SequenceGroup) -> None:
         """Takes the group's blocks out of the prefix cache: nobody new shall share them."""

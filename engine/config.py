@@ -49,7 +49,7 @@ class EngineConfig:
         None, "most tokens of one prompt in one step, so that long prompts leave room for short"
     )
     max_num_partial_prefills: int = _flag(
-        1, "most prompts computed in part at a time; whole ones may still overtake them"
+        1, "most prompts that a step computes in part; whole ones may still overtake them"
     )
     max_num_waiting: int = _flag(4096, "most requests waiting; more get RESOURCE_EXHAUSTED")
     priority_ageing_s: float = _flag(

@@ -196,7 +196,7 @@ class EngineCore:
         self._woken.clear()
 
     def step(self) -> list[RequestOutput]:
-        """One engine step: returns outputs, at most one per request.
+        """One engine step: returns outputs, at most one per candidate of a request.
 
         Raises:
             Exception: whatever the runner raised, where it failed on several

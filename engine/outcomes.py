@@ -5,12 +5,13 @@ from collections.abc import Sequence as Sequences
 from typing import Any
 
 from baton.errors import AbortedError, BatonError, InternalError
-from engine.admission import Admission
 from engine.batch import INVALID_TOKEN, ChunkOutput
 from engine.beam_search import BeamStep
 from engine.branches import Branches
+from engine.group_queues import GroupQueues
 from engine.request import FinishReason, RequestOutput
-from engine.sequence import FinishedCandidate, GroupState, Sequence, SequenceGroup
+from engine.sequence import FinishedCandidate, Sequence
+from engine.sequence_group import GroupState, SequenceGroup
 from engine.transfers import FinishedLoad, Transfers
 
 __all__ = ["Outcomes"]
@@ -22,7 +23,7 @@ class Outcomes:
     """Takes in tokens and ends; says what requests shall hear.
 
     Args:
-        admission: the queues.
+        queues: who waits and who runs.
         branches: forks and ends sequences.
         transfers: loads, saves and handoffs.
         load_failure_policy: `EngineConfig.kv_load_failure_policy`.
@@ -31,13 +32,13 @@ class Outcomes:
 
     def __init__(
         self,
-        admission: Admission,
+        queues: GroupQueues,
         branches: Branches,
         transfers: Transfers,
         load_failure_policy: str,
         clock: Callable[[], float],
     ) -> None:
-        self._admission = admission
+        self._queues = queues
         self._branches = branches
         self._transfers = transfers
         self._load_failure_policy = load_failure_policy
@@ -63,7 +64,7 @@ class Outcomes:
         if load.error and self._load_failure_policy == "fail":
             error = AbortedError(f"the prompt's KV could not be loaded: {load.error}")
             return [self.end(group, FinishReason.ERROR, error)]
-        self._admission.end_load(group, failure=load.error)
+        self._queues.end_load(group, failure=load.error)
         is_whole = lead.num_computed == len(lead.token_ids)
         return self._leave_root(group) if is_whole and not load.error else []
 
@@ -75,6 +76,7 @@ class Outcomes:
         self._branches.register(sequence)
         if sequence is group.lead:
             self._transfers.save_computed(group)
+        self._branches.release_behind(sequence)
         if result is None:
             is_whole = sequence.num_computed == len(sequence.token_ids)
             return self._leave_root(group) if is_whole and sequence is group.root else []
@@ -201,7 +203,7 @@ class Outcomes:
     ) -> RequestOutput:
         """Ends a request, with all candidates that have not ended."""
         output = self._output(group, finish_reason=reason, is_last=True, error=error)
-        self._admission.forget(group)
+        self._queues.forget(group)
         return output
 
     def end_handed_over(self, group: SequenceGroup) -> RequestOutput:
@@ -215,12 +217,14 @@ class Outcomes:
             is_last=True,
             handoff=self._transfers.commit_handoff(group),
         )
-        self._admission.forget(group)
+        self._queues.forget(group)
         return output
 
     def end_candidate(self, group: SequenceGroup, index: int) -> Outputs:
         """Ends one candidate without an output, and with the last one its request, ABORTED."""
-        live = [] if group.beams is not None else [b for b in group.branches if not b.is_given_up]
+        if group.request.is_ranked:
+            return []  # all are needed to find the best
+        live = [branch for branch in group.branches if not branch.is_given_up]
         branch = next((branch for branch in live if branch.index == index), None)
         if branch is None:
             return []
@@ -249,7 +253,7 @@ class Outcomes:
             group, sequence.index, token_ids=newest, finish_reason=reason, is_last=is_last
         )
         if is_last:
-            self._admission.forget(group)
+            self._queues.forget(group)
         return [output]
 
     def _end_ranked(self, group: SequenceGroup, finished: Sequences[FinishedCandidate]) -> Outputs:
@@ -267,7 +271,7 @@ class Outcomes:
             )
             for index, candidate in enumerate(best)
         ]
-        self._admission.forget(group)
+        self._queues.forget(group)
         return outputs
 
     def _end_poisoned(self, group: SequenceGroup) -> RequestOutput:
@@ -283,14 +287,14 @@ class Outcomes:
         """Frees the group's blocks; its end is told when its saves have ended."""
         group.first_tokens = (result.token_ids, result.logprobs)
         self._transfers.save_for_handoff(group)
-        self._admission.withdraw(group)
+        self._queues.withdraw(group)
         group.state = GroupState.SAVING
         return [] if group.pending_saves else [self.end_handed_over(group)]
 
     def _remove(self, sequence: Sequence) -> None:
         sequence.group.branches.remove(sequence)
         self._branches.drop(sequence)
-        self._admission.leave_seat(sequence.group)
+        self._queues.leave_seat(sequence.group)
 
     # Outputs.
 

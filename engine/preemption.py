@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Sequences
 
 from engine.runner import StepCosts
-from engine.sequence import SequenceGroup
+from engine.sequence_group import SequenceGroup
 
 __all__ = ["prefers_swap"]
 

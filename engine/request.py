@@ -177,7 +177,8 @@ class RequestOutput:
         score: what a ranked candidate was ranked by: beam search's score, or
             the mean log-probability of its tokens. On its last output.
         logprobs: of `token_ids`, with HANDOFF where candidates are ranked.
-        cached_tokens: prompt tokens not computed here but found or loaded.
+        cached_tokens: prompt tokens not computed here but found or loaded. On the
+            request's first output and on its candidates' last ones; else 0.
         timings: set on the request's first output that carries tokens and on its last.
         handoff: set where `finish_reason` is HANDOFF, unless the connector did
             not take every block: decode must then compute the prompt itself.

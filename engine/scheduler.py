@@ -24,12 +24,14 @@ from engine.branches import Branches
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
 from engine.decode_set import DecodeSet
+from engine.group_queues import GroupQueues
 from engine.kv_cache_manager import KvCacheManager
 from engine.kv_cache_spec import KvCacheSpec
 from engine.outcomes import Outcomes
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo, StepCosts
-from engine.sequence import GroupState, Sequence, SequenceGroup
+from engine.sequence import Sequence
+from engine.sequence_group import GroupState, SequenceGroup
 from engine.step_plan import StepPlan, StepRecord
 from engine.transfers import FinishedLoad, Transfers
 from engine.validation import num_blocks_needed
@@ -93,13 +95,21 @@ class Scheduler:
         )
         self._decoding = DecodeSet(config.block_size)
         self._branches = Branches(self.kv, self._decoding, config.max_running)
+        self._queues = GroupQueues(self.kv, self._transfers, self._branches)
         self._admission = Admission(
-            config, self.kv, self._transfers, self._branches, self._decoding, costs, clock
+            config,
+            self.kv,
+            self._queues,
+            self._transfers,
+            self._branches,
+            self._decoding,
+            costs,
+            clock,
         )
         self._outcomes = Outcomes(
-            self._admission, self._branches, self._transfers, config.kv_load_failure_policy, clock
+            self._queues, self._branches, self._transfers, config.kv_load_failure_policy, clock
         )
-        self._groups = self._admission.groups
+        self._groups = self._queues.groups
         self._deadlines = Deadlines(self._groups)
         self._in_flight: deque[StepRecord] = deque()
         self._num_arrivals = 0
@@ -124,9 +134,9 @@ class Scheduler:
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         return EngineLoad(
-            num_running=self._admission.num_running,
-            num_waiting=self._admission.num_waiting,
-            num_queued_tokens=self._admission.num_queued_tokens,
+            num_running=self._queues.num_running,
+            num_waiting=self._queues.num_waiting,
+            num_queued_tokens=self._queues.num_queued_tokens,
             num_free_blocks=self.kv.pool.num_free,
             num_blocks=self.kv.pool.num_blocks,
             prefix_cache_queries=self.kv.num_queries,
@@ -148,14 +158,14 @@ class Scheduler:
         if num_needed > self.kv.pool.num_blocks:
             return [_ignored(request, num_needed, self.kv.pool.num_blocks)]
         group = self._new_group(request)
-        self._admission.enqueue(group)
+        self._queues.enqueue(group)
         if request.deadline is not None:
             self._deadlines.add(request.deadline, group.arrival, group.request_id)
         return self._outcomes.take_progress(group)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees what they hold; unknown ids are passed over."""
-        known = [self._groups[i] for i in request_ids if i in self._groups]
+        known = [self._groups[i] for i in dict.fromkeys(request_ids) if i in self._groups]
         return [self._outcomes.end(group, FinishReason.ABORTED) for group in known]
 
     def finish_candidate(self, request_id: str, index: int) -> list[RequestOutput]:
@@ -196,7 +206,7 @@ class Scheduler:
         for sequence in self._decoding.take_due(plan.step):
             due.setdefault(sequence.group, []).append(sequence)
         # The most important first: whoever gives way has not been looked at yet.
-        for group in sorted((due | self._admission.chunking).keys(), key=_order):
+        for group in sorted((due | self._queues.chunking).keys(), key=_order):
             if group.state is not GroupState.RUNNING:
                 continue  # gave way to one before it
             if self._admission.renew_due(group, due.get(group, []), plan):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
 from engine.block_table import TableChange
-from engine.sequence import Sequence, SequenceGroup
+from engine.sequence import Sequence
+from engine.sequence_group import SequenceGroup
 
 __all__ = ["StepPlan", "StepRecord"]
 

@@ -16,7 +16,7 @@ from itertools import chain
 
 from engine.block_pool import BlockPool
 from engine.kv_cache_spec import KvCacheSpec
-from engine.sequence import SequenceGroup
+from engine.sequence_group import SequenceGroup
 from kvstore.block_key import layer_group_key
 from kvstore.connector import ConnectorWork, KvConnectorScheduler, LoadResult, TransferResults
 from kvstore.handoff import KvHandoff
@@ -91,6 +91,11 @@ class Transfers:
         self._tail_keys: OrderedDict[str, list[bytes]] = OrderedDict()
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there is a connector to ask."""
+        return self._connector is not None
+
+    @property
     def in_flight(self) -> int:
         """Jobs whose result is not in."""
         return len(self._loads) + len(self._save_jobs)
@@ -108,7 +113,7 @@ class Transfers:
 
     def num_loadable(self, group: SequenceGroup) -> int | None:
         """Leading blocks that the connector can load; None: ask again next step."""
-        if self._connector is None or not group.may_load:
+        if self._connector is None or not group.may_load or group.swapped is not None:
             return 0
         if group.pending_handoff is not None:
             return len(group.pending_handoff.block_keys)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from benchmarks.scheduling.null_runner import NullRunner
 from engine.request import EngineRequest, RequestOutput
 from engine.scheduler import Scheduler
-from engine.sequence import GroupState, SequenceGroup
+from engine.sequence_group import GroupState, SequenceGroup
 
 __all__ = ["random_prompt", "running_groups", "serve"]
 

@@ -2,7 +2,8 @@
 
 from engine.decode_set import DecodeSet
 from engine.request import EngineRequest
-from engine.sequence import Sequence, SequenceGroup
+from engine.sequence import Sequence
+from engine.sequence_group import SequenceGroup
 from kvstore.block_key import BlockKeyChain
 from tests.support.fake_model import GREEDY
 

@@ -1,0 +1,257 @@
+"""`SequenceGroup`: a request as the scheduler sees it. Mutable, the scheduler's own. Pure.
+
+A request is a group of sequences, its candidates or beams, over one prompt.
+While the prompt is computed, a *root* stands for all of them; then they are
+forked from it. So the prompt's KV is computed and held once. The same way
+leads back from preemption: what the candidates have in common is computed in
+the root, the rest in each. A request of one candidate has no root.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.batch import DrawParams
+from engine.beam_search import BeamSearch
+from engine.host_pool import SwappedTables
+from engine.request import EngineRequest, FinishReason, StageTimings
+from engine.sequence import FinishedCandidate, Sequence
+from kvstore.block_key import BlockKeyChain
+from kvstore.handoff import KvHandoff
+
+__all__ = ["GroupState", "SequenceGroup"]
+
+_ROOT = -1
+
+
+class GroupState(Enum):
+    """Where a group stands.
+
+    WAITING -> (LOADING ->) RUNNING -> (SAVING ->) FINISHED. Preemption leads
+    back to WAITING, or to SWAPPED, which waits with its KV on the host; a failed
+    load leads back to WAITING.
+    """
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    SAVING = "saving"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """A request's candidates and progress.
+
+    Attributes:
+        request: what was asked.
+        arrival: admission number; earlier is served first among equals.
+        order: sorts groups, the most important first.
+        keys: an empty chain of block keys, for its sequences to copy.
+        max_len: prompt and generated tokens of one candidate, at most.
+        hands_over: this engine computes the prompt and one token alone.
+        arrived_at: clock time of arrival.
+        root: runs what the candidates have in common; None once they run themselves.
+        branches: the candidates, or beams, that have not ended.
+        beams: beam search's bookkeeping.
+        beam_tops: what running beams have reported since the last advance.
+        finished: ranked candidates that have ended.
+        num_held_seats: seats taken since admission.
+        swapped: its KV on the host, in state SWAPPED.
+        num_cached: prompt tokens found or loaded at first admission.
+        num_saved: leading blocks that a save job or the store already has.
+        lookup_job: the connector's look-up for it, open or answered.
+        load_job: the load under way, in state LOADING.
+        pending_saves: save jobs under way.
+        save_failed: a save job did not commit.
+        is_poisoned: its KV is not finite and must not be used by anybody.
+        may_load: whether the connector may still be asked for it.
+        pending_handoff: the request's handoff until its load has started.
+        handoff: the handoff that this group's prefill makes.
+        first_tokens: with `handoff`: what prefill drew, with log-probabilities if ranked.
+        reported: whether an output with timings has been sent.
+    """
+
+    request: EngineRequest
+    arrival: int
+    order: tuple[float, int]
+    keys: BlockKeyChain
+    max_len: int
+    hands_over: bool
+    arrived_at: float
+    state: GroupState = GroupState.WAITING
+    root: Sequence | None = None
+    branches: list[Sequence] = field(default_factory=list)
+    beams: BeamSearch | None = None
+    beam_tops: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
+    finished: list[FinishedCandidate] = field(default_factory=list)
+    num_held_seats: int = 0
+    swapped: SwappedTables | None = None
+    num_cached: int | None = None
+    num_saved: int = 0
+    lookup_job: int | None = None
+    load_job: int | None = None
+    pending_saves: set[int] = field(default_factory=set)
+    save_failed: bool = False
+    is_poisoned: bool = False
+    may_load: bool = True
+    pending_handoff: KvHandoff | None = None
+    handoff: KvHandoff | None = None
+    first_tokens: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+    reported: bool = False
+    scheduled_at: float | None = None
+    loaded_at: float | None = None
+    first_token_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.pending_handoff = self.request.handoff
+        for progress in self.request.progress:
+            self.branches.append(self.new_branch(progress.index, progress.output_token_ids))
+            self.branches[-1].logprob = progress.logprob
+        if self.request.beam_search is not None:
+            self.beams = self._new_beams()
+        self.make_root()
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that may run at once."""
+        if self.hands_over:
+            return 1
+        if self.beams is None and self.branches:
+            return len(self.branches)
+        return self.request.num_candidates
+
+    @property
+    def lead(self) -> Sequence:
+        """The sequence that has the prompt: the root, or the first candidate."""
+        return self.root or self.branches[0]
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that have, or will next get, blocks."""
+        return [self.root] if self.root else self.branches
+
+    @property
+    def num_queued_prompt(self) -> int:
+        """Prompt tokens still to compute, for load reports."""
+        return max(0, self.num_prompt - self.lead.num_computed)
+
+    def new_branch(self, index: int, output_token_ids: tuple[int, ...] = ()) -> Sequence:
+        """A candidate without blocks."""
+        return self._new_sequence(index, [*self.request.prompt_token_ids, *output_token_ids])
+
+    def fork_of(self, parent: Sequence, index: int) -> Sequence:
+        """A candidate with the parent's tokens; blocks and row are the caller's to give."""
+        child = self._new_sequence(index, parent.token_ids.copy(), parent.keys.copy())
+        child.num_computed = child.num_scheduled = parent.num_computed
+        child.logprob = parent.logprob
+        return child
+
+    def make_root(self) -> None:
+        """Sets what computes next: a root for what several candidates have in common, or
+        the only candidate itself. No sequence has blocks.
+        """
+        self.root = None
+        if len(self.branches) == 1:
+            return
+        if self.branches:
+            # Each candidate has a token of its own left to compute, to draw the next from.
+            token_lists = [branch.token_ids for branch in self.branches]
+            shortest = min(map(len, token_lists))
+            num_shared = _common_length(token_lists, shortest - 1)
+            self.root = self._new_sequence(_ROOT, token_lists[0][:num_shared])
+        elif self.request.num_candidates == 1 and self.beams is None:
+            self.branches = [self.new_branch(0)]
+        else:
+            self.root = self._new_sequence(_ROOT, list(self.request.prompt_token_ids))
+
+    def draws_of(self, sequence: Sequence) -> tuple[DrawParams, ...]:
+        """How tokens are drawn once all of the sequence's tokens are computed."""
+        if self.beams is not None:
+            return ()
+        if sequence is not self.root:
+            return (self.request.draw_of(sequence.index),)
+        if self.branches:
+            return ()
+        return tuple(self.request.draw_of(i) for i in range(self.request.num_candidates))
+
+    def num_top_of(self, sequence: Sequence) -> int:
+        """How many most likely tokens are asked for then."""
+        if self.beams is None or (sequence is self.root and self.root_is_followed):
+            return 0
+        return self.beams.num_top
+
+    @property
+    def root_is_followed(self) -> bool:
+        """Whether what follows the root is known, so that it need draw nothing."""
+        return bool(self.branches or self.request.first_beams)
+
+    def finish_reason(self, token_ids: list[int]) -> FinishReason | None:
+        """Whether the newest token ends a candidate, and why."""
+        if token_ids[-1] in self.request.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(token_ids) >= self.max_len else None
+
+    def held_blocks(self) -> Iterator[int]:
+        """One entry per block reference of its sequences."""
+        for sequence in self.running:
+            if sequence.table is not None:
+                yield from sequence.table.held()
+
+    def timings(self, now: float) -> StageTimings:
+        """Where the time went so far. Stages not passed are 0."""
+
+        def between(start: float | None, end: float | None) -> float:
+            return max(0.0, end - start) * 1000 if start is not None and end is not None else 0.0
+
+        return StageTimings(
+            queue_ms=between(self.loaded_at or self.arrived_at, self.scheduled_at),
+            prefill_ms=between(self.scheduled_at, self.first_token_at),
+            transfer_ms=between(
+                self.first_token_at, now if self.state is GroupState.SAVING else None
+            ),
+            load_ms=between(self.arrived_at, self.loaded_at),
+        )
+
+    def _new_beams(self) -> BeamSearch:
+        request = self.request
+        assert request.beam_search is not None
+        return BeamSearch(
+            width=request.num_candidates,
+            num_returned=request.num_returned,
+            stop_token_ids=request.stop_token_ids,
+            max_tokens=self.max_len - self.num_prompt,
+            params=request.beam_search,
+        )
+
+    def _new_sequence(
+        self, index: int, token_ids: list[int], keys: BlockKeyChain | None = None
+    ) -> Sequence:
+        return Sequence(
+            group=self,
+            index=index,
+            token_ids=token_ids,
+            keys=keys or self.keys.copy(),
+            stop_token_ids=self.request.stop_token_ids,
+            limit=self.num_prompt + 1 if self.hands_over else self.max_len,
+            is_streamed=not self.request.is_ranked,
+        )
+
+
+def _common_length(token_lists: Sequences[list[int]], limit: int) -> int:
+    """How many leading tokens all lists share, up to `limit`."""
+    # All lists agree as far as the smallest and the largest do.
+    first, last = min(token_lists), max(token_lists)
+    return next((i for i in range(limit) if first[i] != last[i]), limit)
