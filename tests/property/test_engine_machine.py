@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from engine.batch import DrawParams
-from engine.kv_cache_spec import KvCacheSpec
 from engine.request import BeamSearchParams, EngineRequest, RequestOutput
+from engine.runner import ModelInfo
+from engine.validation import num_blocks_needed
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
-from tests.support.fake_model import GREEDY, fake_info
+from tests.support.fake_model import GREEDY, fake_config, fake_info
 from tests.support.reference_decoding import candidates, first_beams, progress_of
 
 MAX_MODEL_LEN = 24
@@ -78,7 +79,7 @@ class Cluster(RuleBasedStateMachine):
         def engine(role: str) -> CheckedEngine:
             return CheckedEngine(
                 info,
-                self._num_blocks(block_size, windows, config) + num_spare,
+                _blocks_of_largest(info, config) + num_spare,
                 store=self.store,
                 clock=lambda: self.now,
                 num_host_blocks=num_host_blocks,
@@ -292,14 +293,14 @@ class Cluster(RuleBasedStateMachine):
         live = {request_id for engine in self.engines for request_id in engine.live}
         return next(f"r{i}" for i in range(99) if f"r{i}" not in live)
 
-    def _num_blocks(
-        self, block_size: int, windows: tuple[int | None, ...], config: dict[str, object]
-    ) -> int:
-        """As many as one candidate can need."""
-        max_chunk = min(
-            config["max_num_batched_tokens"], config["long_prefill_token_threshold"] or 99
-        )
-        return KvCacheSpec(block_size, windows, max_chunk).blocks_for(MAX_MODEL_LEN - 1)
+
+def _blocks_of_largest(info: ModelInfo, config: dict[str, object]) -> int:
+    """As many as one candidate can need."""
+    largest = EngineRequest(
+        request_id="", prompt_token_ids=(0,), draw=GREEDY, max_tokens=MAX_MODEL_LEN
+    )
+    engine_config = fake_config(block_size=info.layout.block_size, **config)
+    return num_blocks_needed(largest, engine_config, info)
 
 
 def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
