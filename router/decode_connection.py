@@ -153,7 +153,8 @@ class DecodeConnection:
         self._has_commands.set()
 
     async def _outgoing(self) -> AsyncIterator[decode_pb2.ConnectRequest]:
-        while True:
+        # gRPC, where a call has ended by itself, leaves whoever waits here waiting.
+        while self.is_open:
             await self._has_commands.wait()
             while self._commands:
                 yield self._commands.pop(next(iter(self._commands)))
@@ -171,6 +172,7 @@ class DecodeConnection:
     def _close(self, reason: str) -> None:
         self.is_open = False
         self._commands.clear()
+        self._has_commands.set()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(self._lost(reason))

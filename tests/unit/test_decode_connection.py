@@ -162,6 +162,16 @@ async def test_nothing_is_sent_for_requests_that_ended_or_never_were(connected):
     assert (await anext(stub.commands)).start.request.request_id == "b"
 
 
+async def test_commands_end_with_the_stream(connected):
+    stub, _, task = connected
+    coming = asyncio.create_task(anext(stub.commands, None))
+    stub.responses.put_nowait(None)
+    with pytest.raises(ReplicaLostError):
+        await task
+    async with asyncio.timeout(5):
+        assert await coming is None
+
+
 async def test_broken_stream_fails_its_requests_after_what_they_got(connected):
     stub, connection, task = connected
     reader, waiter = connection.start(start("a")), connection.start(start("b"))
