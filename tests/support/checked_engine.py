@@ -145,8 +145,10 @@ class CheckedEngine:
     def finish_candidate(self, request_id: str, index: int) -> None:
         """As a router does that has found a stop text in what it was told."""
         checked = self.live[request_id]
-        self.core.finish_candidate(request_id, index)
+        outputs = self.core.finish_candidate(request_id, index)
         checked.ended.add(index)
+        ends = [(output.finish_reason, output.is_last) for output in outputs]
+        assert ends == ([(FinishReason.ABORTED, True)] if checked.is_over else [])
         if checked.is_over:
             del self.live[request_id]
 

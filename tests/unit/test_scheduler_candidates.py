@@ -95,9 +95,10 @@ def test_a_candidate_that_waits_is_ended_and_with_the_last_the_request() -> None
     driven.add(request("runs", num_candidates=2, num_returned=2), replace(asked, progress=begun))
     driven.step()
 
-    driven.scheduler.finish_candidate("a", 0)
+    assert driven.scheduler.finish_candidate("a", 0) == []
     assert driven.scheduler.load().num_waiting == 1
-    driven.scheduler.finish_candidate("a", 1)
+    (output,) = driven.scheduler.finish_candidate("a", 1)
+    assert (output.finish_reason, output.is_last) == (FinishReason.ABORTED, True)
     assert driven.scheduler.load().num_waiting == 0
     assert driven.scheduler.num_unfinished == 1
     driven.run()
@@ -125,8 +126,9 @@ def test_the_last_candidate_that_loads_ends_the_request() -> None:
     driven.step()
     (load,) = driven.work().loads
 
-    driven.scheduler.finish_candidate("a", 0)
+    (output,) = driven.scheduler.finish_candidate("a", 0)
 
+    assert output.finish_reason is FinishReason.ABORTED
     assert driven.scheduler.num_unfinished == 0
     assert driven.work().cancelled_loads == (load.job_id,)
     assert driven.end_load(load, asked.prompt_token_ids) == []
@@ -171,8 +173,9 @@ def test_the_last_candidate_on_the_host_ends_the_request() -> None:
     driven.add(request("a", 7, max_tokens=20), request("group", 6, max_tokens=8, **THREE))
     while driven.scheduler.load().num_swapped_blocks == 0:
         driven.step()
-    for index in (2, 0, 1):
-        driven.scheduler.finish_candidate("group", index)
+    ends = [driven.scheduler.finish_candidate("group", index) for index in (2, 0, 1)]
+
+    assert [len(outputs) for outputs in ends] == [0, 0, 1]
 
     assert driven.scheduler.load().num_swapped_blocks == 0
     assert driven.scheduler.num_unfinished == 1
@@ -191,15 +194,33 @@ def test_a_prompt_being_saved_is_ended_and_its_saves_keep_their_blocks() -> None
     assert driven.num_free == 32
 
 
-@pytest.mark.parametrize(("request_id", "index"), [("a", 3), ("unknown", 0), ("beams", 0)])
-def test_unknown_candidates_and_beams_are_passed_over(request_id: str, index: int) -> None:
+@pytest.mark.parametrize(
+    ("request_id", "index"), [("a", 3), ("unknown", 0), ("beams", 0), ("ranked", 0)]
+)
+def test_unknown_and_ranked_candidates_are_passed_over(request_id: str, index: int) -> None:
     driven = DrivenScheduler(max_num_seqs=8)
     beams = request("beams", num_candidates=2, beam_search=BeamSearchParams())
-    driven.add(request("a", **THREE), beams)
+    driven.add(request("a", **THREE), beams, request("ranked", num_candidates=2))
     driven.step()
-    driven.scheduler.finish_candidate(request_id, index)
 
-    assert driven.scheduler.load().num_running == 5
+    assert driven.scheduler.finish_candidate(request_id, index) == []
+    assert driven.scheduler.load().num_running == 3 + 2 + 2
+
+
+def test_ranked_candidates_are_not_ended_by_their_numbers() -> None:
+    """All are needed to find the best, those that have ended included."""
+    driven = DrivenScheduler(max_num_seqs=8)
+    ranked = THREE | {"num_returned": 1, "stop_token_ids": frozenset({1})}
+    asked = request("a", 5, max_tokens=12, **ranked)
+    driven.add(asked)
+    outputs = []
+    while driven.scheduler.num_unfinished:
+        for index in range(3):
+            assert driven.scheduler.finish_candidate("a", index) == []
+        outputs += driven.step()
+
+    (best,) = expected_results(asked, 64)
+    assert [output.token_ids for output in outputs] == [best.token_ids]
 
 
 # What another replica has begun.
