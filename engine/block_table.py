@@ -1,7 +1,7 @@
 """`BlockTable`: which blocks a sequence's tokens are in. Pure."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = ["NO_BLOCK", "BlockTable", "TableChange"]
 
@@ -22,9 +22,6 @@ class BlockTable:
             they are not offered. 0 where they were not swapped.
         epoch: how often the prefix cache had been reset when it got its first
             block: after another reset nothing of it is offered any more.
-        unregistered: (step, group, index, block id) of blocks released behind
-            a window while the step that computes them was in flight: fenced
-            until it reports, they can still be offered.
     """
 
     blocks: list[list[int]]
@@ -32,7 +29,6 @@ class BlockTable:
     num_registered: int = 0
     filled_by: int = 0
     epoch: int = 0
-    unregistered: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def held(self) -> Iterator[int]:
         """Every block reference that it owns: head before tail, whatever the group."""
@@ -62,7 +58,6 @@ class BlockTable:
         self.blocks = [[] for _ in self.blocks]
         self.first_live = [0] * len(self.blocks)
         self.num_registered = self.filled_by = 0
-        self.unregistered = []
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 The only place that changes a block table. `fork` shares blocks, `append` makes
 the next tokens' slots writable and copies a block that others share first
 (copy-on-write), `free` drops the references: PagedAttention (Kwon et al. 2023).
+When a step is committed, `register` offers what it filled to the prefix cache,
+and then `release_behind` drops what no window sees any longer.
 
 Released blocks that a step in flight may still read or write are *fenced*:
 they stay referenced until that step reports. So `step_started` and
@@ -94,9 +96,6 @@ class KvCacheManager:
     def register(self, table: BlockTable, keys: Sequence[bytes], num_computed: int) -> None:
         """Offers full, computed blocks to the prefix cache, each once.
 
-        Called before `step_reported`, so that blocks that have left their
-        window since can be offered too.
-
         Args:
             table: the sequence's.
             keys: keys of its full blocks, of the computed ones at least.
@@ -162,53 +161,59 @@ class KvCacheManager:
     def fork(self, table: BlockTable) -> BlockTable:
         """A second owner's table of the same blocks.
 
-        Its next `append` begins where the last one to `table` began, or later.
+        It may go on from any position, that of the last `release_behind` or later.
         """
         self.pool.acquire(table.held())
         return table.copy()
 
     def num_missing(self, table: BlockTable, start: int, end: int) -> int:
-        """Blocks that `append` would take from the free list."""
+        """Blocks that `append` takes from the free list."""
         size, missing = self.spec.block_size, 0
         stop = -(-end // size)
-        for group, blocks in enumerate(table.blocks):
+        for blocks in table.blocks:
+            missing += max(0, stop - len(blocks))
             for block in blocks[start // size : stop]:
                 missing += not self._blocks.is_writable(block)
-            if len(blocks) < stop:
-                missing += stop - max(len(blocks), self.spec.first_live(group, start))
         return missing
 
     def can_append(self, table: BlockTable, start: int, end: int) -> bool:
-        """Whether `append` finds free what it needs, the blocks that it releases included."""
-        missing = self.num_missing(table, start, end)
-        if missing <= self.pool.num_free or self._blocks.fence.is_in_flight:
-            return missing <= self.pool.num_free
-        behind = (self._behind(table, group, start) for group in range(len(table.blocks)))
-        num_released = sum(self.pool.num_references(b) == 1 for blocks in behind for b in blocks)
-        return missing <= self.pool.num_free + num_released
+        """Whether `append` finds free what it needs."""
+        return self.num_missing(table, start, end) <= self.pool.num_free
 
     def append(self, table: BlockTable, start: int, end: int) -> list[TableChange]:
         """Makes the slots of positions `start` to `end - 1` writable.
 
-        Blocks behind the window of `start` are released. A block of the span
-        that others own, or that is cached, is replaced, and copied if positions
-        before `start` lie in it. Blocks that lack are allocated, those that `start` sees included:
-        a load may fill them. The caller has asked `can_append`.
+        A block of the span that others own, or that is cached, is replaced, and
+        copied if positions before `start` lie in it. Blocks that lack are
+        allocated. The caller has asked `can_append`.
 
         Returns:
             What changed in the table, in runs as long as can be.
         """
-        for group in range(len(table.blocks)):
-            self._release_behind(table, group, start)
         changes = []
         for group, blocks in enumerate(table.blocks):
-            changed = self._replace_shared(blocks, start, end)
-            changed += self._extend(blocks, end)
+            changed = [*self._replace_shared(blocks, start, end), *self._extend(blocks, end)]
             changes += [
                 TableChange(group, run.start, tuple(blocks[run.start : run.stop]))
                 for run in runs_of(changed)
             ]
         return changes
+
+    def release_behind(self, table: BlockTable, num_computed: int) -> None:
+        """Releases what lies behind every window of the token at position `num_computed`.
+
+        Args:
+            table: the sequence's, whose full blocks were offered by `register`.
+            num_computed: position of the first token whose KV is not computed yet, as far as
+                steps are committed: those in flight may still read further back than later ones.
+        """
+        for group, blocks in enumerate(table.blocks):
+            old, new = table.first_live[group], self.spec.first_live(group, num_computed)
+            if new > old:
+                behind = blocks[old:new]
+                blocks[old:new] = [NO_BLOCK] * (new - old)
+                table.first_live[group] = new
+                self._blocks.release(behind)
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(source, target) blocks to copy in the step being built, since the last call.
@@ -311,22 +316,6 @@ class KvCacheManager:
             live = matched[first - match.first_live[group] :]
             plans.append(_Admission(first, live, stop - first - len(live)))
         return plans
-
-    def _behind(self, table: BlockTable, group: int, start: int) -> list[int]:
-        """Blocks that the group holds behind the window of `start`."""
-        first = self.spec.first_live(group, start)
-        return table.blocks[group][table.first_live[group] : first]
-
-    def _release_behind(self, table: BlockTable, group: int, start: int) -> None:
-        old, new = table.first_live[group], self.spec.first_live(group, start)
-        if new <= old:
-            return
-        behind = self._behind(table, group, start)
-        if self._enable_prefix_caching and self._blocks.fence.is_in_flight:
-            self._prefixes.remember_released(table, group, old, behind)
-        table.blocks[group][old:new] = [NO_BLOCK] * (new - old)
-        table.first_live[group] = new
-        self._blocks.release(behind)
 
     def _replace_shared(self, blocks: list[int], start: int, end: int) -> list[int]:
         """Replaces the blocks of a span that must not be written; returns their indices."""

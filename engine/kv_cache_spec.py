@@ -13,7 +13,9 @@ A model whose layers all attend alike has one group, and nothing changes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KvCacheSpec", "LayerGroups", "group_layers"]
+from engine.config import EngineConfig
+
+__all__ = ["KvCacheSpec", "LayerGroups", "group_layers", "spec_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class KvCacheSpec:
     Attributes:
         block_size: tokens per block.
         windows: as in `LayerGroups`.
-        max_chunk: the most tokens of one sequence in one step.
+        max_chunk: the most tokens of one sequence in steps that have not been committed,
+            the one being built included.
     """
 
     block_size: int
@@ -122,3 +125,15 @@ class KvCacheSpec:
             return num_branches * self.max_live(group, num_tokens)
         num_common = num_shared // self.block_size
         return num_common + num_branches * (-(-num_tokens // self.block_size) - num_common)
+
+
+def spec_of(config: EngineConfig, windows: tuple[int | None, ...]) -> KvCacheSpec:
+    """How many blocks tokens take on an engine.
+
+    Args:
+        config: the engine's. With overlapped steps, a chunk may be in flight while
+            the next one gets its blocks, and nothing that the first reads is released.
+        windows: as in `LayerGroups`.
+    """
+    num_open_steps = 2 if config.async_scheduling else 1
+    return KvCacheSpec(config.block_size, windows, config.max_chunk * num_open_steps)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 
 from engine.block_pool import BlockPool
 from engine.block_table import NO_BLOCK, BlockTable
@@ -34,7 +34,7 @@ class PrefixCache:
     Args:
         pool: the blocks.
         spec: layer groups and their windows.
-        fence: tells whether a released block is still held back.
+        fence: tells whether what is swapped in is there yet.
     """
 
     def __init__(self, pool: BlockPool, spec: KvCacheSpec, fence: StepFence) -> None:
@@ -72,27 +72,10 @@ class PrefixCache:
         if end <= table.num_registered or self._fence.is_standing(table.filled_by):
             return
         new = [i for i in range(table.num_registered, end) if self._register_at(table, keys[i], i)]
-        new += self._register_released(table, keys, end)
         table.num_registered = end
-        for run in runs_of(sorted(new)):
+        for run in runs_of(new):
             parent = keys[run.start - 1] if run.start > 0 else None
             self._pool.events.record_stored(keys[run.start : run.stop], parent)
-
-    def remember_released(
-        self, table: BlockTable, group: int, first: int, block_ids: list[int]
-    ) -> None:
-        """Blocks from index `first` on leave the table, held back for what is in flight.
-
-        That includes the step that computes them, where they are not offered
-        yet: they can be, until it reports.
-        """
-        step = self._fence.newest_step
-        table.unregistered = [e for e in table.unregistered if self._fence.is_standing(e[0])]
-        table.unregistered += [
-            (step, group, index, block)
-            for index, block in enumerate(block_ids, first)
-            if index >= table.num_registered
-        ]
 
     def _windowed_length(self, keys: Sequence[bytes], length: int, groups: list[int]) -> int:
         """The longest prefix, `length` at most, whose windows are cached in `groups`.
@@ -123,23 +106,13 @@ class PrefixCache:
                 is_new |= group == 0
         return is_new
 
-    def _register_released(self, table: BlockTable, keys: Sequence[bytes], end: int) -> list[int]:
-        """Offers what was remembered and is still held back; indices new in group 0."""
-        new, late = [], []
-        for entry in table.unregistered:
-            step, group, index, block = entry
-            if index >= end:
-                late.append(entry)
-            elif self._fence.is_standing(step) and self._pool.register(block, keys[index], group):
-                new += [index] if group == 0 else []
-        table.unregistered = late
-        return new
-
 
 def runs_of(indices: Sequence[int]) -> list[range]:
     """Ascending indices as ranges."""
-    runs = []
-    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
-        members = [index for _, index in run]
-        runs.append(range(members[0], members[-1] + 1))
+    runs: list[range] = []
+    start = 0
+    for end in range(1, len(indices) + 1):
+        if end == len(indices) or indices[end] != indices[end - 1] + 1:
+            runs.append(range(indices[start], indices[end - 1] + 1))
+            start = end
     return runs

@@ -26,7 +26,7 @@ from engine.deadlines import Deadlines
 from engine.decode_set import DecodeSet
 from engine.group_queues import GroupQueues
 from engine.kv_cache_manager import KvCacheManager
-from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_cache_spec import spec_of
 from engine.outcomes import Outcomes
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo, StepCosts
@@ -74,7 +74,7 @@ class Scheduler:
         connector: KvConnectorScheduler | None,
         clock: Callable[[], float],
     ) -> None:
-        spec = KvCacheSpec(config.block_size, info.windows, config.max_chunk)
+        spec = spec_of(config, info.windows)
         self._config = config
         self._info = info
         self._namespace = namespace

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from engine.config import EngineConfig
-from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_cache_spec import spec_of
 from engine.request import EngineRequest
 from engine.runner import ModelInfo
 from kvstore.block_key import BlockKeyChain
@@ -42,7 +42,7 @@ def check_request(
 
 def num_blocks_needed(request: EngineRequest, config: EngineConfig, info: ModelInfo) -> int:
     """The most KV blocks that the request holds at once on this engine."""
-    spec = KvCacheSpec(config.block_size, info.windows, config.max_chunk)
+    spec = spec_of(config, info.windows)
     num_prompt = len(request.prompt_token_ids)
     if config.role == "prefill":
         return spec.blocks_for(num_prompt)

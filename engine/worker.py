@@ -7,7 +7,7 @@ from contextlib import aclosing
 from baton.v1 import worker_pb2
 from baton.version import __version__
 from engine.async_engine import AsyncEngine
-from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_cache_spec import spec_of
 from engine.kv_event_wire import kv_event_responses
 from engine.wire import client_request_id, load_to_proto
 from kvstore.handoff import connector_name
@@ -77,7 +77,7 @@ def _describe(
     engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType"
 ) -> worker_pb2.GetInfoResponse:
     config, info = engine.config, engine.info
-    spec = KvCacheSpec(info.layout.block_size, info.windows, config.max_chunk)
+    spec = spec_of(config, info.windows)
     return worker_pb2.GetInfoResponse(
         worker_id=uuid.uuid4().hex,
         role=role,

@@ -10,7 +10,7 @@ import kernels
 from baton.errors import ConfigurationError
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
-from engine.kv_cache_spec import KvCacheSpec, LayerGroups, group_layers
+from engine.kv_cache_spec import LayerGroups, group_layers, spec_of
 from engine.runner import ModelInfo, StepCosts
 from engine.runtime.batch_inputs import build_batch_inputs
 from engine.runtime.device import resolve_device, used_bytes, wait_for
@@ -206,7 +206,7 @@ class ModelRunner:
     def _make_pools(self, free_bytes: int | None) -> None:
         config, info = self._config, self.info
         layout, max_len = info.layout, info.max_model_len
-        spec = KvCacheSpec(layout.block_size, info.windows, config.max_chunk)
+        spec = spec_of(config, info.windows)
         self.num_blocks = decide_num_blocks(config, layout, spec, max_len, free_bytes)
         self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
         self._kv_pool = allocate_pool(self.num_blocks, layout, self._device)

@@ -9,7 +9,7 @@ changes it was told.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -44,8 +44,7 @@ class Seq:
     rows: list[list[int]]  # what a runner knows of `table`
     computed: int
     scheduled: int  # where the next chunk starts
-    last_start: int = 0
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # in the step being built
+    is_stale: bool = False  # the prefix cache was reset since it got its blocks
 
     def keys(self, block_size: int) -> list[bytes]:
         ends = range(block_size, len(self.tokens) + 1, block_size)
@@ -93,7 +92,8 @@ class ManagerMachine(RuleBasedStateMachine):
         caching: bool,
         depth: int,
     ) -> None:
-        self.spec = KvCacheSpec(block_size, windows, max_chunk)
+        self.max_chunk = max_chunk
+        self.spec = KvCacheSpec(block_size, windows, max_chunk * depth)
         self.num_blocks = self.spec.blocks_for(MAX_TOKENS) + num_spare
         self.num_host_blocks = num_host_blocks
         self.kv = KvCacheManager(
@@ -133,7 +133,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         seq.table = self.kv.admit(len(tokens), match, num_loaded=num_loaded)
         seq.rows = [list(blocks) for blocks in seq.table.blocks]
-        seq.computed = seq.scheduled = seq.last_start = max(start, num_loaded)
+        seq.computed = seq.scheduled = max(start, num_loaded)
         # A load writes at once, whatever is in flight.
         self._write(seq.rows, tokens, start, num_loaded)
         self.seqs.append(seq)
@@ -143,10 +143,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if not self.seqs or len(self.seqs) > 5:
             return
         parent = self.seqs[index % len(self.seqs)]
-        start = parent.last_start
-        if start != parent.computed:
-            return  # its own steps have not reported: what the child has is not known yet
-        child = Seq(parent.tokens[:start], self.kv.fork(parent.table), [], start, start, start)
+        start = parent.computed
+        table = self.kv.fork(parent.table)
+        child = Seq(parent.tokens[:start], table, [], start, start, parent.is_stale)
         child.rows = [list(blocks) for blocks in child.table.blocks]
         self.seqs.append(child)
 
@@ -154,25 +153,28 @@ class ManagerMachine(RuleBasedStateMachine):
     def free(self, index: int) -> None:
         if self.seqs:
             seq = self.seqs.pop(index % len(self.seqs))
-            self.kv.register(seq.table, seq.keys(self.spec.block_size), seq.computed)
+            self._register(seq)
             self.kv.free(seq.table)
             assert not list(seq.table.held())
 
     @rule(index=MANY)
     def discard(self, index: int) -> None:
         if self.seqs:
-            seq = self.seqs[index % len(self.seqs)]
-            self.kv.discard(seq.table)
-            held = set(seq.table.held())
-            self.seqs.remove(seq)
+            seq = self.seqs.pop(index % len(self.seqs))
+            keys = seq.keys(self.spec.block_size)
+            others = [key for key in self.kv.pool.cached_keys() if key not in keys]
+            self.kv.discard(keys)
             self.kv.free(seq.table)
-            assert not held & set(self._cached_blocks())
+            assert not set(keys) & {key for by in self.kv.pool._block_of for key in by}
+            assert list(self.kv.pool.cached_keys()) == others
 
     @rule()
     def reset(self) -> None:
         num_cached = len(self._cached_blocks())
         assert self.kv.reset_prefix_cache() == num_cached
         assert not self._cached_blocks()
+        for seq in (*self.seqs, *(seq for group, _ in self.swapped for seq in group)):
+            seq.is_stale = True
 
     @rule(count=st.integers(1, 4))
     def take_foreign(self, count: int) -> None:
@@ -241,15 +243,14 @@ class ManagerMachine(RuleBasedStateMachine):
         for write in step.writes:
             write.seq.computed += len(write.tokens)
             if write.seq in self.seqs:
-                keys = write.seq.keys(self.spec.block_size)
-                self.kv.register(write.seq.table, keys, write.seq.computed)
+                self._commit(write.seq)
         self.kv.step_reported(step.number)
 
     def _do_chunk(self, index: int, amount: int) -> None:
         if not self.seqs:
             return
         seq = self.seqs[index % len(self.seqs)]
-        start, end = seq.scheduled, seq.scheduled + amount % self.spec.max_chunk + 1
+        start, end = seq.scheduled, seq.scheduled + amount % self.max_chunk + 1
         if end > MAX_TOKENS or any(write.seq is seq for write in self.writes):
             return
         if not self.kv.can_append(seq.table, start, end):
@@ -262,7 +263,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self._check_span(seq, start, end)
         rows = [list(row) for row in seq.rows]
         self.writes.append(Write(seq, start, seq.tokens[:end], rows))
-        seq.last_start, seq.scheduled = start, end
+        seq.scheduled = end
 
     def _do_branch(self, index: int, amount: int) -> None:
         """Forks, and lets both go on, in either order."""
@@ -303,6 +304,7 @@ class ManagerMachine(RuleBasedStateMachine):
         tables = self.kv.swap_in(swapped, self.number + 1)
         for seq, table in zip(group, tables, strict=True):
             seq.table = table
+            self._commit(seq)
             seq.rows = [list(blocks) for blocks in table.blocks]
         self.seqs += group
 
@@ -331,6 +333,19 @@ class ManagerMachine(RuleBasedStateMachine):
     def _could_append(self, seq: Seq, start: int, end: int) -> bool:
         """Whether there are blocks, as far as those free now tell."""
         return self.kv.num_missing(seq.table, start, end) <= self.kv.pool.num_free
+
+    def _commit(self, seq: Seq) -> None:
+        """What is computed is offered, and then released where no window sees it."""
+        self._register(seq)
+        before = list(seq.table.first_live)
+        self.kv.release_behind(seq.table, seq.computed)
+        for group, blocks in enumerate(seq.table.blocks):
+            first = max(before[group], self.spec.first_live(group, seq.computed))
+            assert seq.table.first_live[group] == first
+            assert set(blocks[:first]) <= {NO_BLOCK}
+
+    def _register(self, seq: Seq) -> None:
+        self.kv.register(seq.table, seq.keys(self.spec.block_size), seq.computed)
 
     # The simulated runner.
 
@@ -371,9 +386,11 @@ class ManagerMachine(RuleBasedStateMachine):
         size, owners = self.spec.block_size, self._owners()
         for group, row in enumerate(seq.rows):
             first = self.spec.first_live(group, start)
-            assert seq.table.first_live[group] >= first
-            assert row[first : -(-end // size)] == seq.table.blocks[group][first : -(-end // size)]
-            assert set(seq.table.blocks[group][:first]) <= {NO_BLOCK}
+            blocks = seq.table.blocks[group]
+            assert row[first : -(-end // size)] == blocks[first : -(-end // size)]
+            assert NO_BLOCK not in blocks[seq.table.first_live[group] :]
+            num_held = len(blocks) - seq.table.first_live[group]
+            assert num_held <= self.spec.max_live(group, MAX_TOKENS)
             for index in range(start // size, -(-end // size)):
                 assert owners[row[index]] == 1
                 assert row[index] not in self._cached_blocks()
@@ -433,6 +450,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.kv.num_fenced == len(fenced.keys() - owners.keys())
         num_swapped = sum(len(swapped.host_blocks) for _, swapped in self.swapped)
         assert num_swapped == self.kv.num_host_used <= self.num_host_blocks
+
+    @invariant()
+    def nothing_older_than_a_reset_is_cached(self) -> None:
+        if hasattr(self, "kv"):
+            stale = {block for seq in self.seqs if seq.is_stale for block in seq.table.held()}
+            assert not stale & set(self._cached_blocks())
 
     @invariant()
     def a_follower_knows_what_is_cached(self) -> None:

@@ -74,26 +74,58 @@ def test_admissions_count_queries_and_hits():
 def test_discarded_blocks_are_not_found():
     kv = manager()
     table = compute(kv, 9)
-    kv.discard(table)
+    kv.discard(KEYS[1:2])
+    assert kv.match_prefix(KEYS, 9).num_blocks == 1
+    kv.discard(KEYS)
     assert kv.match_prefix(KEYS, 9).num_blocks == 0
+    kv.free(table)
+    kv.check()
 
 
-def test_a_reset_forgets_held_blocks_and_leaves_them_to_their_owners():
+def test_blocks_behind_a_window_and_free_ones_are_discarded_too():
+    kv = manager(32, windows=(None, 6))
+    table = compute(kv, 20)
+    kv.release_behind(table, 20)
+    kv.free(compute(kv, 24))
+    kv.discard(KEYS[:6])
+    assert [kv.pool.lookup(key, group) for key in KEYS for group in range(2)] == [None] * 64
+    kv.check()
+
+
+def test_a_reset_leaves_held_blocks_to_their_owners():
     kv = manager()
     table = compute(kv, 9)
     assert kv.reset_prefix_cache() == 2
     assert kv.match_prefix(KEYS, 9).num_blocks == 0
     assert kv.can_append(table, 9, 10)
-    kv.register(table, KEYS, 3 * SIZE)
-    assert kv.match_prefix(KEYS, 100).num_blocks == 0, "its head is gone"
     kv.free(table)
     kv.check()
+
+
+def test_after_a_reset_nothing_is_offered_of_what_had_blocks_before():
+    """Not its older blocks, computed by weights that were replaced, nor what follows them."""
+    kv = manager(num_host_blocks=8)
+    running, leaving = compute(kv, 9), compute(kv, 9)
+    swapped = kv.swap_out([leaving], 1)
+    kv.step_started(1)
+    kv.step_reported(1)
+    kv.reset_prefix_cache()
+    (back,) = kv.swap_in(swapped, 2)
+    kv.step_started(2)
+    kv.step_reported(2)
+    for table in (running, back, kv.fork(running)):
+        kv.append(table, 9, 12)
+        kv.register(table, KEYS, 12)
+    assert [kv.pool.lookup(key) for key in KEYS] == [None] * 32
+    kv.free(compute(kv, 9))
+    assert kv.match_prefix(KEYS, 9).num_blocks == 2, "what comes later is"
 
 
 def test_a_window_hits_without_the_blocks_behind_it():
     kv = manager(32, windows=(6,))
     table = compute(kv, 20)
-    kv.append(table, 20, 21)  # sees positions from 15 on: block 3
+    kv.append(table, 20, 21)
+    kv.release_behind(table, 20)  # sees positions from 15 on: block 3
     assert table.blocks[0][:3] == [NO_BLOCK] * 3
     held = set(table.held())
     kv.pool.forget([b for b in range(32) if b not in held])  # all behind the window is evicted
@@ -125,33 +157,6 @@ def test_a_group_that_had_a_longer_prefix_is_asked_for_the_shorter():
     assert kv.match_prefix(KEYS, 100).num_blocks == 6
     kv.pool.forget([wide[4]])
     assert kv.match_prefix(KEYS, 100).num_blocks == 3
-
-
-def test_blocks_that_left_their_window_in_flight_are_still_offered():
-    """Overlapped, the next step releases blocks before the one that computes them reports."""
-    kv = manager(32, windows=(6,), max_chunk=20)
-    table = admit(kv, 20)
-    kv.append(table, 0, 20)
-    kv.step_started(1)
-    kv.append(table, 20, 21)
-    assert table.first_live == [3]
-    kv.step_started(2)
-
-    kv.register(table, KEYS, 20)
-    kv.step_reported(1)
-    kv.step_reported(2)
-
-    assert all(kv.pool.lookup(key) is not None for key in KEYS[:5])
-
-
-def test_a_block_that_was_freed_is_not_offered_late():
-    kv = manager(32, windows=(6,), max_chunk=20)
-    table = admit(kv, 20)
-    kv.step_started(1)
-    kv.append(table, 20, 21)
-    kv.step_reported(1)
-    kv.register(table, KEYS, 20)
-    assert [kv.pool.lookup(key) is None for key in KEYS[:5]] == [True] * 3 + [False] * 2
 
 
 # Admission.
@@ -316,46 +321,81 @@ def test_a_copys_source_is_held_until_its_step_reports():
     assert kv.pool.num_references(source) == 0
 
 
-def test_append_uses_what_it_releases():
-    kv = manager(2, windows=(4,), max_chunk=1)
-    table = admit(kv, 8)
-    assert kv.pool.num_free == 0
-    assert kv.num_missing(table, 8, 9) == 1
-    assert kv.can_append(table, 8, 9)
-    assert kv.append(table, 8, 9)
-    assert table.blocks[0][0] == NO_BLOCK
-
-
-def test_one_group_uses_what_another_releases():
-    kv = manager(6, windows=(None, 4), max_chunk=5)
+def test_growing_releases_nothing():
+    """A step in flight may still read what the next one does not."""
+    kv = manager(32, windows=(None, 4), max_chunk=5)
     table = admit(kv, 12)
-    assert kv.pool.num_free == 0
-    assert kv.num_missing(table, 12, 13) == 2
-    assert kv.can_append(table, 12, 13)
-    assert len(kv.append(table, 12, 13)) == 2
+    held = list(table.held())
+    kv.append(table, 12, 13)
+    assert set(table.held()) > set(held)
 
 
-def test_blocks_behind_a_window_are_of_no_use_while_a_step_reads_them():
-    kv = manager(2, windows=(4,), max_chunk=1)
+def test_what_lies_behind_every_window_is_released():
+    kv = manager(32, windows=(None, 4, 9), max_chunk=24)
+    table = compute(kv, 20)
+    kv.append(table, 20, 21)
+    before = [list(blocks) for blocks in table.blocks]
+    kv.release_behind(table, 20)  # sees positions from 17 and from 12 on
+    assert table.first_live == [0, 4, 3]
+    assert table.blocks[0] == before[0]
+    assert table.blocks[1] == [NO_BLOCK] * 4 + before[1][4:]
+    assert table.blocks[2] == [NO_BLOCK] * 3 + before[2][3:]
+    assert kv.pool.num_free == 32 - 6 - 2 - 3
+    assert kv.num_missing(table, 20, 24) == 0
+    kv.release_behind(table, 16)
+    assert table.first_live == [0, 4, 3], "what is gone stays gone"
+    kv.free(table)
+    kv.check()
+
+
+def test_what_others_hold_is_not_freed_behind_a_window():
+    kv = manager(windows=(4,))
+    table = admit(kv, 12)
+    fork = kv.fork(table)
+    kv.release_behind(table, 12)
+    assert kv.pool.num_held(fork.blocks[0]) == 3
+    assert fork.first_live == [0]
+
+
+def test_what_a_step_in_flight_sees_is_fenced():
+    kv = manager(4, windows=(4,), max_chunk=4)
     table = admit(kv, 8)
     kv.step_started(1)
-    assert not kv.can_append(table, 8, 9)
+    kv.release_behind(table, 8)
+    assert (kv.pool.num_free, kv.num_fenced) == (2, 1)
     kv.step_reported(1)
-    assert kv.can_append(table, 8, 9)
+    assert (kv.pool.num_free, kv.num_fenced) == (3, 0)
+
+
+def test_blocks_are_offered_before_they_leave_their_window():
+    """Overlapped, the next step has its blocks before the one that computes them reports."""
+    kv = manager(32, windows=(6,), max_chunk=20)
+    table = admit(kv, 20)
+    kv.step_started(1)
+    kv.append(table, 20, 21)
+    kv.step_started(2)
+    kv.register(table, KEYS, 20)
+    kv.release_behind(table, 20)
+    kv.step_reported(1)
+    kv.step_reported(2)
+    assert all(kv.pool.lookup(key) is not None for key in KEYS[:5])
+    assert kv.match_prefix(KEYS[:3], 13).num_blocks == 3, "released, and free to be found"
 
 
 @given(
     block_size=st.integers(1, 4),
     windows=st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=3),
     max_chunk=st.integers(1, 7),
+    num_open_steps=st.integers(1, 2),
     num_prompt=st.integers(1, 12),
     num_output=st.integers(0, 12),
     num_branches=st.integers(1, 3),
 )
 def test_branches_that_fit_alone_never_lack_a_block(
-    block_size, windows, max_chunk, num_prompt, num_output, num_branches
+    block_size, windows, max_chunk, num_open_steps, num_prompt, num_output, num_branches
 ):
-    spec = KvCacheSpec(block_size, tuple(windows), max_chunk)
+    """Nor do they where a step is in flight: then what that reads has not been released."""
+    spec = KvCacheSpec(block_size, tuple(windows), max_chunk * num_open_steps)
     num_tokens = num_prompt + num_output
     num_blocks = spec.blocks_for_branches(num_prompt, num_tokens, num_branches)
     kv = KvCacheManager(num_blocks, spec, enable_prefix_caching=True)
@@ -367,9 +407,11 @@ def test_branches_that_fit_alone_never_lack_a_block(
     ]
     spans += [(position, position + 1) for position in range(num_prompt, num_tokens)]
     for step, span in enumerate(spans, 1):
+        num_computed, _ = spans[max(0, step - num_open_steps)]
         if span[0] == num_prompt:
             tables += [kv.fork(tables[0]) for _ in range(num_branches - 1)]
         for table in tables:
+            kv.release_behind(table, num_computed)
             assert kv.can_append(table, *span)
             kv.append(table, *span)
         kv.take_copies()
@@ -540,7 +582,7 @@ def test_what_comes_back_is_offered_when_it_is_there():
     swapped = kv.swap_out([compute(kv, 8)], 1)
     kv.step_started(1)
     kv.step_reported(1)
-    kv.reset_prefix_cache()
+    kv.discard(KEYS)
     (table,) = kv.swap_in(swapped, 2)
     kv.register(table, KEYS, 8)
     kv.step_started(2)

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_cache_spec import KvCacheSpec, group_layers
+from engine.config import EngineConfig
+from engine.kv_cache_spec import KvCacheSpec, group_layers, spec_of
 
 WINDOWS = st.none() | st.integers(1, 9)
 SPECS = st.builds(
@@ -45,6 +46,13 @@ def test_one_kind_of_layer_is_one_group() -> None:
     assert groups.slots == ((0, 0), (0, 1), (0, 2), (0, 3))
 
 
+def test_overlapped_steps_leave_a_chunk_more_unreleased() -> None:
+    options = {"model": "m", "block_size": 8, "max_num_batched_tokens": 100}
+    assert spec_of(EngineConfig(**options), (None, 9)) == KvCacheSpec(8, (None, 9), 100)
+    config = EngineConfig(**options, async_scheduling=True, long_prefill_token_threshold=30)
+    assert spec_of(config, (None,)) == KvCacheSpec(8, (None,), 60)
+
+
 def test_groups_of_a_real_pattern() -> None:
     """Gemma 3: five layers with a window, one without."""
     groups = group_layers(([512] * 5 + [None]) * 2)
@@ -79,6 +87,37 @@ def test_the_most_live_blocks_are_those_of_the_worst_chunk(
             assert most == worst
         total += most
     assert spec.blocks_for(num_tokens) == total
+
+
+@given(
+    block_size=st.integers(1, 4),
+    window=st.integers(1, 9),
+    max_chunk=st.integers(1, 5),
+    is_async=st.booleans(),
+    chunks=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    num_decoded=st.integers(0, 12),
+)
+def test_the_most_live_blocks_suffice_while_a_step_is_in_flight(
+    block_size: int,
+    window: int,
+    max_chunk: int,
+    is_async: bool,
+    chunks: list[int],
+    num_decoded: int,
+) -> None:
+    config = EngineConfig(
+        model="m",
+        block_size=block_size,
+        max_num_batched_tokens=max_chunk,
+        async_scheduling=is_async,
+    )
+    spec = spec_of(config, (window,))
+    lengths = [min(length, max_chunk) for length in chunks] + [1] * num_decoded
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        num_computed = starts[max(0, index - 1)] if is_async else start
+        live = seen_blocks(spec, 0, num_computed, start + length)
+        assert len(live) <= spec.max_live(0, sum(lengths))
 
 
 @given(spec=SPECS, num_blocks=st.integers(0, 40), limit=st.integers(0, 60))
