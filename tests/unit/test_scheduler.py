@@ -191,3 +191,13 @@ def test_outputs_come_once_a_token_and_say_timings_first_and_last() -> None:
     assert [output.timings is not None for output in outputs] == [True, False, True]
     assert outputs[0].timings.queue_ms == 2000.0
     assert [output.is_last for output in outputs] == [False, False, True]
+
+
+def test_an_id_that_is_aborted_twice_at_once_ends_once() -> None:
+    driven = DrivenScheduler()
+    driven.add(request("a"), request("b"))
+    driven.step()
+    outputs = driven.scheduler.abort(["a", "unknown", "a"])
+
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", FinishReason.ABORTED)]
+    assert driven.scheduler.num_unfinished == 1
