@@ -141,7 +141,7 @@ def test_poisoned_candidates_that_were_resumed_leave_nothing_behind() -> None:
     asked = {"num_candidates": 2, "num_returned": 2, "max_tokens": 12}
     plain = request("a", 17, **asked)
     begun = (progress_of(plain, 0, (0, 1)), progress_of(plain, 1, (1, 0)))
-    engine = engine_with({}, async_scheduling=False)
+    engine = engine_with({})
     add(engine, 17, progress=begun, **asked)
     group = engine.core.scheduler._groups["a"]
     while group.root is not None:
