@@ -40,20 +40,28 @@ def test_every_field_can_be_given():
         max_model_len=100,
         max_num_seqs=5,
         max_num_batched_tokens=77,
+        long_prefill_token_threshold=33,
+        max_num_partial_prefills=2,
         max_num_waiting=9,
+        priority_ageing_s=1.5,
+        preemption_mode="swap",
+        swap_space=4321,
+        async_scheduling=True,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.5,
         kv_cache_memory=1234,
         num_gpu_blocks_override=11,
         kv_connector="shm://",
         kv_load_failure_policy="fail",
+        kv_transfer_timeout_s=7.5,
     )
     default = EngineConfig(model="m")
     arguments = []
     for name, value in dataclasses.asdict(config).items():
         assert value != getattr(default, name), f"{name} is not exercised"
         flag = name.replace("_", "-")
-        arguments += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+        by_value = {False: [f"--no-{flag}"], True: [f"--{flag}"]}
+        arguments += by_value[value] if isinstance(value, bool) else [f"--{flag}", str(value)]
     assert _parse(*arguments) == config
 
 
