@@ -34,7 +34,11 @@ VARIANTS = ("llama", "gpt2", "mistral_sliding", "qwen2_alternating", "qwen3_most
 
 @contextmanager
 def _engine(variant: str, flags: dict[str, object]) -> Iterator[EngineCore]:
-    core = build_core(tiny_checkpoint(variant), "both", **{"block_size": 8, "num_gpu_blocks_override": 160, **flags})
+    core = build_core(
+        tiny_checkpoint(variant),
+        "both",
+        **{"block_size": 8, "num_gpu_blocks_override": 160, **flags},
+    )
     try:
         yield core
     finally:
