@@ -319,4 +319,4 @@ def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=1200, stateful_step_count=60, deadline=None)
+TestCluster.settings = settings(max_examples=800, stateful_step_count=60, deadline=None)

@@ -43,6 +43,17 @@ def test_no_step_runs_beyond_the_last_token() -> None:
     assert [output.finish_reason for output in driven.end(second)] == [FinishReason.LENGTH]
 
 
+def test_who_draws_no_more_leaves_its_share_of_the_budget() -> None:
+    driven = DrivenScheduler(max_num_batched_tokens=4)
+    driven.add(request("a", 3, max_tokens=2), request("b", 12))
+    shares = []
+    for _ in range(3):
+        driven.begin()
+        shares.append(driven.shares)
+
+    assert shares == [{"a": 3, "b": 1}, {"b": 3, "a": 1}, {"b": 4}]
+
+
 def test_an_abort_fences_the_blocks_of_a_step_in_flight() -> None:
     driven = DrivenScheduler(num_blocks=4)
     driven.add(request("a", 12, max_tokens=2))

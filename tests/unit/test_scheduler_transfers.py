@@ -62,6 +62,7 @@ def test_a_load_brings_what_is_found_and_the_rest_is_computed() -> None:
 
     assert driven.shares == {"a": 3}
     assert output.cached_tokens == 8
+    assert not driven.work().saves, "what came from the store is there"
 
 
 def test_nothing_of_a_handed_over_prompt_is_computed_again() -> None:
