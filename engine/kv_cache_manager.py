@@ -192,11 +192,13 @@ class KvCacheManager:
         """
         changes = []
         for group, blocks in enumerate(table.blocks):
-            changed = [*self._replace_shared(blocks, start, end), *self._extend(blocks, end)]
-            changes += [
-                TableChange(group, run.start, tuple(blocks[run.start : run.stop]))
-                for run in runs_of(changed)
-            ]
+            changed = self._replace_shared(blocks, start, end)
+            changed += self._extend(blocks, end)
+            if changed:  # seldom: most tokens go where the last one went
+                changes += [
+                    TableChange(group, run.start, tuple(blocks[run.start : run.stop]))
+                    for run in runs_of(changed)
+                ]
         return changes
 
     def release_behind(self, table: BlockTable, num_computed: int) -> None:
@@ -333,5 +335,6 @@ class KvCacheManager:
     def _extend(self, blocks: list[int], end: int) -> range:
         """Allocates what lacks up to `end`; returns the indices."""
         new = range(len(blocks), -(-end // self.spec.block_size))
-        blocks += self.pool.allocate(len(new))
+        if new:
+            blocks += self.pool.allocate(len(new))
         return new

@@ -1,5 +1,7 @@
 """KV cache manager: admission, growth, fences and swaps, by example."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from engine.block_table import NO_BLOCK, BlockTable, TableChange
 from engine.kv_cache_manager import KvCacheManager
 from engine.kv_cache_spec import KvCacheSpec
 from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared
+from engine.prefix_cache import runs_of
 
 KEYS = [bytes([index]) for index in range(32)]
 SIZE = 4
@@ -222,6 +225,20 @@ def test_new_blocks_come_as_one_change():
     (change,) = kv.append(table, 5, 17)
     assert change == TableChange(0, 2, tuple(table.blocks[0][2:]))
     assert len(table.blocks[0]) == 5
+
+
+@given(st.sets(st.integers(0, 20)).map(sorted))
+def test_runs_are_all_indices_and_as_long_as_can_be(indices):
+    runs = runs_of(indices)
+    assert [index for run in runs for index in run] == indices
+    assert all(one.stop < other.start for one, other in itertools.pairwise(runs))
+
+
+def test_a_span_before_the_end_of_the_table_lacks_nothing():
+    kv = manager()
+    table = admit(kv, 20)
+    assert kv.num_missing(table, 4, 8) == 0
+    assert kv.append(table, 4, 8) == []
 
 
 def test_a_shared_partial_block_is_copied_by_all_but_the_last_writer():
