@@ -245,6 +245,7 @@ class Admission:
         plan.swapped.append(group)
         for sequence, table in zip(group.running, tables, strict=True):
             sequence.table = table
+            self._branches.release_behind(sequence)
             self._branches.seat(sequence)
         for sequence in [s for s in group.branches if s.is_given_up]:
             group.branches.remove(sequence)
