@@ -173,7 +173,7 @@ def _reference(variant: str) -> Outputs:
 def test_candidates_do_not_depend_on_the_load(variant: str, load: str) -> None:
     flags = dict(LOADS[load])
     if variant == "qwen2_alternating" and "num_gpu_blocks_override" in flags:
-        flags["num_gpu_blocks_override"] = 56
+        flags["num_gpu_blocks_override"] = 68 if "async_scheduling" in flags else 56
     with _engine(variant, **flags) as core:
         outputs = run_all(core, _all_requests())
         is_tight = core.load().num_preemptions > 0
