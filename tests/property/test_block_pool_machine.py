@@ -79,4 +79,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=600, stateful_step_count=50, deadline=None)
