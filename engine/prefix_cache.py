@@ -49,10 +49,12 @@ class PrefixCache:
         those that the first token after the prefix sees. O(limit) per group.
         """
         length = limit
+        found: dict[int, list[int]] = {}  # by group that sees everything
         windowed = []
         for group, window in enumerate(self._spec.windows):
             if window is None:
-                length = len(self._pool.match(islice(keys, length), group))
+                found[group] = self._pool.match(islice(keys, length), group)
+                length = len(found[group])
             else:
                 windowed.append(group)
         if windowed:
@@ -62,7 +64,11 @@ class PrefixCache:
             for group in range(self._spec.num_groups)
         )
         blocks = tuple(
-            tuple(self._pool.match(islice(keys, first, length), group))
+            tuple(
+                found[group][:length]
+                if group in found
+                else self._pool.match(islice(keys, first, length), group)
+            )
             for group, first in enumerate(first_live)
         )
         return PrefixMatch(length, blocks, first_live)
