@@ -154,17 +154,14 @@ class Admission:
         self._queues.stop_running(group)
         tables = [sequence.table for sequence in group.running if sequence.table is not None]
         assert len(tables) == len(group.running), "a running sequence has blocks"
-        if self._should_swap(group) and self._kv.can_swap_out(tables):
+        prefers = prefers_swap(self._config.preemption_mode, group, self._costs)
+        if prefers and self._kv.can_swap_out(tables):
             group.swapped = self._kv.swap_out(tables, plan.step)
             plan.swapped.append(group)
             self._queues.wait_swapped(group)
         else:
             self._queues.wait_again(group)
         _logger.debug("preempted %s: %s", group.request_id, group.state.value)
-
-    def _should_swap(self, group: SequenceGroup) -> bool:
-        distinct = list(set(group.held_blocks()))
-        return prefers_swap(self._config.preemption_mode, group, distinct, self._costs)
 
     # Who comes in.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Sequences
 
 from engine.branches import Branches
 from engine.kv_cache_manager import KvCacheManager
-from engine.sequence_group import GroupState, SequenceGroup
+from engine.sequence_group import GroupState, SequenceGroup, order_of
 from engine.transfers import Transfers
 
 __all__ = ["GroupQueues"]
@@ -74,7 +74,7 @@ class GroupQueues:
     def enqueue(self, group: SequenceGroup) -> None:
         """A new group waits."""
         self.groups[group.request_id] = group
-        insort(self._waiting, group, key=_order)
+        insort(self._waiting, group, key=order_of)
 
     def stop_waiting(self, group: SequenceGroup) -> None:
         """The group has got blocks for its lead, or for all its sequences: it takes its seats."""
@@ -103,7 +103,7 @@ class GroupQueues:
         group.state = GroupState.RUNNING
         if group.num_cached is None:
             group.num_cached = min(group.lead.num_computed, group.num_prompt)
-        insort(self._running, group, key=_order)
+        insort(self._running, group, key=order_of)
         self.chunking[group] = None
 
     # Back.
@@ -123,7 +123,7 @@ class GroupQueues:
             sequence.table = None
         self._give_seats_back(group)
         group.state = GroupState.SWAPPED
-        insort(self._waiting, group, key=_order)
+        insort(self._waiting, group, key=order_of)
 
     def wait_again(self, group: SequenceGroup) -> None:
         """The group gives its blocks back and waits to compute again."""
@@ -164,7 +164,7 @@ class GroupQueues:
         self._release(group)
         group.make_root()
         group.state = GroupState.WAITING
-        insort(self._waiting, group, key=_order)
+        insort(self._waiting, group, key=order_of)
 
     def _release(self, group: SequenceGroup) -> None:
         """Takes rows, seats and blocks from the group's sequences."""
@@ -178,12 +178,8 @@ class GroupQueues:
         group.num_held_seats = 0
 
 
-def _order(group: SequenceGroup) -> tuple[float, int]:
-    return group.order
-
-
 def _remove(groups: list[SequenceGroup], group: SequenceGroup) -> None:
     """Takes a group out of a sorted list."""
-    index = bisect_left(groups, group.order, key=_order)
+    index = bisect_left(groups, group.order, key=order_of)
     assert groups[index] is group
     del groups[index]

@@ -1,16 +1,12 @@
 """How a running request gives way: recompute or swap. Pure."""
 
-from collections.abc import Sequence as Sequences
-
 from engine.runner import StepCosts
 from engine.sequence_group import SequenceGroup
 
 __all__ = ["prefers_swap"]
 
 
-def prefers_swap(
-    mode: str, group: SequenceGroup, distinct_blocks: Sequences[int], costs: StepCosts
-) -> bool:
+def prefers_swap(mode: str, group: SequenceGroup, costs: StepCosts) -> bool:
     """Whether a group's KV should go to the host rather than be computed again.
 
     Args:
@@ -18,12 +14,11 @@ def prefers_swap(
             copying all blocks out and back in, and computing what the group's
             sequences have in common once and the rest of each.
         group: the group, running.
-        distinct_blocks: the blocks it holds.
         costs: as measured on this machine.
     """
     if mode != "auto":
         return mode == "swap"
-    swap_s = 2 * len(distinct_blocks) * costs.swapped_block_s
+    swap_s = 2 * len(set(group.held_blocks())) * costs.swapped_block_s
     return swap_s < _num_recomputed(group) * costs.prompt_token_s
 
 

@@ -31,7 +31,7 @@ from engine.outcomes import Outcomes
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo, StepCosts
 from engine.sequence import Sequence
-from engine.sequence_group import GroupState, SequenceGroup
+from engine.sequence_group import GroupState, SequenceGroup, order_of
 from engine.step_plan import StepPlan, StepRecord
 from engine.transfers import FinishedLoad, Transfers
 from engine.validation import num_blocks_needed
@@ -206,7 +206,7 @@ class Scheduler:
         for sequence in self._decoding.take_due(plan.step):
             due.setdefault(sequence.group, []).append(sequence)
         # The most important first: whoever gives way has not been looked at yet.
-        for group in sorted((due | self._queues.chunking).keys(), key=_order):
+        for group in sorted((due | self._queues.chunking).keys(), key=order_of):
             if group.state is not GroupState.RUNNING:
                 continue  # gave way to one before it
             if self._admission.renew_due(group, due.get(group, []), plan):
@@ -296,10 +296,6 @@ class Scheduler:
             hands_over=self._config.role == "prefill",
             arrived_at=now,
         )
-
-
-def _order(group: SequenceGroup) -> tuple[float, int]:
-    return group.order
 
 
 def _ignored(request: EngineRequest, num_needed: int, num_blocks: int) -> RequestOutput:

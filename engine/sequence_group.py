@@ -20,7 +20,7 @@ from engine.sequence import FinishedCandidate, Sequence
 from kvstore.block_key import BlockKeyChain
 from kvstore.handoff import KvHandoff
 
-__all__ = ["GroupState", "SequenceGroup"]
+__all__ = ["GroupState", "SequenceGroup", "order_of"]
 
 _ROOT = -1
 
@@ -153,9 +153,10 @@ class SequenceGroup:
         return self._new_sequence(index, [*self.request.prompt_token_ids, *output_token_ids])
 
     def fork_of(self, parent: Sequence, index: int) -> Sequence:
-        """A candidate with the parent's tokens; blocks and row are the caller's to give."""
+        """A candidate with the parent's tokens, and nothing computed: what is shared of the
+        parent's KV is the caller's to give, with a row.
+        """
         child = self._new_sequence(index, parent.token_ids.copy(), parent.keys.copy())
-        child.num_computed = child.num_scheduled = parent.num_computed
         child.logprob = parent.logprob
         return child
 
@@ -248,6 +249,11 @@ class SequenceGroup:
             limit=self.num_prompt + 1 if self.hands_over else self.max_len,
             is_streamed=not self.request.is_ranked,
         )
+
+
+def order_of(group: SequenceGroup) -> tuple[float, int]:
+    """Key to sort groups by, the most important first."""
+    return group.order
 
 
 def _common_length(token_lists: Sequences[list[int]], limit: int) -> int:
