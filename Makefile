@@ -8,7 +8,7 @@
 #                         without a GPU is served faster by
 #                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   ARGS="..."            more arguments to baton up (run, up), pytest (test) or
-#                         benchmarks (bench)
+#                         baton bench (bench)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,8 +43,8 @@ type: $(VENV)/.dev ## check types
 proto: $(VENV)/.dev ## generate baton/v1 from protos/
 	$(BIN)/python scripts/generate_stubs.py
 
-bench: $(VENV)/.base ## measure split against whole; ARGS=scheduling: KV memory and scheduling
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(VENV)/.bench ## measure; ARGS="serve --target grpc://127.0.0.1:8000", ARGS=--help
+	$(BIN)/baton bench $(ARGS)
 
 check: lint type test ## lint, type and test
 
@@ -60,10 +60,14 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --editable .
 	@touch $@
 
+$(VENV)/.bench: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --editable ".[bench]"
+	@touch $(VENV)/.base $@
+
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --editable ".[test]"
-	@touch $(VENV)/.base $@
+	@touch $(VENV)/.base $(VENV)/.bench $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --editable ".[dev]"
-	@touch $(VENV)/.base $(VENV)/.test $@
+	@touch $(VENV)/.base $(VENV)/.bench $(VENV)/.test $@

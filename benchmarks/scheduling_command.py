@@ -1,9 +1,9 @@
-"""`python -m benchmarks scheduling`: KV memory and the scheduler; tables, and may write JSON."""
+"""`baton bench scheduling`: KV memory and the scheduler; tables, and may write JSON."""
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from benchmarks.scheduling.sharing import measure_sharing
 from benchmarks.scheduling.step_time import measure_step_time
 from benchmarks.scheduling.tables import print_report
 
-__all__ = ["main"]
+__all__ = ["add_args", "main"]
 
 _PARTS: dict[str, Callable[[], Any]] = {
     "kv_waste": measure_kv_waste,
@@ -26,12 +26,16 @@ _PARTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs the command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks scheduling", description=__doc__)
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
     parser.add_argument("--part", choices=_PARTS, action="append", help="repeatable; default: all")
     parser.add_argument("--json", type=Path, help="also write the results here")
-    args = parser.parse_args(arguments)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measures KV memory and the scheduler: waste, sharing, step times, block operations,
+    and what prefix caching costs.
+    """
     report: dict[str, Any] = {"machine": name_machine()}
     for part in args.part or _PARTS:
         sys.stderr.write(f"{part} ...\n")

@@ -1,11 +1,10 @@
-"""`python -m benchmarks split`: measures split against whole, prints a table, may write JSON."""
+"""`baton bench split`: measures split against whole, prints a table, may write JSON."""
 
 import argparse
 import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from baton.demo import demo_model_path
@@ -14,12 +13,11 @@ from benchmarks.models import make_random_llama
 from benchmarks.split_vs_whole import MODELS, Workload, measure
 from benchmarks.table import print_report
 
-__all__ = ["main"]
+__all__ = ["add_args", "main"]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs the command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks split", description=__doc__)
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
     parser.add_argument(
         "--model", choices=MODELS, action="append", help="repeatable; all by default"
     )
@@ -29,7 +27,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--num-threads", type=int, default=2, help="of each worker")
     parser.add_argument("--kv-connector", help="URL; default: shm:// of the run's own")
     parser.add_argument("--json", type=Path, help="also write the results here")
-    args = parser.parse_args(arguments)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measures the latency of prompts that are split over two tiers against that of one
+    undivided engine, over gRPC, both asked in turn.
+    """
     machine = describe_machine()
     results = [r for model in args.model or MODELS for r in _measure_model(model, args)]
     report = {"machine": machine, "results": results}

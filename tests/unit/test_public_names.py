@@ -18,6 +18,7 @@ PACKAGES = (
     "rpc",
     "prefill_service",
     "decode_service",
+    "benchmarks",
 )
 SILENT = ("__main__", "baton.v1", "conformance", "conftest")
 
@@ -62,6 +63,7 @@ def test_the_package_exports_its_public_face():
         ("import baton", ("torch", "grpc", "transformers")),
         ("from baton import Client", ("torch", "transformers")),
         ("import baton.cli.up", ("torch", "transformers")),
+        ("import benchmarks.cli", ("torch", "grpc", "matplotlib", "httpx")),
         ("import router.server", ("torch", "transformers")),
         ("import engine.scheduler, engine.core, engine.async_engine", ("torch", "grpc")),
         ("import kvstore.store_connector, kvstore.registry", ("torch", "grpc")),

@@ -1,0 +1,52 @@
+"""`baton bench SUBCOMMAND`: each subcommand is a module with `add_args` and `main`."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+__all__ = ["add_args", "main"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A subcommand: where its `add_args(parser)` and `main(args)` are, and its help."""
+
+    module: str
+    help: str
+
+
+_COMMANDS = {
+    "split": _Command("benchmarks.split_command", "two tiers against one undivided engine"),
+    "scheduling": _Command("benchmarks.scheduling_command", "KV memory and the scheduler"),
+}
+
+
+class _LazyParser(argparse.ArgumentParser):
+    """Gets its flags when it is first used: the other subcommands' modules stay unimported."""
+
+    module = ""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in `argparse`; the module's flags come first."""
+        module = import_module(self.module)
+        self.description = module.main.__doc__
+        module.add_args(self)
+        self.set_defaults(run_benchmark=module.main)
+        return super().parse_known_args(args, namespace)
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommands."""
+    subparsers = parser.add_subparsers(
+        dest="benchmark", metavar="SUBCOMMAND", required=True, parser_class=_LazyParser
+    )
+    for name, command in _COMMANDS.items():
+        subparsers.add_parser(name, help=command.help).module = command.module
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures, and prints each figure with its baseline or its floor."""
+    run: Callable[[argparse.Namespace], int | None] = args.run_benchmark
+    return run(args) or 0
