@@ -1,0 +1,82 @@
+"""OpenVINO GenAI's continuous batching as a worker, stepped one by one.
+
+The model folder is one that optimum-intel exported.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+from worker_loop import Request, Result, StepOutput, run_stepped, work
+
+_CACHE_GIB = 1
+_MAX_BATCHED_TOKENS = 2048
+"""Its default of 256 splits long prompts, which costs it throughput."""
+_PRECISIONS = {"bfloat16": "bf16", "float32": "f32"}
+
+
+class OpenVinoEngine:
+    """One `ContinuousBatchingPipeline`; a new one for each reset, which it has no call for."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.name = f"openvino-genai {openvino_genai.__version__}"
+        self._args = args
+        self._pipeline = self._load()
+        self._running: dict[int, tuple[Any, int]] = {}  # handle, tokens still to come
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        """See `worker_loop.Engine`."""
+        return run_stepped(self, requests)
+
+    def reset(self) -> None:
+        """See `worker_loop.Engine`."""
+        del self._pipeline
+        self._pipeline = self._load()
+
+    def add(self, index: int, request: Request) -> None:
+        """See `worker_loop.Stepper`."""
+        config = openvino_genai.GenerationConfig(
+            max_new_tokens=request.num_output_tokens, ignore_eos=True, do_sample=False
+        )
+        prompt = openvino.Tensor(np.array([request.prompt_token_ids], dtype=np.int64))
+        handle = self._pipeline.add_request(index, prompt, config)
+        self._running[index] = (handle, request.num_output_tokens)
+
+    def step(self) -> Iterable[StepOutput]:
+        """See `worker_loop.Stepper`."""
+        self._pipeline.step()
+        return [output for index in list(self._running) for output in self._read(index)]
+
+    def _read(self, index: int) -> Iterable[StepOutput]:
+        handle, num_left = self._running[index]
+        if handle.can_read():
+            (output,) = handle.read().values()
+            num_left -= len(output.generated_ids)
+            self._running[index] = (handle, num_left)
+            yield index, output.generated_ids, num_left == 0
+        elif handle.get_status() != openvino_genai.GenerationStatus.RUNNING:
+            raise RuntimeError(f"request {index} ended {num_left} tokens early")
+        if num_left == 0:
+            del self._running[index]
+
+    def _load(self) -> Any:
+        scheduling = openvino_genai.SchedulerConfig()
+        scheduling.cache_size = _CACHE_GIB
+        scheduling.max_num_batched_tokens = _MAX_BATCHED_TOKENS
+        scheduling.enable_prefix_caching = True
+        precision = _PRECISIONS[self._args.dtype]
+        properties = {
+            "INFERENCE_NUM_THREADS": self._args.num_threads,
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+        }
+        return openvino_genai.ContinuousBatchingPipeline(
+            self._args.model, scheduling, "CPU", properties
+        )
+
+
+if __name__ == "__main__":
+    work(__doc__, OpenVinoEngine)

@@ -1,0 +1,161 @@
+"""What every worker shares: JSON lines on stdin and stdout, around one engine.
+
+    <- {"ready": {"engine": "vllm 0.32.0"}}         once it has loaded
+    -> {"command": "run", "requests": [{"prompt_token_ids": [1], "num_output_tokens": 2,
+                                        "arrival_s": 0.0}]}
+    <- {"wall_s": 0.1, "requests": [{"token_ids": [5, 6], "token_times_s": [0.05, 0.1]}]}
+    -> {"command": "reset"}                         empty every cache of prefixes
+    <- {}
+    -> {"command": "quit"}
+    <- {"error": "..."}                             instead of an answer; the worker ends
+
+A worker runs as a script in its engine's own environment: neither this module
+nor a worker imports anything but the standard library and that engine.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, TextIO
+
+__all__ = ["Engine", "Request", "Result", "StepOutput", "Stepper", "run_stepped", "serve", "work"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a run; `arrival_s` is in seconds after the run's start."""
+
+    prompt_token_ids: list[int]
+    num_output_tokens: int
+    arrival_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Result:
+    """A request's tokens, and when each came, in seconds after the run's start."""
+
+    token_ids: list[int] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+
+
+class Engine(Protocol):
+    """An engine, loaded.
+
+    Attributes:
+        name: what it is, with its version.
+    """
+
+    name: str
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        """Answers the requests greedily, past any end of sequence; results in their order."""
+
+    def reset(self) -> None:
+        """Empties every cache of prefixes."""
+
+
+StepOutput = tuple[int, Sequence[int], bool]
+"""A request's index, its new tokens, and whether they are its last."""
+
+
+class Stepper(Protocol):
+    """The part of an engine that takes requests in and computes them step by step."""
+
+    def add(self, index: int, request: Request) -> None:
+        """Queues a request; `index` names it in the outputs."""
+
+    def step(self) -> Iterable[StepOutput]:
+        """Computes one step."""
+
+
+def run_stepped(
+    stepper: Stepper,
+    requests: Sequence[Request],
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Result]:
+    """Adds each request when it is due, and steps until all have ended."""
+    results = [Result() for _ in requests]
+    waiting = sorted(range(len(requests)), key=lambda index: -requests[index].arrival_s)
+    num_running = 0
+    started = clock()
+    while waiting or num_running:
+        while waiting and requests[waiting[-1]].arrival_s <= clock() - started:
+            index = waiting.pop()
+            stepper.add(index, requests[index])
+            num_running += 1
+        if not num_running:
+            sleep(max(0.0, requests[waiting[-1]].arrival_s - (clock() - started)))
+            continue
+        outputs = stepper.step()
+        now = clock() - started
+        for index, token_ids, is_last in outputs:
+            results[index].token_ids += token_ids
+            results[index].token_times_s += [now] * len(token_ids)
+            num_running -= is_last
+    return results
+
+
+def work(description: str, load: Callable[[argparse.Namespace], Engine]) -> None:
+    """A worker's main: loads the engine that the flags describe and serves it on stdio."""
+    _die_with_parent()
+    args = _parser(description).parse_args()
+    # What engines print must not come between the answers: it goes to stderr.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    try:
+        serve(load(args), sys.stdin, answers)
+    except Exception as error:
+        _answer(answers, {"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def serve(engine: Engine, commands: Iterable[str], answers: TextIO) -> None:
+    """Answers commands until `quit` or the end of them."""
+    _answer(answers, {"ready": {"engine": engine.name}})
+    for line in commands:
+        command = json.loads(line)
+        if command["command"] == "quit":
+            return
+        _answer(answers, _do(engine, command))
+
+
+def _do(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
+    if command["command"] == "reset":
+        engine.reset()
+        return {}
+    if command["command"] != "run":
+        raise ValueError(f"unknown command {command['command']!r}")
+    requests = [Request(**request) for request in command["requests"]]
+    started = time.perf_counter()
+    results = engine.run(requests)
+    wall_s = time.perf_counter() - started
+    return {"wall_s": wall_s, "requests": [asdict(result) for result in results]}
+
+
+def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("model", help="checkpoint folder")
+    parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    return parser
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to end this process with its parent, even while it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
