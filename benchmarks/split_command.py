@@ -9,7 +9,7 @@ from pathlib import Path
 
 from baton.demo import demo_model_path
 from benchmarks.machine import describe_machine
-from benchmarks.models import make_random_llama
+from benchmarks.models import make_random_model
 from benchmarks.split_vs_whole import MODELS, Workload, measure
 from benchmarks.table import print_report
 
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
 def _measure_model(model: str, args: argparse.Namespace) -> list[dict[str, object]]:
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        path = demo_model_path() if model == "demo" else make_random_llama(Path(folder) / model)
+        path = demo_model_path() if model == "demo" else make_random_model(model, Path(folder))
         for prompt_tokens in args.prompt_tokens or (128, 512):
             sys.stderr.write(f"{model}, {prompt_tokens} prompt tokens ...\n")
             workload = Workload(

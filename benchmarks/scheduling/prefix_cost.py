@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import make_random_llama
+from benchmarks.models import make_random_model
 from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
 from benchmarks.scheduling.served_load import random_prompt
 from engine.batch import DrawParams
@@ -44,7 +44,7 @@ def measure_prefix_cost() -> dict[str, Any]:
     """What prefix caching costs per token, and as a share of the engine's time."""
     alone = _take_turns(_serve_alone, _ALONE_ROUNDS)
     with tempfile.TemporaryDirectory() as folder:
-        path = make_random_llama(Path(folder) / "llama-100m")
+        path = make_random_model("llama-100m", Path(folder))
         engine = _take_turns(lambda is_on: _serve_on_model(path, is_on), _MODEL_ROUNDS)
     cost_ns = _per_token(alone[True]) - _per_token(alone[False])
     return {
