@@ -1,0 +1,214 @@
+"""Chooses and loads the library of native CPU kernels.
+
+The best variant that the CPU has and that was built; `BATON_CPU_KERNELS` asks for one
+by name, or for torch. A library is never loaded on a CPU that lacks its instructions,
+nor beside sources it was not built from.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ConfigurationError
+from kernels.native.cpu import cpu_features
+from kernels.native.variants import (
+    VARIANTS,
+    Variant,
+    fingerprint_sources,
+    library_path,
+    read_record,
+    variants_for,
+)
+
+__all__ = [
+    "BUILD_COMMAND",
+    "TORCH",
+    "WISH_VARIABLE",
+    "Library",
+    "Selection",
+    "choose",
+    "find_libraries",
+    "load",
+    "select",
+]
+
+WISH_VARIABLE = "BATON_CPU_KERNELS"
+BUILD_COMMAND = "python -m kernels.native.build"
+TORCH = "torch"
+_AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A variant of this machine's architecture, and what was built of it.
+
+    Attributes:
+        variant: what it is.
+        path: where its library lies, or would.
+        built: whether there is one.
+        stale: whether it was built from other sources than lie beside it.
+        problem: why it was not built, if the build said so.
+    """
+
+    variant: Variant
+    path: Path
+    built: bool
+    stale: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which kernels serve the CPU.
+
+    Attributes:
+        variant: a variant's name, or "torch" for the slower fallback.
+        path: the library; None for torch.
+        reason: why, for a person to read.
+    """
+
+    variant: str
+    path: Path | None
+    reason: str
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library of `select()`, loaded once for the life of the process; None for torch.
+
+    Raises:
+        ConfigurationError: as `select`, or the system cannot load the library.
+    """
+    selection = select()
+    if selection.path is None:
+        return None
+    try:
+        return ctypes.CDLL(str(selection.path))
+    except OSError as error:
+        raise ConfigurationError(
+            f"the native CPU kernels cannot be loaded: {error}; build them on this machine with "
+            f"`{BUILD_COMMAND}`, or set {WISH_VARIABLE}={TORCH}"
+        ) from error
+
+
+def select() -> Selection:
+    """Which kernels serve the CPU of this machine, and why.
+
+    Raises:
+        ConfigurationError: `BATON_CPU_KERNELS` names what is unknown, was not built or does
+            not run on this CPU; or the library is older than its sources.
+    """
+    wish = os.environ.get(WISH_VARIABLE) or _AUTO
+    return choose(find_libraries(), cpu_features(), wish)
+
+
+def find_libraries() -> list[Library]:
+    """The variants of this machine's architecture, the fastest first."""
+    sources = fingerprint_sources()
+    libraries = []
+    for variant in variants_for():
+        path, record = library_path(variant.name), read_record(variant.name)
+        libraries.append(
+            Library(
+                variant,
+                path,
+                built=path.exists(),
+                stale=record is None or record.sources != sources,
+                problem=record.problem if record else "",
+            )
+        )
+    return libraries
+
+
+def choose(libraries: Sequence[Library], features: frozenset[str], wish: str) -> Selection:
+    """The selection, given what there is.
+
+    Args:
+        libraries: the variants of the machine's architecture, the fastest first.
+        features: what the CPU has, in the words of /proc/cpuinfo.
+        wish: "auto", "torch" or a variant's name.
+
+    Raises:
+        ConfigurationError: see `select`.
+    """
+    if wish == TORCH:
+        return Selection(TORCH, None, _forced_by(TORCH))
+    if wish != _AUTO:
+        return _forced(libraries, features, wish)
+    suitable = [library for library in libraries if library.variant.cpu_features <= features]
+    for library in suitable:
+        if library.built:
+            return _selection(library, _reason(library, suitable, libraries))
+    return Selection(TORCH, None, _reason_for_torch(suitable, libraries))
+
+
+def _forced(libraries: Sequence[Library], features: frozenset[str], wish: str) -> Selection:
+    names = [library.variant.name for library in libraries]
+    if wish not in names:
+        known = {variant.name for variant in VARIANTS} | {*names}
+        limit = f"it must be one of {', '.join((_AUTO, TORCH, *names))}"
+        if wish in known:
+            limit = f"this machine has another architecture; {limit}"
+        raise ConfigurationError(f"{_forced_setting(wish)}: {limit}")
+    library = libraries[names.index(wish)]
+    lacking = sorted(library.variant.cpu_features - features)
+    if lacking:
+        raise ConfigurationError(f"{_forced_setting(wish)}: this CPU lacks {', '.join(lacking)}")
+    if not library.built:
+        raise ConfigurationError(
+            f"{_forced_setting(wish)}: its library was not built"
+            f"{_because(library)}; run `{BUILD_COMMAND}`"
+        )
+    return _selection(library, _forced_by(wish))
+
+
+def _selection(library: Library, reason: str) -> Selection:
+    """Refuses a stale library: it and the Python beside it may not agree on the arguments."""
+    if library.stale:
+        raise ConfigurationError(
+            f"{library.path} was built from other sources than lie beside it; run "
+            f"`{BUILD_COMMAND}`, or set {WISH_VARIABLE}={TORCH}"
+        )
+    return Selection(library.variant.name, library.path, reason)
+
+
+def _reason(chosen: Library, suitable: Sequence[Library], libraries: Sequence[Library]) -> str:
+    name = chosen.variant.name
+    missed = suitable[: list(suitable).index(chosen)]
+    if missed:
+        better = missed[0]
+        return (
+            f"this CPU has {better.variant.name}, but its library was not built"
+            f"{_because(better)}; {name} is the next best"
+        )
+    if chosen.variant.cpu_features:
+        return f"this CPU has {name}"
+    lacking = [library.variant.name for library in libraries if library not in suitable]
+    if lacking:
+        return f"this CPU has none of {', '.join(lacking)}"
+    return "every CPU of this architecture runs it"
+
+
+def _reason_for_torch(suitable: Sequence[Library], libraries: Sequence[Library]) -> str:
+    built = [library.variant.name for library in libraries if library.built]
+    if built:
+        return f"this CPU does not run what was built ({', '.join(built)}); run `{BUILD_COMMAND}`"
+    return (
+        f"no library was built{_because(suitable[0])}: install a C++ compiler and run "
+        f"`{BUILD_COMMAND}`"
+    )
+
+
+def _because(library: Library) -> str:
+    return f" ({library.problem})" if library.problem else ""
+
+
+def _forced_setting(wish: str) -> str:
+    return f"{WISH_VARIABLE} is {wish!r}"
+
+
+def _forced_by(wish: str) -> str:
+    return f"forced by {WISH_VARIABLE}={wish}"
