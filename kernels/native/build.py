@@ -171,7 +171,7 @@ def _compile(job: _Job, library: Path) -> Outcome:
     command = [*job.compiler.command, *job.flags, *files, "-o", str(draft)]
     try:
         result = _run(command, timeout_s=_COMPILE_TIMEOUT_S)
-        if result.returncode == 0:
+        if result.returncode == 0 and draft.exists():
             draft.replace(library)
             # After the library: should this be the last thing done, it is built again.
             write_record(name, job.record, job.library_folder)

@@ -1,0 +1,212 @@
+"""The build of the native kernels, with the machine's compiler and with none."""
+
+import ctypes
+import json
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kernels.native.build import Status, build, find_compiler
+from kernels.native.cpu import cpu_features
+from kernels.native.variants import library_path, read_record, record_path, variants_for
+
+ROOT = Path(__file__).parents[2]
+SOURCE = '#include <cstdint>\nextern "C" std::int64_t answer() { return %d; }\n'
+# Only a header knows the answer, and what the variant may use.
+PROGRAM = """\
+#include "answer.h"
+extern "C" std::int64_t answer() { return ANSWER; }
+#if defined(__AVX512BF16__)
+extern "C" int level() { return 4; }
+#elif defined(__AVX512F__)
+extern "C" int level() { return 3; }
+#elif defined(__AVX2__)
+extern "C" int level() { return 2; }
+#else
+extern "C" int level() { return 1; }
+#endif
+"""
+LEVELS = {"avx512_bf16": 4, "avx512": 3, "avx2": 2, "generic": 1, "neon": 1}
+VARIANTS = variants_for()
+NAMES = [variant.name for variant in VARIANTS]
+SLOWEST = VARIANTS[-1:]
+COMPILER = find_compiler()
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+class Project:
+    """A folder of sources, and what was built of it."""
+
+    def __init__(self, folder):
+        self.sources, self.libraries = folder / "src", folder / "lib"
+        self.sources.mkdir()
+        (self.sources / "answer.cpp").write_text(PROGRAM)
+        self.say(42)
+
+    def say(self, answer):
+        (self.sources / "answer.h").write_text(f"#include <cstdint>\n#define ANSWER {answer}\n")
+
+    def build(self, compiler=COMPILER, variants=VARIANTS):
+        outcomes = build(self.sources, self.libraries, compiler=compiler, variants=variants)
+        return {outcome.variant: outcome for outcome in outcomes}
+
+    def statuses(self, **options):
+        return {name: outcome.status for name, outcome in self.build(**options).items()}
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path)
+
+
+def test_each_variant_is_a_library_of_its_own_instruction_set(project):
+    assert project.statuses() == dict.fromkeys(NAMES, Status.BUILT)
+    for variant in VARIANTS:
+        if variant.cpu_features <= cpu_features():
+            library = ctypes.CDLL(str(library_path(variant.name, project.libraries)))
+            assert (library.answer(), library.level()) == (42, LEVELS[variant.name])
+    leftovers = {path.name for path in project.libraries.iterdir()}
+    expected = {library_path(name, project.libraries).name for name in NAMES}
+    assert leftovers == expected | {record_path(name).name for name in NAMES}
+
+
+def test_only_what_is_stale_is_built_again(project):
+    project.build(variants=SLOWEST)
+    name = SLOWEST[0].name
+    assert project.statuses(variants=SLOWEST) == {name: Status.FRESH}
+    project.say(43)
+    assert project.statuses(variants=SLOWEST) == {name: Status.BUILT}
+    assert ctypes.CDLL(str(library_path(name, project.libraries))).answer() == 43
+    library_path(name, project.libraries).unlink()
+    assert project.statuses(variants=SLOWEST) == {name: Status.BUILT}
+    record_path(name, project.libraries).write_text("{")
+    assert project.statuses(variants=SLOWEST) == {name: Status.BUILT}
+
+
+def test_another_compiler_builds_again(project, tmp_path):
+    project.build(variants=SLOWEST)
+    other = compiler_that(tmp_path, 'echo "other 1.0" ; exit 0')
+    assert other.version == "other 1.0"
+    assert project.statuses(compiler=other, variants=SLOWEST) == {SLOWEST[0].name: Status.FAILED}
+
+
+def test_a_mistake_fails_and_takes_the_old_library_away(project):
+    project.build(variants=SLOWEST)
+    (project.sources / "mistake.cpp").write_text("int main() { return nothing; }\n")
+    (outcome,) = project.build(variants=SLOWEST).values()
+    assert outcome.status is Status.FAILED
+    assert "error" in outcome.problem
+    assert "nothing" in outcome.problem
+    assert outcome.problem in read_problem(project, outcome.variant)
+    assert not library_path(outcome.variant, project.libraries).exists()
+
+
+def test_without_a_compiler_nothing_is_built_and_nothing_old_stays(project):
+    project.build(variants=SLOWEST)
+    (outcome,) = project.build(compiler=None, variants=SLOWEST).values()
+    assert outcome.status is Status.SKIPPED
+    assert "no C++20 compiler was found" in read_problem(project, outcome.variant)
+    assert not library_path(outcome.variant, project.libraries).exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+def test_a_compiler_too_old_for_one_variant_makes_the_others(project, tmp_path):
+    real = COMPILER.command[0]
+    old = compiler_that(
+        tmp_path,
+        f'case "$*" in *-mavx512bf16*) echo "unknown option" >&2; exit 1;; esac; exec {real} "$@"',
+    )
+    outcomes = project.build(compiler=old)
+    assert outcomes.pop("avx512_bf16").status is Status.SKIPPED
+    assert {outcome.status for outcome in outcomes.values()} == {Status.BUILT}
+    assert "does not take -march=x86-64-v4 -mavx512bf16" in read_problem(project, "avx512_bf16")
+
+
+def test_a_compiler_that_cxx_names_wrongly_is_no_reason_to_take_another():
+    assert find_compiler({"PATH": os.environ["PATH"], "CXX": "/nowhere/c++"}) is None
+    assert find_compiler({"PATH": "/nowhere"}) is None
+
+
+def test_cxx_may_have_arguments():
+    named = find_compiler({"PATH": os.environ["PATH"], "CXX": f"{COMPILER.command[0]} -DX=1"})
+    assert named.command == (*COMPILER.command, "-DX=1")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What the wheel is built from, with a source that compiles at once."""
+    folder = tmp_path / "checkout"
+    native = folder / "kernels" / "native"
+    shutil.copytree(
+        ROOT / "kernels", folder / "kernels", ignore=shutil.ignore_patterns("lib", "__pycache__")
+    )
+    shutil.rmtree(native / "src")
+    (native / "src").mkdir()
+    (native / "src" / "answer.cpp").write_text(SOURCE % 42)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "baton").mkdir()
+    shutil.copy(ROOT / "baton" / "version.py", folder / "baton")
+    return folder
+
+
+def build_wheel(checkout, environment=None):
+    """Builds as pip does, without an environment of its own; returns the wheel and the log."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    result = subprocess.run(
+        command,
+        cwd=checkout,
+        env=os.environ | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = (checkout / "dist").glob("*.whl")
+    return wheel, result.stdout + result.stderr
+
+
+def native_files(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = [Path(name) for name in archive.namelist()]
+    return {name.name for name in names if name.parent.as_posix() == "kernels/native/lib"}
+
+
+def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
+    wheel, _ = build_wheel(checkout)
+    expected = {library_path(name).name for name in NAMES}
+    assert native_files(wheel) == expected | {record_path(name).name for name in NAMES}
+    assert not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "kernels/native/src/answer.cpp" in archive.namelist()
+
+
+def test_without_a_compiler_the_wheel_is_pure_and_says_what_it_lacks(checkout, tmp_path):
+    wheel, log = build_wheel(checkout, {"PATH": str(tmp_path)})
+    assert native_files(wheel) == {record_path(name).name for name in NAMES}
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "no C++20 compiler was found" in log
+    assert "Install a C++20 compiler" in log
+    with zipfile.ZipFile(wheel) as archive:
+        record = json.loads(archive.read(f"kernels/native/lib/{NAMES[0]}.json"))
+    assert "no C++20 compiler was found" in record["problem"]
+
+
+def compiler_that(folder, script):
+    """A compiler that is this shell script."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return find_compiler({"PATH": os.environ["PATH"], "CXX": str(path)})
+
+
+def read_problem(project, variant):
+    return read_record(variant, project.libraries).problem

@@ -1,0 +1,167 @@
+"""Which native library is chosen, given the CPU, what was built, and what was asked for."""
+
+import itertools
+
+import pytest
+
+from baton.errors import ConfigurationError
+from kernels.native import library
+from kernels.native.cpu import features_of_cpuinfo, features_of_sysctl
+from kernels.native.library import Library, choose
+from kernels.native.variants import VARIANTS, library_path, variants_for
+
+X86_64 = variants_for("x86_64")
+FEATURES = {variant.name: variant.cpu_features for variant in X86_64}
+
+
+def libraries(*built, machine="x86_64", stale=(), problem=""):
+    return [
+        Library(
+            variant,
+            library_path(variant.name),
+            built=variant.name in built,
+            stale=variant.name in stale,
+            problem="" if variant.name in built else problem,
+        )
+        for variant in variants_for(machine)
+    ]
+
+
+EVERYTHING = libraries("avx512_bf16", "avx512", "avx2", "generic")
+
+
+@pytest.mark.parametrize("name", ["avx512_bf16", "avx512", "avx2"])
+def test_the_best_that_the_cpu_has(name):
+    selection = choose(EVERYTHING, FEATURES[name], "auto")
+    assert selection.variant == name
+    assert selection.path == library_path(name)
+    assert selection.reason == f"this CPU has {name}"
+
+
+def test_an_old_cpu_runs_the_generic_library():
+    selection = choose(EVERYTHING, frozenset({"sse2"}), "auto")
+    assert selection.variant == "generic"
+    assert selection.reason == "this CPU has none of avx512_bf16, avx512, avx2"
+
+
+@pytest.mark.parametrize("missing", sorted(FEATURES["avx2"]))
+def test_a_level_counts_only_if_all_of_it_is_there(missing):
+    assert choose(EVERYTHING, FEATURES["avx2"] - {missing}, "auto").variant == "generic"
+
+
+def test_what_was_not_built_is_told_with_the_reason():
+    some = libraries("avx2", "generic", problem="gcc 8 does not take it")
+    selection = choose(some, FEATURES["avx512_bf16"], "auto")
+    assert selection.variant == "avx2"
+    assert selection.reason == (
+        "this CPU has avx512_bf16, but its library was not built (gcc 8 does not take it); "
+        "avx2 is the next best"
+    )
+
+
+def test_torch_serves_where_nothing_was_built():
+    selection = choose(libraries(problem="no compiler"), FEATURES["avx2"], "auto")
+    assert (selection.variant, selection.path) == ("torch", None)
+    assert selection.reason == (
+        "no library was built (no compiler): install a C++ compiler and run "
+        "`python -m kernels.native.build`"
+    )
+
+
+def test_torch_serves_where_what_was_built_does_not_run():
+    selection = choose(libraries("avx512", "avx2"), frozenset(), "auto")
+    assert selection.variant == "torch"
+    assert "this CPU does not run what was built (avx512, avx2)" in selection.reason
+
+
+@pytest.mark.parametrize(
+    ("machine", "variant"),
+    [("aarch64", "neon"), ("arm64", "neon"), ("riscv64", "generic"), ("AMD64", "generic")],
+)
+def test_other_architectures_have_variants_that_all_their_cpus_run(machine, variant):
+    selection = choose(libraries(variant, machine=machine), frozenset(), "auto")
+    assert selection.variant == variant
+
+
+@pytest.mark.parametrize("wish", ["avx512", "avx2", "generic"])
+def test_a_variant_can_be_forced(wish):
+    selection = choose(EVERYTHING, FEATURES["avx512_bf16"], wish)
+    assert selection.variant == wish
+    assert selection.reason == f"forced by BATON_CPU_KERNELS={wish}"
+
+
+def test_torch_can_be_forced_whatever_was_built():
+    stale = libraries("avx2", stale=("avx2",))
+    selection = choose(stale, FEATURES["avx2"], "torch")
+    assert (selection.variant, selection.path) == ("torch", None)
+    assert selection.reason == "forced by BATON_CPU_KERNELS=torch"
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ("avx512_bf16", "BATON_CPU_KERNELS is 'avx512_bf16': this CPU lacks avx512_bf16"),
+        ("avx2", r"'avx2': its library was not built \(gone\); run `python -m"),
+        ("neon", "'neon': this machine has another architecture; it must be one of auto, torch"),
+        ("AVX2", "'AVX2': it must be one of auto, torch, avx512_bf16, avx512, avx2, generic"),
+        ("avx512,avx2", "it must be one of"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(wish, message):
+    some = libraries("avx512_bf16", "avx512", problem="gone")
+    with pytest.raises(ConfigurationError, match=message):
+        choose(some, FEATURES["avx512"], wish)
+
+
+@pytest.mark.parametrize("wish", ["auto", "avx2"])
+def test_a_library_of_other_sources_is_refused(wish):
+    with pytest.raises(ConfigurationError, match=r"other sources .* `python -m kernels"):
+        choose(libraries("avx2", "generic", stale=("avx2",)), FEATURES["avx2"], wish)
+
+
+def test_a_stale_library_that_is_not_chosen_disturbs_nobody():
+    selection = choose(libraries("avx2", "generic", stale=("generic",)), FEATURES["avx2"], "auto")
+    assert selection.variant == "avx2"
+
+
+def test_an_empty_variable_asks_for_nothing(monkeypatch):
+    monkeypatch.setenv(library.WISH_VARIABLE, "")
+    monkeypatch.setattr(library, "find_libraries", lambda: libraries("generic"))
+    monkeypatch.setattr(library, "cpu_features", frozenset)
+    assert library.select().variant == "generic"
+
+
+def test_every_variant_has_its_own_name_and_no_faster_one_needs_less():
+    names = [variant.name for variant in VARIANTS]
+    assert len(set(names)) == len(names)
+    assert not {"auto", "torch"} & set(names)
+    for faster, slower in itertools.pairwise(X86_64):
+        assert slower.cpu_features < faster.cpu_features
+
+
+CPUINFO_X86 = """\
+processor\t: 0
+model name\t: Some CPU
+flags\t\t: fpu sse2 avx2 fma
+vmx flags\t: tsc_offset
+
+processor\t: 1
+flags\t\t: fpu other
+"""
+CPUINFO_ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd bf16\n"
+
+
+def test_features_of_the_first_core():
+    assert features_of_cpuinfo(CPUINFO_X86) == {"fpu", "sse2", "avx2", "fma"}
+    assert features_of_cpuinfo(CPUINFO_ARM) == {"fp", "asimd", "bf16"}
+    assert features_of_cpuinfo("") == set()
+
+
+def test_features_of_macos_in_the_words_of_linux():
+    # As an Intel Mac of 2015 says them.
+    text = (
+        "FPU VME SSE4.2 MOVBE POPCNT AES XSAVE OSXSAVE AVX1.0 RDRAND F16C FMA "
+        "SYSCALL XD LAHF LZCNT PREFETCHW RDTSCP "
+        "RDWRFSGS BMI1 AVX2 SMEP BMI2 ERMS INVPCID FPU_CSDS"
+    )
+    assert choose(EVERYTHING, features_of_sysctl(text), "auto").variant == "avx2"
