@@ -5,6 +5,11 @@ FROM python:3.11-slim AS builder
 # --build-arg TORCH_INDEX_URL=https://pypi.org/simple to serve from GPUs.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# Compiles the CPU kernels; Debian's newest will do.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 # torch has a layer of its own: it is large and changes seldom.
 RUN python -m venv /opt/baton \
     && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"

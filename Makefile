@@ -19,13 +19,13 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARG
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-run: $(VENV)/.base ## start a cluster on the demo model and stream a completion
+run: $(VENV)/.base $(VENV)/.native ## start a cluster on the demo model and stream a completion
 	@$(BIN)/baton up --demo $(ARGS)
 
-up: $(VENV)/.base ## start a cluster; ARGS="--model ... --decode 2"
+up: $(VENV)/.base $(VENV)/.native ## start a cluster; ARGS="--model ... --decode 2"
 	@$(BIN)/baton up $(ARGS)
 
-test: $(VENV)/.test ## run the tests
+test: $(VENV)/.test $(VENV)/.native ## run the tests
 	@scripts/ensure_redis.sh
 	$(BIN)/python -m pytest $(ARGS)
 
@@ -43,13 +43,13 @@ type: $(VENV)/.dev ## check types
 proto: $(VENV)/.dev ## generate baton/v1 from protos/
 	$(BIN)/python scripts/generate_stubs.py
 
-bench: $(VENV)/.bench ## measure; ARGS="serve --target grpc://127.0.0.1:8000", ARGS=--help
+bench: $(VENV)/.bench $(VENV)/.native ## measure; ARGS="serve --target grpc://127.0.0.1:8000", ARGS=--help
 	$(BIN)/baton bench $(ARGS)
 
 check: lint type test ## lint, type and test
 
 clean: ## remove .venv and everything generated outside git
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) kernels/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: each set of packages holds the smaller ones.
@@ -71,3 +71,10 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) --editable ".[dev]"
 	@touch $(VENV)/.base $(VENV)/.bench $(VENV)/.test $@
+
+# The CPU kernels. Installing Baton compiles them too: this is for later changes of the
+# sources. `native`, not `kernels.native`, which imports torch. 2: there is no compiler,
+# and torch does the work.
+$(VENV)/.native: $(wildcard kernels/native/src/* kernels/native/build.py kernels/native/variants.py) | $(BIN)/python
+	cd kernels && $(abspath $(BIN)/python) -m native.build || test $$? -eq 2
+	@touch $@

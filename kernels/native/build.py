@@ -41,6 +41,8 @@ _COMMON_FLAGS = (
 _PROBE_PROGRAM = "#include <cstdint>\n"
 _PROBE_TIMEOUT_S = 60
 _COMPILE_TIMEOUT_S = 900
+_EXIT_FAILED = 1
+_EXIT_NO_COMPILER = 2
 
 
 class Status(Enum):
@@ -231,15 +233,18 @@ def _no_compiler_text() -> str:
 
 
 def main() -> int:
-    """Builds what this machine's architecture has. Exit status 1 if something failed,
-    or if there is no compiler.
+    """Builds what this machine's architecture has.
+
+    Returns:
+        The exit status: 1 if something failed to compile, 2 if there is no compiler.
     """
     compiler = find_compiler()
     outcomes = build(compiler=compiler, variants=variants_for(), report=_print_outcome)
     if compiler is None:
         sys.stderr.write("install one, such as g++ or clang++, and run this again\n")
+        return _EXIT_NO_COMPILER
     failed = any(outcome.status is Status.FAILED for outcome in outcomes)
-    return 1 if failed or compiler is None else 0
+    return _EXIT_FAILED if failed else 0
 
 
 def _print_outcome(outcome: Outcome) -> None:
