@@ -1,0 +1,323 @@
+// Causal attention over paged KV: the same code for prompts, chunks and single tokens.
+//
+// A unit of work is some query tokens of a sequence and the heads that share one KV head: their
+// rows meet each tile of 64 cached tokens once it is packed. Tiles begin at multiples of 64
+// of the sequence's positions, so a token's result depends neither on the chunk it came in nor
+// on other sequences.
+#include <algorithm>
+#include <vector>
+
+#include "commands.h"
+#include "tile.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t kTileTokens = 64;
+constexpr int64_t kUnitRows = 192;
+constexpr float kLog2E = 1.44269504f;
+constexpr float kLowest = -1e30f;  // stands for -inf where a difference must not be NaN
+
+static_assert(kTileRows <= kLanes && kTileTokens % kLanes == 0);
+
+struct Unit {
+  int64_t seq, kv_head, first_token, num_tokens;  // first_token counts from the query's start
+};
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// Later tokens see more: they come first, so that no thread is left with the longest unit.
+std::vector<Unit> units_of(const PagedAttention& job) {
+  const Batch& batch = *job.batch;
+  const int64_t group_heads = job.num_heads / job.num_kv_heads;
+  const int64_t tokens_per_unit = std::max<int64_t>(1, kUnitRows / group_heads);
+  std::vector<Unit> units;
+  units.reserve(batch.num_seqs * job.num_kv_heads);
+  for (int64_t seq = 0; seq < batch.num_seqs; ++seq) {
+    const int64_t query_len = batch.query_starts[seq + 1] - batch.query_starts[seq];
+    for (int64_t end = query_len; end > 0; end -= tokens_per_unit) {
+      const int64_t first = std::max<int64_t>(0, end - tokens_per_unit);
+      for (int64_t head = 0; head < job.num_kv_heads; ++head) {
+        units.push_back({seq, head, first, end - first});
+      }
+    }
+  }
+  return units;
+}
+
+template <class E>
+class UnitAttention {
+ public:
+  using Stored = typename E::Stored;
+  using Operand = typename E::Operand;
+
+  UnitAttention(const PagedAttention& job, const Unit& unit, Scratch& scratch)
+      : job_(job),
+        batch_(*job.batch),
+        unit_(unit),
+        group_heads_(job.num_heads / job.num_kv_heads),
+        num_rows_(unit.num_tokens * group_heads_),
+        head_groups_(groups_of<E>(job.head_dim)),
+        width_(round_up(job.head_dim, kPanelColumns)) {
+    const int64_t start = batch_.query_starts[unit.seq];
+    first_row_ = start + unit.first_token;
+    const int64_t query_len = batch_.query_starts[unit.seq + 1] - start;
+    first_position_ = batch_.context_lens[unit.seq] - query_len + unit.first_token;
+    place_memory(scratch);
+  }
+
+  void run() {
+    pack_query();
+    std::fill(outputs_, outputs_ + num_rows_ * width_, 0.0f);
+    std::fill(sums_, sums_ + num_rows_, 0.0f);
+    std::fill(maxima_, maxima_ + num_rows_, kLowest);
+    const int64_t end = first_position_ + unit_.num_tokens;  // of what the last token sees
+    const int64_t low = lowest_seen(first_position_);
+    for (int64_t tile = low / kTileTokens * kTileTokens; tile < end; tile += kTileTokens) {
+      const int64_t stop = std::min(tile + kTileTokens, end);
+      pack_keys(tile, std::max(tile, low), stop);
+      pack_values(tile, std::max(tile, low), stop);
+      for (int64_t row = 0; row < num_rows_; row += kTileRows) attend(tile, stop, row);
+    }
+    write_out();
+  }
+
+ private:
+  static constexpr int64_t kTokenGroups = kTileTokens / E::kGroup;
+
+  void place_memory(Scratch& scratch) {
+    const int64_t num_bytes = 4 * (num_rows_ * (width_ + 2) + kTileTokens * width_ +
+                                   kTileTokens * head_groups_ + kTileRows * kTileTokens) +
+                              static_cast<int64_t>(sizeof(Operand)) *
+                                  (num_rows_ * head_groups_ + kTileRows * kTokenGroups) +
+                              64 * 8;
+    auto* free = static_cast<char*>(scratch.reserve(num_bytes));
+    const auto take = [&free](auto*& pointer, int64_t count) {
+      pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(free);
+      free += round_up(count * static_cast<int64_t>(sizeof *pointer), 64);
+    };
+    take(queries_, num_rows_ * head_groups_);
+    take(outputs_, num_rows_ * width_);
+    take(maxima_, num_rows_);
+    take(sums_, num_rows_);
+    take(keys_, kTileTokens * head_groups_);
+    take(values_, kTileTokens / E::kGroup * width_);
+    take(scores_, kTileRows * kTileTokens);
+    take(weights_, kTileRows * kTokenGroups);
+  }
+
+  int tile_rows(int64_t row) const {
+    return static_cast<int>(std::min<int64_t>(kTileRows, num_rows_ - row));
+  }
+  int64_t position_of(int64_t row) const { return first_position_ + row / group_heads_; }
+  int64_t lowest_seen(int64_t position) const {
+    return job_.sliding_window ? std::max<int64_t>(0, position - job_.sliding_window + 1) : 0;
+  }
+  int64_t place_in_query(int64_t row, int64_t stride) const {
+    const int64_t head = unit_.kv_head * group_heads_ + row % group_heads_;
+    return (first_row_ + row / group_heads_) * stride + head * job_.head_dim;
+  }
+
+  // K of a cached token; its V lies `value_offset` further.
+  const Stored* cached(int64_t position) const {
+    const int64_t block =
+        batch_.block_tables[unit_.seq * batch_.table_stride + position / job_.block_size];
+    return static_cast<const Stored*>(job_.cache) + block * job_.block_stride +
+           unit_.kv_head * job_.head_stride + position % job_.block_size * job_.slot_stride;
+  }
+
+  void pack_query() {
+    for (int64_t first = 0; first < num_rows_; first += kTileRows) {
+      const int rows = tile_rows(first);
+      Operand* operands = queries_ + first * head_groups_;
+      for (int row = 0; row < rows; ++row) {
+        const Stored* from = static_cast<const Stored*>(job_.query) +
+                             place_in_query(first + row, job_.query_stride);
+        for (int64_t group = 0; group < head_groups_; ++group) {
+          operands[group * rows + row] = E::operand(from + group * E::kGroup);
+        }
+      }
+    }
+  }
+
+  // keys_[tokens / 32][head groups][32]; zero where `tile + i` is not within [low, stop).
+  void pack_keys(int64_t tile, int64_t low, int64_t stop) {
+    for (int64_t first = 0; first < stop - tile; first += kLanes) {
+      const Stored* from[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int64_t position = tile + first + lane;
+        from[lane] = position >= low && position < stop ? cached(position) : nullptr;
+      }
+      uint32_t* panel = keys_ + first / kPanelColumns * head_groups_ * kPanelColumns +
+                        first % kPanelColumns;
+      for (int64_t group = 0; group < head_groups_; group += kLanes) {
+        pack_square(from, group, panel + group * kPanelColumns);
+      }
+    }
+  }
+
+  void pack_square(const Stored* const (&from)[kLanes], int64_t group, uint32_t* to) {
+    const int64_t count = std::min<int64_t>(kLanes, head_groups_ - group);
+    Words square[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      square[lane] = Words{};
+      if (from[lane]) {
+        const size_t num_bytes = static_cast<size_t>(count) * 4;
+        const Stored* words = from[lane] + group * E::kGroup;
+        if (count == kLanes) {
+          square[lane] = load<Words>(words);
+        } else {
+          std::memcpy(&square[lane], words, num_bytes);
+        }
+      }
+    }
+    transpose(square);
+    for (int64_t i = 0; i < count; ++i) store(to + i * kPanelColumns, square[i]);
+  }
+
+  // values_[head_dim / 32][token groups][32]; zero as in pack_keys, and past head_dim.
+  void pack_values(int64_t tile, int64_t low, int64_t stop) {
+    for (int64_t group = 0; group * E::kGroup < stop - tile; ++group) {
+      const Stored* from[E::kGroup];
+      for (int i = 0; i < E::kGroup; ++i) {
+        const int64_t position = tile + group * E::kGroup + i;
+        from[i] = position >= low && position < stop ? cached(position) + job_.value_offset
+                                                     : nullptr;
+      }
+      for (int64_t column = 0; column < width_; column += kLanes) {
+        uint32_t* to = values_ + (column / kPanelColumns * kTokenGroups + group) * kPanelColumns +
+                       column % kPanelColumns;
+        store(to, value_words(from, column));
+      }
+    }
+  }
+
+  Words value_words(const Stored* const (&from)[E::kGroup], int64_t column) const {
+    Words words{};
+    for (int i = 0; i < E::kGroup; ++i) {
+      if (!from[i]) continue;
+      Stored elements[kLanes] = {};
+      const int64_t count = std::clamp<int64_t>(job_.head_dim - column, 0, kLanes);
+      if (count == kLanes) {
+        std::memcpy(elements, from[i] + column, sizeof elements);
+      } else {
+        std::memcpy(elements, from[i] + column, static_cast<size_t>(count) * sizeof(Stored));
+      }
+      const Words bits = (Words)E::widen_lanes(elements);
+      words |= E::kGroup == 2 && i == 0 ? bits >> 16 : bits;
+    }
+    return words;
+  }
+
+  // Rows [first, first + a tile) meet the packed tokens [tile, stop).
+  void attend(int64_t tile, int64_t stop, int64_t first) {
+    const int rows = tile_rows(first);
+    const Operand* queries = queries_ + first * head_groups_;
+    for (int64_t token = 0; token < stop - tile; token += kPanelColumns) {
+      tile_function<E, kPackedRows, 1>(rows)(queries, keys_ + token * head_groups_, head_groups_,
+                                             scores_ + token, kTileTokens, nullptr);
+    }
+    alignas(64) float factors[kLanes] = {};
+    weigh(tile, first, rows, factors);
+    const int64_t num_groups = groups_of<E>(stop - tile);
+    for (int64_t column = 0; column < width_; column += kPanelColumns) {
+      tile_function<E, 1, kTokenGroups>(rows)(weights_, values_ + column * kTokenGroups,
+                                              num_groups, outputs_ + first * width_ + column,
+                                              width_, factors);
+    }
+  }
+
+  // From scores to weights; factors[r] brings what row r has summed to its new maximum.
+  void weigh(int64_t tile, int64_t first, int rows, float* factors) {
+    constexpr int kVectors = kTileTokens / kLanes;
+    const Floats scale = broadcast(static_cast<float>(job_.scale) * kLog2E);
+    for (int row = 0; row < rows; ++row) {
+      Floats scores[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        scores[v] = load<Floats>(scores_ + row * kTileTokens + v * kLanes) * scale;
+      }
+      const int64_t position = position_of(first + row);
+      const int64_t low = lowest_seen(position);
+      if (tile < low || tile + kTileTokens > position + 1) hide(scores, low - tile, position - tile);
+      Floats best = scores[0];
+      for (int v = 1; v < kVectors; ++v) best = larger(best, scores[v]);
+      const float former = maxima_[first + row];
+      const float now = std::max(former, maximum(best));
+      maxima_[first + row] = now;
+      factors[row] = former - now;
+      Floats total{};
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats weight = exp2_of_negative(scores[v] - broadcast(now));
+        total += weight;
+        E::store_operands(weights_ + row * kTokenGroups, v * kLanes, weight);
+      }
+      row_totals_[row] = sum(total);
+    }
+    store(factors, exp2_of_negative(load<Floats>(factors)));
+    for (int row = 0; row < rows; ++row) {
+      sums_[first + row] = sums_[first + row] * factors[row] + row_totals_[row];
+    }
+  }
+
+  // Only tokens [low, last] of the tile stay.
+  static void hide(Floats* scores, int64_t low, int64_t last) {
+    const Floats minus_infinity = broadcast(-__builtin_inff());
+    for (int i = 0; i < kTileTokens; i += kLanes) {
+      Floats index;
+      for (int lane = 0; lane < kLanes; ++lane) index[lane] = static_cast<float>(i + lane);
+      const Masks seen = (index >= broadcast(static_cast<float>(low))) &
+                         (index <= broadcast(static_cast<float>(last)));
+      scores[i / kLanes] = select(seen, scores[i / kLanes], minus_infinity);
+    }
+  }
+
+  void write_out() {
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const float share = sums_[row] == 0.0f ? 0.0f : 1.0f / sums_[row];
+      auto* to = static_cast<Stored*>(job_.out) +
+                 place_in_query(row, job_.num_heads * job_.head_dim);
+      const float* from = outputs_ + row * width_;
+      int64_t i = 0;
+      for (; i + kLanes <= job_.head_dim; i += kLanes) {
+        E::narrow_lanes(to + i, load<Floats>(from + i) * broadcast(share));
+      }
+      for (; i < job_.head_dim; ++i) to[i] = E::narrow_one(from[i] * share);
+    }
+  }
+
+  const PagedAttention& job_;
+  const Batch& batch_;
+  const Unit unit_;
+  const int64_t group_heads_, num_rows_;
+  const int64_t head_groups_;  // of one head's elements
+  const int64_t width_;        // head_dim in whole panels
+  int64_t first_row_, first_position_;
+  Operand* queries_;   // by tile: [head groups][rows]
+  float* outputs_;     // [rows][width]
+  float* maxima_;      // [rows], in log2
+  float* sums_;        // [rows]
+  uint32_t* keys_;
+  uint32_t* values_;
+  float* scores_;      // [kTileRows][kTileTokens]
+  Operand* weights_;   // [kTileRows][token groups]
+  float row_totals_[kTileRows];
+};
+
+template <class E>
+void run_attention(const PagedAttention& job, Workers& workers) {
+  const std::vector<Unit> units = units_of(job);
+  workers.pool.run(static_cast<int64_t>(units.size()), [&](int64_t index, int thread) {
+    UnitAttention<E>(job, units[index], workers.own[thread]).run();
+  });
+}
+
+}  // namespace
+
+void run(const PagedAttention& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_attention<Bfloat16>(job, workers)
+                                        : run_attention<Float32>(job, workers);
+}
+
+}  // namespace baton

@@ -1,0 +1,186 @@
+// What `baton_run` is given: commands, each a code and its arguments.
+//
+// Every field is eight bytes, so that Python packs a command as a row of int64 and doubles
+// (kernels/native/commands.py mirrors this file). Strides are in elements. Nothing is checked
+// here: the Python wrappers are the door.
+#pragma once
+
+#include <cstdint>
+
+#include "thread_pool.h"
+
+namespace baton {
+
+enum class ElementType : int64_t { kFloat32 = 0, kBfloat16 = 1 };
+
+enum class Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
+
+enum class Code : int64_t {
+  kLinear = 0,
+  kEmbed = 1,
+  kRmsNorm = 2,
+  kRotaryAngles = 3,
+  kRotateAndWriteKv = 4,
+  kPagedAttention = 5,
+  kArgmax = 6,
+};
+
+// out[m][n] = activation(sum over k of input[m][k] * weight[n][k] + bias[n]) + residual[m][n]
+//
+// `weight` is packed (see pack.h). With kSiluAndMul the weight's columns are pairs of gate and
+// up, 16 and 16 in each panel, and `out` has half as many columns.
+struct Linear {
+  ElementType element;  // of input, weight, bias, residual
+  const void* input;
+  int64_t input_stride;
+  int64_t num_rows;
+  int64_t in_features;
+  const uint32_t* weight;
+  int64_t out_features;  // columns of the result
+  const float* bias;     // [out_features], or null; not with kSiluAndMul
+  const void* residual;  // null for none
+  int64_t residual_stride;
+  Activation activation;
+  void* out;
+  int64_t out_stride;
+  int64_t out_is_float;  // else `element`
+};
+
+// out[m] = row token_ids[m] of a packed weight
+struct Embed {
+  ElementType element;
+  const uint32_t* weight;
+  int64_t in_features;
+  const int64_t* token_ids;
+  int64_t num_tokens;
+  void* out;  // [num_tokens, in_features]
+};
+
+// out[m] = input[m] / sqrt(mean(input[m]^2) + eps) * weight, rounded before the product too
+struct RmsNorm {
+  ElementType element;
+  const void* input;
+  int64_t input_stride;
+  int64_t num_rows;
+  int64_t size;
+  const void* weight;
+  double eps;
+  void* out;  // [num_rows, size]
+};
+
+// cos[m][i] = cos(positions[m] * frequencies[i]) * amplitude, and so sin
+struct RotaryAngles {
+  const int64_t* positions;
+  int64_t num_tokens;
+  const float* frequencies;  // [half_dim]
+  int64_t half_dim;
+  double amplitude;
+  float* cos;  // [num_tokens, half_dim]
+  float* sin;
+};
+
+// One step's sequences; the arrays of kernels.AttentionMetadata. Lives outside of the commands
+// so that a recorded step reads each step's own.
+struct Batch {
+  const int32_t* block_tables;
+  int64_t table_stride;
+  const int32_t* query_starts;
+  const int32_t* context_lens;
+  const int64_t* slot_mapping;
+  int64_t num_seqs;
+  int64_t num_tokens;
+};
+
+// Normalizes and rotates Q in place and K, where asked; writes K and V into the cache.
+struct RotateAndWriteKv {
+  ElementType element;
+  void* query;  // [num_tokens, num_heads, head_dim]
+  void* key;    // [num_tokens, num_kv_heads, head_dim]; spoiled
+  const void* value;
+  int64_t query_stride;  // from token to token; heads lie side by side
+  int64_t key_stride;
+  int64_t value_stride;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  const void* query_norm;  // [head_dim] of RMS norms, or null
+  const void* key_norm;
+  double eps;
+  const float* cos;  // [num_tokens, head_dim / 2], or null: no rotation
+  const float* sin;
+  void* cache;  // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+  int64_t block_stride;
+  int64_t value_offset;  // from K to V
+  int64_t head_stride;
+  int64_t slot_stride;
+  int64_t block_size;
+  const Batch* batch;
+};
+
+// Causal grouped-query attention over paged KV (arXiv:2309.06180) with a running softmax
+// (arXiv:2205.14135).
+struct PagedAttention {
+  ElementType element;
+  const void* query;
+  int64_t query_stride;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  const void* cache;
+  int64_t block_stride;
+  int64_t value_offset;
+  int64_t head_stride;
+  int64_t slot_stride;
+  int64_t block_size;
+  double scale;
+  int64_t sliding_window;  // 0 for none
+  void* out;               // [num_tokens, num_heads, head_dim]
+  const Batch* batch;
+};
+
+// maxima[m], indices[m] = the largest of logits[m] and its first index; NaN where one is there
+struct Argmax {
+  const float* logits;
+  int64_t logits_stride;
+  int64_t num_rows;
+  int64_t size;
+  float* maxima;
+  int64_t* indices;
+};
+
+constexpr int64_t kMaxFields = 24;
+
+struct Command {
+  Code code;
+  int64_t fields[kMaxFields];
+};
+
+// Memory of one command, reused by the next; grows to what was asked at most.
+class Scratch {
+ public:
+  // At least `num_bytes`, aligned to a cache line. What was there before is gone.
+  void* reserve(int64_t num_bytes);
+  ~Scratch();
+
+ private:
+  void* memory_ = nullptr;
+  int64_t num_bytes_ = 0;
+};
+
+// Who computes, and with which memory.
+struct Workers {
+  explicit Workers(int num_threads) : pool(num_threads), own(num_threads) {}
+  ThreadPool pool;
+  Scratch shared;
+  std::vector<Scratch> own;  // by thread
+};
+
+void run(const Linear&, Workers&);
+void run(const Embed&, Workers&);
+void run(const RmsNorm&, Workers&);
+void run(const RotaryAngles&, Workers&);
+void run(const RotateAndWriteKv&, Workers&);
+void run(const PagedAttention&, Workers&);
+void run(const Argmax&, Workers&);
+
+}  // namespace baton

@@ -1,0 +1,89 @@
+// The element types of weights and KV, and the multiply-add step of each.
+//
+// A matrix product sums over *groups*: as many neighbouring elements as fill four bytes, two
+// in bfloat16 and one in float32. So a panel of either type is words [groups][columns].
+#pragma once
+
+#include "simd.h"
+
+namespace baton {
+
+struct Float32 {
+  using Stored = float;
+  using Operand = float;  // a group of the left side, ready to be broadcast
+  struct Columns {        // a group of kLanes columns of the right side
+    Floats values;
+    explicit Columns(const uint32_t* words) : values(load<Floats>(words)) {}
+  };
+  static constexpr int kGroup = 1;
+
+  static Floats widen_lanes(const Stored* from) { return load<Floats>(from); }
+  static void narrow_lanes(Stored* to, Floats values) { store(to, values); }
+  static float widen_one(Stored value) { return value; }
+  static Stored narrow_one(float value) { return value; }
+  static Operand operand(const Stored* group) { return *group; }
+  // kLanes neighbouring elements of the left side, `place` being the row's first operand.
+  static void store_operands(Operand* place, int64_t element, Floats values) {
+    store(place + element, values);
+  }
+  static Floats multiply_add(Floats sum, const Columns& columns, Operand operand) {
+    return sum + columns.values * broadcast(operand);
+  }
+};
+
+struct Bfloat16 {
+  using Stored = uint16_t;
+  static constexpr int kGroup = 2;
+
+  static Floats widen_lanes(const Stored* from) { return widen(load<Halves>(from)); }
+  static void narrow_lanes(Stored* to, Floats values) { store(to, narrow(values)); }
+  static float widen_one(Stored value) { return widen(value); }
+  static Stored narrow_one(float value) { return narrow(value); }
+
+#if defined(__AVX512BF16__)
+  using Operand = uint32_t;
+  struct Columns {
+    __m512bh values;
+    explicit Columns(const uint32_t* words) : values((__m512bh)_mm512_loadu_si512(words)) {}
+  };
+  static Operand operand(const Stored* group) {
+    Operand pair;
+    std::memcpy(&pair, group, sizeof pair);
+    return pair;
+  }
+  static void store_operands(Operand* place, int64_t element, Floats values) {
+    store(reinterpret_cast<Stored*>(place) + element, narrow(values));
+  }
+  static Floats multiply_add(Floats sum, const Columns& columns, Operand operand) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, columns.values,
+                                    (__m512bh)_mm512_set1_epi32(static_cast<int>(operand)));
+  }
+#else
+  struct Operand {
+    float first, second;
+  };
+  struct Columns {
+    Floats first, second;
+    explicit Columns(const uint32_t* words) {
+      const Words pairs = load<Words>(words);
+      first = (Floats)(pairs << 16);
+      second = (Floats)(pairs & 0xFFFF0000u);
+    }
+  };
+  static Operand operand(const Stored* group) { return {widen(group[0]), widen(group[1])}; }
+  static void store_operands(Operand* place, int64_t element, Floats values) {
+    store(reinterpret_cast<float*>(place) + element, values);
+  }
+  static Floats multiply_add(Floats sum, const Columns& columns, Operand operand) {
+    sum += columns.first * broadcast(operand.first);
+    return sum + columns.second * broadcast(operand.second);
+  }
+#endif
+};
+
+template <class E>
+constexpr int64_t groups_of(int64_t num_elements) {
+  return (num_elements + E::kGroup - 1) / E::kGroup;
+}
+
+}  // namespace baton

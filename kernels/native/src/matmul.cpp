@@ -1,0 +1,195 @@
+// Linear layers over packed weights, and look-ups of their rows.
+#include <algorithm>
+#include <cmath>
+
+#include "commands.h"
+#include "pack.h"
+#include "tile.h"
+
+namespace baton {
+namespace {
+
+template <class E>
+void pack_as(const Pack& job) {
+  const auto* source = static_cast<const typename E::Stored*>(job.source);
+  const int64_t num_groups = groups_of<E>(job.num_columns);
+  for (int64_t i = 0; i < job.num_rows; ++i) {
+    int64_t row = job.first_row + i;
+    if (job.paired_part >= 0) {
+      row = row / kHalfPanel * kPanelColumns + job.paired_part * kHalfPanel + row % kHalfPanel;
+    }
+    uint32_t* words = job.weight + row / kPanelColumns * num_groups * kPanelColumns;
+    auto* elements = reinterpret_cast<typename E::Stored*>(words + row % kPanelColumns);
+    for (int64_t column = 0; column < job.num_columns; ++column) {
+      const int64_t group = column / E::kGroup, within = column % E::kGroup;
+      elements[group * kPanelColumns * E::kGroup + within] =
+          source[i * job.row_stride + column * job.column_stride];
+    }
+  }
+}
+
+// Rows of a tile when `num_rows` are dealt evenly over as few tiles as can be.
+struct Tiling {
+  int64_t num_tiles, rows_per_tile, num_longer;
+
+  explicit Tiling(int64_t num_rows)
+      : num_tiles((num_rows + kTileRows - 1) / kTileRows),
+        rows_per_tile(num_rows / num_tiles),
+        num_longer(num_rows % num_tiles) {}
+
+  int64_t start(int64_t tile) const {
+    return tile * rows_per_tile + std::min(tile, num_longer);
+  }
+  int rows(int64_t tile) const { return static_cast<int>(rows_per_tile + (tile < num_longer)); }
+};
+
+template <class E>
+void pack_operands(const Linear& job, int64_t start, int rows, typename E::Operand* out) {
+  const auto* input = static_cast<const typename E::Stored*>(job.input);
+  const int64_t whole = job.in_features / E::kGroup;
+  for (int row = 0; row < rows; ++row) {
+    const auto* elements = input + (start + row) * job.input_stride;
+    for (int64_t group = 0; group < whole; ++group) {
+      out[group * rows + row] = E::operand(elements + group * E::kGroup);
+    }
+    if (job.in_features % E::kGroup) {
+      const typename E::Stored last[2] = {elements[job.in_features - 1], 0};
+      out[whole * rows + row] = E::operand(last);
+    }
+  }
+}
+
+// x / (1 + exp(-x)), with exp from the side that cannot overflow
+inline Floats silu(Floats x) {
+  const Floats magnitude = select(x < Floats{}, x, -x);  // -|x|
+  const Floats power = exp2_of_negative(magnitude * broadcast(1.44269504f));
+  const Floats one = broadcast(1.0f);
+  return x * select(x < Floats{}, power, one) / (one + power);
+}
+
+template <class E>
+class Epilogue {
+ public:
+  explicit Epilogue(const Linear& job) : job_(job) {}
+
+  // Takes sums[rows][32] of one panel.
+  void operator()(float* sums, int64_t start, int rows, int64_t panel) const {
+    const bool is_paired = job_.activation == Activation::kSiluAndMul;
+    const int64_t width = is_paired ? kHalfPanel : kPanelColumns;
+    const int64_t column = panel * width;
+    const int64_t count = std::min(width, job_.out_features - column);
+    for (int row = 0; row < rows; ++row) {
+      float* values = sums + row * kPanelColumns;
+      if (is_paired) multiply_by_gate(values);
+      if (job_.bias) add_bias(values, column, count);
+      if (job_.residual) add_residual(values, start + row, column, count);
+      if (job_.out_is_float) {
+        write<Float32>(values, start + row, column, count);
+      } else {
+        write<E>(values, start + row, column, count);
+      }
+    }
+  }
+
+ private:
+  static void multiply_by_gate(float* values) {
+    for (int64_t i = 0; i < kHalfPanel; i += kLanes) {
+      const Floats gate = round(load<Floats>(values + i));
+      const Floats up = round(load<Floats>(values + kHalfPanel + i));
+      store(values + i, round(silu(gate)) * up);
+    }
+  }
+
+  // What a tensor of this type between the operations would hold.
+  static Floats round(Floats values) {
+    typename E::Stored stored[kLanes];
+    E::narrow_lanes(stored, values);
+    return E::widen_lanes(stored);
+  }
+
+  void add_bias(float* values, int64_t column, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) values[i] += job_.bias[column + i];
+  }
+
+  void add_residual(float* values, int64_t row, int64_t column, int64_t count) const {
+    const auto* from =
+        static_cast<const typename E::Stored*>(job_.residual) + row * job_.residual_stride + column;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      store(values + i, load<Floats>(values + i) + E::widen_lanes(from + i));
+    }
+    for (; i < count; ++i) values[i] += E::widen_one(from[i]);
+  }
+
+  template <class Out>
+  void write(const float* values, int64_t row, int64_t column, int64_t count) const {
+    auto* to = static_cast<typename Out::Stored*>(job_.out) + row * job_.out_stride + column;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) Out::narrow_lanes(to + i, load<Floats>(values + i));
+    for (; i < count; ++i) to[i] = Out::narrow_one(values[i]);
+  }
+
+  const Linear& job_;
+};
+
+template <class E>
+void run_linear(const Linear& job, Workers& workers) {
+  if (!job.num_rows) return;
+  using Operand = typename E::Operand;
+  const int64_t num_groups = groups_of<E>(job.in_features);
+  const Tiling tiling(job.num_rows);
+  auto* operands = static_cast<Operand*>(
+      workers.shared.reserve(job.num_rows * num_groups * static_cast<int64_t>(sizeof(Operand))));
+  workers.pool.run(tiling.num_tiles, [&](int64_t tile, int) {
+    const int64_t start = tiling.start(tile);
+    pack_operands<E>(job, start, tiling.rows(tile), operands + start * num_groups);
+  });
+  const int64_t width =
+      job.activation == Activation::kSiluAndMul ? kHalfPanel : int64_t{kPanelColumns};
+  const Epilogue<E> finish(job);
+  workers.pool.run((job.out_features + width - 1) / width, [&](int64_t panel, int) {
+    const uint32_t* words = job.weight + panel * num_groups * kPanelColumns;
+    alignas(64) float sums[kTileRows * kPanelColumns];
+    for (int64_t tile = 0; tile < tiling.num_tiles; ++tile) {
+      const int64_t start = tiling.start(tile);
+      const int rows = tiling.rows(tile);
+      tile_function<E, kPackedRows, 1>(rows)(operands + start * num_groups, words, num_groups,
+                                             sums, kPanelColumns, nullptr);
+      finish(sums, start, rows, panel);
+    }
+  });
+}
+
+template <class E>
+void run_embed(const Embed& job, Workers& workers) {
+  const int64_t num_groups = groups_of<E>(job.in_features);
+  workers.pool.run(job.num_tokens, [&](int64_t token, int) {
+    const int64_t row = job.token_ids[token];
+    const uint32_t* words =
+        job.weight + row / kPanelColumns * num_groups * kPanelColumns + row % kPanelColumns;
+    auto* out = static_cast<typename E::Stored*>(job.out) + token * job.in_features;
+    for (int64_t column = 0; column < job.in_features; ++column) {
+      const int64_t group = column / E::kGroup, within = column % E::kGroup;
+      out[column] =
+          reinterpret_cast<const typename E::Stored*>(words + group * kPanelColumns)[within];
+    }
+  });
+}
+
+}  // namespace
+
+void pack(const Pack& job) {
+  job.element == ElementType::kBfloat16 ? pack_as<Bfloat16>(job) : pack_as<Float32>(job);
+}
+
+void run(const Linear& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_linear<Bfloat16>(job, workers)
+                                        : run_linear<Float32>(job, workers);
+}
+
+void run(const Embed& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_embed<Bfloat16>(job, workers)
+                                        : run_embed<Float32>(job, workers);
+}
+
+}  // namespace baton

@@ -1,0 +1,172 @@
+// What is done to each row by itself: norms, rotary angles and rotation, KV writes, maxima.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "commands.h"
+#include "element.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t kElementsPerTask = 8192;  // some microseconds: worth a thread's while
+
+// Deals `num_rows` out in runs of rows that are worth a task.
+template <class Body>
+void for_rows(int64_t num_rows, int64_t row_size, Workers& workers, const Body& body) {
+  const int64_t rows_per_task = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, row_size));
+  workers.pool.run((num_rows + rows_per_task - 1) / rows_per_task, [&](int64_t task, int) {
+    const int64_t end = std::min(num_rows, (task + 1) * rows_per_task);
+    for (int64_t row = task * rows_per_task; row < end; ++row) body(row);
+  });
+}
+
+template <class E>
+void normalize(const typename E::Stored* input, const typename E::Stored* weight, int64_t size,
+               double eps, typename E::Stored* out) {
+  Floats squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Floats values = E::widen_lanes(input + i);
+    squares += values * values;
+  }
+  float total = sum(squares);
+  for (; i < size; ++i) total += E::widen_one(input[i]) * E::widen_one(input[i]);
+  const float factor = 1.0f / std::sqrt(total / static_cast<float>(size) + static_cast<float>(eps));
+  for (i = 0; i + kLanes <= size; i += kLanes) {
+    typename E::Stored normed[kLanes];
+    E::narrow_lanes(normed, E::widen_lanes(input + i) * broadcast(factor));
+    E::narrow_lanes(out + i, E::widen_lanes(normed) * E::widen_lanes(weight + i));
+  }
+  for (; i < size; ++i) {
+    const auto normed = E::narrow_one(E::widen_one(input[i]) * factor);
+    out[i] = E::narrow_one(E::widen_one(normed) * E::widen_one(weight[i]));
+  }
+}
+
+// Turns the halves of one head by the token's angles (arXiv:2104.09864, half-split pairs).
+template <class E>
+void rotate(typename E::Stored* head, const float* cos, const float* sin, int64_t half_dim) {
+  auto* upper = head + half_dim;
+  int64_t i = 0;
+  for (; i + kLanes <= half_dim; i += kLanes) {
+    const Floats a = E::widen_lanes(head + i), b = E::widen_lanes(upper + i);
+    const Floats c = load<Floats>(cos + i), s = load<Floats>(sin + i);
+    E::narrow_lanes(head + i, a * c - b * s);
+    E::narrow_lanes(upper + i, b * c + a * s);
+  }
+  for (; i < half_dim; ++i) {
+    const float a = E::widen_one(head[i]), b = E::widen_one(upper[i]);
+    head[i] = E::narrow_one(a * cos[i] - b * sin[i]);
+    upper[i] = E::narrow_one(b * cos[i] + a * sin[i]);
+  }
+}
+
+template <class E>
+void prepare_head(const RotateAndWriteKv& job, int64_t token, typename E::Stored* head,
+                  const void* norm) {
+  if (norm) {
+    normalize<E>(head, static_cast<const typename E::Stored*>(norm), job.head_dim, job.eps, head);
+  }
+  if (job.cos) {
+    const int64_t half_dim = job.head_dim / 2;
+    rotate<E>(head, job.cos + token * half_dim, job.sin + token * half_dim, half_dim);
+  }
+}
+
+template <class E>
+void rotate_and_write_token(const RotateAndWriteKv& job, int64_t token) {
+  using Stored = typename E::Stored;
+  const int64_t slot = job.batch->slot_mapping[token];
+  auto* query = static_cast<Stored*>(job.query) + token * job.query_stride;
+  auto* key = static_cast<Stored*>(job.key) + token * job.key_stride;
+  const auto* value = static_cast<const Stored*>(job.value) + token * job.value_stride;
+  auto* place = static_cast<Stored*>(job.cache) + slot / job.block_size * job.block_stride +
+                slot % job.block_size * job.slot_stride;
+  const auto num_bytes = static_cast<size_t>(job.head_dim) * sizeof(Stored);
+  for (int64_t head = 0; head < job.num_heads; ++head) {
+    prepare_head<E>(job, token, query + head * job.head_dim, job.query_norm);
+  }
+  for (int64_t head = 0; head < job.num_kv_heads; ++head) {
+    prepare_head<E>(job, token, key + head * job.head_dim, job.key_norm);
+    std::memcpy(place + head * job.head_stride, key + head * job.head_dim, num_bytes);
+    std::memcpy(place + head * job.head_stride + job.value_offset, value + head * job.head_dim,
+                num_bytes);
+  }
+}
+
+template <class E>
+void run_rms_norm(const RmsNorm& job, Workers& workers) {
+  using Stored = typename E::Stored;
+  for_rows(job.num_rows, job.size, workers, [&](int64_t row) {
+    normalize<E>(static_cast<const Stored*>(job.input) + row * job.input_stride,
+                 static_cast<const Stored*>(job.weight), job.size, job.eps,
+                 static_cast<Stored*>(job.out) + row * job.size);
+  });
+}
+
+template <class E>
+void run_rotate_and_write(const RotateAndWriteKv& job, Workers& workers) {
+  const int64_t token_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim;
+  for_rows(job.batch->num_tokens, token_size, workers,
+           [&](int64_t token) { rotate_and_write_token<E>(job, token); });
+}
+
+void find_maximum(const float* values, int64_t size, float* maximum_found, int64_t* index) {
+  Floats best = broadcast(-std::numeric_limits<float>::infinity());
+  Masks has_nan{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Floats lanes = load<Floats>(values + i);
+    best = larger(lanes, best);
+    has_nan |= lanes != lanes;
+  }
+  float found = maximum(best);
+  bool is_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) is_nan |= has_nan[lane] != 0;
+  for (; i < size; ++i) {
+    found = values[i] > found ? values[i] : found;
+    is_nan |= values[i] != values[i];
+  }
+  if (is_nan) {
+    *maximum_found = std::numeric_limits<float>::quiet_NaN();
+    *index = std::find_if(values, values + size, [](float v) { return v != v; }) - values;
+  } else {
+    *maximum_found = found;
+    *index = std::find(values, values + size, found) - values;
+  }
+}
+
+}  // namespace
+
+void run(const RmsNorm& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_rms_norm<Bfloat16>(job, workers)
+                                        : run_rms_norm<Float32>(job, workers);
+}
+
+void run(const RotaryAngles& job, Workers& workers) {
+  const auto amplitude = static_cast<float>(job.amplitude);
+  // A sine takes as long as some tens of elements of the other operations.
+  for_rows(job.num_tokens, job.half_dim * 32, workers, [&](int64_t token) {
+    const auto position = static_cast<float>(job.positions[token]);
+    for (int64_t i = 0; i < job.half_dim; ++i) {
+      const float angle = position * job.frequencies[i];
+      job.cos[token * job.half_dim + i] = std::cos(angle) * amplitude;
+      job.sin[token * job.half_dim + i] = std::sin(angle) * amplitude;
+    }
+  });
+}
+
+void run(const RotateAndWriteKv& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_rotate_and_write<Bfloat16>(job, workers)
+                                        : run_rotate_and_write<Float32>(job, workers);
+}
+
+void run(const Argmax& job, Workers& workers) {
+  for_rows(job.num_rows, job.size, workers, [&](int64_t row) {
+    find_maximum(job.logits + row * job.logits_stride, job.size, job.maxima + row,
+                 job.indices + row);
+  });
+}
+
+}  // namespace baton

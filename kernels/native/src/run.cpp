@@ -1,0 +1,102 @@
+// The library's interface: plain C, for ctypes.
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "commands.h"
+#include "pack.h"
+
+namespace baton {
+
+void* Scratch::reserve(int64_t num_bytes) {
+  if (num_bytes > num_bytes_) {
+    std::free(memory_);
+    num_bytes_ = (num_bytes + 4095) / 4096 * 4096;
+    memory_ = std::aligned_alloc(64, static_cast<size_t>(num_bytes_));
+    if (!memory_) {
+      num_bytes_ = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return memory_;
+}
+
+Scratch::~Scratch() { std::free(memory_); }
+
+namespace {
+
+std::mutex running;  // one step computes at a time: the cores are one set
+std::unique_ptr<Workers> workers;
+
+template <class Arguments>
+void run_as(const Command& command) {
+  static_assert(sizeof(Arguments) <= sizeof command.fields);
+  run(*reinterpret_cast<const Arguments*>(command.fields), *workers);
+}
+
+void run_one(const Command& command) {
+  switch (command.code) {
+    case Code::kLinear: return run_as<Linear>(command);
+    case Code::kEmbed: return run_as<Embed>(command);
+    case Code::kRmsNorm: return run_as<RmsNorm>(command);
+    case Code::kRotaryAngles: return run_as<RotaryAngles>(command);
+    case Code::kRotateAndWriteKv: return run_as<RotateAndWriteKv>(command);
+    case Code::kPagedAttention: return run_as<PagedAttention>(command);
+    case Code::kArgmax: return run_as<Argmax>(command);
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+extern "C" {
+
+// Runs commands in turn. Returns 0, or 1 when memory ran out.
+int64_t baton_run(const void* commands, int64_t count) {
+  const std::lock_guard<std::mutex> lock(running);
+  try {
+    if (!workers) workers = std::make_unique<Workers>(1);
+    const auto* first = static_cast<const Command*>(commands);
+    for (int64_t i = 0; i < count; ++i) run_one(first[i]);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+void baton_set_num_threads(int64_t num_threads) {
+  const std::lock_guard<std::mutex> lock(running);
+  if (!workers || workers->pool.num_threads() != num_threads) {
+    workers.reset();
+    workers = std::make_unique<Workers>(static_cast<int>(num_threads));
+  }
+}
+
+int64_t baton_num_threads() {
+  const std::lock_guard<std::mutex> lock(running);
+  return workers ? workers->pool.num_threads() : 1;
+}
+
+// Packs rows of a matrix [num_rows, num_columns] into a weight; see pack.h.
+void baton_pack(int64_t element, const void* source, int64_t row_stride, int64_t column_stride,
+                int64_t num_rows, int64_t num_columns, uint32_t* weight, int64_t first_row,
+                int64_t paired_part) {
+  pack({static_cast<ElementType>(element), source, row_stride, column_stride, num_rows,
+        num_columns, weight, first_row, paired_part});
+}
+
+// Asks for large pages where the system gives them: a step reads every weight once.
+void baton_prefer_large_pages(void* memory, int64_t num_bytes) {
+#if defined(MADV_HUGEPAGE)
+  const auto start = (reinterpret_cast<uintptr_t>(memory) + 4095) & ~uintptr_t{4095};
+  const auto end = (reinterpret_cast<uintptr_t>(memory) + num_bytes) & ~uintptr_t{4095};
+  if (end > start) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#endif
+}
+
+}  // extern "C"

@@ -1,0 +1,146 @@
+// Vectors of floats as wide as the instruction set the file is compiled for.
+//
+// GCC's and Clang's vector extensions give arithmetic on every instruction set; what they
+// lack (rounding to bfloat16, shuffles) is spelled out here once.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace baton {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Masks __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+template <class V, class T>
+inline V load(const T* from) {
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class V, class T>
+inline void store(T* to, V value) {
+  std::memcpy(to, &value, sizeof value);
+}
+
+inline Floats broadcast(float value) { return Floats{} + value; }
+
+inline Floats select(Masks which, Floats yes, Floats no) {
+  return (Floats)(((Masks)yes & which) | ((Masks)no & ~which));
+}
+
+// NaN on either side is dropped where `b` is a number, as in maxps.
+inline Floats larger(Floats a, Floats b) { return select(a > b, a, b); }
+
+inline float sum(Floats values) {
+  float total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += values[lane];
+  return total;
+}
+
+inline float maximum(Floats values) {
+  float best = values[0];
+  for (int lane = 1; lane < kLanes; ++lane) best = values[lane] > best ? values[lane] : best;
+  return best;
+}
+
+// bfloat16 is the upper half of a float.
+inline Floats widen(Halves halves) { return (Floats)(__builtin_convertvector(halves, Words) << 16); }
+
+// To the nearest bfloat16, ties to even; NaN stays NaN.
+inline Words round_to_bf16_bits(Floats values) {
+  const Words bits = (Words)values;
+  const Words rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16;
+  const Words is_nan = (Words)(values != values);
+  return (rounded & ~is_nan) | (((bits >> 16) | 0x40) & is_nan);
+}
+
+inline Halves narrow(Floats values) {
+  return __builtin_convertvector(round_to_bf16_bits(values), Halves);
+}
+
+inline float widen(uint16_t half) {
+  const uint32_t bits = uint32_t{half} << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline uint16_t narrow(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (value != value) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + ((bits >> 16 & 1) + 0x7FFF)) >> 16);
+}
+
+// 2^x for x <= 0, to about 2e-7 of its value; 0 below -126, so that -inf gives 0; NaN for NaN.
+inline Floats exp2_of_negative(Floats x) {
+  const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Masks is_zero = x < broadcast(-126.0f);
+  const Masks is_nan = x != x;
+  const Floats given = x;
+  x = larger(x, broadcast(-126.0f));
+  const Floats shifted = x + shifter;
+  const Floats f = x - (shifted - shifter);  // in [-0.5, 0.5]
+  // Taylor coefficients of 2^f, (ln 2)^n / n!
+  Floats p = broadcast(1.5403530e-4f);
+  p = p * f + broadcast(1.3333558e-3f);
+  p = p * f + broadcast(9.6181291e-3f);
+  p = p * f + broadcast(5.5504109e-2f);
+  p = p * f + broadcast(2.4022651e-1f);
+  p = p * f + broadcast(6.9314718e-1f);
+  p = p * f + broadcast(1.0f);
+  const Words exponent = ((Words)shifted - (Words)shifter) << 23;
+  return select(is_zero, Floats{}, select(is_nan, given, (Floats)((Words)p + exponent)));
+}
+
+// Lane j of the results: with `step` bits of j clear / set, from a / b; see `transpose`.
+template <int step>
+inline void exchange(Words& a, Words& b) {
+  Words low, high;
+#if defined(__clang__)
+  for (int lane = 0; lane < kLanes; ++lane) {
+    low[lane] = lane & step ? b[lane - step] : a[lane];
+    high[lane] = lane & step ? b[lane] : a[lane + step];
+  }
+#else
+  Words from_low, from_high;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    from_low[lane] = lane & step ? kLanes + lane - step : lane;
+    from_high[lane] = lane & step ? kLanes + lane : lane + step;
+  }
+  low = __builtin_shuffle(a, b, from_low);
+  high = __builtin_shuffle(a, b, from_high);
+#endif
+  a = low;
+  b = high;
+}
+
+template <int step>
+inline void transpose_from(Words (&rows)[kLanes]) {
+#pragma GCC unroll 16
+  for (int row = 0; row < kLanes; ++row) {
+    if (!(row & step)) exchange<step>(rows[row], rows[row + step]);
+  }
+  if constexpr (step * 2 < kLanes) transpose_from<step * 2>(rows);
+}
+
+// Transposes a square of words in log2(kLanes) rounds of exchanged halves (Eklundh 1972).
+inline void transpose(Words (&rows)[kLanes]) { transpose_from<1>(rows); }
+
+}  // namespace baton

@@ -1,0 +1,104 @@
+#include "thread_pool.h"
+
+#include <chrono>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace baton {
+namespace {
+
+constexpr uint64_t kOpen = uint64_t{1} << 31;
+constexpr uint64_t kWorkers = kOpen - 1;
+constexpr uint64_t kNextJob = uint64_t{1} << 32;
+constexpr auto kSpinTime = std::chrono::microseconds(40);
+constexpr int kPausesPerLook = 32;
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Spins until `is_over()`, then returns true; false when the time is up.
+template <class Condition>
+bool spin(Condition is_over) {
+  const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
+  do {
+    for (int i = 0; i < kPausesPerLook; ++i) {
+      if (is_over()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
+  return false;
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads) {
+  for (int thread = 1; thread < num_threads; ++thread) {
+    workers_.emplace_back([this, thread] { serve(thread); });
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  stopping_.store(true);
+  signal_.fetch_add(1);
+  signal_.notify_all();
+  for (auto& worker : workers_) worker.join();
+}
+
+void ThreadPool::run_job(Job job) {
+  if (workers_.empty() || job.num_tasks == 1) {
+    for (int64_t index = 0; index < job.num_tasks; ++index) job.call(job.body, index, 0);
+    return;
+  }
+  job_ = job;
+  next_.store(0, std::memory_order_relaxed);
+  const uint64_t number = (state_.load(std::memory_order_relaxed) & ~(kNextJob - 1)) + kNextJob;
+  state_.store(number | kOpen, std::memory_order_release);
+  signal_.fetch_add(1, std::memory_order_release);
+  signal_.notify_all();
+  take_tasks(0);
+  state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+  const auto is_alone = [this] {
+    return (state_.load(std::memory_order_acquire) & kWorkers) == 0;
+  };
+  // A worker still at its last task may have lost its core to a neighbour.
+  while (!spin(is_alone)) std::this_thread::yield();
+}
+
+void ThreadPool::take_tasks(int thread) {
+  for (;;) {
+    const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
+    if (index >= job_.num_tasks) return;
+    job_.call(job_.body, index, thread);
+  }
+}
+
+bool ThreadPool::join() {
+  uint64_t state = state_.load(std::memory_order_acquire);
+  while (state & kOpen) {
+    if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
+
+void ThreadPool::serve(int thread) {
+  uint32_t seen = 0;
+  for (;;) {
+    const auto has_signal = [&] { return signal_.load(std::memory_order_acquire) != seen; };
+    if (!spin(has_signal)) signal_.wait(seen, std::memory_order_acquire);
+    seen = signal_.load(std::memory_order_acquire);
+    if (stopping_.load()) return;
+    if (join()) {
+      take_tasks(thread);
+      state_.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  }
+}
+
+}  // namespace baton

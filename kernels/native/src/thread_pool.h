@@ -1,0 +1,55 @@
+// Threads that share the tasks of one job at a time.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace baton {
+
+// The caller works too. A worker that comes late finds the job closed and is not waited for, so
+// a neighbour on the same core delays a job by the one task it interrupted. Idle workers
+// spin for some microseconds, since the next job of a step is that near, and then sleep.
+class ThreadPool {
+ public:
+  explicit ThreadPool(int num_threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls task(index, thread) for each index below `num_tasks`; returns when all are done.
+  template <class Task>
+  void run(int64_t num_tasks, const Task& task) {
+    auto call = [](const void* body, int64_t index, int thread) {
+      (*static_cast<const Task*>(body))(index, thread);
+    };
+    run_job({call, &task, num_tasks});
+  }
+
+ private:
+  struct Job {
+    void (*call)(const void* body, int64_t index, int thread);
+    const void* body;
+    int64_t num_tasks;
+  };
+
+  void run_job(Job job);
+  void take_tasks(int thread);
+  void serve(int thread);
+  bool join();
+
+  Job job_{};
+  alignas(64) std::atomic<int64_t> next_{0};
+  // Number of the job << 32 | open flag << 31 | workers at it.
+  alignas(64) std::atomic<uint64_t> state_{0};
+  // Changes with each job and at the end: what sleeping workers wait on.
+  alignas(64) std::atomic<uint32_t> signal_{0};
+  std::atomic<bool> stopping_{false};
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace baton

@@ -1,0 +1,85 @@
+// The inner kernel of every matrix product: a few rows times one panel of columns.
+#pragma once
+
+#include <utility>
+
+#include "element.h"
+
+namespace baton {
+
+constexpr int kPanelColumns = 32;
+
+// Rows of one tile: their sums fill the registers beside a group of columns and an operand.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;
+#else
+constexpr int kTileRows = 4;
+#endif
+
+// Where a tile's left operands are: group g of row r at `first[g * group_stride + r * row_stride]`.
+// Rows packed side by side have group_stride kPackedRows: the tile's own number of rows.
+constexpr int kPackedRows = 0;
+
+// out[r][c] = (out[r][c] * scales[r], or 0) + sum over g of left[g][r] * panel[g][c]
+//
+// Each sum runs in the order of g, whatever the number of rows: a row's result does not
+// depend on its neighbours.
+template <class E, int rows, int group_stride, int row_stride>
+inline void multiply_tile(const typename E::Operand* left, const uint32_t* panel,
+                          int64_t num_groups, float* out, int64_t out_stride,
+                          const float* scales) {
+  constexpr int kVectors = 2;
+  constexpr int kStride = group_stride == kPackedRows ? rows : group_stride;
+  for (int column = 0; column < kPanelColumns; column += kVectors * kLanes) {
+    Floats sums[rows][kVectors];
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        float* place = out + row * out_stride + column + v * kLanes;
+        sums[row][v] = scales ? load<Floats>(place) * broadcast(scales[row]) : Floats{};
+      }
+    }
+    const uint32_t* words = panel + column;
+    const typename E::Operand* operands = left;
+#pragma GCC unroll 2
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const typename E::Columns first(words), second(words + kLanes);
+#pragma GCC unroll 16
+      for (int row = 0; row < rows; ++row) {
+        const typename E::Operand operand = operands[row * row_stride];
+        sums[row][0] = E::multiply_add(sums[row][0], first, operand);
+        sums[row][1] = E::multiply_add(sums[row][1], second, operand);
+      }
+      words += kPanelColumns;
+      operands += kStride;
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        store(out + row * out_stride + column + v * kLanes, sums[row][v]);
+      }
+    }
+  }
+}
+
+template <class E>
+using TileFunction = void (*)(const typename E::Operand*, const uint32_t*, int64_t, float*,
+                              int64_t, const float*);
+
+template <class E, int group_stride, int row_stride, int... counts>
+inline TileFunction<E> tile_function(int rows, std::integer_sequence<int, counts...>) {
+  static constexpr TileFunction<E> functions[] = {
+      multiply_tile<E, counts + 1, group_stride, row_stride>...};
+  return functions[rows - 1];
+}
+
+// The tile function for 1 <= rows <= kTileRows.
+template <class E, int group_stride, int row_stride>
+inline TileFunction<E> tile_function(int rows) {
+  return tile_function<E, group_stride, row_stride>(
+      rows, std::make_integer_sequence<int, kTileRows>{});
+}
+
+}  // namespace baton
