@@ -55,3 +55,19 @@ class RequestRecord:
     token_times_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
     error: str | None = None
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from sending it to its first token: TTFT. None without a token."""
+        return self.token_times_s[0] - self.sent_s if self.token_times_s else None
+
+    @property
+    def token_gap_s(self) -> float | None:
+        """Mean seconds per token after the first: TPOT. None below two tokens."""
+        times = self.token_times_s
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds from sending it to its end: E2E."""
+        return self.ended_s - self.sent_s

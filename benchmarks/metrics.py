@@ -1,0 +1,191 @@
+"""What a run's records say: latencies, throughput, goodput, concurrency. Pure.
+
+Definitions (docs/benchmarks.md has them for readers):
+
+    TTFT  from sending a request to its first token
+    ITL   from each token to the next of its request; 0 between tokens of one message
+    TPOT  per request of two tokens or more: (last token - first token) / (tokens - 1)
+    E2E   from sending a request to its last message
+    duration     from the first request sent to the last one ended
+    concurrency  sum of the times from sent to ended, of all requests, over the duration
+
+Latencies and throughput are of requests that succeeded; failed ones are
+counted, and never meet a service level.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from benchmarks.goodput import ServiceLevel
+from benchmarks.request import RequestRecord
+
+__all__ = [
+    "Distribution",
+    "Goodput",
+    "Metrics",
+    "compute_metrics",
+    "distribution_of",
+    "first_tokens_ms",
+    "latencies_ms",
+    "peak_concurrency",
+    "token_gaps_ms",
+    "tokens_per_output_ms",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of a latency, in milliseconds. Percentiles are interpolated linearly."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Requests that succeeded within the service level.
+
+    Attributes:
+        num_good: how many.
+        share: of all requests, those that failed included.
+        requests_per_s: good ones over the duration.
+    """
+
+    num_good: int
+    share: float
+    requests_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The figures of a run.
+
+    Attributes:
+        num_requests: sent.
+        num_failed: of these, lost, refused, or short of tokens.
+        errors: how many requests failed for each reason.
+        duration_s: from the first request sent to the last one ended.
+        num_input_tokens: of the requests that succeeded.
+        num_output_tokens: of the requests that succeeded.
+        requests_per_s: that succeeded.
+        input_tokens_per_s: prompt tokens over the duration.
+        output_tokens_per_s: generated tokens over the duration.
+        total_tokens_per_s: both.
+        mean_concurrency: requests in flight, on average over time.
+        peak_concurrency: the most requests in flight.
+        ttft_ms: time to first token.
+        itl_ms: time between tokens.
+        tpot_ms: time per output token after the first.
+        e2el_ms: time to the end.
+        goodput: None without a service level.
+    """
+
+    num_requests: int
+    num_failed: int
+    errors: dict[str, int]
+    duration_s: float
+    num_input_tokens: int
+    num_output_tokens: int
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    mean_concurrency: float
+    peak_concurrency: int
+    ttft_ms: Distribution | None
+    itl_ms: Distribution | None
+    tpot_ms: Distribution | None
+    e2el_ms: Distribution | None
+    goodput: Goodput | None
+
+
+def compute_metrics(records: Sequence[RequestRecord], level: ServiceLevel | None) -> Metrics:
+    """The figures of a run of one request or more."""
+    done = [record for record in records if record.error is None]
+    num_inputs = sum(record.num_prompt_tokens for record in done)
+    num_outputs = sum(len(record.token_times_s) for record in done)
+    duration_s = max(r.ended_s for r in records) - min(r.sent_s for r in records)
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    return Metrics(
+        num_requests=len(records),
+        num_failed=len(records) - len(done),
+        errors=_count_errors(records),
+        duration_s=duration_s,
+        num_input_tokens=num_inputs,
+        num_output_tokens=num_outputs,
+        requests_per_s=len(done) * per_s,
+        input_tokens_per_s=num_inputs * per_s,
+        output_tokens_per_s=num_outputs * per_s,
+        total_tokens_per_s=(num_inputs + num_outputs) * per_s,
+        mean_concurrency=sum(record.latency_s for record in records) * per_s,
+        peak_concurrency=peak_concurrency(records),
+        ttft_ms=distribution_of(first_tokens_ms(done)),
+        itl_ms=distribution_of(token_gaps_ms(done)),
+        tpot_ms=distribution_of(tokens_per_output_ms(done)),
+        e2el_ms=distribution_of(latencies_ms(done)),
+        goodput=_goodput(records, level, per_s) if level is not None else None,
+    )
+
+
+def distribution_of(values_ms: Sequence[float]) -> Distribution | None:
+    """None of no values."""
+    if not values_ms:
+        return None
+    p50, p90, p99 = np.percentile(values_ms, (50, 90, 99))
+    return Distribution(float(np.mean(values_ms)), float(p50), float(p90), float(p99))
+
+
+def first_tokens_ms(records: Iterable[RequestRecord]) -> list[float]:
+    """TTFT of each request that has a token."""
+    seconds = (record.first_token_s for record in records)
+    return [1000 * value for value in seconds if value is not None]
+
+
+def token_gaps_ms(records: Iterable[RequestRecord]) -> list[float]:
+    """ITL: of all requests, each gap between a token and the next."""
+    return [
+        1000 * (late - early)
+        for record in records
+        for early, late in pairwise(record.token_times_s)
+    ]
+
+
+def tokens_per_output_ms(records: Iterable[RequestRecord]) -> list[float]:
+    """TPOT of each request that has two tokens or more."""
+    seconds = (record.token_gap_s for record in records)
+    return [1000 * value for value in seconds if value is not None]
+
+
+def latencies_ms(records: Iterable[RequestRecord]) -> list[float]:
+    """E2E of each request."""
+    return [1000 * record.latency_s for record in records]
+
+
+def peak_concurrency(records: Iterable[RequestRecord]) -> int:
+    """The most requests in flight; one that ends as another is sent makes room for it."""
+    changes = sorted(
+        change for record in records for change in ((record.sent_s, 1), (record.ended_s, -1))
+    )
+    peak = now = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def _count_errors(records: Iterable[RequestRecord]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for record in records:
+        if record.error is not None:
+            counts[record.error] = counts.get(record.error, 0) + 1
+    return counts
+
+
+def _goodput(records: Sequence[RequestRecord], level: ServiceLevel, per_s: float) -> Goodput:
+    num_good = sum(level.is_met(record) for record in records)
+    return Goodput(num_good, num_good / len(records), num_good * per_s)
