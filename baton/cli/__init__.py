@@ -33,6 +33,7 @@ _COMMANDS = {
     "decode": _Command("decode_service.server", "run a decode worker"),
     "generate": _Command("baton.cli.generate", "complete a prompt and stream the text"),
     "bench": _Command("benchmarks.cli", "measure: a running endpoint, an engine, its parts"),
+    "doctor": _Command("baton.cli.doctor", "say what this machine offers, and what is wrong"),
     "health": _Command("baton.cli.health", "ask a server whether it serves"),
 }
 

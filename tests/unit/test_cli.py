@@ -16,6 +16,7 @@ COMMANDS = {
     "decode": ("--kv-connector", "--gpu-memory-utilization", "--max-num-seqs", "--port"),
     "generate": ("--address", "--max-tokens", "--temperature", "--seed", "--stop", "--beam-width"),
     "bench": ("SUBCOMMAND", "split", "scheduling"),
+    "doctor": ("--json", "--kv-connector"),
     "health": ("HOST:PORT", "--timeout-s"),
 }
 

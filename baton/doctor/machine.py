@@ -1,0 +1,91 @@
+"""The CPU, the cores and the memory that this process may use."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from baton import machine_limits
+from baton.doctor.finding import Finding, Level
+from baton.up.threads import threads_per_worker
+from kernels.native.cpu import cpu_features, cpu_model
+
+__all__ = ["check_cores", "check_cpu", "check_memory", "check_shared_memory", "check_threads"]
+
+_GIB = 1 << 30
+_LITTLE_MEMORY_BYTES = 2 * _GIB
+_LITTLE_SHARED_MEMORY_BYTES = _GIB
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only asked for its size
+_TELLING_FEATURES = (
+    *("avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16"),
+    *("asimd", "bf16", "i8mm", "sve"),
+)
+"""What makes a difference to inference."""
+
+
+def check_cpu() -> Iterator[Finding]:
+    """The CPU's name and its instruction sets."""
+    features = cpu_features()
+    telling = [name for name in _TELLING_FEATURES if name in features]
+    text = f"{cpu_model() or 'unknown'}: {' '.join(telling) or 'no known instruction sets'}"
+    yield Finding("cpu", Level.OK, text, {"model": cpu_model(), "features": telling})
+
+
+def check_cores() -> Iterator[Finding]:
+    """How many cores this process may use."""
+    affine, quota = machine_limits.affine_cores(), machine_limits.cpu_quota()
+    text = f"{affine} of {os.cpu_count()} by affinity, " + (
+        "no quota" if quota is None else f"a quota of {quota:g} by control group"
+    )
+    facts = {"cores": os.cpu_count(), "affine": affine, "quota": quota}
+    yield Finding("cores", Level.OK, text, facts)
+
+
+def check_threads() -> Iterator[Finding]:
+    """How many threads compute by default, and whether the cores suffice."""
+    import torch
+
+    alone, in_pair = torch.get_num_threads(), threads_per_worker(2)
+    cores = machine_limits.usable_cores()
+    text = (
+        f"a worker alone computes on {alone} (torch's choice), one of two of `baton up` "
+        f"on {in_pair} (its share of the cores)"
+    )
+    facts = {"alone": alone, "one_of_two": in_pair, "usable_cores": cores}
+    if max(alone, 2 * in_pair) > max(cores, 2):
+        text += f"; {cores} cores cannot keep them busy: pass --num-threads"
+        yield Finding("threads", Level.NOTE, text, facts)
+    else:
+        yield Finding("threads", Level.OK, text, facts)
+
+
+def check_memory() -> Iterator[Finding]:
+    """Memory for weights and KV cache on the CPU."""
+    memory = machine_limits.read_memory()
+    parts = [f"{_gib(memory.available)} available of {_gib(memory.total)}"]
+    if memory.limit is not None:
+        parts.append(f"limited to {_gib(memory.limit)} by control group")
+    facts = {"available": memory.available, "total": memory.total, "limit": memory.limit}
+    level = Level.OK
+    if memory.available is not None and memory.available < _LITTLE_MEMORY_BYTES:
+        level = Level.NOTE
+        parts.append("larger models will not fit")
+    yield Finding("memory", level, ", ".join(parts), facts)
+
+
+def check_shared_memory() -> Iterator[Finding]:
+    """Room for `shm://`, which `baton up` hands KV over through."""
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        text = f"{_SHARED_MEMORY} cannot be written: `baton up` hands KV over in a temporary folder"
+        yield Finding("shared memory", Level.NOTE, text)
+        return
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    text, level = f"{_gib(free)} free in {_SHARED_MEMORY}", Level.OK
+    if free < _LITTLE_SHARED_MEMORY_BYTES:
+        text += "; shm:// may run full (in Docker: --shm-size)"
+        level = Level.NOTE
+    yield Finding("shared memory", level, text, {"free": free})
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / _GIB:.1f} GiB"

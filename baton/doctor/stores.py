@@ -1,0 +1,58 @@
+"""Whether a KV store answers."""
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from urllib.parse import urlsplit
+
+from baton.doctor.finding import Finding, Level
+from baton.errors import ConfigurationError
+from kvstore.registry import open_store
+from kvstore.store import GetStatus, KvStore, StoreUnavailableError
+
+__all__ = ["check_store"]
+
+_KEY_BYTES = 32
+_PROBE = b"baton doctor"
+
+
+def check_store(url: str) -> Iterator[Finding]:
+    """Writes an object under a key of its own, reads it back and removes it.
+
+    Args:
+        url: the store's, as for `--kv-connector`; its password is not told.
+    """
+    name = _without_password(url)
+    started = time.perf_counter()
+    try:
+        with closing(open_store(url)) as store:
+            problem = _try(store)
+    except ConfigurationError as error:
+        problem = error.message
+    except StoreUnavailableError as error:
+        problem = f"does not answer: {error}"
+    elapsed_ms = (time.perf_counter() - started) * 1000
+    facts = {"url": name, "elapsed_ms": round(elapsed_ms, 2)}
+    if problem:
+        yield Finding("kv store", Level.PROBLEM, f"{name}: {problem}", facts)
+    else:
+        text = f"{name}: wrote, read and removed an object in {elapsed_ms:.0f} ms"
+        yield Finding("kv store", Level.OK, text, facts)
+
+
+def _try(store: KvStore) -> str:
+    """What went wrong; empty for nothing."""
+    key, buffer = secrets.token_bytes(_KEY_BYTES), bytearray(len(_PROBE))
+    store.put_many([key], [memoryview(_PROBE)])
+    statuses = store.get_many_into([key], [memoryview(buffer)])
+    store.delete([key])
+    if statuses != [GetStatus.HIT] or bytes(buffer) != _PROBE:
+        return "what was written was not found again"
+    return ""
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"

@@ -1,0 +1,149 @@
+"""What this process may use of the machine: cores and memory, by affinity and control groups.
+
+A leaf module: every package may import it, and it imports only the standard library.
+Containers limit through control groups, of version 1 or 2 (cgroups(7)); a limit of a
+group holds for those below it, so the smallest from ours up to the root counts.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Memory", "affine_cores", "cpu_quota", "read_memory", "usable_cores"]
+
+_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory in bytes; None where the system does not say.
+
+    Attributes:
+        total: of the machine.
+        available: what may still be taken without swapping, by the machine and by the limit.
+        limit: of the control groups; None for none.
+    """
+
+    total: int | None
+    available: int | None
+    limit: int | None
+
+
+def usable_cores() -> int:
+    """How many cores this process can keep busy: its affinity, cut by its quota; at least one."""
+    return max(1, math.floor(min(affine_cores(), cpu_quota() or math.inf)))
+
+
+def affine_cores() -> int:
+    """How many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """How many cores' worth of time the control groups grant; None for no limit.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    quotas = [_quota_v2(folder) for folder in _folders(root, "")]
+    quotas += [_quota_v1(folder) for folder in _folders(root, "cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def read_memory(root: Path = Path("/")) -> Memory:
+    """The machine's memory and the control groups' limit.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    machine = _keyed_numbers(root / "proc/meminfo")
+    total, available = (
+        None if value is None else value * _KIB
+        for value in (machine.get("MemTotal"), machine.get("MemAvailable"))
+    )
+    groups = [_limit_and_room(*paths) for paths in _memory_files(root)]
+    # Version 1 says "no limit" by a number beyond all memory.
+    bounding = [
+        group for group in groups if group is not None and (total is None or group[0] < total)
+    ]
+    rooms = [room for _, room in bounding]
+    if available is not None:
+        rooms.append(available)
+    return Memory(total, min(rooms, default=None), min((one for one, _ in bounding), default=None))
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of our group and those above it, as far as they are visible.
+
+    Args:
+        root: where `proc` and `sys` are.
+        controller: of version 1; empty for version 2, where one tree has them all.
+    """
+    mount = root / "sys/fs/cgroup" / controller
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            ours = mount / path.lstrip("/")
+            # In a container the path may be the host's: then only the mount is there.
+            yield from (folder for folder in (ours, *ours.parents) if folder.is_relative_to(mount))
+
+
+def _quota_v2(folder: Path) -> float | None:
+    words = _text(folder / "cpu.max").split()
+    if len(words) != 2 or words[0] == "max":
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _quota_v1(folder: Path) -> float | None:
+    quota, period = (_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    if quota is None or period is None or quota < 0:
+        return None
+    return quota / period
+
+
+def _memory_files(root: Path) -> Iterator[tuple[Path, Path, Path]]:
+    """Of each group: its limit, its usage, its statistics."""
+    for folder in _folders(root, ""):
+        yield folder / "memory.max", folder / "memory.current", folder / "memory.stat"
+    for folder in _folders(root, "memory"):
+        yield (
+            folder / "memory.limit_in_bytes",
+            folder / "memory.usage_in_bytes",
+            folder / "memory.stat",
+        )
+
+
+def _limit_and_room(limit_file: Path, usage_file: Path, stat_file: Path) -> tuple[int, int] | None:
+    """A group's limit, and what is left of it: files in memory give way, and do not count."""
+    limit, usage = _number(limit_file), _number(usage_file)
+    if limit is None or usage is None:
+        return None
+    statistics = _keyed_numbers(stat_file)
+    cached = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
+    return limit, max(0, limit - usage + cached)
+
+
+def _keyed_numbers(path: Path) -> dict[str, int]:
+    """Lines of a name, perhaps a colon, and a number."""
+    rows = (line.split() for line in _text(path).splitlines())
+    return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None for no file or another word, such as "max"."""
+    try:
+        return int(_text(path))
+    except ValueError:
+        return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

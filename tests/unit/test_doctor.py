@@ -1,0 +1,250 @@
+"""`baton doctor`: what it finds, how it says it, and its exit status."""
+
+import json
+import subprocess
+import tomllib
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from baton import doctor, machine_limits
+from baton.cli import main
+from baton.doctor import Finding, Level, machine, native_kernels, software, stores
+from baton.errors import ConfigurationError
+from baton.machine_limits import Memory
+from kernels.native.library import Library, Selection
+from kernels.native.variants import Variant
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """A function that makes the doctor find these, whatever the machine is."""
+
+    def find(*findings):
+        monkeypatch.setattr("baton.cli.doctor.examine", lambda kv_connector: list(findings))
+
+    return find
+
+
+FINE = Finding("cores", Level.OK, "2 of 2", {"affine": 2})
+SLOW = Finding("cpu kernels", Level.NOTE, "torch")
+BROKEN = Finding("torch", Level.PROBLEM, "is gone")
+
+
+def test_a_page_with_a_line_for_each(found, capsys):
+    found(FINE, SLOW)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1)[0] for line in lines] == ["ok", "note"]
+    assert lines[0].endswith("cores                2 of 2")
+
+
+def test_what_is_broken_fails(found, capsys):
+    found(FINE, BROKEN)
+    assert main(["doctor"]) == 1
+    assert "problem torch                is gone" in capsys.readouterr().out
+
+
+def test_long_lines_are_folded_under_their_text(found, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found(Finding("cores", Level.OK, "word " * 20))
+    main(["doctor"])
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert second.index("word") == first.index("word")
+    assert len(first) <= 80
+
+
+@pytest.mark.parametrize(("findings", "ok"), [((FINE, SLOW), True), ((BROKEN,), False)])
+def test_json(found, capsys, findings, ok):
+    found(*findings)
+    assert main(["doctor", "--json"]) == (0 if ok else 1)
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is ok
+    assert report["findings"][0] == {
+        "topic": findings[0].topic,
+        "level": findings[0].level.value,
+        "text": findings[0].text,
+        "facts": dict(findings[0].facts),
+    }
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch):
+    def check_nothing():
+        yield FINE
+        raise ImportError("libgone.so: cannot open shared object file")
+
+    monkeypatch.setattr(doctor, "_CHECKS", (check_nothing,))
+    (finding,) = doctor.examine()
+    assert (finding.topic, finding.level) == ("nothing", Level.PROBLEM)
+    assert "libgone.so" in finding.text
+
+
+def selected(monkeypatch, result):
+    def select():
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(native_kernels.library, "select", select)
+    (finding,) = native_kernels.check_selection()
+    return finding
+
+
+def test_native_kernels_are_fine(monkeypatch):
+    selection = Selection("avx2", Path("/somewhere/lib.so"), "this CPU has avx2")
+    finding = selected(monkeypatch, selection)
+    assert finding.level is Level.OK
+    assert finding.text == "avx2: this CPU has avx2 (/somewhere/lib.so)"
+    assert finding.facts["path"] == "/somewhere/lib.so"
+
+
+def test_the_fallback_says_that_it_is_slower(monkeypatch):
+    finding = selected(monkeypatch, Selection("torch", None, "no library was built"))
+    assert finding.level is Level.NOTE
+    assert finding.text == "torch, which is slower than native ones: no library was built"
+
+
+def test_a_wish_that_cannot_be_had_is_a_problem(monkeypatch):
+    finding = selected(monkeypatch, ConfigurationError("BATON_CPU_KERNELS is 'avx9'"))
+    assert (finding.level, finding.text) == (Level.PROBLEM, "BATON_CPU_KERNELS is 'avx9'")
+
+
+def test_libraries_that_are_not_built_have_their_reason(monkeypatch):
+    states = (
+        Library(Variant("fast"), Path("a"), built=False, problem="gcc 8 does not take it"),
+        Library(Variant("plain"), Path("b"), built=True),
+    )
+    monkeypatch.setattr(native_kernels.library, "find_libraries", lambda: states)
+    (finding,) = native_kernels.check_libraries()
+    assert finding.level is Level.NOTE
+    assert finding.text.startswith("fast not built (gcc 8 does not take it); plain built; `python")
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "text"),
+    [
+        (-4, "", "the kernels crashed: signal 4"),
+        (1, "Traceback\nOSError: gone\n", "OSError: gone"),
+        (1, "", "failed without a word"),
+    ],
+)
+def test_kernels_that_fail_their_test_are_a_problem(monkeypatch, status, stderr, text):
+    def run(command, **options):
+        return subprocess.CompletedProcess(command, status, "", stderr)
+
+    monkeypatch.setattr(native_kernels.subprocess, "run", run)
+    (finding,) = native_kernels.check_result()
+    assert (finding.level, finding.text) == (Level.PROBLEM, text)
+
+
+def test_kernels_that_hang_are_a_problem(monkeypatch):
+    def run(command, *, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(native_kernels.subprocess, "run", run)
+    (finding,) = native_kernels.check_result()
+    assert finding.level is Level.PROBLEM
+    assert "longer than" in finding.text
+
+
+def test_no_compiler_is_a_note(monkeypatch):
+    monkeypatch.setattr(native_kernels, "find_compiler", lambda: None)
+    (finding,) = native_kernels.check_compiler()
+    assert finding.level is Level.NOTE
+
+
+def test_too_many_threads_for_the_quota(monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 16)
+    monkeypatch.setattr(machine, "threads_per_worker", lambda num_workers: 8)
+    monkeypatch.setattr(machine_limits, "usable_cores", lambda: 4)
+    (finding,) = machine.check_threads()
+    assert finding.level is Level.NOTE
+    assert "4 cores cannot keep them busy" in finding.text
+    monkeypatch.setattr(machine_limits, "usable_cores", lambda: 16)
+    (finding,) = machine.check_threads()
+    assert finding.level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("memory", "level", "text"),
+    [
+        (Memory(8 * GIB, 5 * GIB, None), Level.OK, "5.0 GiB available of 8.0 GiB"),
+        (
+            Memory(8 * GIB, GIB, 3 * GIB),
+            Level.NOTE,
+            "1.0 GiB available of 8.0 GiB, limited to 3.0 GiB by control group, "
+            "larger models will not fit",
+        ),
+        (Memory(None, None, None), Level.OK, "unknown available of unknown"),
+    ],
+)
+def test_memory(monkeypatch, memory, level, text):
+    monkeypatch.setattr(machine_limits, "read_memory", lambda: memory)
+    (finding,) = machine.check_memory()
+    assert (finding.level, finding.text) == (level, text)
+
+
+def test_little_shared_memory_is_a_note(monkeypatch, tmp_path):
+    usage = namedtuple("usage", ["total", "used", "free"])(64 << 20, 0, 64 << 20)
+    monkeypatch.setattr(machine, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    (finding,) = machine.check_shared_memory()
+    assert finding.level is Level.NOTE
+    assert "--shm-size" in finding.text
+
+
+def test_no_shared_memory_is_a_note(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "_SHARED_MEMORY", tmp_path / "none")
+    (finding,) = machine.check_shared_memory()
+    assert finding.level is Level.NOTE
+    assert "temporary folder" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "levels"), [(False, ["ok", "note", "note"]), (True, ["note", "note", "note"])]
+)
+def test_optional_packages_that_are_missing(monkeypatch, has_gpu, levels):
+    def version(distribution):
+        raise metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(software.metadata, "version", version)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    findings = list(software.check_extras())
+    assert [finding.level for finding in findings] == levels
+    assert 'pip install "baton-llm[bench]"' in findings[1].text
+
+
+def test_every_extra_exists():
+    """The commands that the doctor tells must work."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for extra in software._EXTRAS:
+        requirements = project["optional-dependencies"][extra.extra]
+        assert any(line.startswith(extra.distribution) for line in requirements)
+
+
+def test_a_store_that_works(tmp_path):
+    (finding,) = stores.check_store(f"file://{tmp_path}/kv")
+    assert finding.level is Level.OK
+    assert "wrote, read and removed an object" in finding.text
+
+
+def test_a_store_that_is_down_and_whose_password_is_nobodys_business():
+    (finding,) = stores.check_store("redis://user:secret@127.0.0.1:1/0?timeout_s=0.2")
+    assert finding.level is Level.PROBLEM
+    assert finding.text.startswith("redis://127.0.0.1:1/0: does not answer: ")
+    assert "secret" not in finding.text
+
+
+def test_a_store_that_does_not_exist():
+    (finding,) = stores.check_store("nothing://")
+    assert finding.level is Level.PROBLEM
+    assert "unknown KV store scheme" in finding.text
+
+
+def test_an_answering_redis(redis_server):
+    (finding,) = stores.check_store(redis_server.url)
+    assert finding.level is Level.OK
