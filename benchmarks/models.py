@@ -13,7 +13,13 @@ from safetensors import safe_open
 
 from baton.demo import demo_model_path
 
-__all__ = ["RANDOM_MODELS", "cached_random_model", "make_random_model", "num_weights"]
+__all__ = [
+    "RANDOM_MODELS",
+    "cached_random_model",
+    "make_random_model",
+    "num_weights",
+    "read_config",
+]
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 16_384,
@@ -69,6 +75,12 @@ def cached_random_model(name: str, root: Path) -> Path:
             # Renamed when whole: an interrupted run leaves no half of a model.
             make_random_model(name, Path(unfinished) / name).rename(folder)
     return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's config.json."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
 
 
 def num_weights(folder: Path) -> int:

@@ -1,0 +1,144 @@
+"""What engines are compared on: four workloads, the figures of each, and the figures' floors.
+
+A floor is what the machine's ceilings allow: the model's operations over its
+measured matrix rate, or its bytes over its measured bandwidth, whichever takes
+longer. Pure.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.peers.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
+from benchmarks.peers.peer_messages import PeerRun
+from benchmarks.request import BenchRequest
+from benchmarks.workloads.kind import LengthRange
+from benchmarks.workloads.random_lengths import random_lengths
+from benchmarks.workloads.shared_prefixes import shared_prefixes
+
+__all__ = ["CASE_NAMES", "Case", "Figure", "build_cases", "mixed_requests"]
+
+Requests = Sequence[BenchRequest]
+
+CASE_NAMES = ("batch-1", "mixed", "shared-prefix", "long-prompts")
+_MAX_TOKEN_ID = 16_384
+"""Of the prompts: so the random models, whatever their vocabulary, get the same ones."""
+_MIXED_SEED = 48
+"""With 16,384 token ids: 8,855 prompt tokens and 3,750 to generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that a run of a workload yields.
+
+    Attributes:
+        name: with its unit.
+        is_less_better: whether a smaller one is the better one.
+        of_run: the number of one run.
+        floor: the best number that the ceilings allow.
+    """
+
+    name: str
+    is_less_better: bool
+    of_run: Callable[[Requests, PeerRun], float]
+    floor: Callable[[Requests, ModelShape, Ceilings], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload and what is measured on it."""
+
+    name: str
+    requests: Requests
+    figures: tuple[Figure, ...]
+
+
+def build_cases(vocab_size: int) -> dict[str, Case]:
+    """The cases by name. Token ids are below `vocab_size`."""
+    ids = min(vocab_size, _MAX_TOKEN_ID)
+    alone = _random(1, 128, 128, ids, seed=0)
+    shared = shared_prefixes(
+        num_requests=32,
+        num_groups=1,
+        prefix_len=768,
+        input_len=_exactly(32),
+        output_len=_exactly(32),
+        vocab_size=ids,
+        seed=0,
+    )
+    contents = (
+        (alone, (_TOKEN_MS, _FIRST_TOKEN_MS)),
+        (mixed_requests(vocab_size, _MIXED_SEED), (_OUTPUT_RATE,)),
+        (shared.requests, (_OUTPUT_RATE,)),
+        (_random(4, 3000, 16, ids, seed=0), (_TOTAL_RATE,)),
+    )
+    return {name: Case(name, *content) for name, content in zip(CASE_NAMES, contents, strict=True)}
+
+
+def mixed_requests(vocab_size: int, seed: int) -> Requests:
+    """48 requests; prompts are uniform from 32 to 336 tokens, outputs from 16 to 138."""
+    ids = min(vocab_size, _MAX_TOKEN_ID)
+    lengths = {"input_len": LengthRange(32, 336), "output_len": LengthRange(16, 138)}
+    return random_lengths(num_requests=48, **lengths, vocab_size=ids, seed=seed).requests
+
+
+def _random(num_requests: int, input_len: int, output_len: int, ids: int, seed: int) -> Requests:
+    return random_lengths(
+        num_requests=num_requests,
+        input_len=_exactly(input_len),
+        output_len=_exactly(output_len),
+        vocab_size=ids,
+        seed=seed,
+    ).requests
+
+
+def _exactly(num_tokens: int) -> LengthRange:
+    return LengthRange(num_tokens, num_tokens)
+
+
+def _token_ms(requests: Requests, run: PeerRun) -> float:
+    """Of a request alone: from the first token to the last, per token."""
+    times_s = run.answers[0].token_times_s
+    return 1000 * (times_s[-1] - times_s[0]) / (len(times_s) - 1)
+
+
+def _token_floor_ms(requests: Requests, shape: ModelShape, ceilings: Ceilings) -> float:
+    return 1000 * token_floor_s(shape, ceilings)
+
+
+def _first_token_ms(requests: Requests, run: PeerRun) -> float:
+    return 1000 * run.answers[0].token_times_s[0]
+
+
+def _first_token_floor_ms(requests: Requests, shape: ModelShape, ceilings: Ceilings) -> float:
+    first = BenchRequest(requests[0].prompt_token_ids, num_output_tokens=1)
+    return 1000 * floor_s([first], shape, ceilings)
+
+
+def _output_rate(requests: Requests, run: PeerRun) -> float:
+    return _num_outputs(requests) / run.wall_s
+
+
+def _output_rate_floor(requests: Requests, shape: ModelShape, ceilings: Ceilings) -> float:
+    return _num_outputs(requests) / floor_s(requests, shape, ceilings)
+
+
+def _total_rate(requests: Requests, run: PeerRun) -> float:
+    return _num_tokens(requests) / run.wall_s
+
+
+def _total_rate_floor(requests: Requests, shape: ModelShape, ceilings: Ceilings) -> float:
+    return _num_tokens(requests) / floor_s(requests, shape, ceilings)
+
+
+def _num_outputs(requests: Requests) -> int:
+    return sum(request.num_output_tokens for request in requests)
+
+
+def _num_tokens(requests: Requests) -> int:
+    return _num_outputs(requests) + sum(len(request.prompt_token_ids) for request in requests)
+
+
+_TOKEN_MS = Figure("ms per token", True, _token_ms, _token_floor_ms)
+_FIRST_TOKEN_MS = Figure("ms to first token", True, _first_token_ms, _first_token_floor_ms)
+_OUTPUT_RATE = Figure("output tokens/s", False, _output_rate, _output_rate_floor)
+_TOTAL_RATE = Figure("total tokens/s", False, _total_rate, _total_rate_floor)

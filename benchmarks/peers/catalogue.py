@@ -1,0 +1,175 @@
+"""The engines that can be compared: where each lives, and how its worker is started."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ConfigurationError
+from benchmarks.peers.peer_process import Launch
+
+__all__ = ["ENGINES", "REFERENCE", "Setting", "launch_of"]
+
+REFERENCE = "reference"
+"""Transformers in float32, one request at a time."""
+_HERE = Path(__file__).parent
+_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
+"""By peers: these would reach from Baton's environment into theirs."""
+_TCMALLOC_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all engines get alike.
+
+    Attributes:
+        model: checkpoint folder.
+        num_threads: for compute.
+        peers_folder: holds an environment per peer.
+        max_model_len: most tokens of a request.
+    """
+
+    model: Path
+    num_threads: int
+    peers_folder: Path
+    max_model_len: int
+
+
+def _same_model(setting: Setting) -> Path:
+    return setting.model
+
+
+def _no_variables(setting: Setting) -> dict[str, str]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """One entry of the catalogue.
+
+    Attributes:
+        worker: its script in `workers`, without the suffix.
+        home: its environment below the folder of peers; None for Baton's own.
+        prepare: makes the model folder that it wants, if it wants another.
+        variables: environment variables beyond what all get.
+        dtype: what it computes in.
+    """
+
+    worker: str
+    home: str | None
+    prepare: Callable[[Setting], Path] = _same_model
+    variables: Callable[[Setting], Mapping[str, str]] = _no_variables
+    dtype: str = "bfloat16"
+
+
+def launch_of(engine: str, setting: Setting) -> Launch:
+    """How to start an engine; exports the model first where it wants its own format.
+
+    Raises:
+        ConfigurationError: no such engine, or its environment is missing.
+    """
+    entry = _entry(engine)
+    python = _python(engine, entry, setting)
+    command = (
+        *(str(python), str(_HERE / "workers" / f"{entry.worker}.py"), str(entry.prepare(setting))),
+        *("--num-threads", str(setting.num_threads), "--dtype", entry.dtype),
+        *("--max-model-len", str(setting.max_model_len)),
+    )
+    environment = (dict(os.environ) if entry.home is None else _inherited()) | {
+        "OMP_NUM_THREADS": str(setting.num_threads),
+        "HF_HUB_OFFLINE": "1",
+        **entry.variables(setting),
+    }
+    return Launch(engine, command, environment, setting.peers_folder / "logs" / f"{engine}.log")
+
+
+def _entry(engine: str) -> _Engine:
+    if engine == REFERENCE:
+        return _REFERENCE
+    if engine not in ENGINES:
+        raise ConfigurationError(f"--engines has {engine!r}; known are {', '.join(ENGINES)}")
+    return ENGINES[engine]
+
+
+def _python(engine: str, entry: _Engine, setting: Setting) -> Path:
+    if entry.home is None:
+        return Path(sys.executable)
+    python = setting.peers_folder / entry.home / "bin" / "python"
+    if not python.exists():
+        raise ConfigurationError(
+            f"{engine} has no environment in {python.parents[1]}; make it with "
+            f"{_HERE / 'make_env.sh'} {entry.home} {python.parents[1]}"
+        )
+    return python
+
+
+def _vllm_variables(setting: Setting) -> dict[str, str]:
+    """In one process, with its KV cache bounded, and the libraries that make it quickest."""
+    cores = sorted(os.sched_getaffinity(0))[: setting.num_threads]
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "LD_PRELOAD": ":".join(map(str, (_tcmalloc(), *_intel_openmp(setting)))),
+    }
+
+
+def _tcmalloc() -> Path:
+    for folder in _TCMALLOC_FOLDERS:
+        for library in sorted(Path(folder).glob("libtcmalloc_minimal.so.*")):
+            return library
+    raise ConfigurationError(
+        "vllm is to run with tcmalloc, which is missing; apt-get install libtcmalloc-minimal4"
+    )
+
+
+def _intel_openmp(setting: Setting) -> Iterable[Path]:
+    """It comes with vLLM's wheel on x86, and not elsewhere."""
+    return (setting.peers_folder / "vllm" / "lib").glob("libiomp5.so")
+
+
+def _exported_for_openvino(setting: Setting) -> Path:
+    """The model as optimum-intel exports it, made if it is not there."""
+    config = setting.model / "config.json"
+    key = f"{config.resolve()} {config.stat().st_mtime_ns}"
+    name = f"{setting.model.name}-openvino-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    folder = setting.peers_folder / "models" / name
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+            # Renamed when whole: an interrupted export leaves no half of a model.
+            _export_for_openvino(setting, Path(unfinished) / name).rename(folder)
+    return folder
+
+
+def _export_for_openvino(setting: Setting, folder: Path) -> Path:
+    """Exports in fp16, which holds bfloat16 weights of ordinary size exactly."""
+    program = setting.peers_folder / "openvino" / "bin" / "optimum-cli"
+    flags = ("--task", "text-generation-with-past", "--weight-format", "fp16")
+    command = (program, "export", "openvino", "--model", setting.model, *flags, folder)
+    environment = _inherited() | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise ConfigurationError(f"cannot export {setting.model}: {done.stderr[-500:]}")
+    return folder
+
+
+def _inherited() -> dict[str, str]:
+    """What a peer's processes get of this one's environment."""
+    return {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
+
+
+ENGINES = {
+    "baton": _Engine("baton_worker", home=None),
+    "vllm": _Engine("vllm_worker", home="vllm", variables=_vllm_variables),
+    "openvino": _Engine("openvino_worker", home="openvino", prepare=_exported_for_openvino),
+    "transformers": _Engine("transformers_worker", home="transformers"),
+    "transformers-cb": _Engine("transformers_cb_worker", home="transformers"),
+}
+"""By the name that `--engines` takes."""
+_REFERENCE = _Engine("transformers_worker", home="transformers", dtype="float32")

@@ -1,0 +1,109 @@
+"""What a decoder's tokens cost in operations and bytes, and how long that takes at least. Pure.
+
+A lower bound: weights are read once per step, all of a run's steps are as full
+as its longest answer allows, a prefix that prompts share is computed once, and
+reading KV, norms and the sampler cost nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.request import BenchRequest
+
+__all__ = ["Ceilings", "ModelShape", "floor_s", "token_floor_s"]
+
+_WEIGHT_BYTES = 2  # bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the machine does at best: bytes read, and bfloat16 operations, per second."""
+
+    read_bytes_per_s: float
+    operations_per_s: float
+
+    @classmethod
+    def of_machine(cls, machine: Mapping[str, Any]) -> "Ceilings":
+        """From `benchmarks.machine.describe_machine`."""
+        return cls(1e9 * machine["read_gb_per_s"], 1e9 * machine["bfloat16_gflop_per_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder's size.
+
+    Attributes:
+        num_body_weights: of its layers, which every token goes through.
+        num_head_weights: of the output projection, for tokens that draw the next one.
+        num_attention_features: layers times query heads times the size of a head.
+    """
+
+    num_body_weights: int
+    num_head_weights: int
+    num_attention_features: int
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], num_weights: int) -> "ModelShape":
+        """From a checkpoint's config.json and how many weights it holds."""
+        width = config["hidden_size"]
+        head = config["vocab_size"] * width
+        num_tables = 1 if config.get("tie_word_embeddings", False) else 2
+        head_size = config.get("head_dim") or width // config["num_attention_heads"]
+        features = config["num_hidden_layers"] * config["num_attention_heads"] * head_size
+        return cls(num_weights - num_tables * head, head, features)
+
+
+def token_floor_s(shape: ModelShape, ceilings: Ceilings) -> float:
+    """Seconds per token of a request alone: the weights are read, the embeddings are not."""
+    return _step_bytes(shape) / ceilings.read_bytes_per_s
+
+
+def floor_s(requests: Sequence[BenchRequest], shape: ModelShape, ceilings: Ceilings) -> float:
+    """Seconds for all requests, if they come at once."""
+    num_steps = max(request.num_output_tokens for request in requests)
+    return max(
+        _operations(requests, shape) / ceilings.operations_per_s,
+        num_steps * _step_bytes(shape) / ceilings.read_bytes_per_s,
+    )
+
+
+def _step_bytes(shape: ModelShape) -> int:
+    return _WEIGHT_BYTES * (shape.num_body_weights + shape.num_head_weights)
+
+
+def _operations(requests: Sequence[BenchRequest], shape: ModelShape) -> int:
+    contexts = _contexts(requests)
+    num_drawn = sum(request.num_output_tokens for request in requests)
+    return (
+        2 * shape.num_body_weights * len(contexts)
+        + 2 * shape.num_head_weights * num_drawn
+        + 4 * shape.num_attention_features * sum(contexts)
+    )
+
+
+def _contexts(requests: Sequence[BenchRequest]) -> list[int]:
+    """For each token that must go through the model, how many it attends to, itself included.
+
+    A request's last token is drawn and goes nowhere.
+    """
+    contexts = _prompt_contexts(requests)
+    for request in requests:
+        length = len(request.prompt_token_ids)
+        contexts += range(length + 1, length + request.num_output_tokens)
+    return contexts
+
+
+def _prompt_contexts(requests: Sequence[BenchRequest]) -> list[int]:
+    """Of all prompts, each distinct beginning once: the nodes of their prefix tree."""
+    nodes: dict[tuple[int, int], int] = {}
+    contexts = []
+    for request in requests:
+        parent = 0
+        for position, token in enumerate(request.prompt_token_ids):
+            node = nodes.get((parent, token))
+            if node is None:
+                node = nodes[parent, token] = len(nodes) + 1
+                contexts.append(position + 1)
+            parent = node
+    return contexts

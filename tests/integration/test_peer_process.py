@@ -1,0 +1,94 @@
+"""Engines in processes of their own: Baton's worker on the demo model, and workers that fail."""
+
+import os
+import sys
+import time
+
+import psutil
+import pytest
+
+from baton.demo import demo_model_path
+from benchmarks.peers.catalogue import Setting, launch_of
+from benchmarks.peers.peer_messages import PeerError
+from benchmarks.peers.peer_process import Launch, PeerProcess
+from benchmarks.request import BenchRequest
+
+REQUESTS = [BenchRequest(tuple(range(1, 40)), 8), BenchRequest((5, 6, 7), 3)]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    return launch_of(
+        "baton",
+        Setting(
+            model=demo_model_path(),
+            num_threads=1,
+            peers_folder=tmp_path_factory.mktemp("peers"),
+            max_model_len=128,
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def peer(launch):
+    with PeerProcess(launch) as peer:
+        peer.wait_until_ready()
+        yield peer
+
+
+def script(tmp_path, source):
+    path = tmp_path / "worker.py"
+    path.write_text(source)
+    command = (sys.executable, str(path))
+    return Launch("odd", command, dict(os.environ), tmp_path / "logs" / "odd.log")
+
+
+def test_baton_answers_as_many_tokens_as_asked_in_order_of_time(peer):
+    assert peer.description.startswith("baton ")
+    run = peer.run(REQUESTS)
+    for answer in run.answers:
+        assert list(answer.token_times_s) == sorted(answer.token_times_s)
+        assert 0 < answer.token_times_s[0] <= answer.token_times_s[-1] <= run.wall_s
+    peer.reset()
+    assert [a.token_ids for a in peer.run(REQUESTS).answers] == [a.token_ids for a in run.answers]
+    assert peer.peak_memory_bytes > 50 << 20
+
+
+def test_a_paused_engine_uses_no_cpu_and_answers_when_it_goes_on(peer):
+    peer.pause()
+    process = psutil.Process(peer._process.pid)
+    deadline = time.monotonic() + 10
+    while process.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+    peer.resume()
+    assert len(peer.run(REQUESTS[:1]).answers) == 1
+
+
+def test_closing_ends_the_process_even_one_that_is_paused(launch):
+    peer = PeerProcess(launch)
+    peer.wait_until_ready()
+    peer.pause()
+    peer.close()
+    peer.close()
+    assert peer._process.returncode == 0
+
+
+def test_an_engine_that_cannot_load_says_why(launch):
+    command = (*launch.command[:2], "/no/such/model", *launch.command[3:])
+    odd = Launch("baton", command, launch.environment, launch.log)
+    with PeerProcess(odd) as peer, pytest.raises(PeerError, match=r"baton failed: .*no/such/model"):
+        peer.wait_until_ready()
+
+
+def test_a_worker_that_ends_without_an_answer_is_told_with_its_log(tmp_path):
+    launch = script(tmp_path, "import sys; sys.exit('no memory')")
+    with PeerProcess(launch) as peer, pytest.raises(PeerError, match=r"ended unasked; .*odd\.log"):
+        peer.wait_until_ready()
+    assert "no memory" in launch.log.read_text()
+
+
+def test_a_worker_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.peers.peer_process._ANSWER_TIMEOUT_S", 0.2)
+    launch = script(tmp_path, "import threading; threading.Event().wait()")
+    with PeerProcess(launch) as peer, pytest.raises(PeerError, match="ended unasked"):
+        peer.wait_until_ready()

@@ -1,0 +1,181 @@
+"""Comparison with other engines: cases, figures, floors, ratios and agreement."""
+
+import pytest
+
+from benchmarks.peers.agreement import first_difference, summarize_agreement
+from benchmarks.peers.cases import CASE_NAMES, build_cases, mixed_requests
+from benchmarks.peers.compare_table import print_comparison
+from benchmarks.peers.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
+from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
+from benchmarks.peers.split import router_address
+from benchmarks.peers.summary import summarize
+from benchmarks.request import BenchRequest
+
+SHAPE = ModelShape(num_body_weights=100, num_head_weights=10, num_attention_features=1)
+BYTES_PER_STEP = 2 * 110
+NO_LIMIT = 1e30
+
+
+def ceilings(read=NO_LIMIT, operations=NO_LIMIT):
+    return Ceilings(read_bytes_per_s=read, operations_per_s=operations)
+
+
+def even_run(requests, first_s, gap_s):
+    """Every request's first token after `first_s`, then one each `gap_s`."""
+    answers = []
+    for request in requests:
+        times = tuple(first_s + gap_s * i for i in range(request.num_output_tokens))
+        answers.append(PeerAnswer((1,) * len(times), times))
+    return PeerRun(max(answer.token_times_s[-1] for answer in answers), tuple(answers))
+
+
+def test_cases_are_the_documented_ones():
+    cases = build_cases(32_768)
+    assert tuple(cases) == CASE_NAMES
+    sizes = {
+        name: (
+            len(case.requests),
+            sum(len(request.prompt_token_ids) for request in case.requests),
+            sum(request.num_output_tokens for request in case.requests),
+        )
+        for name, case in cases.items()
+    }
+    assert sizes == {
+        "batch-1": (1, 128, 128),
+        "mixed": (48, 8_855, 3_750),
+        "shared-prefix": (32, 32 * 800, 32 * 32),
+        "long-prompts": (4, 12_000, 64),
+    }
+    prefixes = {tuple(r.prompt_token_ids[:768]) for r in cases["shared-prefix"].requests}
+    assert len(prefixes) == 1
+
+
+def test_models_of_any_vocabulary_get_ids_of_their_own():
+    assert build_cases(16_384) == build_cases(32_768)
+    largest = max(max(r.prompt_token_ids) for r in build_cases(100)["mixed"].requests)
+    assert 90 < largest < 100
+    assert mixed_requests(100, seed=1) != mixed_requests(100, seed=2)
+
+
+def test_shape_of_a_checkpoint_counts_the_tables_apart():
+    config = {
+        "hidden_size": 8,
+        "vocab_size": 5,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "head_dim": 2,
+        "tie_word_embeddings": False,
+    }
+    assert ModelShape.of_config(config, 1080) == ModelShape(1000, 40, 24)
+    del config["head_dim"]
+    tied = ModelShape.of_config(config | {"tie_word_embeddings": True}, 1040)
+    assert tied == ModelShape(1000, 40, 24)
+
+
+def test_a_token_alone_reads_every_weight_but_the_embeddings():
+    assert token_floor_s(SHAPE, ceilings(read=BYTES_PER_STEP / 4)) == 4
+
+
+def test_floor_is_the_operations_where_these_take_longest():
+    # 3 prompt tokens and 1 of the 2 drawn go through the layers, attending to 1, 2, 3, 4.
+    operations = 2 * 100 * 4 + 2 * 10 * 2 + 4 * (1 + 2 + 3 + 4)
+    request = BenchRequest((7, 8, 9), num_output_tokens=2)
+    assert floor_s([request], SHAPE, ceilings(operations=operations)) == 1
+
+
+def test_floor_is_the_bytes_of_the_longest_answer_where_these_take_longest():
+    requests = [BenchRequest((1,), 3), BenchRequest((2,), 5)]
+    assert floor_s(requests, SHAPE, ceilings(read=BYTES_PER_STEP)) == 5
+
+
+def test_floor_computes_a_shared_prefix_once():
+    alone = [BenchRequest((1, 2, 3), 1), BenchRequest((1, 2, 4), 1)]
+    # Tokens 1, 2, 3 at contexts 1, 2, 3, and token 4 at context 3.
+    operations = 2 * 100 * 4 + 2 * 10 * 2 + 4 * (1 + 2 + 3 + 3)
+    assert floor_s(alone, SHAPE, ceilings(operations=operations)) == 1
+    same_token_elsewhere = [BenchRequest((1, 2), 1), BenchRequest((3, 2), 1)]
+    operations = 2 * 100 * 4 + 2 * 10 * 2 + 4 * (1 + 2 + 1 + 2)
+    assert floor_s(same_token_elsewhere, SHAPE, ceilings(operations=operations)) == 1
+
+
+def test_figures_medians_and_ratios():
+    cases = list(build_cases(100).values())
+    gaps = {"baton": (0.02, 0.01, 0.03), "slow": (0.05,) * 3, "quick": (0.04,) * 3}
+    runs = {
+        engine: {
+            case.name: [even_run(case.requests, first_s=0.5, gap_s=gap) for gap in own]
+            for case in cases
+        }
+        for engine, own in gaps.items()
+    }
+    by_figure = {(e["case"], e["figure"]): e for e in summarize(runs, cases, SHAPE, ceilings())}
+    token = by_figure["batch-1", "ms per token"]
+    assert token["median"] == {"baton": 20, "slow": 50, "quick": 40}
+    assert token["values"]["baton"] == [20, 10, 30]
+    assert (token["best_peer"], token["baton_to_best_peer"]) == ("quick", 0.5)
+    first = by_figure["batch-1", "ms to first token"]
+    assert first["median"]["baton"] == 500
+    rate = by_figure["shared-prefix", "output tokens/s"]
+    assert rate["median"]["baton"] == pytest.approx(1024 / (0.5 + 31 * 0.02), abs=0.01)
+    assert (rate["best_peer"], rate["is_less_better"]) == ("quick", False)
+    assert rate["baton_to_best_peer"] == pytest.approx(
+        (0.5 + 31 * 0.04) / (0.5 + 31 * 0.02), abs=1e-3
+    )
+    total = by_figure["long-prompts", "total tokens/s"]
+    assert total["median"]["slow"] == pytest.approx(12_064 / (0.5 + 15 * 0.05), abs=0.01)
+
+
+@pytest.mark.parametrize("engines", [("baton",), ("vllm", "openvino")])
+def test_no_ratio_without_baton_or_without_peers(engines):
+    case = build_cases(100)["batch-1"]
+    runs = {name: {case.name: [even_run(case.requests, 1, 1)]} for name in engines}
+    assert all("best_peer" not in entry for entry in summarize(runs, [case], SHAPE, ceilings()))
+
+
+def test_agreement_counts_the_tokens_before_the_first_difference():
+    assert first_difference((1, 2, 3), (1, 2, 3)) == 3
+    assert first_difference((1, 5, 3), (1, 2, 3)) == 1
+    answers = [PeerAnswer((1, 2), (0.1, 0.2)), PeerAnswer((3, 4), (0.1, 0.2))]
+    expected = [PeerAnswer((1, 2), (0.1, 0.2)), PeerAnswer((9, 4), (0.1, 0.2))]
+    assert summarize_agreement(answers, expected) == {"agreeing": [2, 0], "of": [2, 2]}
+
+
+def test_router_address_is_found_among_what_up_prints():
+    assert router_address([]) is None
+    assert router_address(["router-like 1\n", "decode-0   127.0.0.1:1\n"]) is None
+    assert router_address(["router     127.0.0.1:50051\n"]) == "127.0.0.1:50051"
+
+
+def test_table_shows_every_part_that_was_measured(capsys):
+    report = {
+        "machine": {"cpu": "some"},
+        "model": "m",
+        "num_weights": 2_000_000,
+        "num_threads": 2,
+        "repeats": 3,
+    }
+    print_comparison(report)
+    assert "split" not in capsys.readouterr().out
+    figure = {
+        "case": "mixed",
+        "figure": "output tokens/s",
+        "is_less_better": False,
+        "median": {"baton": 12.0, "vllm": 10.0},
+        "floor": 20.0,
+        "best_peer": "vllm",
+        "baton_to_best_peer": 1.2,
+    }
+    facts = {
+        "description": "baton 1",
+        "start_to_first_token_s": 1.5,
+        "peak_memory_mib": 100,
+        "agreement": {"agreeing": [3], "of": [4]},
+    }
+    report["engines"] = {"baton": facts, "vllm": facts}
+    report["figures"] = [figure]
+    report["split"] = {"whole": 10.0, "split": 9.0, "split_to_whole": 0.9}
+    print_comparison(report)
+    printed = capsys.readouterr().out
+    assert "| 12.0 | 10.0 | 20.0 | 1.20 (vllm) |" in printed
+    assert "| 1.5 | 100 | 3 of 4 |" in printed
+    assert "| split / undivided | 0.900 |" in printed

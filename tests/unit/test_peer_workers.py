@@ -1,0 +1,233 @@
+"""Workers of other engines: the loop they share, what is said to them, and how they are started."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigurationError
+from benchmarks.peers.cases import Case
+from benchmarks.peers.catalogue import ENGINES, Setting, launch_of
+from benchmarks.peers.peer_messages import (
+    PeerAnswer,
+    PeerError,
+    PeerRun,
+    format_run,
+    parse_answer,
+    parse_run,
+)
+from benchmarks.peers.process_memory import peak_memory_bytes
+from benchmarks.peers.rounds import take_turns
+from benchmarks.peers.workers.worker_loop import Request, Result, run_stepped, serve
+from benchmarks.request import BenchRequest
+
+REQUESTS = [BenchRequest((1, 2), 2), BenchRequest((3,), 1, arrival_s=0.5)]
+
+
+class OneTokenPerSecond:
+    """Gives each running request a token per step, which takes a second."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.slept = []
+        self.added = []
+        self._left = {}
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def add(self, index, request):
+        self.added.append((index, self.now - 100.0))
+        self._left[index] = request.num_output_tokens
+
+    def step(self):
+        self.now += 1
+        outputs = []
+        for index in list(self._left):
+            self._left[index] -= 1
+            outputs.append((index, (index,), self._left[index] == 0))
+            if self._left[index] == 0:
+                del self._left[index]
+        return outputs
+
+
+def test_stepping_adds_requests_when_they_are_due_and_notes_every_time():
+    engine = OneTokenPerSecond()
+    requests = [Request([1], 2, arrival_s=1.5), Request([1], 3), Request([1], 1, arrival_s=9.0)]
+    results = run_stepped(engine, requests, engine.clock, engine.sleep)
+    assert engine.added == [(1, 0.0), (0, 2.0), (2, 9.0)]
+    assert results == [
+        Result([0, 0], [3.0, 4.0]),
+        Result([1, 1, 1], [1.0, 2.0, 3.0]),
+        Result([2], [10.0]),
+    ]
+    assert engine.slept == [5.0]
+
+
+class CountingEngine:
+    name = "counting 1"
+
+    def __init__(self):
+        self.num_resets = 0
+
+    def run(self, requests):
+        return [
+            Result(list(range(r.num_output_tokens)), [0.5] * r.num_output_tokens) for r in requests
+        ]
+
+    def reset(self):
+        self.num_resets += 1
+
+
+def test_a_worker_answers_line_by_line_until_it_is_told_to_quit():
+    engine, answers = CountingEngine(), io.StringIO()
+    commands = [format_run(REQUESTS), {"command": "reset"}, {"command": "quit"}, {"command": "?"}]
+    serve(engine, [json.dumps(command) for command in commands], answers)
+    ready, ran, reset = (json.loads(line) for line in answers.getvalue().splitlines())
+    assert ready == {"ready": {"engine": "counting 1"}}
+    run = parse_run("counting", ran, REQUESTS)
+    assert run.answers == (PeerAnswer((0, 1), (0.5, 0.5)), PeerAnswer((0,), (0.5,)))
+    assert reset == {}
+    assert engine.num_resets == 1
+
+
+def test_a_worker_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="unknown command 'stop'"):
+        serve(CountingEngine(), ['{"command": "stop"}'], io.StringIO())
+
+
+@pytest.mark.parametrize("line", ["", "loading ...", "[1]", "3"])
+def test_what_is_no_answer_is_refused(line):
+    with pytest.raises(PeerError, match="no JSON object"):
+        parse_answer("vllm", line)
+
+
+def test_an_engines_error_is_told():
+    with pytest.raises(PeerError, match="vllm failed: out of memory"):
+        parse_answer("vllm", '{"error": "out of memory"}')
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([([1, 2], [0.1, 0.2])], "answered 1 of 2"),
+        ([([1, 2], [0.1, 0.2]), ([], [])], "gave request 1 0 tokens"),
+        ([([1, 2], [0.1, 0.2]), ([1, 2], [0.1, 0.2])], "gave request 1 2 tokens"),
+        ([([1, 2], [0.1]), ([1], [0.1])], "gave request 0 2 tokens at 1 times"),
+    ],
+)
+def test_a_run_that_lacks_tokens_is_refused(results, message):
+    answer = {
+        "wall_s": 1.0,
+        "requests": [{"token_ids": ids, "token_times_s": times} for ids, times in results],
+    }
+    with pytest.raises(PeerError, match=message):
+        parse_run("vllm", answer, REQUESTS)
+
+
+class FakePeer:
+    """Notes what is done to it, and refuses to run while it is paused."""
+
+    def __init__(self, name, log):
+        self._name, self._log, self._is_paused = name, log, True
+
+    def run(self, requests):
+        assert not self._is_paused
+        self._log.append((self._name, requests[0].prompt_token_ids))
+        return PeerRun(1.0, ())
+
+    def reset(self):
+        assert not self._is_paused
+        self._log.append((self._name, "reset"))
+
+    def pause(self):
+        self._is_paused = True
+
+    def resume(self):
+        self._is_paused = False
+
+
+def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count():
+    log = []
+    peers = {name: FakePeer(name, log) for name in ("a", "b")}
+    cases = [Case("x", [BenchRequest("x", 1)], ()), Case("y", [BenchRequest("y", 1)], ())]
+    told = []
+    runs = take_turns(peers, cases, repeats=2, tell=told.append)
+    assert {name: {case: len(r) for case, r in own.items()} for name, own in runs.items()} == {
+        "a": {"x": 2, "y": 2},
+        "b": {"x": 2, "y": 2},
+    }
+    assert len(told) == 12
+    round_0, round_1, round_2 = log[:8], log[8:16], log[16:]
+    assert round_0 == [
+        *[("a", "reset"), ("a", "x"), ("b", "reset"), ("b", "x")],
+        *[("a", "reset"), ("a", "y"), ("b", "reset"), ("b", "y")],
+    ]
+    assert [name for name, _ in round_1] == ["b", "b", "a", "a"] * 2
+    assert round_2 == round_0
+
+
+def test_an_engine_that_fails_is_paused_like_the_others():
+    class FailingPeer(FakePeer):
+        def run(self, requests):
+            raise PeerError("failed")
+
+    peer = FailingPeer("a", [])
+    with pytest.raises(PeerError):
+        take_turns({"a": peer}, [Case("x", [BenchRequest("x", 1)], ())], 1, lambda line: None)
+    assert peer._is_paused
+
+
+def test_peak_memory_is_that_of_the_whole_tree(tmp_path):
+    children = {1: "2 3", 2: "4", 3: "", 4: ""}
+    for pid, its_children in children.items():
+        task = tmp_path / str(pid) / "task" / str(pid)
+        task.mkdir(parents=True)
+        (task / "children").write_text(its_children)
+        (tmp_path / str(pid) / "status").write_text(
+            f"Name:\tx\nVmPeak:\t 999 kB\nVmHWM:\t {10**pid} kB\n"
+        )
+    (tmp_path / "3" / "status").write_text("Name:\tx\nState:\tZ (zombie)\n")
+    assert peak_memory_bytes(1, tmp_path) == 1024 * (10 + 100 + 10_000)
+
+
+def setting_of(folder):
+    return Setting(model=Path("/model"), num_threads=3, peers_folder=folder, max_model_len=64)
+
+
+def test_an_unknown_engine_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="--engines has 'llm'; known are baton, vllm"):
+        launch_of("llm", setting_of(tmp_path))
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "baton"])
+def test_a_missing_environment_is_told_with_the_command_that_makes_it(engine, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"make_env\.sh (vllm|openvino|transformers) "):
+        launch_of(engine, setting_of(tmp_path))
+
+
+def test_peers_get_their_own_interpreter_and_nothing_of_batons_environment(tmp_path, monkeypatch):
+    python = tmp_path / "transformers" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setenv("PYTHONPATH", "/baton")
+    launch = launch_of("transformers", setting_of(tmp_path))
+    assert launch.command[0] == str(python)
+    assert Path(launch.command[1]).is_file()
+    assert launch.command[2:] == (
+        *("/model", "--num-threads", "3", "--dtype", "bfloat16", "--max-model-len", "64"),
+    )
+    assert launch.environment["OMP_NUM_THREADS"] == "3"
+    assert "PYTHONPATH" not in launch.environment
+    assert "PYTHONPATH" in launch_of("baton", setting_of(tmp_path)).environment
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_has_a_worker(engine):
+    folder = Path(launch_of.__code__.co_filename).parent / "workers"
+    assert (folder / f"{ENGINES[engine].worker}.py").is_file()
