@@ -18,7 +18,9 @@ class _Command:
 
 
 _COMMANDS = {
+    "serve": _Command("benchmarks.serve_command", "a running endpoint, as its users see it"),
     "split": _Command("benchmarks.split_command", "two tiers against one undivided engine"),
+    "compare": _Command("benchmarks.compare_command", "Baton beside other engines"),
     "scheduling": _Command("benchmarks.scheduling_command", "KV memory and the scheduler"),
 }
 

@@ -4,11 +4,11 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine", "name_machine"]
+__all__ = ["describe_machine", "in_words", "name_machine"]
 
 _READ_BYTES = 1 << 29
 _MATRIX_SIZE = 1024
@@ -23,6 +23,11 @@ def name_machine() -> dict[str, object]:
         "python": platform.python_version(),
         "commit": _commit(),
     }
+
+
+def in_words(machine: Mapping[str, object]) -> str:
+    """A machine in a line, for readers."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())
 
 
 def describe_machine() -> dict[str, object]:
@@ -69,6 +74,6 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    git = ["git", "describe", "--always", "--dirty"]
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     result = subprocess.run(git, capture_output=True, text=True, check=False)
     return result.stdout.strip() or "unknown"

@@ -1,0 +1,121 @@
+"""Plots of a run's records, for every command that sends requests. Pure."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from benchmarks.goodput import ServiceLevel
+from benchmarks.metrics import first_tokens_ms, latencies_ms, token_gaps_ms, tokens_per_output_ms
+from benchmarks.report.report import Panel, Series
+from benchmarks.request import RequestRecord
+
+__all__ = ["cumulative", "in_flight", "latency_panels", "token_rate"]
+
+_MAX_POINTS = 400
+_NUM_BINS = 60
+_WIDE = 10
+"""Where the longest latency is so many medians, the scale is logarithmic."""
+
+
+def latency_panels(
+    records: Sequence[RequestRecord], level: ServiceLevel | None
+) -> tuple[Panel, ...]:
+    """Distributions of the latencies, and throughput, requests in flight and TTFT over time."""
+    done = [record for record in records if record.error is None]
+    limits = level or ServiceLevel()
+    ttft, itl, tpot = first_tokens_ms(done), token_gaps_ms(done), tokens_per_output_ms(done)
+    return (
+        _distribution("Time to first token", {"TTFT": ttft}, limits.ttft_ms),
+        _distribution("Time between tokens", {"ITL": itl, "TPOT": tpot}, limits.tpot_ms),
+        _distribution("Time to the end", {"E2E": latencies_ms(done)}, limits.e2el_ms),
+        Panel(
+            "Output over time",
+            "seconds",
+            "output tokens/s",
+            [Series("", *token_rate(records), style="fill")],
+        ),
+        Panel(
+            "Requests in flight",
+            "seconds",
+            "requests",
+            [Series("", *in_flight(records), style="fill")],
+        ),
+        _first_tokens_over_time(done, limits.ttft_ms),
+    )
+
+
+def cumulative(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Of a distribution: values, and the share that is at most as large."""
+    if not values:
+        return [], []
+    shares = np.linspace(0, 1, min(_MAX_POINTS, max(2, len(values))))
+    return np.quantile(values, shares).tolist(), shares.tolist()
+
+
+def token_rate(records: Iterable[RequestRecord]) -> tuple[list[float], list[float]]:
+    """Bins of time, and the tokens per second that came in each; the last bin ends at 0."""
+    times = [time_s for record in records for time_s in record.token_times_s]
+    if not times:
+        return [], []
+    width_s = _round_up(max(*times, 1e-3) / _NUM_BINS)
+    num_bins = math.ceil(max(times) / width_s) + 1
+    counts = np.bincount([int(time_s // width_s) for time_s in times], minlength=num_bins)
+    starts = [index * width_s for index in range(num_bins + 1)]
+    return starts[: len(counts) + 1], [*(counts / width_s).tolist(), 0.0][: len(starts)]
+
+
+def in_flight(records: Iterable[RequestRecord]) -> tuple[list[float], list[float]]:
+    """Times at which a request is sent or ends, and how many are in flight from then on."""
+    changes = sorted(
+        change for record in records for change in ((record.sent_s, 1), (record.ended_s, -1))
+    )
+    numbers = accumulate(change for _, change in changes)
+    return [time_s for time_s, _ in changes], [float(number) for number in numbers]
+
+
+def _distribution(
+    title: str, latencies: dict[str, Sequence[float]], limit_ms: float | None
+) -> Panel:
+    is_wide = any(map(_is_wide, latencies.values()))
+    series = [
+        Series(name if len(latencies) > 1 else "", *_cut(*cumulative(values), is_wide))
+        for name, values in latencies.items()
+    ]
+    return Panel(
+        title,
+        "milliseconds",
+        "share at most as long",
+        series,
+        x_limits={} if limit_ms is None else {f"limit {limit_ms:g}": limit_ms},
+        x_scale="log" if is_wide else "linear",
+    )
+
+
+def _is_wide(values: Sequence[float]) -> bool:
+    """Whether they are better seen on a logarithmic scale."""
+    return bool(values) and max(values) > _WIDE * float(np.median(values)) > 0
+
+
+def _cut(xs: list[float], shares: list[float], is_wide: bool) -> tuple[list[float], list[float]]:
+    """Without what a logarithmic scale cannot show: tokens that came at almost the same time."""
+    least = xs[len(xs) // 2] / _WIDE if is_wide and xs else 0.0
+    first = next((index for index, x in enumerate(xs) if x >= least), 0)
+    return xs[first:], shares[first:]
+
+
+def _first_tokens_over_time(done: Sequence[RequestRecord], limit_ms: float | None) -> Panel:
+    return Panel(
+        "TTFT by time of sending",
+        "sent, seconds",
+        "TTFT, milliseconds",
+        [Series("", [record.sent_s for record in done], first_tokens_ms(done), style="points")],
+        y_limits={} if limit_ms is None else {f"limit {limit_ms:g}": limit_ms},
+    )
+
+
+def _round_up(width_s: float) -> float:
+    """The next of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(width_s))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= width_s)
