@@ -3,16 +3,19 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from baton.demo import demo_model_path
+from benchmarks.peers import peer_process
 from benchmarks.peers.catalogue import Setting, launch_of
 from benchmarks.peers.peer_messages import PeerError
 from benchmarks.peers.peer_process import Launch, PeerProcess
 from benchmarks.request import BenchRequest
 
+WORKERS = Path(peer_process.__file__).parent / "workers"
 REQUESTS = [BenchRequest(tuple(range(1, 40)), 8), BenchRequest((5, 6, 7), 3)]
 
 
@@ -36,10 +39,10 @@ def peer(launch):
         yield peer
 
 
-def script(tmp_path, source):
+def script(tmp_path, source, *arguments):
     path = tmp_path / "worker.py"
     path.write_text(source)
-    command = (sys.executable, str(path))
+    command = (sys.executable, str(path), *arguments)
     return Launch("odd", command, dict(os.environ), tmp_path / "logs" / "odd.log")
 
 
@@ -88,7 +91,28 @@ def test_a_worker_that_ends_without_an_answer_is_told_with_its_log(tmp_path):
 
 
 def test_a_worker_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.peers.peer_process._ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(peer_process, "_ANSWER_TIMEOUT_S", 0.2)
     launch = script(tmp_path, "import threading; threading.Event().wait()")
     with PeerProcess(launch) as peer, pytest.raises(PeerError, match="ended unasked"):
         peer.wait_until_ready()
+
+
+def test_an_engine_whose_threads_go_on_ends_when_told(tmp_path):
+    source = f"""
+import sys, threading
+sys.path.insert(0, {str(WORKERS)!r})
+from worker_loop import work
+
+class Engine:
+    name = "busy 1"
+
+def load(args):
+    threading.Thread(target=threading.Event().wait).start()
+    return Engine()
+
+work("", load)
+"""
+    launch = script(tmp_path, source, "/model", "--num-threads", "1")
+    with PeerProcess(launch) as peer:
+        peer.wait_until_ready()
+    assert peer._process.returncode == 0

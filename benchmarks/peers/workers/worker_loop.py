@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TextIO
@@ -111,11 +112,14 @@ def work(description: str, load: Callable[[argparse.Namespace], Engine]) -> None
     # What engines print must not come between the answers: it goes to stderr.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    status = 0
     try:
         serve(load(args), sys.stdin, answers)
     except Exception as error:
         _answer(answers, {"error": f"{type(error).__name__}: {error}"})
-        raise
+        traceback.print_exc()
+        status = 1
+    os._exit(status)  # an engine's threads may wait for more to do
 
 
 def serve(engine: Engine, commands: Iterable[str], answers: TextIO) -> None:
