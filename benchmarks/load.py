@@ -1,0 +1,124 @@
+"""`run_load`: sends requests when their time has come, and notes when their tokens arrive."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass
+
+from baton.errors import ConfigurationError
+from benchmarks.request import BenchRequest, RequestRecord
+from benchmarks.targets.target import LostRequestError, Target
+
+__all__ = ["LoadLimits", "run_load"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLimits:
+    """What bounds a run.
+
+    Attributes:
+        max_concurrency: the most requests in flight; None for any number.
+        request_timeout_s: after which a request counts as lost.
+
+    Raises:
+        ConfigurationError: a limit is out of range.
+    """
+
+    max_concurrency: int | None
+    request_timeout_s: float
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigurationError(
+                f"--max-concurrency is {self.max_concurrency}; it must be >= 1"
+            )
+        if not self.request_timeout_s > 0:
+            raise ConfigurationError(
+                f"--request-timeout-s is {self.request_timeout_s}; it must be > 0"
+            )
+
+
+def _ignore(record: RequestRecord) -> None:
+    """Where nobody watches."""
+
+
+async def run_load(
+    requests: Sequence[BenchRequest],
+    target: Target,
+    limits: LoadLimits,
+    on_end: Callable[[RequestRecord], None] = _ignore,
+) -> list[RequestRecord]:
+    """Sends the requests and returns what became of each, in their order.
+
+    A request is sent at its time of arrival, after the request it waits for,
+    and when the limit of concurrency lets it; they queue in the order in which
+    they become ready.
+
+    Args:
+        requests: what to send.
+        target: where to.
+        limits: of the run.
+        on_end: called with each request's record when it ends.
+    """
+    run = _Run(requests, target, limits, on_end)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(run.send(index)) for index in range(len(requests))]
+    return [task.result() for task in running]
+
+
+class _Run:
+    """One run; time 0 is when it is made."""
+
+    def __init__(
+        self,
+        requests: Sequence[BenchRequest],
+        target: Target,
+        limits: LoadLimits,
+        on_end: Callable[[RequestRecord], None],
+    ) -> None:
+        self._requests = requests
+        self._target = target
+        self._timeout_s = limits.request_timeout_s
+        self._on_end = on_end
+        self._ended = [asyncio.Event() for _ in requests]
+        self._place: AbstractAsyncContextManager[None] = (
+            asyncio.Semaphore(limits.max_concurrency) if limits.max_concurrency else nullcontext()
+        )
+        self._started_at = time.perf_counter()
+
+    async def send(self, index: int) -> RequestRecord:
+        """Waits for the request's turn, sends it, and follows it to its end."""
+        request = self._requests[index]
+        if request.after is not None:
+            await self._ended[request.after].wait()
+        if request.arrival_s is not None:
+            await asyncio.sleep(request.arrival_s - self._now())
+        async with self._place:
+            record = RequestRecord(len(request.prompt_token_ids), sent_s=self._now())
+            record.error = await self._follow(request, record)
+            record.ended_s = self._now()
+        self._ended[index].set()
+        self._on_end(record)
+        return record
+
+    async def _follow(self, request: BenchRequest, record: RequestRecord) -> str | None:
+        """Notes the tokens' times; returns why the request failed, None if it did not."""
+        times_s = record.token_times_s
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                aclosing(self._target.stream(request)) as counts,
+            ):
+                async for num_tokens in counts:
+                    times_s += [self._now()] * num_tokens
+        except LostRequestError as error:
+            return str(error)
+        except TimeoutError:
+            return f"no end within {self._timeout_s:g} s"
+        if len(times_s) != request.num_output_tokens:
+            return f"{len(times_s)} tokens came, {request.num_output_tokens} were asked for"
+        return None
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._started_at

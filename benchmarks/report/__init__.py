@@ -1,0 +1,1 @@
+"""What benchmarks print and write: one report, as text, JSON, PNG and HTML."""

@@ -1,0 +1,120 @@
+"""A report's panels as PNG and SVG, drawn by matplotlib."""
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigurationError
+from benchmarks.report.report import Panel, Report, Series
+
+try:
+    import matplotlib as mpl
+    from cycler import cycler
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise ConfigurationError("plots need matplotlib: pip install 'baton-llm[bench]'") from error
+
+__all__ = ["panel_svg", "write_png"]
+
+_MAX_COLUMNS = 3
+_PANEL_INCHES = (5.6, 3.7)
+_PIXELS_PER_INCH = 110
+_COLOURS = ("#1f5fa8", "#d1652a", "#2f8f5b", "#8a4fa3", "#b5362f", "#6b6b6b", "#b58b00", "#2a9fb0")
+_LIMIT_COLOUR = "#9a1b1b"
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": cycler(color=_COLOURS),
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "baton",
+}
+
+
+def write_png(report: Report, path: Path) -> None:
+    """Draws all panels into one picture."""
+    num_columns = min(_MAX_COLUMNS, max(1, len(report.panels)))
+    num_rows = max(1, math.ceil(len(report.panels) / num_columns))
+    width, height = _PANEL_INCHES
+    with mpl.rc_context(_STYLE):
+        figure = Figure(
+            figsize=(width * num_columns, height * num_rows + 0.5), layout="constrained"
+        )
+        figure.suptitle(report.title, fontsize=12, x=0.01, ha="left")
+        for index, panel in enumerate(report.panels, 1):
+            _draw(figure.add_subplot(num_rows, num_columns, index), panel)
+        figure.savefig(path, dpi=_PIXELS_PER_INCH, format="png")
+
+
+def panel_svg(panel: Panel) -> str:
+    """One panel as an `<svg>` element."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=_PANEL_INCHES, layout="constrained")
+        _draw(figure.add_subplot(), panel)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    for series in panel.series:
+        _draw_series(axes, series)
+    for label, value in panel.x_limits.items():
+        axes.axvline(value, color=_LIMIT_COLOUR, linestyle="--", linewidth=1, label=label)
+    for label, value in panel.y_limits.items():
+        axes.axhline(value, color=_LIMIT_COLOUR, linestyle="--", linewidth=1, label=label)
+    axes.set(
+        title=panel.title,
+        xlabel=panel.x_label,
+        ylabel=panel.y_label,
+        xscale=panel.x_scale,
+        yscale=panel.y_scale,
+    )
+    _set_plain_ticks(axes, panel)
+    if panel.y_scale == "linear":
+        axes.set_ylim(bottom=0)
+    if _has_labels(panel):
+        axes.legend()
+
+
+def _draw_series(axes: Any, series: Series) -> None:
+    xs, ys, label = series.xs, series.ys, series.label or None
+    if series.style == "points":
+        axes.scatter(xs, ys, s=14, alpha=0.65, linewidths=0, label=label)
+    elif series.style == "marked":
+        axes.plot(xs, ys, marker="o", markersize=4, linewidth=1.5, label=label)
+    elif series.style == "line":
+        axes.plot(xs, ys, linewidth=1.8, label=label)
+    else:
+        (line,) = axes.step(xs, ys, where="post", linewidth=1.5, label=label)
+        if series.style == "fill":
+            axes.fill_between(xs, ys, step="post", alpha=0.18, color=line.get_color())
+
+
+def _set_plain_ticks(axes: Any, panel: Panel) -> None:
+    """On log scales, numbers as people write them instead of powers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    for axis, scale in ((axes.xaxis, panel.x_scale), (axes.yaxis, panel.y_scale)):
+        if scale == "log":
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
+
+
+def _has_labels(panel: Panel) -> Sequence[str]:
+    return [*panel.x_limits, *panel.y_limits, *(s.label for s in panel.series if s.label)]

@@ -1,0 +1,62 @@
+"""`--json`, `--plot`, `--html`: where a report goes beside the terminal."""
+
+import argparse
+import json
+from pathlib import Path
+
+from baton.errors import ConfigurationError
+from benchmarks.report.report import Report
+from benchmarks.report.text import format_report
+
+__all__ = ["add_output_args", "check_output_args", "flags_of", "write_report"]
+
+_NO_FLAGS = ("command", "benchmark", "run", "run_benchmark")
+"""What parsed arguments hold beside flags."""
+
+
+def add_output_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags."""
+    group = parser.add_argument_group("output")
+    for flag, text in (
+        ("--json", "write figures, machine, commit and flags here"),
+        ("--plot", "write the plots here, as PNG"),
+        ("--html", "write one page of tables and plots here"),
+    ):
+        group.add_argument(flag, type=Path, metavar="FILE", help=text)
+
+
+def check_output_args(args: argparse.Namespace) -> None:
+    """To be called before anything is measured.
+
+    Raises:
+        ConfigurationError: a file cannot be written, or what draws plots is not installed.
+    """
+    for flag in ("json", "plot", "html"):
+        path: Path | None = getattr(args, flag)
+        if path is not None and not path.parent.is_dir():
+            raise ConfigurationError(f"--{flag} is {path}; there is no folder {path.parent}")
+    if args.plot or args.html:
+        import benchmarks.report.figures  # noqa: F401 - tells what to install
+
+
+def write_report(report: Report, args: argparse.Namespace) -> None:
+    """Prints the report, and writes the files that parsed flags name."""
+    print(format_report(report))
+    if args.json:
+        content = {"title": report.title, **report.results}
+        args.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    if args.plot:
+        from benchmarks.report.figures import write_png
+
+        write_png(report, args.plot)
+    if args.html:
+        from benchmarks.report.figures import panel_svg
+        from benchmarks.report.page import render_page
+
+        args.html.write_text(render_page(report, [panel_svg(panel) for panel in report.panels]))
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, object]:
+    """The flags that were set, for the JSON."""
+    values = {name: value for name, value in vars(args).items() if name not in _NO_FLAGS}
+    return {name: value for name, value in values.items() if value is not None}

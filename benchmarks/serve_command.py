@@ -1,0 +1,167 @@
+"""`baton bench serve`: sends a workload to a running endpoint, and reports what users would see."""
+
+import argparse
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from baton.errors import ConfigurationError
+from benchmarks.arrivals import ArrivalProcess, add_arrival_args, arrivals_from_args
+from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
+from benchmarks.latency_panels import latency_panels
+from benchmarks.latency_tables import error_tables, latency_table, throughput_table
+from benchmarks.load import LoadLimits, run_load
+from benchmarks.machine import in_words, name_machine
+from benchmarks.metrics import compute_metrics, distribution_of
+from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.report import Report
+from benchmarks.request import BenchRequest, RequestRecord
+from benchmarks.targets.open_target import opened_target
+from benchmarks.targets.target import EndpointDescription
+from benchmarks.warm_up import warm_up, warm_up_requests
+from benchmarks.workloads.registry import add_workload_args, workload_from_args
+
+__all__ = ["add_args", "main"]
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--target",
+        default="grpc://127.0.0.1:8000",
+        metavar="URL",
+        help="grpc://HOST:PORT, a Baton router, or http://HOST:PORT/v1, an OpenAI-style endpoint "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--model", default="", help="model to ask for (default: the served one)")
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="token ids are below it (default: the model's)"
+    )
+    parser.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="most requests in flight (default: any)"
+    )
+    parser.add_argument(
+        "--num-warmups",
+        type=int,
+        default=4,
+        metavar="N",
+        help="requests sent before, which do not count (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--request-timeout-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="after which a request counts as failed (default: %(default)g)",
+    )
+    add_goodput_arg(parser)
+    add_workload_args(parser)
+    add_arrival_args(parser)
+    add_output_args(parser)
+    parser.add_argument(
+        "--save-records", action="store_true", help="put every request's times into the JSON"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Sends a workload to a running endpoint and reports time to first token, time between
+    tokens, throughput and goodput. Tokens are counted by their ids; requests that fail, or
+    whose streams are short, are counted as failures.
+    """
+    check_output_args(args)
+    level = parse_service_level(args.goodput) if args.goodput else None
+    run = asyncio.run(_measure(args))
+    write_report(_make_report(run, level, args), args)
+    return int(all(record.error is not None for record in run.records))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What was sent where, and what became of it."""
+
+    endpoint: EndpointDescription
+    workload_name: str
+    arrivals: ArrivalProcess
+    requests: Sequence[BenchRequest]
+    records: list[RequestRecord]
+
+
+async def _measure(args: argparse.Namespace) -> _Run:
+    limits = LoadLimits(args.max_concurrency, args.request_timeout_s)
+    async with opened_target(args.target, args.model) as target:
+        endpoint = await target.describe()
+        vocab_size = _vocab_size(args, endpoint)
+        workload = workload_from_args(args, vocab_size)
+        arrivals = arrivals_from_args(args, workload)
+        requests = arrivals.apply(workload).requests
+        await warm_up(target, limits, warm_up_requests(requests, args.num_warmups, vocab_size))
+        with tqdm(total=len(requests), unit="request", disable=None) as bar:
+            records = await run_load(requests, target, limits, _shown_on(bar))
+    return _Run(endpoint, workload.name, arrivals, requests, records)
+
+
+def _vocab_size(args: argparse.Namespace, endpoint: EndpointDescription) -> int:
+    size = args.vocab_size or endpoint.vocab_size
+    if size is None:
+        raise ConfigurationError(f"--vocab-size is missing, and {args.target} does not tell it")
+    return int(size)
+
+
+def _shown_on(bar: "tqdm[Any]") -> Callable[[RequestRecord], None]:
+    """Counts ended requests, and failures beside them."""
+    num_failed = 0
+
+    def show(record: RequestRecord) -> None:
+        nonlocal num_failed
+        if record.error is not None:
+            num_failed += 1
+            bar.set_postfix(failed=num_failed)
+        bar.update()
+
+    return show
+
+
+def _make_report(run: _Run, level: ServiceLevel | None, args: argparse.Namespace) -> Report:
+    metrics = compute_metrics(run.records, level)
+    machine = name_machine()
+    results: dict[str, Any] = {
+        "machine": machine,
+        "flags": flags_of(args),
+        "model": run.endpoint.model,
+        "workload": run.workload_name,
+        "arrivals": asdict(run.arrivals),
+        "metrics": asdict(metrics),
+    }
+    if args.save_records:
+        results["records"] = [asdict(record) for record in run.records]
+    return Report(
+        title=f"{run.endpoint.model} at {args.target}: {run.workload_name}",
+        facts=_facts(run, args) | {"load generator": in_words(machine)},
+        tables=(latency_table(metrics), throughput_table(metrics), *error_tables(metrics)),
+        panels=latency_panels(run.records, level),
+        results=results,
+    )
+
+
+def _facts(run: _Run, args: argparse.Namespace) -> dict[str, str]:
+    facts = {"arrivals": str(run.arrivals)}
+    if args.max_concurrency is not None:
+        facts["most in flight"] = str(args.max_concurrency)
+    if args.goodput:
+        facts["service level, ms"] = " ".join(args.goodput)
+    facts["sent after their time, ms"] = _delays(run)
+    return facts
+
+
+def _delays(run: _Run) -> str:
+    """How long requests whose time had come waited for a place, or for the load generator."""
+    delays_ms = [
+        1000 * (record.sent_s - request.arrival_s)
+        for request, record in zip(run.requests, run.records, strict=True)
+        if request.arrival_s is not None
+    ]
+    delays = distribution_of(delays_ms)
+    return f"p50 {delays.p50:.1f}, p99 {delays.p99:.1f}" if delays else "-"

@@ -1,0 +1,166 @@
+"""An OpenAI-style HTTP endpoint: `POST /completions` with a prompt of token ids, streamed.
+
+The key that `OPENAI_API_KEY` holds, if it does, is sent along.
+"""
+
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from baton.errors import ConfigurationError, UnavailableError
+from benchmarks.request import BenchRequest
+from benchmarks.targets.target import EndpointDescription, LostRequestError
+
+try:
+    import httpx
+except ModuleNotFoundError as error:
+    raise ConfigurationError("HTTP targets need httpx: pip install 'baton-llm[bench]'") from error
+
+__all__ = ["OpenAiTarget", "TokenCounter", "read_events"]
+
+_CONNECT_TIMEOUT_S = 30.0
+_MAX_REASON_LENGTH = 200
+
+
+class OpenAiTarget:
+    """See `benchmarks.targets.target.Target`.
+
+    Args:
+        base_url: such as `http://127.0.0.1:8000/v1`.
+        model: the model to ask for; empty for the first that the endpoint lists.
+    """
+
+    def __init__(self, base_url: str, model: str) -> None:
+        key = os.environ.get("OPENAI_API_KEY")
+        self._base_url = base_url.rstrip("/")
+        self._model = model
+        # Whoever sends a request limits its time as a whole; so nothing is limited here.
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    async def describe(self) -> EndpointDescription:
+        """Asks for the list of models, unless one is named."""
+        if not self._model:
+            try:
+                response = await self._client.get(
+                    f"{self._base_url}/models", timeout=_CONNECT_TIMEOUT_S
+                )
+                self._model = response.raise_for_status().json()["data"][0]["id"]
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                raise UnavailableError(
+                    f"{self._base_url}/models does not list a model: {error!r}"
+                ) from error
+        return EndpointDescription(self._model, vocab_size=None)
+
+    async def stream(self, request: BenchRequest) -> AsyncGenerator[int, None]:
+        """Streams a completion."""
+        counter = TokenCounter()
+        url = f"{self._base_url}/completions"
+        try:
+            async with self._client.stream("POST", url, json=self._body(request)) as response:
+                if response.is_error:
+                    raise LostRequestError(_reason(response.status_code, await response.aread()))
+                async for event in read_events(response.aiter_lines()):
+                    yield counter.take(event)
+        except httpx.HTTPError as error:
+            raise LostRequestError(f"{type(error).__name__}: {error}") from error
+        counter.check()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
+        """Beside OpenAI's fields, those by which vLLM and others count tokens exactly."""
+        return {
+            "model": self._model,
+            "prompt": list(request.prompt_token_ids),
+            "max_tokens": request.num_output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "return_token_ids": True,
+        }
+
+
+async def read_events(lines: AsyncIterator[str]) -> AsyncGenerator[dict[str, Any], None]:
+    """The JSON objects of a stream of server-sent events.
+
+    Raises:
+        LostRequestError: an event is an error or no JSON, or the stream ends before `[DONE]`.
+    """
+    async for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        yield _parse_event(data)
+    raise LostRequestError("the stream ended before [DONE]")
+
+
+def _parse_event(data: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or "error" in event:
+        raise LostRequestError(f"in the stream: {data[:_MAX_REASON_LENGTH]}")
+    return event
+
+
+class TokenCounter:
+    """How many tokens each event of a stream brings.
+
+    By the event's token ids, else by its running usage. A server that tells
+    neither may send one token per message: its last usage must prove that.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._num_unproven = 0
+
+    def take(self, event: dict[str, Any]) -> int:
+        """Tokens since the event before.
+
+        Raises:
+            LostRequestError: the usage contradicts the number of messages.
+        """
+        choices, usage = event.get("choices") or [{}], event.get("usage")
+        token_ids = choices[0].get("token_ids")
+        if token_ids is not None:
+            num_new = len(token_ids)
+        elif usage:
+            num_new = usage["completion_tokens"] - self._num_tokens
+            self._prove(num_new)
+        else:
+            num_new = 1 if choices[0].get("text") else 0
+            self._num_unproven += num_new
+        self._num_tokens += num_new
+        return num_new
+
+    def check(self) -> None:
+        """To be called at the stream's end.
+
+        Raises:
+            LostRequestError: nothing told how many tokens the messages had.
+        """
+        if self._num_unproven:
+            raise LostRequestError("the server tells neither token ids nor usage")
+
+    def _prove(self, num_new: int) -> None:
+        if self._num_unproven and num_new:
+            raise LostRequestError(
+                f"{self._num_unproven} messages brought {self._num_tokens + num_new} tokens; "
+                "when each came is not known"
+            )
+        self._num_unproven = 0
+
+
+def _reason(status: int, body: bytes) -> str:
+    return f"HTTP {status}: {body.decode(errors='replace')[:_MAX_REASON_LENGTH]}"
