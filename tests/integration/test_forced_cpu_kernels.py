@@ -1,0 +1,56 @@
+"""The kernels and the models, on every set of CPU kernels that this machine can run.
+
+The suite itself runs on the best one. Here a few of its files run again on each of the others, in
+a process of its own: the choice is made once per process.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigurationError
+from kernels.native.build import find_compiler
+from kernels.native.cpu import cpu_features
+from kernels.native.library import TORCH, WISH_VARIABLE, find_libraries, select
+from kernels.native.variants import VARIANTS, variants_for
+
+ROOT = Path(__file__).parents[2]
+FILES = ("tests/kernels", "tests/integration/test_model_families.py")
+RUNNABLE = [variant.name for variant in variants_for() if variant.cpu_features <= cpu_features()]
+REFUSED = ["fastest", *(one.name for one in VARIANTS if one.name not in RUNNABLE)]
+needs_libraries = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+
+@needs_libraries
+def test_every_variant_is_built_and_the_best_is_chosen(monkeypatch):
+    monkeypatch.delenv(WISH_VARIABLE, raising=False)
+    states = {found.variant.name: (found.built, found.stale) for found in find_libraries()}
+    assert states == dict.fromkeys(states, (True, False))
+    assert select().variant == RUNNABLE[0]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("wish", [TORCH, *RUNNABLE[1:]])
+@needs_libraries
+def test_kernels_and_models_on(wish):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FILES]
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {WISH_VARIABLE: wish},
+        capture_output=True,
+        text=True,
+        timeout=590,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr
+
+
+@pytest.mark.parametrize("wish", REFUSED)
+def test_a_wish_that_this_machine_cannot_grant_is_refused(monkeypatch, wish):
+    monkeypatch.setenv(WISH_VARIABLE, wish)
+    with pytest.raises(ConfigurationError, match=f"{WISH_VARIABLE} is '{wish}'"):
+        select()
