@@ -5,14 +5,24 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 __all__ = ["describe_machine", "in_words", "name_machine"]
 
-_READ_BYTES = 1 << 29
-_MATRIX_SIZE = 1024
 _REPEATS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of what ceilings are measured with: larger than any cache, enough work for all cores."""
+
+    read_bytes: int
+    matrix_size: int
+
+
+_SIZES = {"cpu": _Sizes(1 << 29, 1024), "cuda": _Sizes(1 << 32, 8192)}
 
 
 def name_machine() -> dict[str, object]:
@@ -30,41 +40,61 @@ def in_words(machine: Mapping[str, object]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())
 
 
-def describe_machine() -> dict[str, object]:
-    """Names the machine and measures its ceilings."""
+def describe_machine(device: str = "cpu") -> dict[str, object]:
+    """Names the machine and measures its ceilings.
+
+    Args:
+        device: the torch device whose ceilings they are: "cpu", as many threads as torch
+            is set to, or "cuda".
+    """
     import torch
 
-    return name_machine() | {
-        "torch": torch.__version__,
-        "read_gb_per_s": round(_read_bandwidth() / 1e9, 1),
-        "float32_gflop_per_s": round(_matrix_rate(torch.float32) / 1e9),
-        "bfloat16_gflop_per_s": round(_matrix_rate(torch.bfloat16) / 1e9),
-    }
+    cpu_or_gpu = {"gpu": torch.cuda.get_device_name()} if device.startswith("cuda") else {}
+    return (
+        name_machine()
+        | cpu_or_gpu
+        | {
+            "torch": torch.__version__,
+            "read_gb_per_s": round(_read_bandwidth(device) / 1e9, 1),
+            "float32_gflop_per_s": round(_matrix_rate(torch.float32, device) / 1e9),
+            "bfloat16_gflop_per_s": round(_matrix_rate(torch.bfloat16, device) / 1e9),
+        }
+    )
 
 
-def _read_bandwidth() -> float:
-    """Bytes per second of reading memory that no cache holds, all cores."""
+def _read_bandwidth(device: str) -> float:
+    """Bytes per second of reading memory that no cache holds."""
     import torch
 
-    data = torch.ones(_READ_BYTES // 4)
-    return _READ_BYTES / _best_seconds(lambda: data.sum())
+    data = torch.ones(_SIZES[_kind(device)].read_bytes // 4, device=device)
+    return data.nbytes / _best_seconds(lambda: data.sum(), device)
 
 
-def _matrix_rate(dtype: Any) -> float:
-    """Operations per second of a square matrix product, all cores."""
+def _matrix_rate(dtype: Any, device: str) -> float:
+    """Operations per second of a square matrix product."""
     import torch
 
-    left, right = (torch.randn(_MATRIX_SIZE, _MATRIX_SIZE).to(dtype) for _ in range(2))
-    return 2 * _MATRIX_SIZE**3 / _best_seconds(lambda: left @ right)
+    size = _SIZES[_kind(device)].matrix_size
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _best_seconds(lambda: left @ right, device)
 
 
-def _best_seconds(call: Callable[[], object]) -> float:
+def _best_seconds(call: Callable[[], object], device: str) -> float:
+    """Of several calls, each waited for."""
+    import torch
+
     times = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
         call()
+        if _kind(device) == "cuda":
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return min(times)
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]
 
 
 def _cpu_name() -> str:

@@ -11,22 +11,20 @@ from typing import Any
 
 from benchmarks.request import BenchRequest
 
-__all__ = ["Ceilings", "ModelShape", "floor_s", "token_floor_s"]
-
-_WEIGHT_BYTES = 2  # bfloat16
+__all__ = ["Ceilings", "ModelShape", "floor_s", "step_floor_s", "token_floor_s"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine does at best: bytes read, and bfloat16 operations, per second."""
+    """What the machine does at best: bytes read, and matrix operations, per second."""
 
     read_bytes_per_s: float
     operations_per_s: float
 
     @classmethod
-    def of_machine(cls, machine: Mapping[str, Any]) -> "Ceilings":
-        """From `benchmarks.machine.describe_machine`."""
-        return cls(1e9 * machine["read_gb_per_s"], 1e9 * machine["bfloat16_gflop_per_s"])
+    def of_machine(cls, machine: Mapping[str, Any], dtype: str = "bfloat16") -> "Ceilings":
+        """From `benchmarks.machine.describe_machine`, for products of `dtype`."""
+        return cls(1e9 * machine["read_gb_per_s"], 1e9 * machine[f"{dtype}_gflop_per_s"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +35,13 @@ class ModelShape:
         num_body_weights: of its layers, which every token goes through.
         num_head_weights: of the output projection, for tokens that draw the next one.
         num_attention_features: layers times query heads times the size of a head.
+        bytes_per_weight: 2 in bfloat16.
     """
 
     num_body_weights: int
     num_head_weights: int
     num_attention_features: int
+    bytes_per_weight: int = 2
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], num_weights: int) -> "ModelShape":
@@ -59,6 +59,13 @@ def token_floor_s(shape: ModelShape, ceilings: Ceilings) -> float:
     return _step_bytes(shape) / ceilings.read_bytes_per_s
 
 
+def step_floor_s(shape: ModelShape, ceilings: Ceilings, batch_size: int, context: int) -> float:
+    """Seconds of a step that takes `batch_size` sequences of `context` tokens one further."""
+    per_token = shape.num_body_weights + shape.num_head_weights
+    operations = 2 * per_token + 4 * shape.num_attention_features * context
+    return max(token_floor_s(shape, ceilings), batch_size * operations / ceilings.operations_per_s)
+
+
 def floor_s(requests: Sequence[BenchRequest], shape: ModelShape, ceilings: Ceilings) -> float:
     """Seconds for all requests, if they come at once."""
     num_steps = max(request.num_output_tokens for request in requests)
@@ -69,7 +76,7 @@ def floor_s(requests: Sequence[BenchRequest], shape: ModelShape, ceilings: Ceili
 
 
 def _step_bytes(shape: ModelShape) -> int:
-    return _WEIGHT_BYTES * (shape.num_body_weights + shape.num_head_weights)
+    return shape.bytes_per_weight * (shape.num_body_weights + shape.num_head_weights)
 
 
 def _operations(requests: Sequence[BenchRequest], shape: ModelShape) -> int:

@@ -23,7 +23,7 @@ _PANEL_INCHES = (5.6, 3.7)
 _PIXELS_PER_INCH = 110
 _COLOURS = ("#1f5fa8", "#d1652a", "#2f8f5b", "#8a4fa3", "#b5362f", "#6b6b6b", "#b58b00", "#2a9fb0")
 _LIMIT_COLOUR = "#9a1b1b"
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
     "axes.titlesize": 11,
@@ -87,6 +87,8 @@ def _draw(axes: Any, panel: Panel) -> None:
     _set_plain_ticks(axes, panel)
     if panel.y_scale == "linear":
         axes.set_ylim(bottom=0)
+    if panel.x_scale == "linear":
+        axes.set_xlim(left=0)
     if _has_labels(panel):
         axes.legend()
 

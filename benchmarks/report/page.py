@@ -15,6 +15,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; margin: 2rem auto;
 h1 { font-size: 1.5rem; margin-bottom: .4rem; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+section { max-width: 100%; }
 .wide { overflow-x: auto; }
 th, td { padding: .28rem .9rem .28rem 0; text-align: right; border-bottom: 1px solid #e6e6e6; }
 th { color: #555; font-weight: 600; border-bottom-color: #999; }
@@ -25,6 +26,8 @@ dd { margin: 0; overflow-wrap: anywhere; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(360px, 1fr)); gap: 1.2rem;
          margin-top: 1.6rem; }
 .plots svg { width: 100%; height: auto; }
+figure { margin: 0; }
+.tables { display: flex; flex-wrap: wrap; gap: 0 4rem; align-items: flex-start; }
 """
 
 
@@ -44,7 +47,7 @@ def render_page(report: Report, svgs: Sequence[str]) -> str:
             f"<style>{_STYLE}</style></head><body>",
             f"<h1>{escape(report.title)}</h1>",
             _facts(report.facts),
-            *map(_table, report.tables),
+            f'<div class="tables">{"".join(map(_table, report.tables))}</div>',
             f'<div class="plots">{"".join(f"<figure>{svg}</figure>" for svg in svgs)}</div>',
             "</body></html>\n",
         )
@@ -52,9 +55,7 @@ def render_page(report: Report, svgs: Sequence[str]) -> str:
 
 
 def _facts(facts: Mapping[str, str]) -> str:
-    rows = (
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()
-    )
+    rows = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     return f"<dl>{''.join(rows)}</dl>"
 
 
@@ -66,6 +67,6 @@ def _table(table: Table) -> str:
     )
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     return (
-        f'<h2>{escape(table.title)}</h2><div class="wide"><table><thead><tr>{heading}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>{note}"
+        f'<section><h2>{escape(table.title)}</h2><div class="wide">'
+        f"<table><thead><tr>{heading}</tr></thead><tbody>{rows}</tbody></table></div>{note}</section>"
     )

@@ -1,0 +1,144 @@
+"""`baton bench latency`: prefill and time per token of batches, without servers, over floors."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tqdm import tqdm
+
+from baton.errors import ConfigurationError
+from benchmarks.machine import in_words
+from benchmarks.offline.cases import Case, CaseResult, RunTimes, make_cases, run_times, summarize
+from benchmarks.offline.engine_args import add_offline_args, offline_config
+from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.report import Panel, Report, Series, Table
+
+__all__ = ["add_args", "main"]
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    for flag, default, text in (
+        ("--batch-size", [1, 4, 16], "requests that begin together"),
+        ("--input-len", [128], "tokens of a prompt"),
+        ("--output-len", [64], "tokens to generate"),
+    ):
+        numbers = " ".join(map(str, default))
+        parser.add_argument(
+            flag,
+            type=int,
+            nargs="+",
+            default=default,
+            metavar="N",
+            help=f"{text}; every combination is measured (default: {numbers})",
+        )
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="runs per case (default: %(default)s)"
+    )
+    add_offline_args(parser)
+    add_output_args(parser)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measures, on an engine in this process, how long batches of requests take to their first
+    tokens and from token to token, beside what the machine's ceilings allow.
+    """
+    check_output_args(args)
+    if args.repeats < 1:
+        raise ConfigurationError(f"--repeats is {args.repeats}; it must be >= 1")
+    cases = make_cases(args.batch_size, args.input_len, args.output_len)
+    config = offline_config(args)
+
+    from benchmarks.offline.floors import measure_floors
+    from benchmarks.offline.offline_engine import OfflineEngine, peak_memory_bytes
+
+    with OfflineEngine(config) as engine:
+        runs = _run_cases(engine, cases, args.repeats)
+        peak_bytes = peak_memory_bytes()
+        floors = measure_floors(config, engine.core)
+    results = [summarize(case, runs[case], floors.shape, floors.ceilings) for case in cases]
+    facts = {
+        "machine": in_words(floors.machine),
+        "type": engine.core.info.layout.dtype,
+        "load and warm up, s": f"{engine.start_up_s:.2f}",
+        "peak memory, MiB": f"{peak_bytes / 2**20:,.0f}",
+    }
+    write_report(
+        Report(
+            title=f"Latency of {config.model_name}",
+            facts=facts,
+            tables=[_table(results)],
+            panels=_panels(results),
+            results={
+                "machine": floors.machine,
+                "flags": flags_of(args),
+                "start_up_s": engine.start_up_s,
+                "peak_memory_bytes": peak_bytes,
+                "cases": [asdict(result) for result in results],
+            },
+        ),
+        args,
+    )
+
+
+def _run_cases(engine: Any, cases: Sequence[Case], repeats: int) -> dict[Case, list[RunTimes]]:
+    """Each case in turn, `repeats` times over, after a round that does not count."""
+    vocab_size = engine.core.info.vocab_size
+    runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
+    rounds = [(number, case) for number in range(1 + repeats) for case in cases]
+    for number, case in tqdm(rounds, unit="run", disable=None):
+        times = run_times(engine.run(case.requests(vocab_size, seed=number)))
+        if number:
+            runs[case].append(times)
+    return runs
+
+
+def _table(results: Iterable[CaseResult]) -> Table:
+    columns = ("batch", "in", "out", "prefill ms", "floor", "x", "ms/token", "floor", "x")
+    rows = [
+        (
+            str(result.case.batch_size),
+            result.case.input_len,
+            result.case.output_len,
+            result.prefill_ms,
+            result.prefill_floor_ms,
+            result.prefill_ms / result.prefill_floor_ms,
+            result.step_ms,
+            result.step_floor_ms,
+            result.step_ms / result.step_floor_ms,
+            result.output_tokens_per_s,
+        )
+        for result in results
+    ]
+    return Table(
+        "Medians",
+        (*columns, "output tokens/s"),
+        rows,
+        "Floor: the model's operations over the matrix rate, or its weights' bytes over the "
+        "read bandwidth, whichever takes longer.",
+    )
+
+
+def _panels(results: Sequence[CaseResult]) -> list[Panel]:
+    """By batch size, a line per length, the floors beside."""
+    return [
+        _panel("Time per token", "ms per token", results, "step_ms", "step_floor_ms"),
+        _panel("Time to all first tokens", "ms", results, "prefill_ms", "prefill_floor_ms"),
+        _panel("Throughput", "output tokens/s", results, "output_tokens_per_s", None),
+    ]
+
+
+def _panel(
+    title: str, y_label: str, results: Sequence[CaseResult], field: str, floor: str | None
+) -> Panel:
+    series = []
+    for lengths in dict.fromkeys((r.case.input_len, r.case.output_len) for r in results):
+        own = [r for r in results if (r.case.input_len, r.case.output_len) == lengths]
+        sizes = [result.case.batch_size for result in own]
+        label = f"{lengths[0]} in, {lengths[1]} out"
+        series.append(Series(label, sizes, [getattr(r, field) for r in own], "marked"))
+        if floor is not None:
+            floors = [getattr(result, floor) for result in own]
+            series.append(Series(f"{label}: floor", sizes, floors, "line"))
+    return Panel(title, "batch size", y_label, series)

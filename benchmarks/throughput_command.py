@@ -1,0 +1,107 @@
+"""`baton bench throughput`: a workload on an engine in this process, all requests at once."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.latency_panels import latency_panels
+from benchmarks.latency_tables import error_tables, latency_table, throughput_table
+from benchmarks.machine import in_words
+from benchmarks.metrics import Metrics, compute_metrics
+from benchmarks.offline.engine_args import add_offline_args, offline_config
+from benchmarks.peers.model_cost import floor_s
+from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.report import Report, Table
+from benchmarks.request import BenchRequest, RequestRecord, Workload
+from benchmarks.warm_up import warm_up_requests
+from benchmarks.workloads.registry import add_workload_args, workload_from_args
+
+__all__ = ["add_args", "main"]
+
+_NUM_WARMUPS = 4
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    add_workload_args(parser)
+    add_offline_args(parser)
+    add_output_args(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures how fast an engine in this process works off a workload whose requests are all
+    there from the start, but for turns of a conversation, which wait for the turn before.
+    """
+    check_output_args(args)
+    config = offline_config(args)
+
+    from benchmarks.offline.floors import measure_floors
+    from benchmarks.offline.offline_engine import OfflineEngine, peak_memory_bytes
+
+    with OfflineEngine(config) as engine:
+        workload = workload_from_args(args, engine.core.info.vocab_size)
+        records = _run(engine, workload)
+        peak_bytes = peak_memory_bytes()
+        floors = measure_floors(config, engine.core)
+    metrics = compute_metrics(records, None)
+    floor = floor_s(workload.requests, floors.shape, floors.ceilings)
+    cost = {
+        "floor_s": floor,
+        "share_of_floor": floor / metrics.duration_s,
+        "start_up_s": engine.start_up_s,
+        "peak_memory_bytes": peak_bytes,
+    }
+    write_report(
+        Report(
+            title=f"Throughput of {config.model_name}: {workload.name}",
+            facts={
+                "machine": in_words(floors.machine),
+                "type": engine.core.info.layout.dtype,
+            },
+            tables=(
+                throughput_table(metrics),
+                _cost_table(metrics, cost),
+                latency_table(metrics),
+                *error_tables(metrics),
+            ),
+            panels=latency_panels(records, None),
+            results={
+                "machine": floors.machine,
+                "flags": flags_of(args),
+                "workload": workload.name,
+                "metrics": asdict(metrics),
+                **cost,
+            },
+        ),
+        args,
+    )
+    return int(metrics.num_failed == metrics.num_requests)
+
+
+def _run(engine: Any, workload: Workload) -> Sequence[RequestRecord]:
+    """Warms up, then runs the workload."""
+    requests: Sequence[BenchRequest] = workload.requests
+    engine.run(warm_up_requests(requests, _NUM_WARMUPS, engine.core.info.vocab_size))
+    with tqdm(total=len(requests), unit="request", disable=None) as bar:
+        records: Sequence[RequestRecord] = engine.run(requests, lambda record: bar.update())
+    return records
+
+
+def _cost_table(metrics: Metrics, cost: dict[str, float]) -> Table:
+    rows = [
+        ("floor, s", cost["floor_s"]),
+        ("duration / floor", metrics.duration_s / cost["floor_s"]),
+        ("floor, output tokens/s", metrics.num_output_tokens / cost["floor_s"]),
+        ("load and warm up, s", cost["start_up_s"]),
+        ("peak memory, MiB", cost["peak_memory_bytes"] / 2**20),
+    ]
+    return Table(
+        "Cost",
+        ("", "value"),
+        rows,
+        "Floor: operations over the matrix rate, or the weights' bytes per step over the read "
+        "bandwidth; each distinct prefix is computed once.",
+    )

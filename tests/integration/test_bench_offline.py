@@ -1,0 +1,107 @@
+"""`baton bench latency` and `throughput`: an engine in this process, on a tiny model."""
+
+import json
+
+import pytest
+
+from baton.cli import main
+from benchmarks import machine
+from benchmarks.offline.offline_engine import OfflineEngine
+from benchmarks.request import BenchRequest
+from engine.config import EngineConfig
+from tests.support.checkpoints import prompt_of, tiny_checkpoint
+
+ENGINE = ("--num-threads", "1", "--max-model-len", "128", "--num-gpu-blocks-override", "64")
+
+
+@pytest.fixture(autouse=True)
+def _quick_ceilings(monkeypatch):
+    monkeypatch.setattr(machine, "_SIZES", {"cpu": machine._Sizes(1 << 20, 64)})
+
+
+@pytest.fixture(scope="module")
+def engine():
+    config = EngineConfig(
+        model=str(tiny_checkpoint("llama")),
+        dtype="float32",
+        num_threads=1,
+        max_model_len=128,
+        num_gpu_blocks_override=16,
+    )
+    with OfflineEngine(config) as running:
+        yield running
+
+
+def test_records_hold_every_token(engine):
+    requests = [BenchRequest(prompt_of(20), 5), BenchRequest(prompt_of(9), 1)]
+    ended = []
+    long, short = engine.run(requests, ended.append)
+    assert (len(long.token_times_s), len(short.token_times_s)) == (5, 1)
+    assert long.error is short.error is None
+    assert long.sent_s <= long.token_times_s[0] <= long.ended_s
+    assert ended == [short, long]
+    assert engine.start_up_s > 0
+
+
+def test_a_turn_waits_for_the_turn_before(engine):
+    first, second = engine.run(
+        [BenchRequest(prompt_of(9), 6), BenchRequest(prompt_of(8), 2, after=0)]
+    )
+    assert second.sent_s >= first.ended_s
+    assert len(second.token_times_s) == 2
+
+
+def test_what_ends_early_has_an_error(engine):
+    (record,) = engine.run([BenchRequest(prompt_of(120), 200)])
+    assert record.error == f"{len(record.token_times_s)} tokens came, 200 were asked for"
+
+
+def test_what_can_never_fit_has_an_error(engine):
+    fits, too_long = engine.run([BenchRequest(prompt_of(9), 2), BenchRequest(prompt_of(129), 2)])
+    assert fits.error is None
+    assert "INVALID_ARGUMENT" in too_long.error
+
+
+def test_latency_prints_floors(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    sizes = ("--batch-size", "1", "2", "--input-len", "8", "--output-len", "4", "--repeats", "1")
+    model = ("--model", str(tiny_checkpoint("gpt2")))
+    assert main(["bench", "latency", *model, *sizes, *ENGINE, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [case["case"]["batch_size"] for case in report["cases"]] == [1, 2]
+    assert all(case["step_ms"] > 0 and case["step_floor_ms"] > 0 for case in report["cases"])
+    assert report["peak_memory_bytes"] > 2**20
+    assert "floor" in capsys.readouterr().out
+
+
+def test_throughput_runs_any_workload(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    model = ("--model", str(tiny_checkpoint("llama")))
+    turns = ("--workload", "conversation", "--num-requests", "6", "--num-turns", "2")
+    lengths = ("--input-len", "10", "--output-len", "4")
+    command = ["bench", "throughput", *model, *turns, *lengths, *ENGINE, "--json", str(path)]
+    assert main(command) == 0
+    report = json.loads(path.read_text())
+    assert report["metrics"]["num_output_tokens"] == 24
+    assert report["metrics"]["num_failed"] == 0
+    assert report["share_of_floor"] > 0
+    assert "duration / floor" in capsys.readouterr().out
+
+
+def test_a_workload_that_fails_altogether_is_a_failure(capsys):
+    flags = ("--num-requests", "2", "--input-len", "200")
+    assert main(["bench", "throughput", "--model", str(tiny_checkpoint("llama")), *flags, *ENGINE])
+    assert "INVALID_ARGUMENT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("latency", ("--repeats", "0"), "--repeats is 0"),
+        ("latency", ("--batch-size", "0"), "--batch-size has 0"),
+        ("throughput", ("--block-size", "0"), "--block-size is 0"),
+    ],
+)
+def test_bad_flags_are_told(command, flags, message, capsys):
+    assert main(["bench", command, *flags]) == 2
+    assert message in capsys.readouterr().err
