@@ -38,7 +38,7 @@ class EngineConfig:
         "auto", "type of weights, activations and KV; auto is the checkpoint's", choices=DTYPES
     )
     device: str = _flag("auto", "torch device; auto is cuda where there is one, else cpu")
-    num_threads: int | None = _flag(None, "CPU threads for compute (default: torch's choice)")
+    num_threads: int | None = _flag(None, "CPU threads for compute (default: the cores it may use)")
     block_size: int = _flag(16, "tokens per KV block")
     max_model_len: int | None = _flag(
         None, "most prompt and generated tokens together (default: the model's)"

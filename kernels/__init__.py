@@ -2,51 +2,139 @@
 
 Each function here has the signature and meaning of its namesake in
 `kernels.reference`, and runs the one of the module that serves the tensors'
-device. To add kernels for a device, write a module with the same names (it may
-import what it does not speed up from the reference) and enter it below.
+device and type. To add kernels for a device, write
+a module with the same names (it may import what it does not speed up from the
+reference) and enter it below.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
 from types import MappingProxyType, ModuleType
 
 import torch
 
 from kernels import reference
 from kernels.attention_metadata import AttentionMetadata
+from kernels.native.library import load
 from kernels.paged_kv import LayerKv, PagedKv
+from kernels.recorded_step import Arena, RecordedStep
+from kernels.rotary import QkNorms, Rotation
+from kernels.threads import default_num_threads, num_threads, set_num_threads
+from kernels.weights import RowsOfWeight, Weight, WeightUse
 
 __all__ = [
+    "Arena",
     "AttentionMetadata",
     "LayerKv",
     "PagedKv",
-    "apply_rotary",
+    "QkNorms",
+    "RecordedStep",
+    "Rotation",
+    "RowsOfWeight",
+    "Weight",
+    "WeightUse",
     "copy_blocks",
+    "default_num_threads",
+    "embed",
     "gather_blocks",
+    "linear",
+    "linear_silu_and_mul",
+    "make_weight",
+    "num_threads",
     "paged_attention",
+    "point_to",
+    "record_step",
     "rms_norm",
+    "rotary_angles",
+    "rotate_and_write_kv",
+    "row_maxima",
     "scatter_blocks",
-    "silu_and_mul",
+    "set_num_threads",
     "swap_blocks",
-    "write_kv",
 ]
 
-_BY_DEVICE_TYPE: Mapping[str, ModuleType] = MappingProxyType(
-    {
-        "cpu": reference,
-        "cuda": reference,
-    }
-)
+
+@cache
+def _modules() -> Mapping[tuple[str, torch.dtype], ModuleType]:
+    """By device type and element type; what is not here is the reference's.
+
+    Found at first use, so that what explains or mends a bad choice can import this package.
+    """
+    if load() is None:
+        return MappingProxyType({})
+    native = import_module("kernels.native.ops")
+    return MappingProxyType({("cpu", torch.float32): native, ("cpu", torch.bfloat16): native})
 
 
 def _kernels_for(tensor: torch.Tensor) -> ModuleType:
-    return _BY_DEVICE_TYPE.get(tensor.device.type, reference)
+    return _modules().get((tensor.device.type, tensor.dtype), reference)
 
 
-def write_kv(
-    key: torch.Tensor, value: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Writes each token's K and V into its slot; see `reference.write_kv`."""
-    _kernels_for(key).write_kv(key, value, kv_layer, slot_mapping)
+def make_weight(
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    use: WeightUse,
+) -> Weight:
+    """Memory for a weight in its kernels' layout; see `reference.make_weight`."""
+    make = _modules().get((device.type, dtype), reference).make_weight
+    weight: Weight = make(num_rows, num_columns, dtype, device, use)
+    return weight
+
+
+def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Rows of an embedding; see `reference.embed`."""
+    rows: torch.Tensor = _kernels_for(weight.data).embed(token_ids, weight)
+    return rows
+
+
+def linear(
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Linear layer, plus what skips it; see `reference.linear`."""
+    multiply = _kernels_for(weight.data).linear
+    out: torch.Tensor = multiply(hidden, weight, bias, residual, out_dtype=out_dtype)
+    return out
+
+
+def linear_silu_and_mul(
+    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Gated linear layer; see `reference.linear_silu_and_mul`."""
+    out: torch.Tensor = _kernels_for(weight.data).linear_silu_and_mul(hidden, weight, bias)
+    return out
+
+
+def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
+    """Angles of rotary positions; see `reference.rotary_angles`."""
+    angles = _kernels_for(frequencies).rotary_angles
+    rotation: Rotation = angles(positions, frequencies, amplitude)
+    return rotation
+
+
+def rotate_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    rotation: Rotation | None = None,
+    norms: QkNorms | None = None,
+) -> torch.Tensor:
+    """Prepares a step for attention; see `reference.rotate_and_write_kv`."""
+    prepare = _kernels_for(query).rotate_and_write_kv
+    prepared: torch.Tensor = prepare(
+        query, key, value, kv_layer, meta, rotation=rotation, norms=norms
+    )
+    return prepared
 
 
 def paged_attention(
@@ -61,6 +149,33 @@ def paged_attention(
     attend = _kernels_for(query).paged_attention
     output: torch.Tensor = attend(query, kv_layer, meta, scale=scale, sliding_window=sliding_window)
     return output
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm; see `reference.rms_norm`."""
+    normed: torch.Tensor = _kernels_for(hidden).rms_norm(hidden, weight, eps)
+    return normed
+
+
+def record_step(
+    device: torch.device, arena: Arena, run: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, RecordedStep | None]:
+    """Runs a step and records it where it can be; see `reference.record_step`."""
+    record = _modules().get((device.type, torch.float32), reference).record_step
+    recorded: tuple[torch.Tensor, RecordedStep | None] = record(device, arena, run)
+    return recorded
+
+
+def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
+    """Gives recorded steps another step's metadata; see `reference.point_to`."""
+    module = _modules().get((current.slot_mapping.device.type, torch.float32), reference)
+    module.point_to(recorded, current)
+
+
+def row_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest value and where it is; see `reference.row_maxima`."""
+    found: tuple[torch.Tensor, torch.Tensor] = _kernels_for(logits).row_maxima(logits)
+    return found
 
 
 def gather_blocks(
@@ -87,21 +202,3 @@ def swap_blocks(
 ) -> None:
     """Copies blocks from one pool to another; see `reference.swap_blocks`."""
     _kernels_for(source).swap_blocks(source, target, pairs)
-
-
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm; see `reference.rms_norm`."""
-    normed: torch.Tensor = _kernels_for(hidden).rms_norm(hidden, weight, eps)
-    return normed
-
-
-def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding; see `reference.apply_rotary`."""
-    rotated: torch.Tensor = _kernels_for(states).apply_rotary(states, cos, sin)
-    return rotated
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Gated activation; see `reference.silu_and_mul`."""
-    activated: torch.Tensor = _kernels_for(gate_up).silu_and_mul(gate_up)
-    return activated

@@ -7,7 +7,8 @@ import torch
 __all__ = ["AttentionMetadata"]
 
 
-@dataclass(frozen=True, slots=True)
+# Known by identity: kernels keep what they derive from it for as long as it lives.
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AttentionMetadata:
     """One step's sequences, laid end to end in one row of query tokens.
 

@@ -4,27 +4,183 @@ Runs on any device and in any floating dtype. Sums that decide accuracy are
 done in float32. Block ids and slots are trusted: whoever schedules checks them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from kernels.attention_metadata import AttentionMetadata
+from kernels.recorded_step import Arena, RecordedStep
+from kernels.rotary import QkNorms, Rotation
+from kernels.weights import DenseWeight, Weight, WeightUse
 
 __all__ = [
-    "apply_rotary",
     "copy_blocks",
+    "embed",
     "gather_blocks",
+    "linear",
+    "linear_silu_and_mul",
+    "make_weight",
     "paged_attention",
+    "point_to",
+    "record_step",
     "rms_norm",
+    "rotary_angles",
+    "rotate_and_write_kv",
+    "row_maxima",
     "scatter_blocks",
-    "silu_and_mul",
     "swap_blocks",
-    "write_kv",
 ]
 
 # The most K and V elements that decode rows gather at once; bounds the memory of one step.
 _MAX_GATHERED_ELEMENTS = 1 << 24
+
+
+def make_weight(
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    use: WeightUse,
+) -> Weight:
+    """Memory for a weight, to be filled through `Weight.rows`.
+
+    Args:
+        num_rows: outputs.
+        num_columns: inputs.
+        dtype: of its elements.
+        device: where it is.
+        use: what it is for.
+    """
+    data = torch.empty((num_rows, num_columns), dtype=dtype, device=device)
+    return DenseWeight(num_rows, num_columns, use, data)
+
+
+def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Rows of an embedding: `[num_tokens]` int64 to `[num_tokens, num_columns]`."""
+    return F.embedding(token_ids, _dense(weight))
+
+
+def linear(
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`hidden @ weight.T + bias + residual`.
+
+    Args:
+        hidden: `[rows, num_columns]`.
+        weight: for this use.
+        bias: `[num_rows]`.
+        residual: `[rows, num_rows]`.
+        out_dtype: of the result; None: of `hidden`.
+
+    Returns:
+        `[rows, num_rows]`.
+    """
+    out = F.linear(hidden, _dense(weight), bias)
+    if residual is not None:
+        out = residual + out
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def linear_silu_and_mul(
+    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`silu(hidden @ gate.T) * (hidden @ up.T)`.
+
+    Args:
+        hidden: `[rows, num_columns]`.
+        weight: for this use: `gate` above `up`.
+        bias: `[num_rows]`, of both.
+
+    Returns:
+        `[rows, num_rows / 2]`.
+    """
+    return silu_and_mul(F.linear(hidden, _dense(weight), bias))
+
+
+def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
+    """Cosines and sines of each position's angles, times `amplitude` (arXiv:2104.09864).
+
+    Args:
+        positions: `[num_tokens]` int64.
+        frequencies: `[head_dim / 2]` float32, radians per position.
+        amplitude: 1, or what a scaling for long contexts wants.
+    """
+    angles = positions.unsqueeze(1).float() * frequencies
+    return Rotation(angles.cos() * amplitude, angles.sin() * amplitude)
+
+
+def rotate_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    rotation: Rotation | None = None,
+    norms: QkNorms | None = None,
+) -> torch.Tensor:
+    """Prepares a step for attention: norms and turns Q and K, and writes K and V to their slots.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`; its memory may be reused for the result.
+        key: `[num_tokens, num_kv_heads, head_dim]`; is undefined afterwards.
+        value: `[num_tokens, num_kv_heads, head_dim]`.
+        kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, any strides.
+        meta: `slot_mapping` says where K and V go.
+        rotation: None: positions are not the heads' matter.
+        norms: None for none.
+
+    Returns:
+        The query that attends, `[num_tokens, num_heads, head_dim]`.
+    """
+    if norms is not None:
+        query = rms_norm(query, norms.query_weight, norms.eps)
+        key = rms_norm(key, norms.key_weight, norms.eps)
+    if rotation is not None:
+        cos, sin = rotation.cos.to(query.dtype), rotation.sin.to(query.dtype)
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+    write_kv(key, value, kv_layer, meta.slot_mapping)
+    return query
+
+
+def record_step(
+    device: torch.device, arena: Arena, run: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, RecordedStep | None]:
+    """Runs a step and, where the device's kernels can, records it.
+
+    Args:
+        device: of the step.
+        arena: of the recorded step.
+        run: computes the step from tensors that stay where they are.
+
+    Returns:
+        What `run` returned, and the step, to be run again; None where steps are not recorded.
+    """
+    return run(), None
+
+
+def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
+    """Makes steps recorded with `recorded` read the tensors of `current`, of as many tokens."""
+    raise NotImplementedError("the reference records no steps")
+
+
+def row_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest value and its first index; NaN for a row that holds one.
+
+    Args:
+        logits: `[rows, vocab]` float32.
+
+    Returns:
+        `[rows]` float32 and `[rows]` int64.
+    """
+    maxima, indices = logits.max(dim=-1)
+    return maxima, indices
 
 
 def write_kv(
@@ -192,6 +348,11 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`, with gate and up side by side: `[..., 2 * size] -> [..., size]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, DenseWeight)
+    return weight.data
 
 
 def _attend_single_rows(

@@ -7,15 +7,14 @@ sliding windows, rotary scaling, tied embeddings.
 import torch
 from torch import nn
 
-import kernels
 from engine.models.config import DecoderConfig
-from engine.models.layers import CausalModel, FusedLinear, RmsNorm, cached_attention
+from engine.models.layers import CausalModel, RmsNorm, cached_attention
+from engine.models.linear import Embedding, FusedLinear, GatedLinear, Linear
 from engine.models.rotary import RotaryEmbedding
+from kernels import QkNorms, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Decoder"]
-
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [num_tokens, head_dim / 2]
 
 
 class Decoder(CausalModel):
@@ -25,7 +24,9 @@ class Decoder(CausalModel):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config, head_width=config.hidden_size)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, is_head=config.tie_word_embeddings
+        )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
         self.layers = nn.ModuleList(
             _Layer(config, sliding_window) for sliding_window in config.sliding_windows
@@ -37,7 +38,7 @@ class Decoder(CausalModel):
     ) -> torch.Tensor:
         """See `CausalModel.forward`."""
         hidden = self.embed_tokens(token_ids)  # [num_tokens, hidden_size]
-        rotation = self.rotary(positions, hidden.dtype)
+        rotation = self.rotary(positions)
         for layer, layer_kv in zip(self.layers, kv.layers(), strict=True):
             hidden = layer(hidden, rotation, layer_kv)
         normed: torch.Tensor = self.norm(hidden)
@@ -57,8 +58,8 @@ class _Layer(nn.Module):
         self.mlp = _GatedMlp(config)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, kv)
-        output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = self.self_attn(self.input_layernorm(hidden), rotation, kv, residual=hidden)
+        output: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
         return output
 
 
@@ -74,39 +75,44 @@ class _Attention(nn.Module):
             {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=config.qkv_bias,
         )
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.output_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
         self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, kv: LayerKv, residual: torch.Tensor
+    ) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).unflatten(1, (-1, self.head_dim))
         num_kv_heads = kv.cache.shape[2]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         # each [num_tokens, its heads, head_dim]
         query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
         attended = cached_attention(
-            kernels.apply_rotary(query, *rotation),
-            kernels.apply_rotary(key, *rotation),
+            query,
+            key,
             value,
             kv,
             scale=self.head_dim**-0.5,
             sliding_window=self.sliding_window,
+            rotation=rotation,
+            norms=self._norms(),
         )
-        output: torch.Tensor = self.o_proj(attended)
+        output: torch.Tensor = self.o_proj(attended, residual)
         return output
+
+    def _norms(self) -> QkNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return QkNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class _GatedMlp(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.gate_up_proj = FusedLinear(
-            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias
-        )
-        self.down_proj = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = GatedLinear(config.hidden_size, size, bias=config.mlp_bias)
+        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.down_proj(kernels.silu_and_mul(self.gate_up_proj(hidden)))
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down_proj(self.gate_up_proj(hidden), residual)
         return output

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from engine.models.config import Gpt2Config
-from engine.models.layers import CausalModel, TransposedLinear, activation_named, cached_attention
+from engine.models.layers import CausalModel, activation_named, cached_attention
+from engine.models.linear import Embedding, TransposedLinear
 from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Gpt2"]
@@ -17,7 +18,9 @@ class Gpt2(CausalModel):
 
     def __init__(self, config: Gpt2Config) -> None:
         super().__init__(config, head_width=config.hidden_size)
-        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wte = Embedding(
+            config.vocab_size, config.hidden_size, is_head=config.tie_word_embeddings
+        )
         self.wpe = nn.Embedding(config.max_model_len, config.hidden_size)
         self.h = nn.ModuleList(_Layer(config, scale) for scale in config.attention_scales)
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -56,8 +59,8 @@ class _Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.scale = scale
-        self.c_attn = TransposedLinear(config.hidden_size, 3 * config.hidden_size)
-        self.c_proj = TransposedLinear(config.hidden_size, config.hidden_size)
+        self.c_attn = TransposedLinear(config.hidden_size, 3 * config.hidden_size, bias=True)
+        self.c_proj = TransposedLinear(config.hidden_size, config.hidden_size, bias=True)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         qkv = self.c_attn(hidden).unflatten(1, (3, -1, self.head_dim))
@@ -70,8 +73,8 @@ class _Attention(nn.Module):
 class _Mlp(nn.Module):
     def __init__(self, config: Gpt2Config) -> None:
         super().__init__()
-        self.c_fc = TransposedLinear(config.hidden_size, config.inner_size)
-        self.c_proj = TransposedLinear(config.inner_size, config.hidden_size)
+        self.c_fc = TransposedLinear(config.hidden_size, config.inner_size, bias=True)
+        self.c_proj = TransposedLinear(config.inner_size, config.hidden_size, bias=True)
         self.activation = activation_named(config.activation)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

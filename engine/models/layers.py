@@ -1,12 +1,7 @@
-"""What the model families share: the model's interface, fused layers, cached attention.
-
-A model's parameters are laid out for speed, not as in the checkpoint: Q, K and
-V are one matrix, and so on. `CausalModel.checkpoint_tensors` says where each
-checkpoint tensor belongs, as a view of the parameter; the loader copies.
-"""
+"""What the model families share: the model's interface, norms, cached attention."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -16,13 +11,13 @@ from torch import nn
 
 import kernels
 from engine.models.config import ModelConfig, unsupported
+from engine.models.linear import Embedding, Linear, PackedModule, WeightTarget
+from kernels import QkNorms, Rotation
 from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = [
     "CausalModel",
-    "FusedLinear",
     "RmsNorm",
-    "TransposedLinear",
     "activation_named",
     "cached_attention",
 ]
@@ -42,7 +37,7 @@ class CausalModel(nn.Module, ABC):
 
     checkpoint_prefix: ClassVar[str]
     config: ModelConfig
-    lm_head: nn.Linear | None
+    lm_head: Linear | None
     """None where the embedding is the output head too."""
 
     def __init__(self, config: ModelConfig, head_width: int) -> None:
@@ -51,7 +46,7 @@ class CausalModel(nn.Module, ABC):
         self.lm_head = (
             None
             if config.tie_word_embeddings
-            else nn.Linear(head_width, config.vocab_size, bias=False)
+            else Linear(head_width, config.vocab_size, bias=False)
         )
 
     @abstractmethod
@@ -73,53 +68,22 @@ class CausalModel(nn.Module, ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token: `[rows, hidden_size]` to float32 `[rows, vocab_size]`."""
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """Checkpoint name -> the view of a parameter that holds that tensor."""
-        tensors: dict[str, torch.Tensor] = {}
+    def checkpoint_tensors(self) -> dict[str, WeightTarget]:
+        """Checkpoint name -> what takes over that tensor."""
+        tensors: dict[str, WeightTarget] = {}
         for path, module in self.named_modules():
             full_path = path if path == "lm_head" else self.checkpoint_prefix + path
-            if isinstance(module, FusedLinear | TransposedLinear):
+            if isinstance(module, PackedModule):
                 tensors.update(module.checkpoint_tensors(full_path))
             else:
                 for name, parameter in module.named_parameters(recurse=False):
                     tensors[f"{full_path}.{name}"] = parameter
         return tensors
 
-    def _head(self, hidden: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
+    def _head(self, hidden: torch.Tensor, embedding: Embedding) -> torch.Tensor:
         """`[rows, head_width]` to float32 `[rows, vocab_size]`."""
         weight = embedding.weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(hidden, weight).float()
-
-
-class FusedLinear(nn.Linear):
-    """Linear layers of one input as one matrix.
-
-    Args:
-        in_features: width of the input.
-        parts: checkpoint name -> width of that layer's output, in output order.
-        bias: whether the layers have biases.
-    """
-
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias)
-        self.parts = dict(parts)
-
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parts' weights and biases under their own names, beside `path`."""
-        parent = path.rpartition(".")[0]
-        for name, parameter in self.named_parameters():
-            slices = torch.split(parameter, list(self.parts.values()))
-            for part, rows in zip(self.parts, slices, strict=True):
-                yield f"{parent}.{part}.{name}", rows
-
-
-class TransposedLinear(nn.Linear):
-    """A linear layer whose checkpoint holds the matrix as `[in, out]` (GPT-2's Conv1D)."""
-
-    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weight and bias; copying into the weight's view transposes it."""
-        yield f"{path}.weight", self.weight.t()
-        yield f"{path}.bias", self.bias
+        return kernels.linear(hidden, weight, out_dtype=torch.float32)
 
 
 class RmsNorm(nn.Module):
@@ -143,21 +107,27 @@ def cached_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    rotation: Rotation | None = None,
+    norms: QkNorms | None = None,
 ) -> torch.Tensor:
     """Writes the step's KV, then attends over the cache.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`.
+        query: `[num_tokens, num_heads, head_dim]`; undefined afterwards, as `key`.
         key: `[num_tokens, num_kv_heads, head_dim]`.
         value: as `key`.
         kv: where to write and what to read.
         scale: factor on the scores.
         sliding_window: how many tokens a query sees, itself included.
+        rotation: of query and key, by position.
+        norms: of query and key, before they turn.
 
     Returns:
         `[num_tokens, num_heads * head_dim]`.
     """
-    kernels.write_kv(key, value, kv.cache, kv.meta.slot_mapping)
+    query = kernels.rotate_and_write_kv(
+        query, key, value, kv.cache, kv.meta, rotation=rotation, norms=norms
+    )
     return kernels.paged_attention(
         query, kv.cache, kv.meta, scale=scale, sliding_window=sliding_window
     ).flatten(1)

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from engine.models.config import OptConfig
-from engine.models.layers import CausalModel, FusedLinear, activation_named, cached_attention
+from engine.models.layers import CausalModel, activation_named, cached_attention
+from engine.models.linear import Embedding, FusedLinear, Linear
 from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Opt"]
@@ -21,11 +22,11 @@ class Opt(CausalModel):
     def __init__(self, config: OptConfig) -> None:
         super().__init__(config, head_width=config.embedding_size)
         width, size = config.embedding_size, config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.embed_tokens = Embedding(config.vocab_size, width, is_head=config.tie_word_embeddings)
         self.embed_positions = nn.Embedding(config.max_model_len + _POSITION_OFFSET, size)
         projected = width != size
-        self.project_in = nn.Linear(width, size, bias=False) if projected else nn.Identity()
-        self.project_out = nn.Linear(size, width, bias=False) if projected else nn.Identity()
+        self.project_in = Linear(width, size, bias=False) if projected else nn.Identity()
+        self.project_out = Linear(size, width, bias=False) if projected else nn.Identity()
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
         self.final_layer_norm = _layer_norm(config) if config.final_norm else nn.Identity()
 
@@ -51,8 +52,8 @@ class _Layer(nn.Module):
         self.norm_before = config.norm_before
         self.self_attn = _Attention(config)
         self.self_attn_layer_norm = _layer_norm(config)
-        self.fc1 = nn.Linear(config.hidden_size, config.ffn_dim, bias=config.bias)
-        self.fc2 = nn.Linear(config.ffn_dim, config.hidden_size, bias=config.bias)
+        self.fc1 = Linear(config.hidden_size, config.ffn_dim, bias=config.bias)
+        self.fc2 = Linear(config.ffn_dim, config.hidden_size, bias=config.bias)
         self.final_layer_norm = _layer_norm(config)
         self.activation = activation_named(config.activation)
 
@@ -77,7 +78,7 @@ class _Attention(nn.Module):
         self.qkv_proj = FusedLinear(
             size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias=config.bias
         )
-        self.out_proj = nn.Linear(size, size, bias=config.bias)
+        self.out_proj = Linear(size, size, bias=config.bias)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).unflatten(1, (3, -1, self.head_dim))

@@ -5,7 +5,9 @@ import math
 import torch
 from torch import nn
 
+import kernels
 from engine.models.config import RopeConfig
+from kernels import Rotation
 
 __all__ = ["RotaryEmbedding"]
 
@@ -27,18 +29,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
         self.amplitude = _amplitude(rope)
 
-    def forward(
-        self, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, each `[num_tokens, head_dim / 2]` of `dtype`.
-
-        Args:
-            positions: `[num_tokens]`.
-            dtype: of the states to rotate. Angles are computed in float32.
-        """
-        angles = positions.unsqueeze(1).float() * self.inverse_frequencies
-        cos, sin = angles.cos() * self.amplitude, angles.sin() * self.amplitude
-        return cos.to(dtype), sin.to(dtype)
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """The angles of `[num_tokens]` int64 positions."""
+        return kernels.rotary_angles(positions, self.inverse_frequencies, self.amplitude)
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -91,7 +91,9 @@ def _attention_metadata(
     """One per layer group; `places` are each token's sequence and position in it."""
     sequence_of, positions = places
     block_ids = tables[:, sequence_of, positions // block_size].astype(np.int64)
-    slots = to_device(block_ids * block_size + positions % block_size, device)
+    # Indexed so, the array would have its groups innermost.
+    slot_ids = np.ascontiguousarray(block_ids * block_size + positions % block_size)
+    slots = to_device(slot_ids, device)
     for_group = partial(
         AttentionMetadata,
         query_starts=to_device(query_starts, device),

@@ -3,9 +3,9 @@
     lay out on the meta device -> check every name and shape -> allocate -> copy
 
 Nothing is allocated until the files' headers agree with the model. Each
-parameter is allocated once, in its final type and place; each checkpoint tensor
-is copied from the memory-mapped file into its slice. There is never a second
-copy of the model.
+parameter is allocated once, in its final type and memory order; each checkpoint
+tensor is copied from the memory-mapped file into its part. There is never a
+second copy of the model.
 """
 
 import re
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from baton.errors import ConfigurationError
 from engine.config import DTYPES
 from engine.models.layers import CausalModel
+from engine.models.linear import PackedModule, WeightTarget
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, one_line, open_checkpoint
 
@@ -144,7 +145,7 @@ def _match_tensors(model: CausalModel, checkpoint: Checkpoint) -> list[_Match]:
     return list(matches.values())
 
 
-def _target_of(name: str, model: CausalModel, expected: dict[str, torch.Tensor]) -> str | None:
+def _target_of(name: str, model: CausalModel, expected: dict[str, WeightTarget]) -> str | None:
     """The model's name for a file's tensor; None for one it does not need.
 
     Checkpoints saved from the bare model lack the first part of the prefix.
@@ -158,7 +159,7 @@ def _target_of(name: str, model: CausalModel, expected: dict[str, torch.Tensor])
     raise ConfigurationError(f"the checkpoint has tensor {name}, which the model does not know")
 
 
-def _check_tensor(file: Path, name: str, stored: Any, expected: torch.Tensor) -> None:
+def _check_tensor(file: Path, name: str, stored: Any, expected: WeightTarget) -> None:
     if stored.get_dtype() not in _FLOAT_DTYPES:
         raise ConfigurationError(
             f"{file}: tensor {name} is {stored.get_dtype()}; quantized weights are not supported"
@@ -173,6 +174,8 @@ def _check_tensor(file: Path, name: str, stored: Any, expected: torch.Tensor) ->
 def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Gives each parameter its memory, unset, and moves the buffers."""
     for module in model.modules():
+        if isinstance(module, PackedModule):
+            module.allocate(dtype, device)
         for name, parameter in module.named_parameters(recurse=False):
             memory = torch.empty(parameter.shape, dtype=dtype, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
@@ -181,7 +184,7 @@ def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
 
 
 def _copy_weights(
-    targets: dict[str, torch.Tensor], matches: list[_Match], *, progress: bool
+    targets: dict[str, WeightTarget], matches: list[_Match], *, progress: bool
 ) -> None:
     num_bytes = sum(target.nbytes for target in targets.values())
     with tqdm(
@@ -193,8 +196,8 @@ def _copy_weights(
 
 
 def _read_tensors(
-    targets: dict[str, torch.Tensor], matches: list[_Match]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    targets: dict[str, WeightTarget], matches: list[_Match]
+) -> Iterator[tuple[WeightTarget, torch.Tensor]]:
     """(where to, memory-mapped tensor), file by file."""
     for file in dict.fromkeys(match[0] for match in matches):
         with _open(file) as tensors:

@@ -12,7 +12,7 @@ from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.kv_cache_spec import LayerGroups, group_layers, spec_of
 from engine.runner import ModelInfo, StepCosts
-from engine.runtime.batch_inputs import build_batch_inputs
+from engine.runtime.batch_inputs import BatchInputs, build_batch_inputs
 from engine.runtime.device import resolve_device, used_bytes, wait_for
 from engine.runtime.drawing import DecodeRows, draw_chunks
 from engine.runtime.kv_pool import (
@@ -24,6 +24,7 @@ from engine.runtime.kv_pool import (
     log_pool,
 )
 from engine.runtime.loader import LoadedModel, load_model
+from engine.runtime.recorded_decode import RecordedDecode
 from engine.runtime.rows import Rows
 from kernels.paged_kv import PagedKv
 from kvstore.layout import KvLayout
@@ -68,8 +69,8 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
         self._config = config
         self._device = resolve_device(config.device)
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        if self._device.type == "cpu":
+            kernels.set_num_threads(config.num_threads or kernels.default_num_threads())
         used_by_others = used_bytes(self._device)
         loaded = load_model(config.model, config.dtype, self._device, progress=progress)
         self._model = loaded.model
@@ -80,6 +81,7 @@ class ModelRunner:
         prompt_token_s = self._time_prompt_token()
         self._make_pools(free_bytes)
         self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
+        self._decode = RecordedDecode(self._model, self._kv_pool, self._layer_slots)
         self._rows = self._new_rows()
         self._decode_rows = DecodeRows.of((), self._rows, self._device)
         self._thread: ThreadPoolExecutor | None = None
@@ -150,17 +152,21 @@ class ModelRunner:
         block_size = self.info.layout.block_size
         inputs = build_batch_inputs(batch, rows, decode.ids, block_size, self._device)
         rows.advance(batch.chunks, decode.ids)
-        kv = PagedKv(kv_pool, inputs.groups, self._layer_slots)
-        hidden = self._model(inputs.token_ids, inputs.positions, kv)
-        if not len(inputs.logit_rows):
+        logits = self._logits(inputs, kv_pool) if batch.chunks else self._decode.logits(inputs)
+        if logits is None:
             return StepOutput(batch.step, (None,) * len(batch.chunks))
-        logits = self._model.logits(hidden[inputs.logit_rows])  # [num_asking + decodes, vocab]
         num_asking = len(logits) - len(decode.ids)
         contexts = inputs.groups[0].context_lens[len(batch.chunks) :].long()
         decoded, decoded_logprobs = decode.draw(logits[num_asking:], contexts)
         chunks = draw_chunks(logits[:num_asking], batch.chunks)
         rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
         return StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs)
+
+    def _logits(self, inputs: BatchInputs, kv_pool: torch.Tensor) -> torch.Tensor | None:
+        """`[num_asking + num_decode_rows, vocab]` float32, or None if that is no row."""
+        kv = PagedKv(kv_pool, inputs.groups, self._layer_slots)
+        hidden = self._model(inputs.token_ids, inputs.positions, kv)
+        return self._model.logits(hidden[inputs.logit_rows]) if len(inputs.logit_rows) else None
 
     def _run_dummy(self, num_tokens: int, max_seqs: int) -> int:
         """Runs a step of up to `num_tokens` tokens, all of whose KV goes to one block.

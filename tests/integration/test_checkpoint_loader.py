@@ -315,7 +315,7 @@ watcher.start()
 model = loader.load_model(sys.argv[1], "auto", "cpu", progress=True)
 done.set()
 watcher.join()
-weights = sum(parameter.nbytes for parameter in model.model.parameters())
+weights = sum(target.nbytes for target in model.model.checkpoint_tensors().values())
 print(weights, max(peak, anonymous_bytes()) - base)
 """
 

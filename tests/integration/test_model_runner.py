@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+import kernels
 from baton.errors import ConfigurationError
 from engine.batch import INVALID_TOKEN, DrawParams, ScheduledBatch, TableUpdate
 from engine.config import EngineConfig
@@ -160,12 +161,12 @@ def test_without_a_flag_the_length_is_the_models():
 
 
 def test_the_number_of_threads_is_set():
-    before = torch.get_num_threads()
+    before = kernels.num_threads()
     try:
         ModelRunner(_config(num_threads=before + 1), progress=False)
-        assert torch.get_num_threads() == before + 1
+        assert kernels.num_threads() == before + 1
     finally:
-        torch.set_num_threads(before)
+        kernels.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def make_case(
         keys, values = (normal(start + length, num_kv_heads, head_dim) for _ in range(2))
         contexts.append((keys, values))
         _, whole = step_metadata([(0, start + length)], [table], block_size)
-        kernels.write_kv(keys, values, pool[:, 1], whole.slot_mapping)
+        reference.write_kv(keys, values, pool[:, 1], whole.slot_mapping)
     _, meta = step_metadata(spans, tables, block_size)
     query = normal(sum(length for _, length in spans), num_heads, head_dim)
     return Case(query, pool, meta, contexts, spans)
@@ -151,7 +151,7 @@ def test_a_rows_result_hardly_depends_on_its_neighbours():
     # The same first sequence, laid into the crowd's pool.
     table = crowd.meta.block_tables[:1]
     _, whole = step_metadata([(0, 22)], [table[0].tolist()], 4)
-    kernels.write_kv(*alone.contexts[0], crowd.kv_layer, whole.slot_mapping)
+    reference.write_kv(*alone.contexts[0], crowd.kv_layer, whole.slot_mapping)
     query = torch.cat([alone.query, crowd.query[1:]])
     crowded = replace(crowd, query=query).attend()[0]
     torch.testing.assert_close(crowded, alone.attend()[0], atol=3e-7, rtol=3e-7)
@@ -169,7 +169,7 @@ def test_write_kv_writes_its_slots_and_no_others(dtype):
     pool = torch.full((5, 3, 2, 2, 4, 3), -1.0, dtype=dtype)
     key, value = torch.randn(2, 6, 2, 3).to(dtype)
     slots = torch.tensor([7, 0, 19, 4, 12, 13])
-    kernels.write_kv(key, value, pool[:, 2], slots)
+    reference.write_kv(key, value, pool[:, 2], slots)
     for token, slot in enumerate(slots.tolist()):
         written = pool[slot // 4, 2, :, :, slot % 4]
         assert torch.equal(written, torch.stack([key[token], value[token]]))

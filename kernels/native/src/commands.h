@@ -37,7 +37,7 @@ struct Linear {
   int64_t in_features;
   const uint32_t* weight;
   int64_t out_features;  // columns of the result
-  const float* bias;     // [out_features], or null; not with kSiluAndMul
+  const void* bias;      // by row of the weight as it was before packing; or null
   const void* residual;  // null for none
   int64_t residual_stride;
   Activation activation;
@@ -46,10 +46,11 @@ struct Linear {
   int64_t out_is_float;  // else `element`
 };
 
-// out[m] = row token_ids[m] of a packed weight
+// out[m] = row token_ids[m] of a weight
 struct Embed {
   ElementType element;
-  const uint32_t* weight;
+  const void* weight;
+  int64_t is_packed;  // else row after row
   int64_t in_features;
   const int64_t* token_ids;
   int64_t num_tokens;

@@ -9,6 +9,8 @@
 namespace baton {
 namespace {
 
+constexpr int64_t kTokensPerTask = 8;  // of a look-up
+
 template <class E>
 void pack_as(const Pack& job) {
   const auto* source = static_cast<const typename E::Stored*>(job.source);
@@ -80,8 +82,8 @@ class Epilogue {
     const int64_t count = std::min(width, job_.out_features - column);
     for (int row = 0; row < rows; ++row) {
       float* values = sums + row * kPanelColumns;
+      if (job_.bias) add_bias(values, column, count, is_paired);
       if (is_paired) multiply_by_gate(values);
-      if (job_.bias) add_bias(values, column, count);
       if (job_.residual) add_residual(values, start + row, column, count);
       if (job_.out_is_float) {
         write<Float32>(values, start + row, column, count);
@@ -107,8 +109,12 @@ class Epilogue {
     return E::widen_lanes(stored);
   }
 
-  void add_bias(float* values, int64_t column, int64_t count) const {
-    for (int64_t i = 0; i < count; ++i) values[i] += job_.bias[column + i];
+  void add_bias(float* values, int64_t column, int64_t count, bool is_paired) const {
+    const auto* bias = static_cast<const typename E::Stored*>(job_.bias) + column;
+    for (int64_t i = 0; i < count; ++i) values[i] += E::widen_one(bias[i]);
+    if (!is_paired) return;
+    bias += job_.out_features;
+    for (int64_t i = 0; i < count; ++i) values[kHalfPanel + i] += E::widen_one(bias[i]);
   }
 
   void add_residual(float* values, int64_t row, int64_t column, int64_t count) const {
@@ -161,17 +167,32 @@ void run_linear(const Linear& job, Workers& workers) {
 }
 
 template <class E>
+void unpack_row(const uint32_t* weight, int64_t row, int64_t num_columns,
+                typename E::Stored* out) {
+  const int64_t num_groups = groups_of<E>(num_columns);
+  const uint32_t* words =
+      weight + row / kPanelColumns * num_groups * kPanelColumns + row % kPanelColumns;
+  for (int64_t column = 0; column < num_columns; ++column) {
+    const int64_t group = column / E::kGroup, within = column % E::kGroup;
+    out[column] =
+        reinterpret_cast<const typename E::Stored*>(words + group * kPanelColumns)[within];
+  }
+}
+
+template <class E>
 void run_embed(const Embed& job, Workers& workers) {
-  const int64_t num_groups = groups_of<E>(job.in_features);
-  workers.pool.run(job.num_tokens, [&](int64_t token, int) {
-    const int64_t row = job.token_ids[token];
-    const uint32_t* words =
-        job.weight + row / kPanelColumns * num_groups * kPanelColumns + row % kPanelColumns;
-    auto* out = static_cast<typename E::Stored*>(job.out) + token * job.in_features;
-    for (int64_t column = 0; column < job.in_features; ++column) {
-      const int64_t group = column / E::kGroup, within = column % E::kGroup;
-      out[column] =
-          reinterpret_cast<const typename E::Stored*>(words + group * kPanelColumns)[within];
+  using Stored = typename E::Stored;
+  const int64_t width = job.in_features;
+  workers.pool.run((job.num_tokens + kTokensPerTask - 1) / kTokensPerTask, [&](int64_t task, int) {
+    const int64_t end = std::min(job.num_tokens, (task + 1) * kTokensPerTask);
+    for (int64_t token = task * kTokensPerTask; token < end; ++token) {
+      const int64_t row = job.token_ids[token];
+      auto* out = static_cast<Stored*>(job.out) + token * width;
+      if (job.is_packed) {
+        unpack_row<E>(static_cast<const uint32_t*>(job.weight), row, width, out);
+      } else {
+        std::copy_n(static_cast<const Stored*>(job.weight) + row * width, width, out);
+      }
     }
   });
 }

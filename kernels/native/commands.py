@@ -1,0 +1,108 @@
+"""The commands of the native library, as rows of eight-byte fields; mirrors src/commands.h."""
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+from kernels.native.library import load
+
+__all__ = [
+    "ARGMAX",
+    "EMBED",
+    "LINEAR",
+    "PAGED_ATTENTION",
+    "RMS_NORM",
+    "ROTARY_ANGLES",
+    "ROTATE_AND_WRITE_KV",
+    "CommandType",
+    "Library",
+    "library",
+]
+
+_MAX_FIELDS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class CommandType:
+    """How one kind of command is packed.
+
+    Attributes:
+        code: what the library knows it by.
+        layout: the code, the fields, and what is missing to `_MAX_FIELDS`.
+        pointers: which fields are addresses of tensors, the code being 0.
+        outputs: those of them that the command writes.
+    """
+
+    code: int
+    layout: struct.Struct
+    pointers: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def pack(self, *fields: float) -> bytes:
+        """The command: integers and floats in the order of the C++ struct."""
+        return self.layout.pack(self.code, *fields)
+
+
+def _command(code: int, fields: str) -> CommandType:
+    """`fields`: i integer, d double, p address that is read, w address that is written."""
+    letters = fields.replace(" ", "")
+    padding = 8 * (_MAX_FIELDS - len(letters))
+    kinds = "".join("d" if letter == "d" else "q" for letter in letters)
+    return CommandType(
+        code=code,
+        layout=struct.Struct(f"=q{kinds}{padding}x"),
+        pointers=tuple(i for i, letter in enumerate(letters, 1) if letter in "pw"),
+        outputs=tuple(i for i, letter in enumerate(letters, 1) if letter == "w"),
+    )
+
+
+LINEAR = _command(0, "i pi ii pi p pi i wi i")
+EMBED = _command(1, "i pii pi w")
+RMS_NORM = _command(2, "i pi ii p d w")
+ROTARY_ANGLES = _command(3, "pi pi d ww")
+ROTATE_AND_WRITE_KV = _command(4, "i wwp iii iii pp d pp w iiiii p")
+PAGED_ATTENTION = _command(5, "i pi iii p iiiii d i w p")
+ARGMAX = _command(6, "p iii ww")
+
+
+class Library:
+    """The loaded library's functions.
+
+    Args:
+        functions: what was loaded.
+    """
+
+    def __init__(self, functions: ctypes.CDLL) -> None:
+        integer, address = ctypes.c_int64, ctypes.c_void_p
+        self._run = functions.baton_run
+        self._run.argtypes, self._run.restype = (address, integer), integer
+        self.set_num_threads = functions.baton_set_num_threads
+        self.set_num_threads.argtypes, self.set_num_threads.restype = (integer,), None
+        self.num_threads = functions.baton_num_threads
+        self.num_threads.argtypes, self.num_threads.restype = (), integer
+        self.pack = functions.baton_pack
+        self.pack.argtypes = (integer, address, *[integer] * 4, address, integer, integer)
+        self.pack.restype = None
+        self.prefer_large_pages = functions.baton_prefer_large_pages
+        self.prefer_large_pages.argtypes, self.prefer_large_pages.restype = (address, integer), None
+
+    def run(self, commands: bytes | int, count: int = 1) -> None:
+        """Runs packed commands, or those at an address, without the interpreter's lock.
+
+        Raises:
+            MemoryError: the library could get no memory to work in.
+        """
+        if self._run(commands, count):
+            raise MemoryError("the native CPU kernels ran out of memory")
+
+
+@cache
+def library() -> Library | None:
+    """The library of this process; None where torch serves the CPU.
+
+    Raises:
+        ConfigurationError: see `kernels.native.library.select`.
+    """
+    functions = load()
+    return None if functions is None else Library(functions)

@@ -1,0 +1,329 @@
+"""The native CPU kernels under the names and signatures of `kernels.reference`.
+
+For float32 and bfloat16 tensors of the CPU. What the library does not speed up, or cannot take
+(odd head widths in bfloat16), goes to the reference.
+"""
+
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from kernels import reference
+from kernels.attention_metadata import AttentionMetadata
+from kernels.native import commands
+from kernels.native.commands import CommandType, Library
+from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
+from kernels.native.recording import note_command, record_commands
+from kernels.recorded_step import Arena, RecordedStep
+from kernels.reference import copy_blocks, gather_blocks, scatter_blocks, swap_blocks
+from kernels.rotary import QkNorms, Rotation
+from kernels.weights import Weight, WeightUse
+
+__all__ = [
+    "copy_blocks",
+    "embed",
+    "gather_blocks",
+    "linear",
+    "linear_silu_and_mul",
+    "make_weight",
+    "paged_attention",
+    "point_to",
+    "record_step",
+    "rms_norm",
+    "rotary_angles",
+    "rotate_and_write_kv",
+    "row_maxima",
+    "scatter_blocks",
+    "swap_blocks",
+]
+
+_NO_ACTIVATION, _SILU_AND_MUL = 0, 1
+
+
+def make_weight(
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    use: WeightUse,
+) -> Weight:
+    """See `kernels.make_weight`."""
+    if use is WeightUse.LOOKUP:
+        return reference.make_weight(num_rows, num_columns, dtype, device, use)
+    return make_packed_weight(_library(), num_rows, num_columns, dtype, use)
+
+
+def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """See `reference.embed`."""
+    data = weight.data
+    out = torch.empty((len(token_ids), weight.num_columns), dtype=data.dtype)
+    _run(
+        commands.EMBED,
+        ELEMENT_TYPES[data.dtype],
+        data.data_ptr(),
+        isinstance(weight, PackedWeight),
+        weight.num_columns,
+        token_ids.data_ptr(),
+        len(token_ids),
+        out.data_ptr(),
+        keep=(out,),
+    )
+    return out
+
+
+def linear(
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """See `reference.linear`."""
+    return _linear(hidden, weight, bias, residual, _NO_ACTIVATION, out_dtype or hidden.dtype)
+
+
+def linear_silu_and_mul(
+    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `reference.linear_silu_and_mul`."""
+    return _linear(hidden, weight, bias, None, _SILU_AND_MUL, hidden.dtype)
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `reference.rms_norm`."""
+    rows = _rows(hidden.flatten(0, -2))
+    out = torch.empty(hidden.shape, dtype=hidden.dtype)
+    _run(
+        commands.RMS_NORM,
+        ELEMENT_TYPES[hidden.dtype],
+        rows.data_ptr(),
+        rows.stride(0),
+        *rows.shape,
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+        keep=(rows, out),
+    )
+    return out
+
+
+def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
+    """See `reference.rotary_angles`."""
+    cos, sin = torch.empty((2, len(positions), len(frequencies))).unbind()
+    _run(
+        commands.ROTARY_ANGLES,
+        positions.data_ptr(),
+        len(positions),
+        frequencies.data_ptr(),
+        len(frequencies),
+        amplitude,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        keep=(cos, sin),
+    )
+    return Rotation(cos, sin)
+
+
+def rotate_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    rotation: Rotation | None = None,
+    norms: QkNorms | None = None,
+) -> torch.Tensor:
+    """See `reference.rotate_and_write_kv`; here the query is turned where it is."""
+    if not _takes_heads(query):
+        return reference.rotate_and_write_kv(
+            query, key, value, kv_layer, meta, rotation=rotation, norms=norms
+        )
+    query, key, value = _heads(query), _heads(key), _heads(value)
+    _run(
+        commands.ROTATE_AND_WRITE_KV,
+        ELEMENT_TYPES[query.dtype],
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        query.shape[1],
+        *key.shape[1:],
+        norms.query_weight.data_ptr() if norms else 0,
+        norms.key_weight.data_ptr() if norms else 0,
+        norms.eps if norms else 0.0,
+        rotation.cos.data_ptr() if rotation else 0,
+        rotation.sin.data_ptr() if rotation else 0,
+        *_cache_fields(kv_layer),
+        _batch_of(meta).ctypes.data,
+        keep=(query, key, value),
+    )
+    return query
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """See `reference.paged_attention`."""
+    if not _takes_heads(query):
+        return reference.paged_attention(
+            query, kv_layer, meta, scale=scale, sliding_window=sliding_window
+        )
+    query = _heads(query)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    _run(
+        commands.PAGED_ATTENTION,
+        ELEMENT_TYPES[query.dtype],
+        query.data_ptr(),
+        query.stride(0),
+        query.shape[1],
+        kv_layer.shape[2],
+        query.shape[2],
+        *_cache_fields(kv_layer),
+        scale,
+        sliding_window or 0,
+        out.data_ptr(),
+        _batch_of(meta).ctypes.data,
+        keep=(query, out),
+    )
+    return out
+
+
+def row_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.row_maxima`."""
+    rows = _rows(logits)
+    maxima = torch.empty(len(rows))
+    indices = torch.empty(len(rows), dtype=torch.int64)
+    _run(
+        commands.ARGMAX,
+        rows.data_ptr(),
+        rows.stride(0),
+        *rows.shape,
+        maxima.data_ptr(),
+        indices.data_ptr(),
+        keep=(rows, maxima, indices),
+    )
+    return maxima, indices
+
+
+def record_step(
+    device: torch.device, arena: Arena, run: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, RecordedStep | None]:
+    """See `reference.record_step`."""
+    return record_commands(_library(), arena, run)
+
+
+def _linear(
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    assert isinstance(weight, PackedWeight)
+    rows = _rows(hidden)
+    out_features = weight.num_rows // 2 if activation else weight.num_rows
+    out = torch.empty((len(rows), out_features), dtype=out_dtype)
+    _run(
+        commands.LINEAR,
+        ELEMENT_TYPES[rows.dtype],
+        rows.data_ptr(),
+        rows.stride(0),
+        *rows.shape,
+        weight.data.data_ptr(),
+        out_features,
+        0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        activation,
+        out.data_ptr(),
+        out_features,
+        out_dtype == torch.float32,
+        keep=(rows, out),
+    )
+    return out
+
+
+def _run(kind: CommandType, *fields: float, keep: tuple[torch.Tensor, ...]) -> None:
+    """Runs a command, and notes it if this thread records.
+
+    Args:
+        kind: of command.
+        fields: of `kind`.
+        keep: the tensors of the step that the command reads or writes.
+    """
+    packed = kind.pack(*fields)
+    _library().run(packed)
+    note_command(kind, packed, keep)
+
+
+def _library() -> Library:
+    found = commands.library()
+    if found is None:
+        raise RuntimeError("no native library is loaded")
+    return found
+
+
+def _rows(matrix: torch.Tensor) -> torch.Tensor:
+    """`[rows, columns]` with neighbouring columns side by side."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _takes_heads(states: torch.Tensor) -> bool:
+    """Whether a head is a whole number of the library's four-byte words."""
+    return states.shape[2] * states.element_size() % 4 == 0
+
+
+def _heads(states: torch.Tensor) -> torch.Tensor:
+    """`[tokens, heads, head_dim]` with the heads of a token side by side."""
+    return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
+
+
+def _cache_fields(kv_layer: torch.Tensor) -> tuple[int, ...]:
+    """Address, strides and block size of `[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""
+    block, value, head, slot, _ = kv_layer.stride()
+    return kv_layer.data_ptr(), block, value, head, slot, kv_layer.shape[3]
+
+
+# The fields of src/commands.h `Batch`, by what they were made from.
+_batches: "WeakKeyDictionary[AttentionMetadata, np.ndarray]" = WeakKeyDictionary()
+
+
+def _batch_of(meta: AttentionMetadata) -> np.ndarray:
+    batch = _batches.get(meta)
+    if batch is None:
+        batch = _batches[meta] = _batch_fields(meta)
+    return batch
+
+
+def _batch_fields(meta: AttentionMetadata) -> np.ndarray:
+    for tensor in (meta.block_tables[0], meta.query_starts, meta.context_lens, meta.slot_mapping):
+        assert tensor.is_contiguous()
+    return np.array(
+        [
+            meta.block_tables.data_ptr(),
+            meta.block_tables.stride(0),
+            meta.query_starts.data_ptr(),
+            meta.context_lens.data_ptr(),
+            meta.slot_mapping.data_ptr(),
+            len(meta.context_lens),
+            len(meta.slot_mapping),
+        ],
+        np.int64,
+    )
+
+
+def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
+    """See `reference.point_to`."""
+    _batch_of(recorded)[:] = _batch_fields(current)

@@ -1,0 +1,77 @@
+"""`PackedWeight`: panels of 32 rows in the order that matrix products read them.
+
+Written once, straight from the checkpoint's tensors: there is never a second copy.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.native.commands import Library
+from kernels.weights import RowsOfWeight, Weight, WeightUse
+
+__all__ = ["ELEMENT_TYPES", "PackedWeight", "make_packed_weight"]
+
+ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""The types that the native kernels compute in, by their codes there."""
+
+_PANEL_ROWS = 32
+_HALF_PANEL = _PANEL_ROWS // 2
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight(Weight):
+    """A weight as src/pack.h lays it out.
+
+    `data` is `[panels * groups * 32 * elements of a group]`, zero where no row was filled in.
+
+    Attributes:
+        library: what packs and reads it.
+    """
+
+    library: Library
+
+    def rows(self, first: int, count: int) -> "_PackedRows":
+        """See `Weight.rows`."""
+        part, first_of_part = -1, first
+        if self.use is WeightUse.GATED_LINEAR:
+            part, first_of_part = divmod(first, self.num_rows // 2)
+        return _PackedRows(self, first_of_part, part, (count, self.num_columns))
+
+
+class _PackedRows(RowsOfWeight):
+    def __init__(self, weight: PackedWeight, first: int, part: int, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self.nbytes = shape[0] * shape[1] * weight.data.element_size()
+        self._weight, self._first, self._part = weight, first, part
+
+    def copy_(self, source: torch.Tensor) -> None:
+        weight = self._weight
+        if tuple(source.shape) != self.shape:
+            raise ValueError(f"source has shape {tuple(source.shape)}, not {self.shape}")
+        source = source.to(device=weight.data.device, dtype=weight.data.dtype)
+        weight.library.pack(
+            ELEMENT_TYPES[weight.data.dtype],
+            source.data_ptr(),
+            *source.stride(),
+            *self.shape,
+            weight.data.data_ptr(),
+            self._first,
+            self._part,
+        )
+
+
+def make_packed_weight(
+    library: Library, num_rows: int, num_columns: int, dtype: torch.dtype, use: WeightUse
+) -> PackedWeight:
+    """A weight of zeros; see `kernels.make_weight`."""
+    if use is WeightUse.GATED_LINEAR:
+        panels = -(-(num_rows // 2) // _HALF_PANEL)
+    else:
+        panels = -(-num_rows // _PANEL_ROWS)
+    group = _WORD_BYTES // dtype.itemsize
+    columns = -(-num_columns // group) * group
+    data = torch.zeros(panels * _PANEL_ROWS * columns, dtype=dtype)
+    library.prefer_large_pages(data.data_ptr(), data.nbytes)
+    return PackedWeight(num_rows, num_columns, use, data, library)

@@ -1,0 +1,34 @@
+"""How many threads compute on the CPU."""
+
+import os
+
+import torch
+
+from kernels.native.commands import library
+
+__all__ = ["default_num_threads", "num_threads", "set_num_threads"]
+
+
+def default_num_threads() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def num_threads() -> int:
+    """How many threads the CPU's kernels share their work among."""
+    native = library()
+    return torch.get_num_threads() if native is None else int(native.num_threads())
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Sets how many threads the CPU's kernels share their work among, for the whole process.
+
+    Where the native kernels serve, torch is left one thread: what remains to it is small, and
+    the threads of its runtime spin on their cores after every operation they share.
+    """
+    native = library()
+    if native is None:
+        torch.set_num_threads(num_threads)
+    else:
+        native.set_num_threads(num_threads)
+        torch.set_num_threads(1)
