@@ -43,17 +43,17 @@ def check_cores() -> Iterator[Finding]:
 
 def check_threads() -> Iterator[Finding]:
     """How many threads compute by default, and whether the cores suffice."""
-    import torch
+    import kernels
 
-    alone, in_pair = torch.get_num_threads(), threads_per_worker(2)
+    alone, one_of_two = kernels.default_num_threads(), threads_per_worker(2)
     cores = machine_limits.usable_cores()
     text = (
-        f"a worker alone computes on {alone} (torch's choice), one of two of `baton up` "
-        f"on {in_pair} (its share of the cores)"
+        f"a worker computes on {alone} (the cores it may run on), each of two of `baton up` "
+        f"on {one_of_two} (its share)"
     )
-    facts = {"alone": alone, "one_of_two": in_pair, "usable_cores": cores}
-    if max(alone, 2 * in_pair) > max(cores, 2):
-        text += f"; {cores} cores cannot keep them busy: pass --num-threads"
+    facts = {"alone": alone, "one_of_two": one_of_two, "usable_cores": cores}
+    if max(alone, 2 * one_of_two) > max(cores, 2):
+        text += f"; that is more than {cores} cores' worth of time: pass --num-threads"
         yield Finding("threads", Level.NOTE, text, facts)
     else:
         yield Finding("threads", Level.OK, text, facts)

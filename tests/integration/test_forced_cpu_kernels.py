@@ -54,3 +54,29 @@ def test_a_wish_that_this_machine_cannot_grant_is_refused(monkeypatch, wish):
     monkeypatch.setenv(WISH_VARIABLE, wish)
     with pytest.raises(ConfigurationError, match=f"{WISH_VARIABLE} is '{wish}'"):
         select()
+
+
+@pytest.mark.parametrize("wish", [TORCH, *RUNNABLE])
+@needs_libraries
+def test_the_doctors_self_test_passes(wish):
+    result = self_test(wish)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "matrix products in torch.float32 and torch.bfloat16 are right\n"
+
+
+def test_the_doctors_self_test_tells_what_is_wrong():
+    result = self_test("fastest")
+    assert result.returncode == 1
+    assert result.stderr.startswith("BATON_CPU_KERNELS is 'fastest': it must be one of auto")
+
+
+def self_test(wish):
+    return subprocess.run(
+        [sys.executable, "-m", "baton.doctor.self_test"],
+        cwd=ROOT,
+        env=os.environ | {WISH_VARIABLE: wish},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

@@ -8,10 +8,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
+import kernels
 from baton import doctor, machine_limits
 from baton.cli import main
-from baton.doctor import Finding, Level, machine, native_kernels, software, stores
+from baton.doctor import Finding, Level, machine, native_kernels, self_test, software, stores
 from baton.errors import ConfigurationError
 from baton.machine_limits import Memory
 from kernels.native.library import Library, Selection
@@ -151,6 +153,18 @@ def test_kernels_that_hang_are_a_problem(monkeypatch):
     assert "longer than" in finding.text
 
 
+def test_a_product_that_is_wrong_fails_the_self_test(monkeypatch, capsys):
+    def linear(hidden, weight, *, out_dtype):
+        product = right(hidden, weight, out_dtype=out_dtype)
+        return product if hidden.dtype is torch.float32 else product + 1
+
+    right = kernels.linear
+    monkeypatch.setattr(kernels, "linear", linear)
+    monkeypatch.setattr(kernels, "set_num_threads", lambda num_threads: None)
+    assert self_test.main() == 1
+    assert capsys.readouterr().err == "a matrix product in torch.bfloat16 is wrong\n"
+
+
 def test_no_compiler_is_a_note(monkeypatch):
     monkeypatch.setattr(native_kernels, "find_compiler", lambda: None)
     (finding,) = native_kernels.check_compiler()
@@ -158,12 +172,12 @@ def test_no_compiler_is_a_note(monkeypatch):
 
 
 def test_too_many_threads_for_the_quota(monkeypatch):
-    monkeypatch.setattr("torch.get_num_threads", lambda: 16)
+    monkeypatch.setattr("kernels.default_num_threads", lambda: 16)
     monkeypatch.setattr(machine, "threads_per_worker", lambda num_workers: 8)
     monkeypatch.setattr(machine_limits, "usable_cores", lambda: 4)
     (finding,) = machine.check_threads()
     assert finding.level is Level.NOTE
-    assert "4 cores cannot keep them busy" in finding.text
+    assert "more than 4 cores' worth of time" in finding.text
     monkeypatch.setattr(machine_limits, "usable_cores", lambda: 16)
     (finding,) = machine.check_threads()
     assert finding.level is Level.OK
