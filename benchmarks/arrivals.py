@@ -20,7 +20,13 @@ from itertools import accumulate, chain, count, repeat
 from baton.errors import ConfigurationError
 from benchmarks.request import Workload
 
-__all__ = ["ARRIVALS", "ArrivalProcess", "add_arrival_args", "arrivals_from_args"]
+__all__ = [
+    "ARRIVALS",
+    "ArrivalProcess",
+    "add_arrival_args",
+    "add_rated_arrival_args",
+    "arrivals_from_args",
+]
 
 ARRIVALS = ("burst", "constant", "poisson", "gamma", "bursts", "trace")
 _PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -102,7 +108,7 @@ class ArrivalProcess:
 
 
 def add_arrival_args(parser: argparse.ArgumentParser) -> None:
-    """Adds `--arrival` and its parameters."""
+    """Adds `--arrival`, `--request-rate` and the parameters of single processes."""
     group = parser.add_argument_group("arrivals")
     group.add_argument(
         "--arrival",
@@ -111,6 +117,23 @@ def add_arrival_args(parser: argparse.ArgumentParser) -> None:
         "there is a --request-rate, else burst: all at once)",
     )
     group.add_argument("--request-rate", type=float, metavar="R", help="requests per second")
+    _add_parameters(group)
+
+
+def add_rated_arrival_args(parser: argparse.ArgumentParser) -> None:
+    """Adds `--arrival` and its parameters for a command that sets the rate itself."""
+    group = parser.add_argument_group("arrivals")
+    kinds = [kind for kind, names in _PARAMETERS.items() if "request_rate" in names]
+    group.add_argument(
+        "--arrival",
+        choices=kinds,
+        default="poisson",
+        help="how requests arrive (default: %(default)s)",
+    )
+    _add_parameters(group)
+
+
+def _add_parameters(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--burstiness",
         type=float,

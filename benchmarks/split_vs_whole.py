@@ -7,7 +7,6 @@ no prefix is cached. Clients are outside, over gRPC, as users are.
 
 import random
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton import AsyncClient, SamplingParams
-from baton.health import wait_until_serving
 from baton.results import Timings
-from baton.up.cluster import ClusterConfig, plan_cluster
+from baton.up.cluster import ClusterConfig
 from baton.up.embedded_store import embedded_store
-from baton.up.supervisor import SupervisedProcess
 from benchmarks.models import num_weights
+from benchmarks.running_cluster import running_cluster
 from engine.config import EngineConfig
 from rpc.server_config import ServerConfig
 
@@ -30,7 +28,6 @@ MODELS = {"demo": "float32", "llama-100m": "bfloat16"}
 """What is measured, and the type that it computes in."""
 _WARM_UP_REQUESTS = 3
 _PROMPT_VOCABULARY = 2000  # below every model's
-_START_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +83,8 @@ async def _running(
         router=ServerConfig(),
         log_level="warning",
     )
-    plan = plan_cluster(config)
-    processes = []
-    try:
-        for server in (*plan.workers, plan.router):
-            processes.append(SupervisedProcess(server.spec, _write_line))
-            processes[-1].start()
-            await wait_until_serving(server.address, _START_TIMEOUT_S)
-        async with AsyncClient(plan.router.address) as client:
-            yield client
-    finally:
-        for process in reversed(processes):
-            await process.stop()
+    async with running_cluster(config) as plan, AsyncClient(plan.router.address) as client:
+        yield client
 
 
 async def _ask_in_turn(
@@ -154,7 +141,3 @@ def _medians(samples: list[_Sample]) -> dict[str, float]:
     }
     figures |= {stage: [getattr(s.timings, stage) for s in samples] for stage in stages}
     return {name: round(statistics.median(values), 3) for name, values in figures.items()}
-
-
-def _write_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

@@ -32,6 +32,7 @@ _COMMANDS = {
     "prefill": _Command("prefill_service.server", "run a prefill worker"),
     "decode": _Command("decode_service.server", "run a decode worker"),
     "generate": _Command("baton.cli.generate", "complete a prompt and stream the text"),
+    "tune": _Command("benchmarks.tune_command", "find the flags that serve the most in time"),
     "bench": _Command("benchmarks.cli", "measure: a running endpoint, an engine, its parts"),
     "doctor": _Command("baton.cli.doctor", "say what this machine offers, and what is wrong"),
     "health": _Command("baton.cli.health", "ask a server whether it serves"),

@@ -17,7 +17,16 @@ from baton.up.supervisor import ProcessSpec, SupervisedProcess
 from engine.config import EngineConfig
 from rpc.server_config import ServerConfig, join_host_port
 
-__all__ = ["ClusterConfig", "ClusterPlan", "Server", "engine_flags", "plan_cluster", "run_cluster"]
+__all__ = [
+    "ClusterConfig",
+    "ClusterPlan",
+    "Server",
+    "engine_flags",
+    "plan_cluster",
+    "run_cluster",
+    "start_server",
+    "stop_in_order",
+]
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_OF_ALL = {"0.0.0.0": _LOOPBACK, "::": "::1"}
@@ -206,7 +215,7 @@ async def run_cluster(
         stopped.cancel()
         serving.cancel()
         await asyncio.wait({stopped, serving})
-        await _stop_in_order(processes)
+        await stop_in_order(processes)
 
 
 async def _serve(
@@ -215,13 +224,17 @@ async def _serve(
     on_ready: Callable[[], Awaitable[None]],
 ) -> None:
     *workers, router = zip(servers, processes, strict=True)
-    await asyncio.gather(*(_start(server, process) for server, process in workers))
-    await _start(*router)
+    await asyncio.gather(*(start_server(server, process) for server, process in workers))
+    await start_server(*router)
     await on_ready()
 
 
-async def _start(server: Server, process: SupervisedProcess) -> None:
-    """Returns when the server serves. One that cannot start is not tried for ever."""
+async def start_server(server: Server, process: SupervisedProcess) -> None:
+    """Starts a server's process; returns when it serves.
+
+    Raises:
+        ConfigurationError: the process ended before. It is not tried for ever.
+    """
     process.start()
     ready = asyncio.create_task(wait_until_serving(server.address, _START_TIMEOUT_S))
     died = asyncio.create_task(process.died.wait())
@@ -235,8 +248,10 @@ async def _start(server: Server, process: SupervisedProcess) -> None:
         died.cancel()
 
 
-async def _stop_in_order(processes: list[SupervisedProcess]) -> None:
-    """The router first, so that nothing new reaches the workers."""
+async def stop_in_order(processes: Sequence[SupervisedProcess]) -> None:
+    """Ends workers and a router, the last of `processes`: it goes first, so that nothing new
+    reaches the workers.
+    """
     *workers, router = processes
     await router.stop()
     await asyncio.gather(*(worker.stop() for worker in workers))

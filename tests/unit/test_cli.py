@@ -15,6 +15,7 @@ COMMANDS = {
     "prefill": ("--kv-connector", "--block-size", "--max-num-batched-tokens", "--port"),
     "decode": ("--kv-connector", "--gpu-memory-utilization", "--max-num-seqs", "--port"),
     "generate": ("--address", "--max-tokens", "--temperature", "--seed", "--stop", "--beam-width"),
+    "tune": ("--goodput", "--num-workers", "--workload", "--max-num-seqs"),
     "bench": ("SUBCOMMAND", "serve", "split", "scheduling"),
     "doctor": ("--json", "--kv-connector"),
     "health": ("HOST:PORT", "--timeout-s"),

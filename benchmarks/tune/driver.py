@@ -1,0 +1,193 @@
+"""Runs a search against real clusters: one at a time, a new one for each candidate."""
+
+import argparse
+import time
+from collections.abc import Callable, Generator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+
+from baton.errors import BatonError
+from baton.up.cluster import ClusterConfig
+from baton.up.embedded_store import embedded_store
+from baton.up.threads import threads_per_worker
+from benchmarks.arrivals import ArrivalProcess
+from benchmarks.goodput import ServiceLevel
+from benchmarks.load import LoadLimits, run_load
+from benchmarks.metrics import compute_metrics
+from benchmarks.running_cluster import running_cluster
+from benchmarks.targets.open_target import opened_target
+from benchmarks.targets.target import Target
+from benchmarks.tune.candidate import Candidate
+from benchmarks.tune.fresh_tokens import with_fresh_tokens
+from benchmarks.tune.points import Point
+from benchmarks.tune.search import Trial
+from benchmarks.warm_up import warm_up, warm_up_requests
+from benchmarks.workloads.registry import workload_from_args
+from engine.config import EngineConfig
+from rpc.server_config import ServerConfig
+
+__all__ = ["Load", "engine_of", "run_search"]
+
+_NUM_WARMUPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent to every cluster.
+
+    Attributes:
+        args: parsed flags of the workload and of arrivals.
+        level: the limits that a good request keeps.
+        limits: of a run.
+    """
+
+    args: argparse.Namespace
+    level: ServiceLevel
+    limits: LoadLimits
+
+    async def measure(self, target: Target, trial: Trial, number: int) -> Point:
+        """Sends the workload at the trial's rate.
+
+        The requests and the pattern of their arrivals are those of every other trial. Their
+        tokens depend on `number`, how many trials there were before on this cluster, so
+        that nothing is cached.
+        """
+        args = self.args
+        vocab_size = (await target.describe()).vocab_size
+        assert vocab_size is not None  # routers tell it
+        arrivals = ArrivalProcess(
+            kind=args.arrival,
+            request_rate=trial.request_rate,
+            burstiness=args.burstiness,
+            burst_period_s=args.burst_period_s,
+            seed=args.seed,
+        )
+        workload = arrivals.apply(workload_from_args(args, vocab_size))
+        requests = with_fresh_tokens(workload.requests, number, vocab_size)
+        if number == 0:
+            await warm_up(target, self.limits, warm_up_requests(requests, _NUM_WARMUPS, vocab_size))
+        records = await run_load(requests, target, self.limits)
+        metrics = compute_metrics(records, self.level)
+        return Point.of(trial.candidate, trial.request_rate, metrics)
+
+
+async def run_search(
+    search: Generator[Trial, float, object],
+    engine: EngineConfig,
+    load: Load,
+    time_budget_s: float,
+    tell: Callable[[str], None],
+) -> list[Point]:
+    """Measures what the search asks for until it ends or the time is up.
+
+    Args:
+        search: yields trials, is sent their goodput.
+        engine: flags of every worker, but for those that candidates set.
+        load: what is sent.
+        time_budget_s: no trial but the first begins after so many seconds.
+        tell: takes a line per point.
+
+    Returns:
+        All points, in the order in which they were measured.
+
+    Raises:
+        ConfigurationError: the first candidate's cluster does not start.
+        BatonError: it serves nothing.
+    """
+    started_at = time.monotonic()
+    points: list[Point] = []
+    trial: Trial | None = next(search)
+    async with aclosing(_Cluster(engine, load)) as cluster:
+        while trial is not None and (not points or time.monotonic() - started_at < time_budget_s):
+            point = await cluster.measure(trial)
+            points.append(point)
+            tell(f"{time.monotonic() - started_at:5.0f} s  {_line(point)}")
+            trial = _next_trial(search, point.goodput)
+    return points
+
+
+def engine_of(engine: EngineConfig, candidate: Candidate) -> EngineConfig:
+    """The engine's flags with those of a candidate."""
+    return replace(
+        engine,
+        max_num_seqs=candidate.max_num_seqs,
+        max_num_batched_tokens=candidate.max_num_batched_tokens,
+        long_prefill_token_threshold=candidate.long_prefill_token_threshold,
+    )
+
+
+class _Cluster:
+    """The cluster of the candidate that is measured now."""
+
+    def __init__(self, engine: EngineConfig, load: Load) -> None:
+        self._engine, self._load = engine, load
+        self._parts = AsyncExitStack()
+        self._candidate: Candidate | None = None
+        self._target: Target | None = None
+        self._num_measured = 0
+        self._has_served = False
+
+    async def measure(self, trial: Trial) -> Point:
+        """Measures a trial, after a change of clusters if it is of another candidate.
+
+        A candidate that does not work has no goodput; the first one must.
+        """
+        try:
+            if trial.candidate != self._candidate or self._target is None:
+                await self._start(trial.candidate)
+            assert self._target is not None
+            point = await self._load.measure(self._target, trial, self._num_measured)
+        except BatonError:
+            if not self._has_served:
+                raise
+            return Point.without_goodput(trial.candidate, trial.request_rate)
+        self._num_measured += 1
+        self._has_served = True
+        return point
+
+    async def aclose(self) -> None:
+        """Ends the cluster."""
+        self._target = None
+        await self._parts.aclose()
+
+    async def _start(self, candidate: Candidate) -> None:
+        await self.aclose()
+        self._candidate, self._num_measured = candidate, 0
+        store = self._parts.enter_context(embedded_store())
+        plan = await self._parts.enter_async_context(
+            running_cluster(_cluster_config(self._engine, candidate, store))
+        )
+        self._target = await self._parts.enter_async_context(
+            opened_target(f"grpc://{plan.router.address}", "")
+        )
+
+
+def _cluster_config(engine: EngineConfig, candidate: Candidate, kv_connector: str) -> ClusterConfig:
+    """As `baton up` makes it of the flags that are printed in the end."""
+    num_workers = candidate.num_prefill + candidate.num_decode
+    return ClusterConfig(
+        engine=replace(
+            engine_of(engine, candidate),
+            kv_connector=kv_connector,
+            num_threads=engine.num_threads or threads_per_worker(num_workers),
+        ),
+        num_prefill=candidate.num_prefill,
+        num_decode=candidate.num_decode,
+        router=ServerConfig(),
+        log_level="warning",
+    )
+
+
+def _next_trial(search: Generator[Trial, float, object], goodput: float) -> Trial | None:
+    try:
+        return search.send(goodput)
+    except StopIteration:
+        return None
+
+
+def _line(point: Point) -> str:
+    failed = f", {point.num_failed} failed" if point.num_failed else ""
+    return (
+        f"{point.candidate}: {point.request_rate:.2f} requests/s, "
+        f"{point.goodput:.2f} good ({100 * point.share:.0f}%){failed}"
+    )

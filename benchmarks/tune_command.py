@@ -1,0 +1,184 @@
+"""`baton tune`: finds the flags of `baton up` that serve the most requests within limits."""
+
+import argparse
+import asyncio
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from tqdm import tqdm
+
+from baton.up.cluster import engine_flags
+from benchmarks.arrivals import add_rated_arrival_args
+from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
+from benchmarks.load import LoadLimits
+from benchmarks.machine import in_words, name_machine
+from benchmarks.offline.engine_args import add_model_arg, resolve_model
+from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.report import Panel, Report, Series, Table
+from benchmarks.tune.candidate import AXES, Candidate
+from benchmarks.tune.driver import Load, engine_of, run_search
+from benchmarks.tune.points import Point, best_points, curve_of
+from benchmarks.tune.search import SearchSettings, coordinate_search
+from benchmarks.workloads.kind import refuse_below
+from benchmarks.workloads.registry import add_workload_args
+from engine.cli_args import add_engine_args, engine_config_from_args
+from engine.config import EngineConfig
+
+__all__ = ["add_args", "main", "up_command"]
+
+_MAX_CURVES = 6
+_REQUEST_TIMEOUT_S = 600.0
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    add_goodput_arg(parser, is_required=True)
+    add_model_arg(parser)
+    parser.add_argument(
+        "--num-workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="prefill and decode workers together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--start-rate",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="requests per second to begin with (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--time-budget-s",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="no measurement begins after so many seconds (default: %(default)g)",
+    )
+    add_workload_args(parser)
+    add_rated_arrival_args(parser)
+    add_engine_args(parser, omit=("model", "role", "kv_connector"))
+    add_output_args(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Searches --max-num-seqs, --max-num-batched-tokens, --long-prefill-token-threshold and the
+    ratio of prefill to decode workers for the highest goodput: requests per second within the
+    limits of --goodput. Starts from the flags given, on clusters of this machine, raises the
+    rate until goodput falls, and prints the flags to use.
+    """
+    check_output_args(args)
+    level = parse_service_level(args.goodput)
+    refuse_below(1, num_workers=args.num_workers)
+    refuse_below(1e-3, start_rate=args.start_rate, time_budget_s=args.time_budget_s)
+    engine = engine_config_from_args(args, model=resolve_model(args.model), role="both")
+    load = Load(args, level, LoadLimits(None, _REQUEST_TIMEOUT_S))
+    search = coordinate_search(_start(args), AXES, SearchSettings(start_rate=args.start_rate))
+    points = asyncio.run(run_search(search, engine, load, args.time_budget_s, tqdm.write))
+    write_report(_make_report(points, engine, level, args), args)
+    return int(best_points(points)[0].goodput == 0)
+
+
+def up_command(engine: EngineConfig, candidate: Candidate) -> str:
+    """The command line that runs a candidate."""
+    flags = engine_flags(engine_of(engine, candidate), omit=("role", "kv_connector"))
+    tiers = ("--prefill", str(candidate.num_prefill), "--decode", str(candidate.num_decode))
+    return shlex.join(["baton", "up", *tiers, *flags])
+
+
+def _start(args: argparse.Namespace) -> Candidate:
+    num_prefill = args.num_workers // 2
+    return Candidate(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        num_prefill=num_prefill,
+        num_decode=args.num_workers - num_prefill,
+    )
+
+
+def _make_report(
+    points: Sequence[Point], engine: EngineConfig, level: ServiceLevel, args: argparse.Namespace
+) -> Report:
+    ranked = best_points(points)
+    command = up_command(engine, ranked[0].candidate)
+    machine = name_machine()
+    return Report(
+        title=f"Goodput of {engine.model_name} under {level} ms",
+        facts={
+            "machine": in_words(machine),
+            "workload": f"{args.workload}, arrivals {args.arrival}",
+            "use": command,
+        },
+        tables=(_candidates_table(ranked), _curve_table(curve_of(points, ranked[0].candidate))),
+        panels=_panels(points, ranked, level),
+        results={
+            "machine": machine,
+            "flags": flags_of(args),
+            "command": command,
+            "points": [asdict(point) for point in points],
+        },
+    )
+
+
+def _candidates_table(ranked: Sequence[Point]) -> Table:
+    rows = [
+        (
+            f"{point.candidate.num_prefill}:{point.candidate.num_decode}",
+            point.candidate.max_num_seqs,
+            point.candidate.max_num_batched_tokens,
+            point.candidate.long_prefill_token_threshold,
+            point.request_rate,
+            point.goodput,
+            f"{100 * point.share:.0f}%",
+        )
+        for point in ranked
+    ]
+    columns = ("prefill:decode", "seqs", "tokens", "chunk", "requests/s", "good/s", "good")
+    return Table("Candidates at their best rate", columns, rows)
+
+
+def _curve_table(curve: Sequence[Point]) -> Table:
+    rows = [
+        (
+            f"{point.request_rate:.2f}",
+            point.goodput,
+            f"{100 * point.share:.0f}%",
+            point.ttft_p90_ms,
+            point.tpot_p90_ms,
+            point.num_failed,
+        )
+        for point in curve
+    ]
+    columns = ("requests/s", "good/s", "good", "TTFT p90, ms", "TPOT p90, ms", "failed")
+    return Table(f"The best: {curve[0].candidate}", columns, rows)
+
+
+def _panels(
+    points: Sequence[Point], ranked: Sequence[Point], level: ServiceLevel
+) -> tuple[Panel, ...]:
+    """The best candidates' curves, and the one that the search started from."""
+    shown = list(dict.fromkeys([*(p.candidate for p in ranked[:_MAX_CURVES]), points[0].candidate]))
+    curves = {str(candidate): curve_of(points, candidate) for candidate in shown}
+    return (
+        _panel("Goodput", "good requests/s", curves, "goodput", None),
+        _panel("Time to first token, p90", "milliseconds", curves, "ttft_p90_ms", level.ttft_ms),
+        _panel("Time per token, p90", "milliseconds", curves, "tpot_p90_ms", level.tpot_ms),
+    )
+
+
+def _panel(
+    title: str,
+    y_label: str,
+    curves: dict[str, list[Point]],
+    field: str,
+    limit: float | None,
+) -> Panel:
+    series = []
+    for label, curve in curves.items():
+        known = [point for point in curve if getattr(point, field) is not None]
+        rates = [point.request_rate for point in known]
+        series.append(Series(label, rates, [getattr(p, field) for p in known], "marked"))
+    limits = {} if limit is None else {f"limit {limit:g}": limit}
+    return Panel(title, "requests/s sent", y_label, series, y_limits=limits)

@@ -1,0 +1,146 @@
+"""`baton tune` around its search: points, the driver, tokens, the command that it prints."""
+
+import argparse
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.cli import main
+from baton.cli.up import add_args as add_up_args
+from baton.errors import ConfigurationError
+from benchmarks.goodput import ServiceLevel
+from benchmarks.load import LoadLimits
+from benchmarks.request import BenchRequest
+from benchmarks.tune import driver
+from benchmarks.tune.candidate import Candidate
+from benchmarks.tune.fresh_tokens import with_fresh_tokens
+from benchmarks.tune.points import Point, best_points, curve_of
+from benchmarks.tune.search import Trial
+from benchmarks.tune_command import up_command
+from engine.config import EngineConfig
+
+FIRST = Candidate(64, 2048, None, 1, 1)
+SECOND = Candidate(32, 2048, 256, 1, 1)
+ENGINE = EngineConfig(model="/models/some", block_size=8)
+
+
+def point(candidate, rate, goodput):
+    return Point(candidate, rate, goodput, 1.0, 10.0, 1.0, 0)
+
+
+def test_the_best_point_of_each_candidate_counts():
+    points = [point(FIRST, 1, 1), point(FIRST, 2, 2), point(SECOND, 2, 3), point(FIRST, 4, 2)]
+    assert best_points(points) == [points[2], points[1]]
+    assert curve_of([points[3], points[0]], FIRST) == [points[0], points[3]]
+
+
+def test_fresh_tokens_share_as_before_but_nothing_with_others():
+    requests = [BenchRequest((1, 2, 3), 4), BenchRequest((1, 2, 9), 5, after=0)]
+    first, second = with_fresh_tokens(requests, 1, 10)
+    assert first.prompt_token_ids[:2] == second.prompt_token_ids[:2]
+    assert first.prompt_token_ids[2] != second.prompt_token_ids[2]
+    assert (second.num_output_tokens, second.after) == (5, 0)
+    assert all(0 <= token < 10 for token in second.prompt_token_ids)
+    beginnings = {with_fresh_tokens(requests, n, 10)[0].prompt_token_ids[0] for n in range(10)}
+    assert len(beginnings) == 10
+    assert with_fresh_tokens(requests, 0, 10) == requests
+
+
+def test_the_printed_command_is_understood_and_means_the_candidate():
+    program, command, *arguments = up_command(ENGINE, Candidate(32, 1024, 256, 0, 3)).split()
+    assert (program, command) == ("baton", "up")
+    parser = argparse.ArgumentParser()
+    add_up_args(parser)
+    args = parser.parse_args(arguments)
+    assert (args.prefill, args.decode, args.model, args.block_size) == (0, 3, "/models/some", 8)
+    limits = (args.max_num_seqs, args.max_num_batched_tokens, args.long_prefill_token_threshold)
+    assert limits == (32, 1024, 256)
+
+
+class FakeLoad(driver.Load):
+    """Measures without sending; notes on which cluster, and as which of its points."""
+
+    async def measure(self, target, trial, number):
+        NOTES.append((target, number))
+        return point(trial.candidate, trial.request_rate, trial.request_rate)
+
+
+NOTES: list = []
+
+
+@pytest.fixture
+def clusters(monkeypatch):
+    """Starts of clusters, as configs; one of a single sequence cannot start."""
+    NOTES.clear()
+    started = []
+
+    @asynccontextmanager
+    async def running_cluster(config):
+        if config.engine.max_num_seqs == 1:
+            raise ConfigurationError("decode-0 could not start")
+        started.append(config)
+        yield type("Plan", (), {"router": type("Router", (), {"address": str(len(started))})})
+
+    @asynccontextmanager
+    async def opened_target(url, model):
+        yield url
+
+    monkeypatch.setattr(driver, "running_cluster", running_cluster)
+    monkeypatch.setattr(driver, "opened_target", opened_target)
+    return started
+
+
+def load():
+    return FakeLoad(argparse.Namespace(), ServiceLevel(), LoadLimits(None, 1.0))
+
+
+def search(*trials):
+    """Asks for these, whatever their goodput."""
+    pending = list(trials)
+    while pending:
+        goodput = yield pending.pop(0)
+        assert goodput is not None
+
+
+async def run(*trials, time_budget_s=60.0):
+    lines = []
+    points = await driver.run_search(search(*trials), ENGINE, load(), time_budget_s, lines.append)
+    assert len(lines) == len(points)
+    return points
+
+
+async def test_a_cluster_lives_as_long_as_its_candidate(clusters):
+    await run(Trial(FIRST, 1), Trial(FIRST, 2), Trial(SECOND, 2), Trial(FIRST, 3))
+    assert [config.engine.max_num_seqs for config in clusters] == [64, 32, 64]
+    assert NOTES == [("grpc://1", 0), ("grpc://1", 1), ("grpc://2", 0), ("grpc://3", 0)]
+    assert clusters[1].engine.long_prefill_token_threshold == 256
+    assert clusters[0].engine.kv_connector
+    assert clusters[0].engine.num_threads >= 1
+
+
+async def test_a_candidate_that_does_not_start_has_no_goodput(clusters):
+    broken = Candidate(1, 2048, None, 1, 1)
+    points = await run(Trial(FIRST, 1), Trial(broken, 1), Trial(broken, 2), Trial(FIRST, 2))
+    assert [p.goodput for p in points] == [1, 0, 0, 2]
+    with pytest.raises(ConfigurationError, match="could not start"):
+        await run(Trial(broken, 1))
+
+
+async def test_only_the_first_trial_begins_when_the_time_is_up(clusters):
+    points = await run(Trial(FIRST, 1), Trial(FIRST, 2), time_budget_s=0.0)
+    assert [p.request_rate for p in points] == [1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--goodput", "ttft:no"), "--goodput has 'ttft:no'"),
+        (("--goodput", "ttft:9", "--num-workers", "0"), "--num-workers is 0"),
+        (("--goodput", "ttft:9", "--start-rate", "0"), "--start-rate is 0"),
+        (("--goodput", "ttft:9", "--html", "/no/where/x"), "--html is /no/where/x"),
+        (("--goodput", "ttft:9", "--max-num-seqs", "0"), "--max-num-seqs is 0"),
+    ],
+)
+def test_bad_flags_are_told_before_anything_starts(flags, message, capsys):
+    assert main(["tune", *flags]) == 2
+    assert message in capsys.readouterr().err
