@@ -2,7 +2,6 @@
 
 import io
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ except ModuleNotFoundError as error:
 __all__ = ["panel_svg", "write_png"]
 
 _MAX_COLUMNS = 3
+_MAX_LABELS_INSIDE = 4
 _PANEL_INCHES = (5.6, 3.7)
 _PIXELS_PER_INCH = 110
 _COLOURS = ("#1f5fa8", "#d1652a", "#2f8f5b", "#8a4fa3", "#b5362f", "#6b6b6b", "#b58b00", "#2a9fb0")
@@ -89,8 +89,7 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.set_ylim(bottom=0)
     if panel.x_scale == "linear":
         axes.set_xlim(left=0)
-    if _has_labels(panel):
-        axes.legend()
+    _add_legend(axes, panel)
 
 
 def _draw_series(axes: Any, series: Series) -> None:
@@ -118,5 +117,10 @@ def _set_plain_ticks(axes: Any, panel: Panel) -> None:
             axis.set_minor_formatter(NullFormatter())
 
 
-def _has_labels(panel: Panel) -> Sequence[str]:
-    return [*panel.x_limits, *panel.y_limits, *(s.label for s in panel.series if s.label)]
+def _add_legend(axes: Any, panel: Panel) -> None:
+    """Inside the plot, or below it where it would cover much."""
+    labels = [*panel.x_limits, *panel.y_limits, *(s.label for s in panel.series if s.label)]
+    if len(labels) > _MAX_LABELS_INSIDE:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    elif labels:
+        axes.legend()

@@ -7,6 +7,7 @@ import pytest
 from baton.cli import main
 from benchmarks import machine
 from benchmarks.offline.offline_engine import OfflineEngine
+from benchmarks.offline.step_profile import profile_steps
 from benchmarks.request import BenchRequest
 from engine.config import EngineConfig
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
@@ -94,11 +95,38 @@ def test_a_workload_that_fails_altogether_is_a_failure(capsys):
     assert "INVALID_ARGUMENT" in capsys.readouterr().out
 
 
+def test_engine_step_tells_where_the_time_goes(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    sizes = ("--batch-size", "1", "3", "--input-len", "8", "--num-steps", "6")
+    model = ("--model", str(tiny_checkpoint("llama")))
+    assert main(["bench", "engine-step", *model, *sizes, *ENGINE, "--json", str(path)]) == 0
+    profiles = json.loads(path.read_text())["profiles"]
+    kinds = [(profile["kind"], profile["batch_size"]) for profile in profiles]
+    assert kinds == [("prefill", 1), ("decode", 1), ("prefill", 3), ("decode", 3)]
+    for profile in profiles:
+        assert profile["num_steps"] == (1 if profile["kind"] == "prefill" else 5)
+        phases = profile["phases_us"]
+        unseen = {"logits"} if profile["kind"] == "decode" else set()
+        assert all(phases[phase] > 0 for phase in phases if phase not in unseen)
+        assert 0.5 < sum(phases.values()) / profile["total_us"] < 1.5
+    assert "A decode step" in capsys.readouterr().out
+
+
+def test_profiling_leaves_the_engine_as_it_was(engine):
+    scheduler, runner = engine.core.scheduler, engine.core._runner
+    profile_steps(engine, [BenchRequest(prompt_of(9), 4)])
+    for owner in (engine.core, scheduler, runner, runner._decode, runner._model):
+        assert not {"step", "schedule", "commit", "_logits", "logits"} & vars(owner).keys()
+    (record,) = engine.run([BenchRequest(prompt_of(9), 4)])
+    assert record.error is None
+
+
 @pytest.mark.parametrize(
     ("command", "flags", "message"),
     [
         ("latency", ("--repeats", "0"), "--repeats is 0"),
         ("latency", ("--batch-size", "0"), "--batch-size has 0"),
+        ("engine-step", ("--async-scheduling",), "--async-scheduling runs phases side by side"),
         ("throughput", ("--block-size", "0"), "--block-size is 0"),
     ],
 )

@@ -1,0 +1,118 @@
+"""`baton bench engine-step`: where the time of an engine's step goes."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigurationError
+from benchmarks.machine import in_words, name_machine
+from benchmarks.offline.cases import Case, make_cases
+from benchmarks.offline.engine_args import add_offline_args, offline_config
+from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.report import Panel, Report, Series, Table
+
+if TYPE_CHECKING:
+    from benchmarks.offline.step_profile import StepProfile
+
+__all__ = ["add_args", "main"]
+
+_WARM_UP_STEPS = 8
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        metavar="N",
+        help="requests that begin together (default: 1 8 32)",
+    )
+    parser.add_argument(
+        "--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (%(default)s)"
+    )
+    parser.add_argument(
+        "--num-steps",
+        type=int,
+        default=100,
+        metavar="N",
+        help="decode steps per batch size (default: %(default)s)",
+    )
+    add_offline_args(parser)
+    add_output_args(parser)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Profiles the steps of an engine in this process, phase by phase, at several batch sizes:
+    scheduling, building inputs, forward pass, logits, drawing, committing, and the rest.
+    """
+    check_output_args(args)
+    cases = make_cases(args.batch_size, [args.input_len], [args.num_steps])
+    config = offline_config(args)
+    if config.async_scheduling:
+        raise ConfigurationError("--async-scheduling runs phases side by side; profile without it")
+
+    from benchmarks.offline.offline_engine import OfflineEngine
+    from benchmarks.offline.step_profile import profile_steps
+
+    profiles: list[StepProfile] = []
+    with OfflineEngine(config) as engine:
+        vocab_size = engine.core.info.vocab_size
+        for case in cases:
+            warm_up = Case(case.batch_size, case.input_len, _WARM_UP_STEPS)
+            engine.run(warm_up.requests(vocab_size, seed=1))
+            profiles += profile_steps(engine, case.requests(vocab_size, seed=0))
+    machine = name_machine()
+    write_report(
+        Report(
+            title=f"Steps of {config.model_name}",
+            facts={"machine": in_words(machine), "prompts": f"{args.input_len} tokens"},
+            tables=[_table(kind, profiles) for kind in _kinds(profiles)],
+            panels=[_panel(kind, profiles) for kind in _kinds(profiles)],
+            results={
+                "machine": machine,
+                "flags": flags_of(args),
+                "profiles": [asdict(profile) for profile in profiles],
+            },
+        ),
+        args,
+    )
+
+
+def _kinds(profiles: Iterable["StepProfile"]) -> list[str]:
+    """Decode first."""
+    return sorted({profile.kind for profile in profiles})
+
+
+def _of_kind(kind: str, profiles: Iterable["StepProfile"]) -> list["StepProfile"]:
+    return [profile for profile in profiles if profile.kind == kind]
+
+
+def _table(kind: str, profiles: Sequence["StepProfile"]) -> Table:
+    """A row per phase; per batch size its median and its share of the step."""
+    own = _of_kind(kind, profiles)
+    columns = [name for profile in own for name in (f"batch {profile.batch_size}, us", "%")]
+    rows: list[list[str | float | int]] = []
+    for phase in own[0].phases_us:
+        row: list[str | float | int] = [phase]
+        for profile in own:
+            phase_us = profile.phases_us[phase]
+            row += [phase_us, f"{100 * phase_us / profile.total_us:.1f}"]
+        rows.append(row)
+    rows.append(["step", *(cell for profile in own for cell in (profile.total_us, ""))])
+    rows.append(["steps", *(cell for profile in own for cell in (profile.num_steps, ""))])
+    note = "Medians. Where logits are 0 they are part of forward: the step is replayed as a whole."
+    return Table(f"A {kind} step", ("", *columns), rows, note)
+
+
+def _panel(kind: str, profiles: Sequence["StepProfile"]) -> Panel:
+    own = _of_kind(kind, profiles)
+    sizes = [profile.batch_size for profile in own]
+    series = [
+        Series(phase, sizes, [profile.phases_us[phase] for profile in own], "marked")
+        for phase in own[0].phases_us
+        if any(profile.phases_us[phase] for profile in own)
+    ]
+    return Panel(f"A {kind} step", "batch size", "microseconds", series, y_scale="log")

@@ -1,0 +1,112 @@
+"""Where an engine step's time goes: its phases, timed around a real engine's own functions."""
+
+import statistics
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.offline.offline_engine import OfflineEngine
+from benchmarks.offline.step_clock import StepClock
+from benchmarks.request import BenchRequest
+from engine.request import RequestOutput
+from engine.runtime import model_runner
+from engine.runtime.device import resolve_device, wait_for
+from engine.runtime.drawing import DecodeRows
+
+__all__ = ["PHASES", "StepProfile", "profile_steps"]
+
+PHASES = ("schedule", "build inputs", "forward", "logits", "draw", "commit", "rest")
+"""Of a step. Steps that are replayed from a recording compute logits within forward. The
+rest is what lies between: tables, copies, transfers, deadlines."""
+_STEP = "rest"
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Medians of many steps of one kind.
+
+    Attributes:
+        kind: "prefill": steps that compute prompts; "decode": steps that do not.
+        batch_size: requests.
+        num_steps: how many there were.
+        total_us: microseconds of a step.
+        phases_us: of each of `PHASES`; medians do not quite add up to the total.
+    """
+
+    kind: str
+    batch_size: int
+    num_steps: int
+    total_us: float
+    phases_us: dict[str, float]
+
+
+def profile_steps(engine: OfflineEngine, requests: Sequence[BenchRequest]) -> list[StepProfile]:
+    """Runs requests that begin together, and profiles the steps of each kind.
+
+    Steps in which some have ended are left out.
+    """
+    device = resolve_device(engine.core.config.device)
+    steps: dict[str, list[dict[str, int]]] = {"prefill": [], "decode": []}
+    with _clocked(engine, StepClock(lambda: wait_for(device)), steps, len(requests)):
+        engine.run(requests)
+    return [_median(kind, len(requests), taken) for kind, taken in steps.items() if taken]
+
+
+@contextmanager
+def _clocked(
+    engine: OfflineEngine,
+    clock: StepClock,
+    steps: dict[str, list[dict[str, int]]],
+    num_requests: int,
+) -> Generator[None, None, None]:
+    """The engine with its phases timed; what each step took goes into `steps`."""
+    core: Any = engine.core
+    timed_step = clock.timed(_STEP, core.step)
+    num_begun = num_ended = 0
+
+    def step() -> list[RequestOutput]:
+        nonlocal num_begun, num_ended
+        was_prefilling = num_begun < num_requests
+        outputs: list[RequestOutput] = timed_step()
+        if num_ended == 0:
+            steps["prefill" if was_prefilling else "decode"].append(clock.take())
+        num_begun += sum(output.timings is not None and not output.is_last for output in outputs)
+        num_ended += sum(output.is_last for output in outputs)
+        return outputs
+
+    with ExitStack() as stack:
+        for owner, name, phase in _timed_functions(core):
+            function = clock.timed(phase, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(patch.object(core, "step", step))
+        yield
+
+
+def _timed_functions(core: Any) -> tuple[tuple[Any, str, str], ...]:
+    """(whose, name, phase). A benchmark may look where an engine may not."""
+    runner = core._runner
+    return (
+        (core.scheduler, "schedule", "schedule"),
+        (model_runner, "build_batch_inputs", "build inputs"),
+        (runner, "_logits", "forward"),
+        (runner._decode, "logits", "forward"),
+        (runner._model, "logits", "logits"),
+        (DecodeRows, "draw", "draw"),
+        (model_runner, "draw_chunks", "draw"),
+        (core.scheduler, "commit", "commit"),
+    )
+
+
+def _median(kind: str, batch_size: int, steps: Sequence[dict[str, int]]) -> StepProfile:
+    return StepProfile(
+        kind=kind,
+        batch_size=batch_size,
+        num_steps=len(steps),
+        total_us=statistics.median(sum(step.values()) for step in steps) / 1000,
+        phases_us={
+            phase: statistics.median(step.get(phase, 0) for step in steps) / 1000
+            for phase in PHASES
+        },
+    )

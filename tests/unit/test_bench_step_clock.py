@@ -1,0 +1,69 @@
+"""The clock of `baton bench engine-step`, on a clock that only functions move."""
+
+import pytest
+
+from benchmarks.offline.step_clock import StepClock
+
+
+class FakeTime:
+    def __init__(self):
+        self.now_ns = 0
+        self.num_settled = 0
+
+    def spend(self, ns):
+        self.now_ns += ns
+
+    def settle(self):
+        self.num_settled += 1
+
+    def read(self):
+        return self.now_ns
+
+
+@pytest.fixture
+def time():
+    return FakeTime()
+
+
+@pytest.fixture
+def clock(time):
+    return StepClock(time.settle, time.read)
+
+
+def test_a_function_does_not_count_what_it_calls(clock, time):
+    def draw():
+        time.spend(5)
+        return "token"
+
+    draw = clock.timed("draw", draw)
+
+    def forward():
+        time.spend(100)
+        draw()
+        return draw()
+
+    def step():
+        time.spend(1)
+        token = clock.timed("forward", forward)()
+        time.spend(2)
+        return token
+
+    assert clock.timed("rest", step)() == "token"
+    assert clock.take() == {"draw": 10, "forward": 100, "rest": 3}
+    assert clock.take() == {}
+
+
+def test_time_counts_also_where_a_function_raises(clock, time):
+    def fail():
+        time.spend(7)
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        clock.timed("forward", fail)()
+    clock.timed("forward", time.spend)(1)
+    assert clock.take() == {"forward": 8}
+
+
+def test_a_device_settles_before_every_reading(clock, time):
+    clock.timed("forward", time.spend)(1)
+    assert time.num_settled == 2
