@@ -20,6 +20,14 @@ constexpr float kLowest = -1e30f;  // stands for -inf where a difference must no
 
 static_assert(kTileRows <= kLanes && kTileTokens % kLanes == 0);
 
+struct Indices {
+  alignas(64) float values[kTileTokens];
+  constexpr Indices() : values() {
+    for (int i = 0; i < kTileTokens; ++i) values[i] = static_cast<float>(i);
+  }
+};
+constexpr Indices kIndices;
+
 struct Unit {
   int64_t seq, kv_head, first_token, num_tokens;  // first_token counts from the query's start
 };
@@ -71,14 +79,15 @@ class UnitAttention {
   void run() {
     pack_query();
     std::fill(outputs_, outputs_ + num_rows_ * width_, 0.0f);
-    std::fill(sums_, sums_ + num_rows_, 0.0f);
+    std::fill(sums_, sums_ + num_rows_ * kLanes, 0.0f);
     std::fill(maxima_, maxima_ + num_rows_, kLowest);
     const int64_t end = first_position_ + unit_.num_tokens;  // of what the last token sees
     const int64_t low = lowest_seen(first_position_);
     for (int64_t tile = low / kTileTokens * kTileTokens; tile < end; tile += kTileTokens) {
       const int64_t stop = std::min(tile + kTileTokens, end);
-      pack_keys(tile, std::max(tile, low), stop);
-      pack_values(tile, std::max(tile, low), stop);
+      find_tokens(tile, low, end);
+      pack_keys(stop - tile);
+      pack_values(stop - tile);
       for (int64_t row = 0; row < num_rows_; row += kTileRows) attend(tile, stop, row);
     }
     write_out();
@@ -88,11 +97,11 @@ class UnitAttention {
   static constexpr int64_t kTokenGroups = kTileTokens / E::kGroup;
 
   void place_memory(Scratch& scratch) {
-    const int64_t num_bytes = 4 * (num_rows_ * (width_ + 2) + kTileTokens * width_ +
+    const int64_t num_bytes = 4 * (num_rows_ * (width_ + 1 + kLanes) + kTileTokens * width_ +
                                    kTileTokens * head_groups_ + kTileRows * kTileTokens) +
                               static_cast<int64_t>(sizeof(Operand)) *
                                   (num_rows_ * head_groups_ + kTileRows * kTokenGroups) +
-                              64 * 8;
+                              static_cast<int64_t>(sizeof(Stored)) * job_.head_dim + 64 * 9;
     auto* free = static_cast<char*>(scratch.reserve(num_bytes));
     const auto take = [&free](auto*& pointer, int64_t count) {
       pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(free);
@@ -101,11 +110,13 @@ class UnitAttention {
     take(queries_, num_rows_ * head_groups_);
     take(outputs_, num_rows_ * width_);
     take(maxima_, num_rows_);
-    take(sums_, num_rows_);
+    take(sums_, num_rows_ * kLanes);
     take(keys_, kTileTokens * head_groups_);
     take(values_, kTileTokens / E::kGroup * width_);
     take(scores_, kTileRows * kTileTokens);
     take(weights_, kTileRows * kTokenGroups);
+    take(zeros_, job_.head_dim);
+    std::fill(zeros_, zeros_ + job_.head_dim, Stored{});
   }
 
   int tile_rows(int64_t row) const {
@@ -120,12 +131,28 @@ class UnitAttention {
     return (first_row_ + row / group_heads_) * stride + head * job_.head_dim;
   }
 
-  // K of a cached token; its V lies `value_offset` further.
-  const Stored* cached(int64_t position) const {
-    const int64_t block =
-        batch_.block_tables[unit_.seq * batch_.table_stride + position / job_.block_size];
-    return static_cast<const Stored*>(job_.cache) + block * job_.block_stride +
-           unit_.kv_head * job_.head_stride + position % job_.block_size * job_.slot_stride;
+  // A cached token's K and V, or zeros for both.
+  struct Token {
+    const Stored* key;
+    const Stored* value;
+  };
+
+  // tokens_[i]: what lies at position `tile + i`; zeros where that is not within [low, end).
+  void find_tokens(int64_t tile, int64_t low, int64_t end) {
+    std::fill(tokens_, tokens_ + kTileTokens, Token{zeros_, zeros_});
+    const int32_t* table = batch_.block_tables + unit_.seq * batch_.table_stride;
+    const int64_t stop = std::min(tile + kTileTokens, end);
+    int64_t position = std::max(tile, low);
+    int64_t block = position / job_.block_size, slot = position % job_.block_size;
+    for (; position < stop; ++block, slot = 0) {
+      const Stored* key = static_cast<const Stored*>(job_.cache) +
+                          table[block] * job_.block_stride + unit_.kv_head * job_.head_stride +
+                          slot * job_.slot_stride;
+      for (; slot < job_.block_size && position < stop; ++slot, ++position) {
+        tokens_[position - tile] = {key, key + job_.value_offset};
+        key += job_.slot_stride;
+      }
+    }
   }
 
   void pack_query() {
@@ -142,73 +169,67 @@ class UnitAttention {
     }
   }
 
-  // keys_[tokens / 32][head groups][32]; zero where `tile + i` is not within [low, stop).
-  void pack_keys(int64_t tile, int64_t low, int64_t stop) {
-    for (int64_t first = 0; first < stop - tile; first += kLanes) {
-      const Stored* from[kLanes];
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const int64_t position = tile + first + lane;
-        from[lane] = position >= low && position < stop ? cached(position) : nullptr;
-      }
+  // keys_[tokens / 32][head groups][32] of the tile's first tokens.
+  void pack_keys(int64_t num_tokens) {
+    for (int64_t first = 0; first < num_tokens; first += kLanes) {
       uint32_t* panel = keys_ + first / kPanelColumns * head_groups_ * kPanelColumns +
                         first % kPanelColumns;
-      for (int64_t group = 0; group < head_groups_; group += kLanes) {
-        pack_square(from, group, panel + group * kPanelColumns);
+      int64_t group = 0;
+      for (; group + kLanes <= head_groups_; group += kLanes) {
+        pack_square(first, group, kLanes, panel + group * kPanelColumns);
+      }
+      if (group < head_groups_) {
+        pack_square(first, group, head_groups_ - group, panel + group * kPanelColumns);
       }
     }
   }
 
-  void pack_square(const Stored* const (&from)[kLanes], int64_t group, uint32_t* to) {
-    const int64_t count = std::min<int64_t>(kLanes, head_groups_ - group);
+  inline __attribute__((always_inline)) void pack_square(int64_t first, int64_t group,
+                                                         int64_t num_groups, uint32_t* to) {
     Words square[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      square[lane] = Words{};
-      if (from[lane]) {
-        const size_t num_bytes = static_cast<size_t>(count) * 4;
-        const Stored* words = from[lane] + group * E::kGroup;
-        if (count == kLanes) {
-          square[lane] = load<Words>(words);
-        } else {
-          std::memcpy(&square[lane], words, num_bytes);
-        }
-      }
+      const Stored* from = tokens_[first + lane].key + group * E::kGroup;
+      square[lane] = load_part<Words>(from, num_groups * E::kGroup);
     }
     transpose(square);
-    for (int64_t i = 0; i < count; ++i) store(to + i * kPanelColumns, square[i]);
+    for (int64_t i = 0; i < num_groups; ++i) store(to + i * kPanelColumns, square[i]);
   }
 
-  // values_[head_dim / 32][token groups][32]; zero as in pack_keys, and past head_dim.
-  void pack_values(int64_t tile, int64_t low, int64_t stop) {
-    for (int64_t group = 0; group * E::kGroup < stop - tile; ++group) {
-      const Stored* from[E::kGroup];
-      for (int i = 0; i < E::kGroup; ++i) {
-        const int64_t position = tile + group * E::kGroup + i;
-        from[i] = position >= low && position < stop ? cached(position) + job_.value_offset
-                                                     : nullptr;
-      }
+  // values_[head_dim / 32][token groups][32] of the tile's first tokens; zero past head_dim.
+  void pack_values(int64_t num_tokens) {
+    for (int64_t group = 0; group * E::kGroup < num_tokens; ++group) {
+      const Token* tokens = tokens_ + group * E::kGroup;
       for (int64_t column = 0; column < width_; column += kLanes) {
         uint32_t* to = values_ + (column / kPanelColumns * kTokenGroups + group) * kPanelColumns +
                        column % kPanelColumns;
-        store(to, value_words(from, column));
+        if (column + kLanes <= job_.head_dim) {
+          store(to, value_words(tokens, column, kLanes));
+        } else {
+          store(to, value_words(tokens, column, std::max<int64_t>(0, job_.head_dim - column)));
+        }
       }
     }
   }
 
-  Words value_words(const Stored* const (&from)[E::kGroup], int64_t column) const {
-    Words words{};
-    for (int i = 0; i < E::kGroup; ++i) {
-      if (!from[i]) continue;
-      Stored elements[kLanes] = {};
-      const int64_t count = std::clamp<int64_t>(job_.head_dim - column, 0, kLanes);
-      if (count == kLanes) {
-        std::memcpy(elements, from[i] + column, sizeof elements);
-      } else {
-        std::memcpy(elements, from[i] + column, static_cast<size_t>(count) * sizeof(Stored));
-      }
-      const Words bits = (Words)E::widen_lanes(elements);
-      words |= E::kGroup == 2 && i == 0 ? bits >> 16 : bits;
+  inline __attribute__((always_inline)) static Words value_words(const Token* tokens,
+                                                                 int64_t column, int64_t count) {
+    typedef Stored Elements __attribute__((vector_size(kLanes * sizeof(Stored))));
+    const auto first = load_part<Elements>(tokens[0].value + column, count);
+    if constexpr (E::kGroup == 1) {
+      return (Words)first;
+    } else {
+      const auto second = load_part<Elements>(tokens[1].value + column, count);
+      return __builtin_convertvector(first, Words) | __builtin_convertvector(second, Words) << 16;
     }
-    return words;
+  }
+
+  // A vector whose first `count` elements are those at `from`, and the others zero.
+  template <class V>
+  inline __attribute__((always_inline)) static V load_part(const Stored* from, int64_t count) {
+    if (count * sizeof(Stored) == sizeof(V)) return load<V>(from);
+    V values{};
+    std::memcpy(&values, from, static_cast<size_t>(count) * sizeof(Stored));
+    return values;
   }
 
   // Rows [first, first + a tile) meet the packed tokens [tile, stop).
@@ -219,7 +240,7 @@ class UnitAttention {
       tile_function<E, kPackedRows, 1>(rows)(queries, keys_ + token * head_groups_, head_groups_,
                                              scores_ + token, kTileTokens, nullptr);
     }
-    alignas(64) float factors[kLanes] = {};
+    alignas(64) float factors[kLanes];
     weigh(tile, first, rows, factors);
     const int64_t num_groups = groups_of<E>(stop - tile);
     for (int64_t column = 0; column < width_; column += kPanelColumns) {
@@ -231,51 +252,55 @@ class UnitAttention {
 
   // From scores to weights; factors[r] brings what row r has summed to its new maximum.
   void weigh(int64_t tile, int64_t first, int rows, float* factors) {
-    constexpr int kVectors = kTileTokens / kLanes;
-    const Floats scale = broadcast(static_cast<float>(job_.scale) * kLog2E);
+    const float scale = static_cast<float>(job_.scale) * kLog2E;
+    Floats largest[kTileRows];
     for (int row = 0; row < rows; ++row) {
-      Floats scores[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        scores[v] = load<Floats>(scores_ + row * kTileTokens + v * kLanes) * scale;
-      }
-      const int64_t position = position_of(first + row);
-      const int64_t low = lowest_seen(position);
-      if (tile < low || tile + kTileTokens > position + 1) hide(scores, low - tile, position - tile);
-      Floats best = scores[0];
-      for (int v = 1; v < kVectors; ++v) best = larger(best, scores[v]);
-      const float former = maxima_[first + row];
-      const float now = std::max(former, maximum(best));
-      maxima_[first + row] = now;
-      factors[row] = former - now;
-      Floats total{};
-      for (int v = 0; v < kVectors; ++v) {
-        const Floats weight = exp2_of_negative(scores[v] - broadcast(now));
-        total += weight;
-        E::store_operands(weights_ + row * kTokenGroups, v * kLanes, weight);
-      }
-      row_totals_[row] = sum(total);
+      largest[row] = larger_scores(tile, position_of(first + row), scores_ + row * kTileTokens);
     }
-    store(factors, exp2_of_negative(load<Floats>(factors)));
+    alignas(64) float maxima[kLanes] = {};
+    std::copy_n(maxima_ + first, rows, maxima);
+    const Floats former = load<Floats>(maxima);
+    const Floats now = larger(maxima_of(largest, rows) * broadcast(scale), former);
+    store(factors, exp2_of_negative(former - now));
+    store(maxima, now);
+    std::copy_n(maxima, rows, maxima_ + first);
     for (int row = 0; row < rows; ++row) {
-      sums_[first + row] = sums_[first + row] * factors[row] + row_totals_[row];
+      Floats total{};
+      for (int i = 0; i < kTileTokens; i += kLanes) {
+        const Floats score = load<Floats>(scores_ + row * kTileTokens + i);
+        const Floats weight =
+            exp2_of_negative(score * broadcast(scale) - broadcast(maxima[row]));
+        total += weight;
+        E::store_operands(weights_ + row * kTokenGroups, i, weight);
+      }
+      float* sums = sums_ + (first + row) * kLanes;
+      store(sums, load<Floats>(sums) * broadcast(factors[row]) + total);
     }
   }
 
-  // Only tokens [low, last] of the tile stay.
-  static void hide(Floats* scores, int64_t low, int64_t last) {
-    const Floats minus_infinity = broadcast(-__builtin_inff());
-    for (int i = 0; i < kTileTokens; i += kLanes) {
-      Floats index;
-      for (int lane = 0; lane < kLanes; ++lane) index[lane] = static_cast<float>(i + lane);
-      const Masks seen = (index >= broadcast(static_cast<float>(low))) &
-                         (index <= broadcast(static_cast<float>(last)));
-      scores[i / kLanes] = select(seen, scores[i / kLanes], minus_infinity);
+  // Hides what a row does not see of the tile; returns the largest of what is left, by lane.
+  Floats larger_scores(int64_t tile, int64_t position, float* scores) const {
+    const int64_t low = lowest_seen(position);
+    if (tile < low || tile + kTileTokens > position + 1) {
+      const Floats from = broadcast(static_cast<float>(low - tile));
+      const Floats to = broadcast(static_cast<float>(position - tile));
+      for (int i = 0; i < kTileTokens; i += kLanes) {
+        const Floats index = load<Floats>(kIndices.values + i);
+        const Masks seen = (index >= from) & (index <= to);
+        store(scores + i, select(seen, load<Floats>(scores + i), broadcast(-__builtin_inff())));
+      }
     }
+    Floats best = load<Floats>(scores);
+    for (int i = kLanes; i < kTileTokens; i += kLanes) {
+      best = larger(load<Floats>(scores + i), best);
+    }
+    return best;
   }
 
   void write_out() {
     for (int64_t row = 0; row < num_rows_; ++row) {
-      const float share = sums_[row] == 0.0f ? 0.0f : 1.0f / sums_[row];
+      const float total = sum(load<Floats>(sums_ + row * kLanes));
+      const float share = total == 0.0f ? 0.0f : 1.0f / total;
       auto* to = static_cast<Stored*>(job_.out) +
                  place_in_query(row, job_.num_heads * job_.head_dim);
       const float* from = outputs_ + row * width_;
@@ -297,12 +322,13 @@ class UnitAttention {
   Operand* queries_;   // by tile: [head groups][rows]
   float* outputs_;     // [rows][width]
   float* maxima_;      // [rows], in log2
-  float* sums_;        // [rows]
+  float* sums_;        // [rows][kLanes]: of the weights, to be added up
   uint32_t* keys_;
   uint32_t* values_;
   float* scores_;      // [kTileRows][kTileTokens]
   Operand* weights_;   // [kTileRows][token groups]
-  float row_totals_[kTileRows];
+  Stored* zeros_;      // [head_dim]
+  Token tokens_[kTileTokens];
 };
 
 template <class E>

@@ -1,13 +1,14 @@
 // Vectors of floats as wide as the instruction set the file is compiled for.
 //
 // GCC's and Clang's vector extensions give arithmetic on every instruction set; what they
-// lack (rounding to bfloat16, shuffles) is spelled out here once.
+// lack (rounding to bfloat16, shuffles) is spelled out here once, and where AVX-512 has an
+// instruction that compilers do not find, beside it.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -44,13 +45,23 @@ inline Floats select(Masks which, Floats yes, Floats no) {
   return (Floats)(((Masks)yes & which) | ((Masks)no & ~which));
 }
 
-// NaN on either side is dropped where `b` is a number, as in maxps.
-inline Floats larger(Floats a, Floats b) { return select(a > b, a, b); }
+// The larger of each lane; `b` where either is NaN.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
 
+// The sum of the lanes: halves are added to each other until one is left.
 inline float sum(Floats values) {
-  float total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) total += values[lane];
-  return total;
+  float lanes[kLanes];
+  store(lanes, values);
+  for (int count = kLanes / 2; count > 0; count /= 2) {
+    for (int lane = 0; lane < count; ++lane) lanes[lane] += lanes[lane + count];
+  }
+  return lanes[0];
 }
 
 inline float maximum(Floats values) {
@@ -71,7 +82,11 @@ inline Words round_to_bf16_bits(Floats values) {
 }
 
 inline Halves narrow(Floats values) {
+#if defined(__AVX512BF16__)
+  return (Halves)_mm512_cvtneps_pbh((__m512)values);
+#else
   return __builtin_convertvector(round_to_bf16_bits(values), Halves);
+#endif
 }
 
 inline float widen(uint16_t half) {
@@ -88,8 +103,13 @@ inline uint16_t narrow(float value) {
   return static_cast<uint16_t>((bits + ((bits >> 16 & 1) + 0x7FFF)) >> 16);
 }
 
-// 2^x for x <= 0, to about 2e-7 of its value; 0 below -126, so that -inf gives 0; NaN for NaN.
+// 2^x for x <= 0, to about 2e-7 of its value; 0 or nearly so below -126, NaN for NaN.
 inline Floats exp2_of_negative(Floats x) {
+#if defined(__AVX512F__)
+  x = larger(broadcast(-200.0f), x);
+  const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, 0);
+  const Floats f = x - whole;  // in [-0.5, 0.5]
+#else
   const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Masks is_zero = x < broadcast(-126.0f);
   const Masks is_nan = x != x;
@@ -97,6 +117,7 @@ inline Floats exp2_of_negative(Floats x) {
   x = larger(x, broadcast(-126.0f));
   const Floats shifted = x + shifter;
   const Floats f = x - (shifted - shifter);  // in [-0.5, 0.5]
+#endif
   // Taylor coefficients of 2^f, (ln 2)^n / n!
   Floats p = broadcast(1.5403530e-4f);
   p = p * f + broadcast(1.3333558e-3f);
@@ -105,8 +126,12 @@ inline Floats exp2_of_negative(Floats x) {
   p = p * f + broadcast(2.4022651e-1f);
   p = p * f + broadcast(6.9314718e-1f);
   p = p * f + broadcast(1.0f);
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
   const Words exponent = ((Words)shifted - (Words)shifter) << 23;
   return select(is_zero, Floats{}, select(is_nan, given, (Floats)((Words)p + exponent)));
+#endif
 }
 
 // Lane j of the results: with `step` bits of j clear / set, from a / b; see `transpose`.
@@ -142,5 +167,15 @@ inline void transpose_from(Words (&rows)[kLanes]) {
 
 // Transposes a square of words in log2(kLanes) rounds of exchanged halves (Eklundh 1972).
 inline void transpose(Words (&rows)[kLanes]) { transpose_from<1>(rows); }
+
+// The largest lane of each of `count` vectors, lane by lane; 0 past them.
+inline Floats maxima_of(const Floats* vectors, int count) {
+  Words square[kLanes] = {};
+  for (int i = 0; i < count; ++i) square[i] = (Words)vectors[i];
+  transpose(square);
+  Floats best = (Floats)square[0];
+  for (int i = 1; i < kLanes; ++i) best = larger(best, (Floats)square[i]);
+  return best;
+}
 
 }  // namespace baton
