@@ -11,7 +11,8 @@ from typing import Any
 
 __all__ = ["describe_machine", "in_words", "name_machine"]
 
-_REPEATS = 9
+_LEAST_REPEATS = 9
+_LEAST_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,13 @@ def _matrix_rate(dtype: Any, device: str) -> float:
 
 
 def _best_seconds(call: Callable[[], object], device: str) -> float:
-    """Of several calls, each waited for."""
+    """Of calls over a second or more, so that a neighbour's burst does not count; each is
+    waited for.
+    """
     import torch
 
-    times = []
-    for _ in range(_REPEATS):
+    times: list[float] = []
+    while len(times) < _LEAST_REPEATS or sum(times) < _LEAST_SECONDS:
         started = time.perf_counter()
         call()
         if _kind(device) == "cuda":
