@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from baton.errors import ConfigurationError
 from benchmarks.machine import describe_machine
 from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
@@ -17,6 +19,7 @@ from benchmarks.peers.compare_table import print_comparison
 from benchmarks.peers.comparison import compare
 from benchmarks.peers.model_cost import Ceilings, ModelShape
 from benchmarks.peers.split import measure_split
+from benchmarks.peers.summary import summarize, with_best_ceilings
 
 __all__ = ["add_args", "main"]
 
@@ -61,6 +64,7 @@ def main(args: argparse.Namespace) -> None:
     if args.repeats < 1:
         raise ConfigurationError(f"--repeats is {args.repeats}; it must be >= 1")
     setting = _setting(args)
+    torch.set_num_threads(setting.num_threads)  # for the ceilings
     report: dict[str, Any] = {
         "machine": describe_machine(),
         "model": setting.model.name,
@@ -80,10 +84,17 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
     """Adds the parts that the flags ask for to the report."""
     wanted = args.case or (*CASE_NAMES, _SPLIT)
     if cases := [name for name in CASE_NAMES if name in wanted]:
-        shape = ModelShape.of_config(read_config(setting.model), report["num_weights"])
-        ceilings = Ceilings.of_machine(report["machine"])
         engines = list(dict.fromkeys(args.engines.split(",")))
-        report |= compare(engines, cases, setting, args.repeats, shape, ceilings)
+        comparison = compare(engines, cases, setting, args.repeats, _tell)
+        # Again: on a machine that was disturbed at the start the floors would be none.
+        report["machine"] = with_best_ceilings(report["machine"], describe_machine())
+        report["engines"] = comparison.engines
+        report["figures"] = summarize(
+            comparison.runs,
+            comparison.cases,
+            ModelShape.of_config(read_config(setting.model), report["num_weights"]),
+            Ceilings.of_machine(report["machine"]),
+        )
     if _SPLIT in wanted:
         report["split"] = asyncio.run(measure_split(setting, args.repeats, _tell))
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from benchmarks.peers.cases import Case
+from benchmarks.peers.cases import Case, requests_of_round
 from benchmarks.peers.peer_messages import PeerRun
 from benchmarks.request import BenchRequest
 
@@ -41,23 +41,29 @@ def running(peer: Peer) -> Iterator[Peer]:
 
 
 def take_turns(
-    peers: Mapping[str, Peer], cases: Sequence[Case], repeats: int, tell: Callable[[str], None]
+    peers: Mapping[str, Peer],
+    cases: Sequence[Case],
+    vocab_size: int,
+    repeats: int,
+    tell: Callable[[str], None],
 ) -> Runs:
     """Runs all cases `repeats` times, and once before that does not count.
 
     Args:
         peers: by name, paused; one runs at a time.
         cases: what to run.
+        vocab_size: of the model.
         repeats: rounds that count.
         tell: takes a line about each run.
     """
     runs: Runs = {name: {case.name: [] for case in cases} for name in peers}
     for number in range(1 + repeats):
         for case in cases:
+            requests = requests_of_round(case, number, vocab_size)
             for name in _rotated(list(peers), number):
                 with running(peers[name]) as peer:
                     peer.reset()
-                    run = peer.run(case.requests)
+                    run = peer.run(requests)
                 tell(f"round {number} of {repeats}: {case.name} on {name}: {run.wall_s:.2f} s")
                 if number:
                     runs[name][case.name].append(run)

@@ -3,12 +3,11 @@
 import pytest
 
 from benchmarks.peers.agreement import first_difference, summarize_agreement
-from benchmarks.peers.cases import CASE_NAMES, build_cases, mixed_requests
+from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.compare_table import print_comparison
 from benchmarks.peers.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
 from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
-from benchmarks.peers.split import router_address
-from benchmarks.peers.summary import summarize
+from benchmarks.peers.summary import summarize, with_best_ceilings
 from benchmarks.request import BenchRequest
 
 SHAPE = ModelShape(num_body_weights=100, num_head_weights=10, num_attention_features=1)
@@ -54,7 +53,26 @@ def test_models_of_any_vocabulary_get_ids_of_their_own():
     assert build_cases(16_384) == build_cases(32_768)
     largest = max(max(r.prompt_token_ids) for r in build_cases(100)["mixed"].requests)
     assert 90 < largest < 100
-    assert mixed_requests(100, seed=1) != mixed_requests(100, seed=2)
+
+
+def test_no_prompt_begins_as_one_of_another_case_or_round_does():
+    cases = build_cases(32_768).values()
+    beginnings = [
+        {
+            tuple(request.prompt_token_ids[:16])
+            for request in requests_of_round(case, number, 32_768)
+        }
+        for case in cases
+        for number in range(4)
+    ]
+    assert len(set().union(*beginnings)) == sum(map(len, beginnings))
+    assert [len(b) for b in beginnings] == [1] * 4 + [48] * 4 + [1] * 4 + [4] * 4
+
+
+def test_the_better_of_two_measurements_is_the_ceiling():
+    before = {"cpu": "some", "read_gb_per_s": 20.0, "bfloat16_gflop_per_s": 400}
+    after = {"cpu": "some", "read_gb_per_s": 30.0, "bfloat16_gflop_per_s": 300}
+    assert with_best_ceilings(before, after) == before | {"read_gb_per_s": 30.0}
 
 
 def test_shape_of_a_checkpoint_counts_the_tables_apart():
@@ -138,12 +156,6 @@ def test_agreement_counts_the_tokens_before_the_first_difference():
     answers = [PeerAnswer((1, 2), (0.1, 0.2)), PeerAnswer((3, 4), (0.1, 0.2))]
     expected = [PeerAnswer((1, 2), (0.1, 0.2)), PeerAnswer((9, 4), (0.1, 0.2))]
     assert summarize_agreement(answers, expected) == {"agreeing": [2, 0], "of": [2, 2]}
-
-
-def test_router_address_is_found_among_what_up_prints():
-    assert router_address([]) is None
-    assert router_address(["router-like 1\n", "decode-0   127.0.0.1:1\n"]) is None
-    assert router_address(["router     127.0.0.1:50051\n"]) == "127.0.0.1:50051"
 
 
 def test_table_shows_every_part_that_was_measured(capsys):

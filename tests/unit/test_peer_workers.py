@@ -138,7 +138,7 @@ class FakePeer:
 
     def run(self, requests):
         assert not self._is_paused
-        self._log.append((self._name, requests[0].prompt_token_ids))
+        self._log.append((self._name, tuple(requests[0].prompt_token_ids)))
         return PeerRun(1.0, ())
 
     def reset(self):
@@ -155,9 +155,9 @@ class FakePeer:
 def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count():
     log = []
     peers = {name: FakePeer(name, log) for name in ("a", "b")}
-    cases = [Case("x", [BenchRequest("x", 1)], ()), Case("y", [BenchRequest("y", 1)], ())]
+    cases = [Case("x", [BenchRequest((1,), 1)], ()), Case("y", [BenchRequest((2,), 1)], ())]
     told = []
-    runs = take_turns(peers, cases, repeats=2, tell=told.append)
+    runs = take_turns(peers, cases, 1 << 20, repeats=2, tell=told.append)
     assert {name: {case: len(r) for case, r in own.items()} for name, own in runs.items()} == {
         "a": {"x": 2, "y": 2},
         "b": {"x": 2, "y": 2},
@@ -165,11 +165,14 @@ def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count
     assert len(told) == 12
     round_0, round_1, round_2 = log[:8], log[8:16], log[16:]
     assert round_0 == [
-        *[("a", "reset"), ("a", "x"), ("b", "reset"), ("b", "x")],
-        *[("a", "reset"), ("a", "y"), ("b", "reset"), ("b", "y")],
+        *[("a", "reset"), ("a", (1,)), ("b", "reset"), ("b", (1,))],
+        *[("a", "reset"), ("a", (2,)), ("b", "reset"), ("b", (2,))],
     ]
     assert [name for name, _ in round_1] == ["b", "b", "a", "a"] * 2
-    assert round_2 == round_0
+    assert [name for name, _ in round_2] == ["a", "a", "b", "b"] * 2
+    # All engines get the same tokens, which no other round has.
+    assert [prompt for _, prompt in round_1[1::2]] == [(7920,), (7920,), (7921,), (7921,)]
+    assert len({prompt for _, prompt in log} - {"reset"}) == 6
 
 
 def test_an_engine_that_fails_is_paused_like_the_others():
@@ -179,7 +182,7 @@ def test_an_engine_that_fails_is_paused_like_the_others():
 
     peer = FailingPeer("a", [])
     with pytest.raises(PeerError):
-        take_turns({"a": peer}, [Case("x", [BenchRequest("x", 1)], ())], 1, lambda line: None)
+        take_turns({"a": peer}, [Case("x", [BenchRequest((1,), 1)], ())], 9, 1, lambda line: None)
     assert peer._is_paused
 
 

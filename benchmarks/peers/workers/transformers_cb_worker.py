@@ -19,13 +19,12 @@ _POLL_S = 1.0
 
 
 class ContinuousBatchingEngine:
-    """A model and, for each run, a new manager: managers have no reset of their prefix cache."""
+    """A model and its manager, whose thread computes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"transformers {transformers.__version__} continuous batching"
         torch.set_num_threads(args.num_threads)
-        self._model = load_model(args)
-        self._manager = self._start()
+        self._manager = _start(load_model(args))
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """See `worker_loop.Engine`. All requests must arrive at once."""
@@ -47,21 +46,7 @@ class ContinuousBatchingEngine:
         return results
 
     def reset(self) -> None:
-        """See `worker_loop.Engine`."""
-        self._manager.stop(block=True)
-        self._manager = self._start()
-
-    def _start(self) -> Any:
-        manager = self._model.init_continuous_batching(
-            GenerationConfig(do_sample=False, eos_token_id=_NO_TOKEN, pad_token_id=_NO_TOKEN),
-            ContinuousBatchingConfig(
-                num_blocks=_KV_TOKENS // ContinuousBatchingConfig.page_size,
-                max_batch_tokens=_MAX_BATCH_TOKENS,
-            ),
-        )
-        manager.warmup()
-        manager.start()
-        return manager
+        """See `worker_loop.Engine`: it has no call for it, and a new manager would be cold."""
 
     def _next_output(self) -> Any:
         while self._manager.is_running():
@@ -71,6 +56,19 @@ class ContinuousBatchingEngine:
                     raise RuntimeError(output.error)
                 return output
         raise RuntimeError("the generation thread has ended")
+
+
+def _start(model: transformers.PreTrainedModel) -> Any:
+    manager = model.init_continuous_batching(
+        GenerationConfig(do_sample=False, eos_token_id=_NO_TOKEN, pad_token_id=_NO_TOKEN),
+        ContinuousBatchingConfig(
+            num_blocks=_KV_TOKENS // ContinuousBatchingConfig.page_size,
+            max_batch_tokens=_MAX_BATCH_TOKENS,
+        ),
+    )
+    manager.warmup()
+    manager.start()
+    return manager
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     -> {"command": "run", "requests": [{"prompt_token_ids": [1], "num_output_tokens": 2,
                                         "arrival_s": 0.0}]}
     <- {"wall_s": 0.1, "requests": [{"token_ids": [5, 6], "token_times_s": [0.05, 0.1]}]}
-    -> {"command": "reset"}                         empty every cache of prefixes
+    -> {"command": "reset"}                         empty caches of prefixes
     <- {}
     -> {"command": "quit"}
     <- {"error": "..."}                             instead of an answer; the worker ends
@@ -60,7 +60,10 @@ class Engine(Protocol):
         """Answers the requests greedily, past any end of sequence; results in their order."""
 
     def reset(self) -> None:
-        """Empties every cache of prefixes."""
+        """Empties caches of prefixes, where the engine has a call for it.
+
+        No two runs share prompts: this keeps what is cached from being in the way.
+        """
 
 
 StepOutput = tuple[int, Sequence[int], bool]
