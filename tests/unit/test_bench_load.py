@@ -68,6 +68,7 @@ async def test_a_turn_waits_for_the_turn_before_even_if_it_is_lost():
     turns = [BenchRequest((13,), 2), BenchRequest((1,), 2, after=0), BenchRequest((2,), 2, after=1)]
     records = await run_load(turns, target, NO_LIMITS)
     assert target.began == target.ended == [(13,), (1,), (2,)]
+    assert target.peak == 1
     assert [record.error for record in records] == ["gone", None, None]
 
 
