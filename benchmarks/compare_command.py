@@ -12,12 +12,12 @@ import torch
 
 from baton.errors import ConfigurationError
 from benchmarks.machine import describe_machine
+from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
 from benchmarks.peers.cases import CASE_NAMES
 from benchmarks.peers.catalogue import ENGINES, Setting
 from benchmarks.peers.compare_table import print_comparison
 from benchmarks.peers.comparison import compare
-from benchmarks.peers.model_cost import Ceilings, ModelShape
 from benchmarks.peers.split import measure_split
 from benchmarks.peers.summary import summarize, with_best_ceilings
 

@@ -11,8 +11,8 @@ from benchmarks.latency_panels import latency_panels
 from benchmarks.latency_tables import error_tables, latency_table, throughput_table
 from benchmarks.machine import in_words
 from benchmarks.metrics import Metrics, compute_metrics
+from benchmarks.model_cost import floor_s
 from benchmarks.offline.engine_args import add_offline_args, offline_config
-from benchmarks.peers.model_cost import floor_s
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
 from benchmarks.request import BenchRequest, RequestRecord, Workload

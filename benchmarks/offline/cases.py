@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from baton.errors import ConfigurationError
-from benchmarks.peers.model_cost import Ceilings, ModelShape, floor_s, step_floor_s
+from benchmarks.model_cost import Ceilings, ModelShape, floor_s, step_floor_s
 from benchmarks.request import BenchRequest, RequestRecord
 from benchmarks.workloads.kind import LengthRange
 from benchmarks.workloads.random_lengths import random_lengths

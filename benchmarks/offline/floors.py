@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.machine import describe_machine
+from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import num_weights
-from benchmarks.peers.model_cost import Ceilings, ModelShape
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.models.registry import family_of

@@ -8,7 +8,7 @@ longer. Pure.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.peers.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
+from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
 from benchmarks.peers.peer_messages import PeerRun
 from benchmarks.request import BenchRequest
 from benchmarks.tune.fresh_tokens import with_fresh_tokens

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.peers.cases import Case, Figure
-from benchmarks.peers.model_cost import Ceilings, ModelShape
 from benchmarks.peers.rounds import Runs
 
 __all__ = ["BATON", "summarize", "with_best_ceilings"]

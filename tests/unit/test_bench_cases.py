@@ -3,8 +3,8 @@
 import pytest
 
 from baton.errors import ConfigurationError
+from benchmarks.model_cost import Ceilings, ModelShape, step_floor_s
 from benchmarks.offline.cases import Case, RunTimes, make_cases, run_times, summarize
-from benchmarks.peers.model_cost import Ceilings, ModelShape, step_floor_s
 from benchmarks.request import RequestRecord
 
 SHAPE = ModelShape(num_body_weights=900, num_head_weights=100, num_attention_features=10)
