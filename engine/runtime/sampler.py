@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+import kernels
 from engine.batch import INVALID_TOKEN, DrawParams
 from engine.runtime.device import to_device
 from engine.runtime.philox import philox4x32
@@ -161,7 +162,7 @@ def sample(logits: torch.Tensor, prepared: PreparedDraws, positions: torch.Tenso
         `[n]` int64 token ids; `INVALID_TOKEN` where the row's logits hold NaN
         or infinity, or no finite number. Such a row changes no other.
     """
-    maxima, likeliest = logits.max(dim=-1)
+    maxima, likeliest = kernels.row_maxima(logits)
     rows = prepared.rows
     tokens = likeliest if rows is None else likeliest[rows]
     draws_per_part = max(1, _CHUNK_ELEMENTS // logits.shape[-1])

@@ -77,15 +77,17 @@ class UnitAttention {
   }
 
   void run() {
+    const int64_t end = first_position_ + unit_.num_tokens;  // of what the last token sees
+    const int64_t low = lowest_seen(first_position_);
+    find_tokens(low / kTileTokens * kTileTokens, low, end);
     pack_query();
     std::fill(outputs_, outputs_ + num_rows_ * width_, 0.0f);
     std::fill(sums_, sums_ + num_rows_ * kLanes, 0.0f);
     std::fill(maxima_, maxima_ + num_rows_, kLowest);
-    const int64_t end = first_position_ + unit_.num_tokens;  // of what the last token sees
-    const int64_t low = lowest_seen(first_position_);
     for (int64_t tile = low / kTileTokens * kTileTokens; tile < end; tile += kTileTokens) {
       const int64_t stop = std::min(tile + kTileTokens, end);
-      find_tokens(tile, low, end);
+      std::swap(tokens_, next_tokens_);
+      find_tokens(tile + kTileTokens, low, end);
       pack_keys(stop - tile);
       pack_values(stop - tile);
       for (int64_t row = 0; row < num_rows_; row += kTileRows) attend(tile, stop, row);
@@ -137,9 +139,10 @@ class UnitAttention {
     const Stored* value;
   };
 
-  // tokens_[i]: what lies at position `tile + i`; zeros where that is not within [low, end).
+  // next_tokens_[i]: what lies at position `tile + i`; zeros where that is not within
+  // [low, end). It is fetched from memory while another tile computes.
   void find_tokens(int64_t tile, int64_t low, int64_t end) {
-    std::fill(tokens_, tokens_ + kTileTokens, Token{zeros_, zeros_});
+    std::fill(next_tokens_, next_tokens_ + kTileTokens, Token{zeros_, zeros_});
     const int32_t* table = batch_.block_tables + unit_.seq * batch_.table_stride;
     const int64_t stop = std::min(tile + kTileTokens, end);
     int64_t position = std::max(tile, low);
@@ -149,9 +152,19 @@ class UnitAttention {
                           table[block] * job_.block_stride + unit_.kv_head * job_.head_stride +
                           slot * job_.slot_stride;
       for (; slot < job_.block_size && position < stop; ++slot, ++position) {
-        tokens_[position - tile] = {key, key + job_.value_offset};
+        next_tokens_[position - tile] = {key, key + job_.value_offset};
+        fetch(key);
         key += job_.slot_stride;
       }
+    }
+  }
+
+  // Into the second-level cache, which waits for more lines at once than the first.
+  void fetch(const Stored* key) const {
+    constexpr int64_t kLine = 64 / sizeof(Stored);
+    for (int64_t i = 0; i < job_.head_dim; i += kLine) {
+      __builtin_prefetch(key + i, 0, 2);
+      __builtin_prefetch(key + job_.value_offset + i, 0, 2);
     }
   }
 
@@ -238,7 +251,8 @@ class UnitAttention {
     const Operand* queries = queries_ + first * head_groups_;
     for (int64_t token = 0; token < stop - tile; token += kPanelColumns) {
       tile_function<E, kPackedRows, 1>(rows)(queries, keys_ + token * head_groups_, head_groups_,
-                                             scores_ + token, kTileTokens, nullptr);
+                                             scores_ + token, kTileTokens, nullptr,
+                                             {keys_, 0});
     }
     alignas(64) float factors[kLanes];
     weigh(tile, first, rows, factors);
@@ -246,7 +260,7 @@ class UnitAttention {
     for (int64_t column = 0; column < width_; column += kPanelColumns) {
       tile_function<E, 1, kTokenGroups>(rows)(weights_, values_ + column * kTokenGroups,
                                               num_groups, outputs_ + first * width_ + column,
-                                              width_, factors);
+                                              width_, factors, {values_, 0});
     }
   }
 
@@ -328,7 +342,9 @@ class UnitAttention {
   float* scores_;      // [kTileRows][kTileTokens]
   Operand* weights_;   // [kTileRows][token groups]
   Stored* zeros_;      // [head_dim]
-  Token tokens_[kTileTokens];
+  Token token_memory_[2][kTileTokens];
+  Token* tokens_ = token_memory_[0];
+  Token* next_tokens_ = token_memory_[1];
 };
 
 template <class E>

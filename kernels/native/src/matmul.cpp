@@ -138,6 +138,13 @@ class Epilogue {
   const Linear& job_;
 };
 
+// The next panel is fetched while this one is multiplied, by one tile or by halves by two.
+Ahead next_panel(const uint32_t* panel, int64_t panel_words, int64_t tile, int64_t num_tiles) {
+  if (num_tiles == 1) return {panel + panel_words, kPanelColumns};
+  if (tile < 2) return {panel + panel_words + tile * (panel_words / 2), kLineWords};
+  return {panel, 0};
+}
+
 template <class E>
 void run_linear(const Linear& job, Workers& workers) {
   if (!job.num_rows) return;
@@ -153,15 +160,20 @@ void run_linear(const Linear& job, Workers& workers) {
   const int64_t width =
       job.activation == Activation::kSiluAndMul ? kHalfPanel : int64_t{kPanelColumns};
   const Epilogue<E> finish(job);
-  workers.pool.run((job.out_features + width - 1) / width, [&](int64_t panel, int) {
-    const uint32_t* words = job.weight + panel * num_groups * kPanelColumns;
+  const int64_t panel_words = num_groups * kPanelColumns;
+  workers.pool.run_ranges((job.out_features + width - 1) / width, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[kTileRows * kPanelColumns];
-    for (int64_t tile = 0; tile < tiling.num_tiles; ++tile) {
-      const int64_t start = tiling.start(tile);
-      const int rows = tiling.rows(tile);
-      tile_function<E, kPackedRows, 1>(rows)(operands + start * num_groups, words, num_groups,
-                                             sums, kPanelColumns, nullptr);
-      finish(sums, start, rows, panel);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const uint32_t* words = job.weight + panel * panel_words;
+      for (int64_t tile = 0; tile < tiling.num_tiles; ++tile) {
+        const int64_t start = tiling.start(tile);
+        const int rows = tiling.rows(tile);
+        const Ahead ahead = panel + 1 < end ? next_panel(words, panel_words, tile, tiling.num_tiles)
+                                            : Ahead{words, 0};
+        tile_function<E, kPackedRows, 1>(rows)(operands + start * num_groups, words, num_groups,
+                                               sums, kPanelColumns, nullptr, ahead);
+        finish(sums, start, rows, panel);
+      }
     }
   });
 }

@@ -53,7 +53,7 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::run_job(Job job) {
   if (workers_.empty() || job.num_tasks == 1) {
-    for (int64_t index = 0; index < job.num_tasks; ++index) job.call(job.body, index, 0);
+    job.call(job.body, 0, job.num_tasks, 0);
     return;
   }
   job_ = job;
@@ -72,10 +72,14 @@ void ThreadPool::run_job(Job job) {
 }
 
 void ThreadPool::take_tasks(int thread) {
-  for (;;) {
-    const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
-    if (index >= job_.num_tasks) return;
-    job_.call(job_.body, index, thread);
+  int64_t begin = next_.load(std::memory_order_relaxed);
+  while (begin < job_.num_tasks) {
+    const int64_t left = job_.num_tasks - begin;
+    const int64_t end = begin + (job_.share == 1 ? 1 : (left + job_.share - 1) / job_.share);
+    if (next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) {
+      job_.call(job_.body, begin, end, thread);
+      begin = next_.load(std::memory_order_relaxed);
+    }
   }
 }
 

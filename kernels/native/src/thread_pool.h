@@ -24,17 +24,30 @@ class ThreadPool {
   // Calls task(index, thread) for each index below `num_tasks`; returns when all are done.
   template <class Task>
   void run(int64_t num_tasks, const Task& task) {
-    auto call = [](const void* body, int64_t index, int thread) {
-      (*static_cast<const Task*>(body))(index, thread);
+    auto call = [](const void* body, int64_t begin, int64_t end, int thread) {
+      for (int64_t index = begin; index < end; ++index) {
+        (*static_cast<const Task*>(body))(index, thread);
+      }
     };
-    run_job({call, &task, num_tasks});
+    run_job({call, &task, num_tasks, 1});
+  }
+
+  // Calls task(begin, end) for runs of neighbouring indices below `count`. A run is a part of
+  // what is left, so that runs are long at first and no thread has much left at the end.
+  template <class Task>
+  void run_ranges(int64_t count, const Task& task) {
+    auto call = [](const void* body, int64_t begin, int64_t end, int) {
+      (*static_cast<const Task*>(body))(begin, end);
+    };
+    run_job({call, &task, count, 2 * num_threads()});
   }
 
  private:
   struct Job {
-    void (*call)(const void* body, int64_t index, int thread);
+    void (*call)(const void* body, int64_t begin, int64_t end, int thread);
     const void* body;
     int64_t num_tasks;
+    int64_t share;  // one of how many parts of what is left is taken at a time; 1: one task
   };
 
   void run_job(Job job);

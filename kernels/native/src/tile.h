@@ -8,6 +8,7 @@
 namespace baton {
 
 constexpr int kPanelColumns = 32;
+constexpr int kLineWords = 16;  // of a cache line
 
 // Rows of one tile: their sums fill the registers beside a group of columns and an operand.
 #if defined(__AVX512F__)
@@ -20,6 +21,12 @@ constexpr int kTileRows = 4;
 // Rows packed side by side have group_stride kPackedRows: the tile's own number of rows.
 constexpr int kPackedRows = 0;
 
+// What a tile brings into the second-level cache as it goes: `step` words further each group.
+struct Ahead {
+  const uint32_t* words;
+  int64_t step;
+};
+
 // out[r][c] = (out[r][c] * scales[r], or 0) + sum over g of left[g][r] * panel[g][c]
 //
 // Each sum runs in the order of g, whatever the number of rows: a row's result does not
@@ -27,7 +34,7 @@ constexpr int kPackedRows = 0;
 template <class E, int rows, int group_stride, int row_stride>
 inline void multiply_tile(const typename E::Operand* left, const uint32_t* panel,
                           int64_t num_groups, float* out, int64_t out_stride,
-                          const float* scales) {
+                          const float* scales, Ahead ahead) {
   constexpr int kVectors = 2;
   constexpr int kStride = group_stride == kPackedRows ? rows : group_stride;
   for (int column = 0; column < kPanelColumns; column += kVectors * kLanes) {
@@ -45,6 +52,9 @@ inline void multiply_tile(const typename E::Operand* left, const uint32_t* panel
 #pragma GCC unroll 2
     for (int64_t group = 0; group < num_groups; ++group) {
       const typename E::Columns first(words), second(words + kLanes);
+      __builtin_prefetch(ahead.words, 0, 2);
+      __builtin_prefetch(ahead.words + kLineWords, 0, 2);
+      ahead.words += ahead.step;
 #pragma GCC unroll 16
       for (int row = 0; row < rows; ++row) {
         const typename E::Operand operand = operands[row * row_stride];
@@ -66,7 +76,7 @@ inline void multiply_tile(const typename E::Operand* left, const uint32_t* panel
 
 template <class E>
 using TileFunction = void (*)(const typename E::Operand*, const uint32_t*, int64_t, float*,
-                              int64_t, const float*);
+                              int64_t, const float*, Ahead);
 
 template <class E, int group_stride, int row_stride, int... counts>
 inline TileFunction<E> tile_function(int rows, std::integer_sequence<int, counts...>) {
