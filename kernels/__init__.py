@@ -16,6 +16,7 @@ import torch
 
 from kernels import reference
 from kernels.attention_metadata import AttentionMetadata
+from kernels.memory import fresh_zeros
 from kernels.native.library import load
 from kernels.paged_kv import LayerKv, PagedKv
 from kernels.recorded_step import Arena, RecordedStep
@@ -37,6 +38,7 @@ __all__ = [
     "copy_blocks",
     "default_num_threads",
     "embed",
+    "fresh_zeros",
     "gather_blocks",
     "linear",
     "linear_silu_and_mul",

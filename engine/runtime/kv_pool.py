@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+import kernels
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.kv_cache_spec import KvCacheSpec
@@ -118,10 +119,12 @@ def allocate_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> to
     Raises:
         ConfigurationError: the device has not that much memory.
     """
-    shape = (num_blocks, *layout.block_shape)
+    shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
     try:
-        return torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if device.type == "cpu":
+            return kernels.fresh_zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError: a RuntimeError
         raise ConfigurationError(
             f"cannot allocate a KV cache of {num_blocks * layout.block_bytes // _MEBIBYTE} MiB "
             f"on {device}; set --kv-cache-memory lower"

@@ -84,8 +84,6 @@ class Library:
         self.pack = functions.baton_pack
         self.pack.argtypes = (integer, address, *[integer] * 4, address, integer, integer)
         self.pack.restype = None
-        self.prefer_large_pages = functions.baton_prefer_large_pages
-        self.prefer_large_pages.argtypes, self.prefer_large_pages.restype = (address, integer), None
 
     def run(self, commands: bytes | int, count: int = 1) -> None:
         """Runs packed commands, or those at an address, without the interpreter's lock.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.memory import fresh_zeros
 from kernels.native.commands import Library
 from kernels.weights import RowsOfWeight, Weight, WeightUse
 
@@ -72,6 +73,5 @@ def make_packed_weight(
         panels = -(-num_rows // _PANEL_ROWS)
     group = _WORD_BYTES // dtype.itemsize
     columns = -(-num_columns // group) * group
-    data = torch.zeros(panels * _PANEL_ROWS * columns, dtype=dtype)
-    library.prefer_large_pages(data.data_ptr(), data.nbytes)
+    data = fresh_zeros((panels * _PANEL_ROWS * columns,), dtype)
     return PackedWeight(num_rows, num_columns, use, data, library)

@@ -1,6 +1,4 @@
 // The library's interface: plain C, for ctypes.
-#include <sys/mman.h>
-
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -88,15 +86,6 @@ void baton_pack(int64_t element, const void* source, int64_t row_stride, int64_t
                 int64_t paired_part) {
   pack({static_cast<ElementType>(element), source, row_stride, column_stride, num_rows,
         num_columns, weight, first_row, paired_part});
-}
-
-// Asks for large pages where the system gives them: a step reads every weight once.
-void baton_prefer_large_pages(void* memory, int64_t num_bytes) {
-#if defined(MADV_HUGEPAGE)
-  const auto start = (reinterpret_cast<uintptr_t>(memory) + 4095) & ~uintptr_t{4095};
-  const auto end = (reinterpret_cast<uintptr_t>(memory) + num_bytes) & ~uintptr_t{4095};
-  if (end > start) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#endif
 }
 
 }  // extern "C"
