@@ -57,7 +57,7 @@ def make_weight(
 
 def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """See `reference.embed`."""
-    data = weight.data
+    data, token_ids = weight.data, token_ids.contiguous()
     out = torch.empty((len(token_ids), weight.num_columns), dtype=data.dtype)
     _run(
         commands.EMBED,
@@ -112,6 +112,7 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
     """See `reference.rotary_angles`."""
+    positions = positions.contiguous()
     cos, sin = torch.empty((2, len(positions), len(frequencies))).unbind()
     _run(
         commands.ROTARY_ANGLES,
@@ -233,6 +234,10 @@ def _linear(
 ) -> torch.Tensor:
     assert isinstance(weight, PackedWeight)
     rows = _rows(hidden)
+    assert rows.dtype == weight.data.dtype
+    assert rows.shape[1] == weight.num_columns
+    if residual is not None:
+        residual = _rows(residual)
     out_features = weight.num_rows // 2 if activation else weight.num_rows
     out = torch.empty((len(rows), out_features), dtype=out_dtype)
     _run(

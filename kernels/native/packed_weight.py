@@ -34,10 +34,17 @@ class PackedWeight(Weight):
     library: Library
 
     def rows(self, first: int, count: int) -> "_PackedRows":
-        """See `Weight.rows`."""
-        part, first_of_part = -1, first
+        """See `Weight.rows`.
+
+        Raises:
+            ValueError: there are no such rows, or they are of both halves of a gated layer.
+        """
+        part, first_of_part, limit = -1, first, self.num_rows
         if self.use is WeightUse.GATED_LINEAR:
-            part, first_of_part = divmod(first, self.num_rows // 2)
+            limit = self.num_rows // 2
+            part, first_of_part = divmod(first, limit)
+        if not (0 <= first < self.num_rows and first_of_part + count <= limit):
+            raise ValueError(f"{count} from {first} on are no rows of one part of {limit}")
         return _PackedRows(self, first_of_part, part, (count, self.num_columns))
 
 

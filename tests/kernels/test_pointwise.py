@@ -1,0 +1,130 @@
+"""Norms, rotary angles and maxima, against float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels
+from tests.support.kernel_checks import DTYPES, assert_within, eps_of, normal
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+EPS32 = eps_of(torch.float32)
+SIZES = [1, 5, 15, 16, 17, 31, 33, 100, 768, 2817]
+
+
+def check_rms_norm(hidden, weight, eps=1e-5):
+    out = kernels.rms_norm(hidden, weight, eps)
+    wide = hidden.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    assert out.shape == hidden.shape
+    assert out.dtype == hidden.dtype
+    # Rounded before the weight comes and after; the mean is a sum in float32.
+    num_eps = 4 + hidden.shape[-1] ** 0.5 / 4
+    assert_within(out, expected, (eps_of(hidden.dtype) + num_eps * EPS32) * expected.abs())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_rms_norm(rows, size, dtype):
+    check_rms_norm(normal(rows, size, dtype=dtype) * 3, normal(size, dtype=dtype, seed=1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    size=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1e-6, 1e-2, 1.0, 1e4]),
+)
+def test_rms_norm_of_any_shape(rows, size, dtype, scale):
+    check_rms_norm(normal(rows, size, dtype=dtype) * scale, normal(size, dtype=dtype, seed=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_rows_that_lie_apart_and_of_more_axes(dtype):
+    wide, weight = normal(6, 4, 90, dtype=dtype), normal(30, dtype=dtype, seed=1)
+    for hidden in (wide[:, :, 20:50], wide[::2, 1:3, ::3], wide[:, 0, 3:33], wide[1, :, :30]):
+        check_rms_norm(hidden, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_rows_that_are_zero_or_not_finite(dtype):
+    hidden, weight = normal(4, 40, dtype=dtype), torch.ones(40, dtype=dtype)
+    expected = kernels.rms_norm(hidden, weight, 1e-6)
+    hidden[1] = 0
+    hidden[2, 39] = math.nan
+    out = kernels.rms_norm(hidden, weight, 1e-6)
+    assert torch.equal(out[[0, 3]], expected[[0, 3]])
+    assert not out[1].any()
+    assert out[2].isnan().all()
+
+
+@pytest.mark.parametrize("amplitude", [1.0, 1.37])
+@pytest.mark.parametrize("half_dim", [1, 4, 16, 17, 40, 64])
+@pytest.mark.parametrize("num_tokens", [1, 5, 33, 100])
+def test_rotary_angles(num_tokens, half_dim, amplitude):
+    frequencies = 1e4 ** (-torch.arange(half_dim) / half_dim)
+    positions = torch.randint(0, 40_000, (num_tokens,))
+    positions[0] = 0
+    rotation = kernels.rotary_angles(positions, frequencies, amplitude)
+    # The angle is rounded to float32, as the models were trained with.
+    angles = (positions.unsqueeze(1).float() * frequencies).double()
+    bound = torch.tensor(2 * EPS32 * amplitude)
+    assert rotation.cos.dtype == rotation.sin.dtype == torch.float32
+    assert_within(rotation.cos, angles.cos() * amplitude, bound)
+    assert_within(rotation.sin, angles.sin() * amplitude, bound)
+
+
+def test_rotary_angles_of_positions_that_lie_apart():
+    frequencies, positions = torch.tensor([1.0, 0.1]), torch.arange(20)
+    apart = kernels.rotary_angles(positions[3::4], frequencies, 1.0)
+    dense = kernels.rotary_angles(positions[3::4].clone(), frequencies, 1.0)
+    assert torch.equal(apart.cos, dense.cos)
+    assert torch.equal(apart.sin, dense.sin)
+
+
+def check_maxima(logits):
+    maxima, indices = kernels.row_maxima(logits)
+    assert (maxima.dtype, indices.dtype) == (torch.float32, torch.int64)
+    for row, values in enumerate(logits.tolist()):
+        nans = [i for i, value in enumerate(values) if math.isnan(value)]
+        first = nans[0] if nans else values.index(max(values))
+        assert int(indices[row]) == first
+        assert nans or float(maxima[row]) == values[first]
+        assert not nans or math.isnan(maxima[row])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [1, 3, 30])
+def test_row_maxima(rows, size):
+    check_maxima(normal(rows, size))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_row_maxima_of_ties_nan_and_infinities(data):
+    size = data.draw(st.integers(1, 70))
+    value = st.sampled_from([0.0, -0.0, 1.0, -1.0, 3e38, -3e38, 1e-45, math.inf, -math.inf])
+    if data.draw(st.booleans()):
+        value |= st.just(math.nan)
+    rows = st.lists(st.lists(value, min_size=size, max_size=size), min_size=1, max_size=4)
+    check_maxima(torch.tensor(data.draw(rows)))
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 31, 32, 64, 98, 99, 100])
+@pytest.mark.parametrize("value", [5.0, math.inf, math.nan])
+def test_the_largest_is_found_wherever_it_is(place, value):
+    logits = normal(2, 101).clamp(max=4)
+    logits[1, place] = value
+    check_maxima(logits)
+
+
+def test_row_maxima_of_logits_that_lie_apart():
+    logits = normal(9, 60)
+    for view in (logits[::2], logits[:, 5:38], logits[1:, ::2], logits.T):
+        check_maxima(view)

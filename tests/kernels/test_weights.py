@@ -1,0 +1,139 @@
+"""Weights are filled in any order, part by part, from tensors of any type and strides."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels
+from kernels import WeightUse
+from tests.support.kernel_checks import CPU, DTYPES, filled_weight, native_only, normal
+
+USES = [WeightUse.LINEAR, WeightUse.LOOKUP]
+
+
+def rows_of(weight):
+    return kernels.embed(torch.arange(weight.num_rows), weight)
+
+
+def cut(boundaries, stop):
+    """(first, count) of the parts of `range(stop)` between boundaries."""
+    edges = [0, *sorted({b for b in boundaries if 0 < b < stop}), stop]
+    return [(first, end - first) for first, end in itertools.pairwise(edges)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    num_rows=st.integers(1, 130),
+    num_columns=st.integers(1, 40),
+    boundaries=st.lists(st.integers(1, 129), max_size=5),
+    use=st.sampled_from(USES),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_parts_in_any_order_make_the_whole(num_rows, num_columns, boundaries, use, dtype, data):
+    matrix = normal(num_rows, num_columns, dtype=dtype)
+    weight = kernels.make_weight(num_rows, num_columns, dtype, CPU, use)
+    for first, count in data.draw(st.permutations(cut(boundaries, num_rows))):
+        weight.rows(first, count).copy_(matrix[first : first + count])
+    assert torch.equal(rows_of(weight), matrix)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    half=st.integers(1, 70),
+    boundaries=st.lists(st.integers(1, 139), max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_parts_of_the_halves_of_a_gated_weight(half, boundaries, dtype, data):
+    matrix, hidden = normal(2 * half, 9, dtype=dtype), normal(3, 9, dtype=dtype, seed=1)
+    weight = kernels.make_weight(2 * half, 9, dtype, CPU, WeightUse.GATED_LINEAR)
+    parts = cut([*boundaries, half], 2 * half)  # within one half each
+    for first, count in data.draw(st.permutations(parts)):
+        weight.rows(first, count).copy_(matrix[first : first + count])
+    whole = filled_weight(matrix, WeightUse.GATED_LINEAR)
+    out = kernels.linear_silu_and_mul(hidden, weight)
+    assert torch.equal(out, kernels.linear_silu_and_mul(hidden, whole))
+
+
+SOURCES = {
+    "float32": lambda matrix: matrix,
+    "bfloat16": lambda matrix: matrix.bfloat16(),
+    "float16": lambda matrix: matrix.half(),
+    "float64": lambda matrix: matrix.double(),
+    "transposed": lambda matrix: matrix.T.contiguous().T,
+    "transposed bfloat16": lambda matrix: matrix.bfloat16().T.contiguous().T,
+    "every other": lambda matrix: matrix.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2],
+    "one row for all": lambda matrix: matrix[:1].expand(len(matrix), -1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_sources_of_any_type_and_strides(source, use, dtype):
+    given_rows = SOURCES[source](normal(37, 11))
+    weight = kernels.make_weight(37, 11, dtype, CPU, use)
+    weight.rows(0, 37).copy_(given_rows)
+    assert torch.equal(rows_of(weight), given_rows.to(dtype))
+
+
+@pytest.mark.parametrize("use", list(WeightUse))
+def test_rows_tell_their_shape_and_bytes(use):
+    rows = kernels.make_weight(90, 7, torch.bfloat16, CPU, use).rows(45, 13)
+    assert tuple(rows.shape) == (13, 7)
+    assert rows.nbytes == 13 * 7 * 2
+
+
+@pytest.mark.parametrize("use", list(WeightUse))
+@pytest.mark.parametrize("shape", [(12, 7), (14, 7), (13, 6), (13, 8), (7, 13), (13, 7, 1)])
+def test_a_source_of_another_shape_is_refused(shape, use):
+    weight = kernels.make_weight(90, 7, torch.float32, CPU, use)
+    with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
+        weight.rows(5, 13).copy_(torch.zeros(shape))
+
+
+@native_only("rows of a tensor are a slice")
+@pytest.mark.parametrize(
+    ("use", "first", "count"),
+    [
+        (WeightUse.LINEAR, 0, 91),
+        (WeightUse.LINEAR, 90, 1),
+        (WeightUse.LINEAR, -1, 1),
+        (WeightUse.GATED_LINEAR, 80, 11),
+        (WeightUse.GATED_LINEAR, 40, 6),
+        (WeightUse.GATED_LINEAR, 0, 90),
+    ],
+)
+def test_rows_past_the_end_or_of_both_halves_are_refused(use, first, count):
+    weight = kernels.make_weight(90, 7, torch.float32, CPU, use)
+    with pytest.raises(ValueError, match=f"{count} from {first} on"):
+        weight.rows(first, count)
+
+
+@native_only("memory of a tensor is what it was")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_no_row_filled_is_zero(dtype):
+    weight = kernels.make_weight(100, 13, dtype, CPU, WeightUse.LINEAR)
+    weight.rows(33, 5).copy_(torch.ones(5, 13))
+    expected = torch.zeros(100, 13, dtype=dtype)
+    expected[33:38] = 1
+    assert torch.equal(rows_of(weight), expected)
+    assert int(weight.data.count_nonzero()) == 5 * 13
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_leave_others_as_they_were(dtype):
+    matrix = normal(70, 9, dtype=dtype)
+    weight = filled_weight(matrix)
+    weight.rows(31, 2).copy_(torch.zeros(2, 9))
+    matrix[31:33] = 0
+    assert torch.equal(rows_of(weight), matrix)
+
+
+def test_meta_weights_hold_nothing_and_keep_their_shape():
+    weight = kernels.make_weight(10**6, 10**6, torch.float32, torch.device("meta"), USES[0])
+    assert (weight.num_rows, weight.num_columns, weight.data.device.type) == (10**6, 10**6, "meta")

@@ -1,0 +1,87 @@
+"""What the tests of the kernels share: types, weights, poisoned memory, honest tolerances."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import kernels
+from kernels.native.commands import library
+
+__all__ = [
+    "CPU",
+    "DTYPES",
+    "IS_NATIVE",
+    "assert_within",
+    "eps_of",
+    "filled_weight",
+    "native_only",
+    "normal",
+    "on_threads",
+    "product_bound",
+]
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+IS_NATIVE = library() is not None
+
+_EPS32 = torch.finfo(torch.float32).eps
+
+
+def native_only(reason):
+    """Marks a test of what torch's operations do not promise, or do not have."""
+    return pytest.mark.skipif(not IS_NATIVE, reason=f"native kernels only: {reason}")
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    """Normal numbers, rounded to `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def filled_weight(matrix, use=kernels.WeightUse.LINEAR):
+    """A weight that holds `matrix`, of its type; a gated one's halves are filled one by one."""
+    weight = kernels.make_weight(*matrix.shape, matrix.dtype, CPU, use)
+    num_parts = 2 if use is kernels.WeightUse.GATED_LINEAR else 1
+    count = len(matrix) // num_parts
+    for part in range(num_parts):
+        weight.rows(part * count, count).copy_(matrix[part * count : (part + 1) * count])
+    return weight
+
+
+def eps_of(dtype):
+    """The distance of 1 from the next number: twice the error of a rounding."""
+    return torch.finfo(dtype).eps
+
+
+def product_bound(hidden, matrix):
+    """How far float32 sums of products may be from `hidden @ matrix.T`, by element.
+
+    Each of n additions errs by up to half an eps of what the magnitudes sum up to, in either
+    direction: so all of them by some share of sqrt(n) eps.
+    """
+    num_eps = 2 + hidden.shape[1] ** 0.5 / 4
+    return num_eps * _EPS32 * (hidden.double().abs() @ matrix.double().abs().T)
+
+
+def assert_within(actual, expected, bound):
+    """Every element of `actual` is within `bound` of `expected` (both float64), and no NaN."""
+    error = (actual.double() - expected).abs()
+    is_far = ~(error <= bound + 1e-30)  # NaN is far
+    assert not is_far.any(), (
+        f"{int(is_far.sum())} of {is_far.numel()} are off, the first at "
+        f"{is_far.nonzero()[0].tolist()}, by up to {error.nan_to_num(torch.inf).max():.3g}"
+    )
+
+
+def on_threads(counts: Sequence[int], compute):
+    """What `compute` gives with each number of threads; the number is put back."""
+    before = kernels.num_threads()
+    results = []
+    try:
+        for count in counts:
+            kernels.set_num_threads(count)
+            results.append(compute())
+    finally:
+        kernels.set_num_threads(before)
+    return results
