@@ -125,6 +125,7 @@ def _make_report(
 def _candidates_table(ranked: Sequence[Point]) -> Table:
     rows = [
         (
+            f"#{rank}",
             f"{point.candidate.num_prefill}:{point.candidate.num_decode}",
             point.candidate.max_num_seqs,
             point.candidate.max_num_batched_tokens,
@@ -133,10 +134,10 @@ def _candidates_table(ranked: Sequence[Point]) -> Table:
             point.goodput,
             f"{100 * point.share:.0f}%",
         )
-        for point in ranked
+        for rank, point in enumerate(ranked, 1)
     ]
-    columns = ("prefill:decode", "seqs", "tokens", "chunk", "requests/s", "good/s", "good")
-    return Table("Candidates at their best rate", columns, rows)
+    columns = ("", "prefill:decode", "seqs", "tokens", "chunk", "requests/s", "good/s", "good")
+    return Table("Candidates at their best rate, the best first", columns, rows)
 
 
 def _curve_table(curve: Sequence[Point]) -> Table:
@@ -158,9 +159,12 @@ def _curve_table(curve: Sequence[Point]) -> Table:
 def _panels(
     points: Sequence[Point], ranked: Sequence[Point], level: ServiceLevel
 ) -> tuple[Panel, ...]:
-    """The best candidates' curves, and the one that the search started from."""
-    shown = list(dict.fromkeys([*(p.candidate for p in ranked[:_MAX_CURVES]), points[0].candidate]))
-    curves = {str(candidate): curve_of(points, candidate) for candidate in shown}
+    """The best candidates' curves, and that of the one that the search started from."""
+    curves = {
+        f"#{rank}": curve_of(points, best.candidate)
+        for rank, best in enumerate(ranked, 1)
+        if rank <= _MAX_CURVES or best.candidate == points[0].candidate
+    }
     return (
         _panel("Goodput", "good requests/s", curves, "goodput", None),
         _panel("Time to first token, p90", "milliseconds", curves, "ttft_p90_ms", level.ttft_ms),

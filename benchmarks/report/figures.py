@@ -19,6 +19,8 @@ __all__ = ["panel_svg", "write_png"]
 
 _MAX_COLUMNS = 3
 _MAX_LABELS_INSIDE = 4
+_MARGIN = 1.04
+"""Room above what is drawn."""
 _PANEL_INCHES = (5.6, 3.7)
 _PIXELS_PER_INCH = 110
 _COLOURS = ("#1f5fa8", "#d1652a", "#2f8f5b", "#8a4fa3", "#b5362f", "#6b6b6b", "#b58b00", "#2a9fb0")
@@ -86,9 +88,9 @@ def _draw(axes: Any, panel: Panel) -> None:
     )
     _set_plain_ticks(axes, panel)
     if panel.y_scale == "linear":
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, _MARGIN * axes.get_ylim()[1])
     if panel.x_scale == "linear":
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, axes.get_xlim()[1])
     _add_legend(axes, panel)
 
 
@@ -121,6 +123,6 @@ def _add_legend(axes: Any, panel: Panel) -> None:
     """Inside the plot, or below it where it would cover much."""
     labels = [*panel.x_limits, *panel.y_limits, *(s.label for s in panel.series if s.label)]
     if len(labels) > _MAX_LABELS_INSIDE:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=_MAX_LABELS_INSIDE)
     elif labels:
         axes.legend()
