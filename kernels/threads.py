@@ -1,17 +1,16 @@
 """How many threads compute on the CPU."""
 
-import os
-
 import torch
 
+from baton.machine_limits import usable_cores
 from kernels.native.commands import library
 
 __all__ = ["default_num_threads", "num_threads", "set_num_threads"]
 
 
 def default_num_threads() -> int:
-    """The cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """The cores this process can keep busy."""
+    return usable_cores()
 
 
 def num_threads() -> int:

@@ -297,7 +297,8 @@ def _heads(states: torch.Tensor) -> torch.Tensor:
 
 def _cache_fields(kv_layer: torch.Tensor) -> tuple[int, ...]:
     """Address, strides and block size of `[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""
-    block, value, head, slot, _ = kv_layer.stride()
+    block, value, head, slot, element = kv_layer.stride()
+    assert element == 1
     return kv_layer.data_ptr(), block, value, head, slot, kv_layer.shape[3]
 
 

@@ -1,7 +1,7 @@
 // Causal attention over paged KV: the same code for prompts, chunks and single tokens.
 //
 // A unit of work is some query tokens of a sequence and the heads that share one KV head: their
-// rows meet each tile of 64 cached tokens once it is packed. Tiles begin at multiples of 64
+// rows meet each tile of 128 cached tokens once it is packed. Tiles begin at multiples of 128
 // of the sequence's positions, so a token's result depends neither on the chunk it came in nor
 // on other sequences.
 #include <algorithm>
@@ -13,8 +13,9 @@
 namespace baton {
 namespace {
 
-constexpr int64_t kTileTokens = 64;
-constexpr int64_t kUnitRows = 192;
+constexpr int64_t kTileTokens = 128;
+constexpr int64_t kFewestUnitRows = 48, kMostUnitRows = 384;
+constexpr int64_t kUnitsPerThread = 4;  // so that all threads end at about the same time
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLowest = -1e30f;  // stands for -inf where a difference must not be NaN
 
@@ -36,11 +37,17 @@ int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Later tokens see more: they come first, so that no thread is left with the longest unit.
-std::vector<Unit> units_of(const PagedAttention& job) {
-  const Batch& batch = *job.batch;
+// Long units pack K and V less often; there must be enough of them for all threads.
+int64_t tokens_of_unit(const PagedAttention& job, int num_threads) {
   const int64_t group_heads = job.num_heads / job.num_kv_heads;
-  const int64_t tokens_per_unit = std::max<int64_t>(1, kUnitRows / group_heads);
+  const int64_t even_share = job.batch->num_tokens * job.num_heads / (kUnitsPerThread * num_threads);
+  return std::max<int64_t>(1, std::clamp(even_share, kFewestUnitRows, kMostUnitRows) / group_heads);
+}
+
+// Later tokens see more: they come first, so that no thread is left with the longest unit.
+std::vector<Unit> units_of(const PagedAttention& job, int num_threads) {
+  const Batch& batch = *job.batch;
+  const int64_t tokens_per_unit = tokens_of_unit(job, num_threads);
   std::vector<Unit> units;
   units.reserve(batch.num_seqs * job.num_kv_heads);
   for (int64_t seq = 0; seq < batch.num_seqs; ++seq) {
@@ -349,7 +356,7 @@ class UnitAttention {
 
 template <class E>
 void run_attention(const PagedAttention& job, Workers& workers) {
-  const std::vector<Unit> units = units_of(job);
+  const std::vector<Unit> units = units_of(job, workers.pool.num_threads());
   workers.pool.run(static_cast<int64_t>(units.size()), [&](int64_t index, int thread) {
     UnitAttention<E>(job, units[index], workers.own[thread]).run();
   });
