@@ -1,0 +1,148 @@
+"""Steps of attention over pools full of NaN, and what they must give, in float64."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+import kernels
+from kernels import reference
+from kernels.attention_metadata import AttentionMetadata
+from tests.support.kernel_checks import IS_NATIVE, assert_within, eps_of
+from tests.support.paged_batches import shuffled_tables, step_metadata
+
+__all__ = ["AttentionCase", "make_case"]
+
+_EPS32 = torch.finfo(torch.float32).eps
+# Torch keeps scores in the type of the operands, where ours are float32.
+_NARROW_SCORES_FACTOR = 8
+_LAYER = 1
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """A step whose KV is in one layer of a pool of three, and the same KV laid plain.
+
+    Attributes:
+        query: `[num_tokens, num_heads, head_dim]`.
+        pool: NaN wherever `contexts` was not written.
+        meta: of the step.
+        contexts: per sequence K and V, `[context, num_kv_heads, head_dim]`.
+        spans: (start, query length) of each sequence.
+        scale: factor on the scores.
+    """
+
+    query: torch.Tensor
+    pool: torch.Tensor
+    meta: AttentionMetadata
+    contexts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    spans: Sequence[tuple[int, int]]
+    scale: float
+
+    @property
+    def kv_layer(self) -> torch.Tensor:
+        return self.pool[:, _LAYER]
+
+    def attend(self, sliding_window: int | None = None, *, module=kernels) -> torch.Tensor:
+        return module.paged_attention(
+            self.query, self.kv_layer, self.meta, scale=self.scale, sliding_window=sliding_window
+        )
+
+    def expected(self, sliding_window: int | None = None) -> torch.Tensor:
+        """`[num_tokens, num_heads, head_dim]` float64."""
+        return self._expected_and_bound(sliding_window)[0]
+
+    def check(self, sliding_window: int | None = None) -> torch.Tensor:
+        """Attends with `kernels`, and compares with the oracle."""
+        output = self.attend(sliding_window)
+        assert output.dtype == self.query.dtype
+        assert_within(output, *self._expected_and_bound(sliding_window))
+        return output
+
+    def forgetting(self, sliding_window: int) -> "AttentionCase":
+        """The case without what lies before the windows: NaN, and block tables of zeros."""
+        pool, tables = self.pool.clone(), self.meta.block_tables.clone()
+        block_size = pool.shape[4]
+        for (start, _), table in zip(self.spans, tables, strict=True):
+            first_seen = max(0, start - sliding_window + 1)
+            num_blocks, num_slots = divmod(first_seen, block_size)
+            table[:num_blocks] = 0
+            if num_slots:
+                pool[table[num_blocks], :, :, :, :num_slots] = torch.nan
+        return replace(self, pool=pool, meta=replace(self.meta, block_tables=tables))
+
+    def _expected_and_bound(self, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        chunks = self.query.double().split([length for _, length in self.spans])
+        parts = [
+            _attend(query, start, *context, self.scale, sliding_window)
+            for query, (start, _), context in zip(chunks, self.spans, self.contexts, strict=True)
+        ]
+        expected, magnitudes, score_bounds = (torch.cat(part) for part in zip(*parts, strict=True))
+        num_eps = 8 + self.meta.max_context_len**0.5 / 4
+        relative = num_eps * _EPS32 + score_bounds
+        if self.query.dtype != torch.float32:
+            # Each weight is rounded to the type, and the result.
+            factor = 1 if IS_NATIVE else _NARROW_SCORES_FACTOR
+            relative = relative + factor * eps_of(self.query.dtype)
+        return expected, relative * magnitudes
+
+
+def make_case(
+    spans: Sequence[tuple[int, int]],
+    *,
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 5,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 0.3,
+    seed: int = 0,
+) -> AttentionCase:
+    """A case of random KV in shuffled blocks."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    tables, num_blocks = shuffled_tables([sum(span) for span in spans], block_size, seed)
+    shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
+    pool = torch.full(shape, torch.nan, dtype=dtype)
+    contexts = []
+    for (start, length), table in zip(spans, tables, strict=True):
+        keys, values = (normal(start + length, num_kv_heads, head_dim) for _ in range(2))
+        contexts.append((keys, values))
+        _, whole = step_metadata([(0, start + length)], [table], block_size)
+        reference.write_kv(keys, values, pool[:, _LAYER], whole.slot_mapping)
+    _, meta = step_metadata(spans, tables, block_size)
+    query = normal(sum(length for _, length in spans), num_heads, head_dim)
+    return AttentionCase(query, pool, meta, contexts, spans, scale)
+
+
+def _attend(
+    query: torch.Tensor,
+    start: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One sequence's tokens.
+
+    Returns:
+        The result and the same sums of magnitudes, each `[tokens, heads, dim]`; how far, relative
+        to themselves, weights may be off for scores summed in float32, `[tokens, heads, 1]`.
+    """
+    distances = torch.arange(start, start + len(query)).unsqueeze(1) - torch.arange(len(keys))
+    seen = (distances >= 0) & (distances < (sliding_window or len(keys) + 1))
+    group_size = query.shape[1] // keys.shape[1]
+    keys, values = (kv.double().repeat_interleave(group_size, dim=1) for kv in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    magnitudes = torch.einsum("qhd,khd->hqk", query.abs(), keys.abs()) * scale
+    largest = magnitudes.masked_fill(~seen, 0).amax(-1).T.unsqueeze(-1)
+    num_eps = 2 * (2 + query.shape[2] ** 0.5 / 4)
+    return (
+        torch.einsum("hqk,khd->qhd", weights, values),
+        torch.einsum("hqk,khd->qhd", weights, values.abs()),
+        num_eps * _EPS32 * largest,
+    )
