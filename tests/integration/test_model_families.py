@@ -4,15 +4,11 @@ The cache starts full of NaN and its blocks are shuffled, so a token that reads
 a slot it should not, or misses one it should, cannot go unnoticed.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 
-from engine.kv_cache_spec import group_layers
-from engine.runtime.loader import LoadedModel, load_model
-from kernels.paged_kv import PagedKv
 from tests.support.checkpoints import (
     MAX_MODEL_LEN,
     SLIDING_WINDOW,
@@ -23,9 +19,8 @@ from tests.support.checkpoints import (
     reference_model,
     tiny_checkpoint,
 )
-from tests.support.paged_batches import shuffled_tables, step_metadata
+from tests.support.paged_session import PagedSession, loaded
 
-BLOCK_SIZE = 8
 # Logits have a spread of about 1.5; float32 rounds each of some hundred operations.
 TOLERANCE = {"atol": 5e-5, "rtol": 0}
 
@@ -47,45 +42,6 @@ SCHEDULES = {
     ],
 }
 LENGTHS = (43, 8, 1)
-
-
-@cache
-def loaded(variant: str, dtype: str = "auto") -> LoadedModel:
-    return load_model(str(tiny_checkpoint(variant)), dtype, "cpu", progress=False)
-
-
-class PagedSession:
-    """Sequences of one model over a pool of their own, run step by step."""
-
-    def __init__(self, model: LoadedModel, context_lens: Sequence[int], seed: int = 0) -> None:
-        self.model = model
-        self.groups = group_layers(model.sliding_windows)
-        num_groups = len(self.groups.windows)
-        tables, num_blocks = shuffled_tables([*context_lens] * num_groups, BLOCK_SIZE, seed)
-        self.tables = [
-            tables[group * len(context_lens) :][: len(context_lens)] for group in range(num_groups)
-        ]
-        layers = self.groups.layers_per_block
-        block_shape = (layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
-        dtype = getattr(torch, model.dtype)
-        self.pool = torch.full((num_blocks, *block_shape), float("nan"), dtype=dtype)
-        self.done = [0] * len(context_lens)
-
-    @torch.inference_mode()
-    def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
-        """Runs (sequence, its next tokens); gives each one's logits `[tokens, vocab]`."""
-        spans = [(self.done[sequence], len(tokens)) for sequence, tokens in work]
-        steps = [
-            step_metadata(spans, [tables[sequence] for sequence, _ in work], BLOCK_SIZE)
-            for tables in self.tables
-        ]
-        kv = PagedKv(self.pool, [meta for _, meta in steps], self.groups.slots)
-        token_ids = torch.tensor([token for _, tokens in work for token in tokens])
-        for sequence, tokens in work:
-            self.done[sequence] += len(tokens)
-        positions, _ = steps[0]
-        logits = self.model.model.logits(self.model.model(token_ids, positions, kv))
-        return list(logits.split([length for _, length in spans]))
 
 
 @cache

@@ -50,8 +50,8 @@ def test_block_sizes_and_windows(mix, block_size, sliding_window, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 2, 12, 13, 63, 64, 65])
-def test_contexts_around_multiples_of_64(length, dtype):
-    ends = [end for tile in (64, 128, 192) for end in (tile - 1, tile, tile + 1, tile + 33)]
+def test_contexts_around_the_ends_of_tiles(length, dtype):
+    ends = [end for tile in (64, 128, 256) for end in (tile - 1, tile, tile + 1, tile + 33)]
     spans = [(end - length, length) for end in ends if end >= length]
     make_case(spans, head_dim=16, block_size=16, dtype=dtype).check()
     make_case(spans, head_dim=16, block_size=16, dtype=dtype).check(sliding_window=64)

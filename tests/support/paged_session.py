@@ -1,0 +1,62 @@
+"""`PagedSession`: sequences of one model over a pool of their own, run step by step."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from engine.kv_cache_spec import group_layers
+from engine.runtime.loader import LoadedModel, load_model
+from kernels.paged_kv import PagedKv
+from tests.support.checkpoints import tiny_checkpoint
+from tests.support.paged_batches import shuffled_tables, step_metadata
+
+__all__ = ["BLOCK_SIZE", "PagedSession", "loaded"]
+
+BLOCK_SIZE = 8
+
+
+@cache
+def loaded(variant: str, dtype: str = "auto") -> LoadedModel:
+    """A tiny checkpoint's model."""
+    return load_model(str(tiny_checkpoint(variant)), dtype, "cpu", progress=False)
+
+
+class PagedSession:
+    """Sequences whose cache starts full of NaN, in shuffled blocks.
+
+    Args:
+        model: what runs.
+        context_lens: how long each sequence may become.
+        seed: of the shuffling.
+    """
+
+    def __init__(self, model: LoadedModel, context_lens: Sequence[int], seed: int = 0) -> None:
+        self.model = model
+        self.groups = group_layers(model.sliding_windows)
+        num_groups = len(self.groups.windows)
+        tables, num_blocks = shuffled_tables([*context_lens] * num_groups, BLOCK_SIZE, seed)
+        self.tables = [
+            tables[group * len(context_lens) :][: len(context_lens)] for group in range(num_groups)
+        ]
+        layers = self.groups.layers_per_block
+        block_shape = (layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+        dtype = getattr(torch, model.dtype)
+        self.pool = torch.full((num_blocks, *block_shape), float("nan"), dtype=dtype)
+        self.done = [0] * len(context_lens)
+
+    @torch.inference_mode()
+    def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+        """Runs (sequence, its next tokens); gives each one's logits `[tokens, vocab]`."""
+        spans = [(self.done[sequence], len(tokens)) for sequence, tokens in work]
+        steps = [
+            step_metadata(spans, [tables[sequence] for sequence, _ in work], BLOCK_SIZE)
+            for tables in self.tables
+        ]
+        kv = PagedKv(self.pool, [meta for _, meta in steps], self.groups.slots)
+        token_ids = torch.tensor([token for _, tokens in work for token in tokens])
+        for sequence, tokens in work:
+            self.done[sequence] += len(tokens)
+        positions, _ = steps[0]
+        logits = self.model.model.logits(self.model.model(token_ids, positions, kv))
+        return list(logits.split([length for _, length in spans]))
