@@ -2,6 +2,7 @@
 
 import torch
 
+from baton.errors import InvalidArgumentError
 from baton.machine_limits import usable_cores
 from kernels.native.commands import library
 
@@ -24,7 +25,12 @@ def set_num_threads(num_threads: int) -> None:
 
     Where the native kernels serve, torch is left one thread: what remains to it is small, and
     the threads of its runtime spin on their cores after every operation they share.
+
+    Raises:
+        InvalidArgumentError: `num_threads` is below 1.
     """
+    if num_threads < 1:
+        raise InvalidArgumentError.for_field("num_threads", num_threads, ">= 1")
     native = library()
     if native is None:
         torch.set_num_threads(num_threads)

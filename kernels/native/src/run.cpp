@@ -1,6 +1,7 @@
 // The library's interface: plain C, for ctypes.
+#include <pthread.h>
+
 #include <cstdlib>
-#include <memory>
 #include <mutex>
 #include <new>
 
@@ -27,12 +28,27 @@ Scratch::~Scratch() { std::free(memory_); }
 namespace {
 
 std::mutex running;  // one step computes at a time: the cores are one set
-std::unique_ptr<Workers> workers;
+Workers* workers = nullptr;  // for good: at exit a thread of Python's may still compute
+int64_t wanted_threads = 1;
+
+Workers& ready_workers() {
+  if (!workers) workers = new Workers(static_cast<int>(wanted_threads));
+  return *workers;
+}
+
+// A fork copies the memory, but of the threads only the one that calls it: the child's workers
+// are not there, nor is whoever held the lock. It begins anew when it first computes.
+void forget_threads() {
+  new (&running) std::mutex;
+  workers = nullptr;
+}
+
+const int watches_forks = pthread_atfork(nullptr, nullptr, forget_threads);
 
 template <class Arguments>
 void run_as(const Command& command) {
   static_assert(sizeof(Arguments) <= sizeof command.fields);
-  run(*reinterpret_cast<const Arguments*>(command.fields), *workers);
+  run(*reinterpret_cast<const Arguments*>(command.fields), ready_workers());
 }
 
 void run_one(const Command& command) {
@@ -58,7 +74,6 @@ extern "C" {
 int64_t baton_run(const void* commands, int64_t count) {
   const std::lock_guard<std::mutex> lock(running);
   try {
-    if (!workers) workers = std::make_unique<Workers>(1);
     const auto* first = static_cast<const Command*>(commands);
     for (int64_t i = 0; i < count; ++i) run_one(first[i]);
     return 0;
@@ -69,15 +84,15 @@ int64_t baton_run(const void* commands, int64_t count) {
 
 void baton_set_num_threads(int64_t num_threads) {
   const std::lock_guard<std::mutex> lock(running);
-  if (!workers || workers->pool.num_threads() != num_threads) {
-    workers.reset();
-    workers = std::make_unique<Workers>(static_cast<int>(num_threads));
-  }
+  if (num_threads == wanted_threads) return;
+  delete workers;
+  workers = nullptr;
+  wanted_threads = num_threads;
 }
 
 int64_t baton_num_threads() {
   const std::lock_guard<std::mutex> lock(running);
-  return workers ? workers->pool.num_threads() : 1;
+  return wanted_threads;
 }
 
 // Packs rows of a matrix [num_rows, num_columns] into a weight; see pack.h.
