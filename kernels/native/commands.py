@@ -31,7 +31,7 @@ class CommandType:
         code: what the library knows it by.
         layout: the code, the fields, and what is missing to `_MAX_FIELDS`.
         pointers: which fields are addresses of tensors, the code being 0.
-        outputs: those of them that the command writes.
+        outputs: those of them that the command writes without having read them.
     """
 
     code: int
@@ -45,7 +45,7 @@ class CommandType:
 
 
 def _command(code: int, fields: str) -> CommandType:
-    """`fields`: i integer, d double, p address that is read, w address that is written."""
+    """`fields`: i integer, d double, p address that is read (and maybe changed), w written."""
     letters = fields.replace(" ", "")
     padding = 8 * (_MAX_FIELDS - len(letters))
     kinds = "".join("d" if letter == "d" else "q" for letter in letters)
@@ -61,7 +61,7 @@ LINEAR = _command(0, "i pi ii pi p pi i wi i")
 EMBED = _command(1, "i pii pi w")
 RMS_NORM = _command(2, "i pi ii p d w")
 ROTARY_ANGLES = _command(3, "pi pi d ww")
-ROTATE_AND_WRITE_KV = _command(4, "i wwp iii iii pp d pp w iiiii p")
+ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp d pp w iiiii p")
 PAGED_ATTENTION = _command(5, "i pi iii p iiiii d i w p")
 ARGMAX = _command(6, "p iii ww")
 

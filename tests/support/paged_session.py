@@ -6,6 +6,7 @@ from functools import cache
 import torch
 
 from engine.kv_cache_spec import group_layers
+from engine.runtime.batch_inputs import BatchInputs
 from engine.runtime.loader import LoadedModel, load_model
 from kernels.paged_kv import PagedKv
 from tests.support.checkpoints import tiny_checkpoint
@@ -48,15 +49,25 @@ class PagedSession:
     @torch.inference_mode()
     def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """Runs (sequence, its next tokens); gives each one's logits `[tokens, vocab]`."""
+        inputs = self.inputs(work)
+        kv = PagedKv(self.pool, inputs.groups, self.groups.slots)
+        model = self.model.model
+        logits = model.logits(model(inputs.token_ids, inputs.positions, kv))
+        return list(logits.split([len(tokens) for _, tokens in work]))
+
+    def inputs(self, work: Sequence[tuple[int, Sequence[int]]]) -> BatchInputs:
+        """What a step of `work` feeds the model, which then counts as done."""
         spans = [(self.done[sequence], len(tokens)) for sequence, tokens in work]
         steps = [
             step_metadata(spans, [tables[sequence] for sequence, _ in work], BLOCK_SIZE)
             for tables in self.tables
         ]
-        kv = PagedKv(self.pool, [meta for _, meta in steps], self.groups.slots)
-        token_ids = torch.tensor([token for _, tokens in work for token in tokens])
         for sequence, tokens in work:
             self.done[sequence] += len(tokens)
         positions, _ = steps[0]
-        logits = self.model.model.logits(self.model.model(token_ids, positions, kv))
-        return list(logits.split([length for _, length in spans]))
+        return BatchInputs(
+            token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
+            positions=positions,
+            groups=tuple(meta for _, meta in steps),
+            logit_rows=torch.arange(len(positions)),
+        )
