@@ -199,6 +199,8 @@ class Admission:
             num_loaded = 0
             if plan.budget <= 0 or self._exceeds_partial(num_tokens - num_cached, plan):
                 return True
+            if self._is_being_computed(group, match.num_blocks):
+                return True
         is_alone = self._queues.is_idle
         allocation = self._kv.can_admit(num_tokens, match, num_loaded=num_loaded, alone=is_alone)
         assert allocation is not Allocation.NEVER, "who never fits was refused"
@@ -226,6 +228,21 @@ class Admission:
         room = min(plan.budget, self._config.max_chunk)
         num_blocks = -(-(num_tokens - room) // self._config.block_size)
         return num_blocks <= len(keys) and self._kv.pool.lookup(keys[num_blocks - 1], 0) is not None
+
+    def _is_being_computed(self, group: SequenceGroup, index: int) -> bool:
+        """Whether a more important group is at the prompt's block `index`, and at all before it:
+        it will be cached in a step or some, and is not worth computing twice.
+        """
+        keys = group.lead.keys.keys
+        most_cached = (len(group.lead.token_ids) - 1) // self._config.block_size
+        if not self._config.enable_prefix_caching or index >= most_cached:
+            return False
+        return any(
+            other.order < group.order
+            and index < len(other.lead.keys.keys)
+            and other.lead.keys.keys[index] == keys[index]
+            for other in self._queues.chunking
+        )
 
     def _return_swapped(self, group: SequenceGroup, plan: StepPlan) -> bool:
         """Brings a group's KV back from the host; False if it lacks blocks."""

@@ -9,7 +9,7 @@ from tests.support.fake_model import expected_tokens, fake_config, fake_info
 
 def test_prompts_are_chunked_under_the_budget_beside_decodes() -> None:
     driven = DrivenScheduler(max_num_batched_tokens=8)
-    driven.add(request("a", 6), request("b", 11))
+    driven.add(request("a", 6), request("b", 11, first_token=2))
     shares = []
     for _ in range(4):
         driven.step()
@@ -20,7 +20,7 @@ def test_prompts_are_chunked_under_the_budget_beside_decodes() -> None:
 
 def test_higher_priority_and_earlier_arrival_come_first() -> None:
     driven = DrivenScheduler(max_num_seqs=2)
-    driven.add(request("a"), request("b"), request("c", priority=5))
+    driven.add(request("a"), request("b", first_token=2), request("c", priority=5, first_token=3))
     driven.step()
 
     assert list(driven.shares) == ["c", "a"]
@@ -111,7 +111,8 @@ def test_as_many_prompts_are_computed_in_part_as_the_flag_says() -> None:
     driven = DrivenScheduler(
         max_num_batched_tokens=16, long_prefill_token_threshold=4, max_num_partial_prefills=2
     )
-    driven.add(request("a", 20), request("b", 18), request("c", 18), request("d", 2))
+    for number, (name, length) in enumerate({"a": 20, "b": 18, "c": 18, "d": 2}.items()):
+        driven.add(request(name, length, first_token=number))
     driven.step()
 
     assert driven.shares == {"a": 4, "b": 4, "d": 2}
@@ -168,7 +169,8 @@ def test_a_finished_request_frees_its_id_and_stops_at_stop_tokens() -> None:
 
 def test_load_counts_what_runs_waits_and_is_queued() -> None:
     driven = DrivenScheduler(num_blocks=32, max_num_seqs=3, max_num_batched_tokens=8)
-    driven.add(request("a", 6, num_candidates=2, num_returned=2), request("b", 11), request("c", 5))
+    driven.add(request("a", 6, num_candidates=2, num_returned=2))
+    driven.add(request("b", 11, first_token=2), request("c", 5, first_token=3))
     driven.step()
     load = driven.scheduler.load()
 
@@ -201,3 +203,31 @@ def test_an_id_that_is_aborted_twice_at_once_ends_once() -> None:
 
     assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", FinishReason.ABORTED)]
     assert driven.scheduler.num_unfinished == 1
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for_and_computed_once() -> None:
+    """A burst of prompts with one beginning: block size 4, eight tokens in common."""
+    driven = DrivenScheduler(max_num_batched_tokens=64)
+    common = list(range(1, 9))
+    driven.add(
+        *(request(name, prompt_token_ids=(*common, 20 + i, 30)) for i, name in enumerate("abc"))
+    )
+    driven.add(request("other", 6, first_token=9))
+    driven.step()
+    assert driven.shares == {"a": 10, "other": 6}
+
+    driven.step()
+    assert driven.shares == {"a": 1, "other": 1, "b": 2, "c": 2}
+
+
+def test_nobody_waits_for_a_prefix_that_a_less_important_request_computes() -> None:
+    driven = DrivenScheduler(
+        max_num_batched_tokens=8, long_prefill_token_threshold=4, max_num_partial_prefills=2
+    )
+    common = list(range(1, 13))
+    driven.add(request("late", prompt_token_ids=(*common, 20)))
+    driven.step()
+    driven.add(request("urgent", prompt_token_ids=(*common, 21), priority=9))
+    driven.step()
+
+    assert "urgent" in driven.shares
