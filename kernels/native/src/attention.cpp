@@ -1,10 +1,12 @@
 // Causal attention over paged KV: the same code for prompts, chunks and single tokens.
 //
-// A unit of work is some query tokens of a sequence and the heads that share one KV head: their
-// rows meet each tile of 128 cached tokens once it is packed. Tiles begin at multiples of 128
-// of the sequence's positions, so a token's result depends neither on the chunk it came in nor
-// on other sequences.
+// A unit of work is some query tokens and the heads that share one KV head: their rows meet
+// each tile of 128 cached tokens once it is packed. The tokens are neighbours in a prompt, or
+// the last ones of sequences that begin with the same cached blocks, which are then read and
+// packed once for all of them. Tiles begin at multiples of 128 of a sequence's positions, so a
+// token's result depends neither on the chunk it came in nor on other sequences.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "commands.h"
@@ -29,38 +31,122 @@ struct Indices {
 };
 constexpr Indices kIndices;
 
+struct QueryToken {
+  int64_t row;  // in the query
+  int64_t seq;
+  int64_t position;  // it sees those up to its own
+};
+
+// Query tokens [first, last) of the plan, for the heads of one KV head. What lies before
+// `shared_end` is the same cached blocks for all of them.
 struct Unit {
-  int64_t seq, kv_head, first_token, num_tokens;  // first_token counts from the query's start
+  int64_t first, last, kv_head, shared_end;
+};
+
+struct Plan {
+  std::vector<QueryToken> tokens;
+  std::vector<Unit> units;
 };
 
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Long units pack K and V less often; there must be enough of them for all threads.
-int64_t tokens_of_unit(const PagedAttention& job, int num_threads) {
-  const int64_t group_heads = job.num_heads / job.num_kv_heads;
-  const int64_t even_share = job.batch->num_tokens * job.num_heads / (kUnitsPerThread * num_threads);
-  return std::max<int64_t>(1, std::clamp(even_share, kFewestUnitRows, kMostUnitRows) / group_heads);
-}
+// Deals a step out in units of work.
+class Planner {
+ public:
+  Planner(const PagedAttention& job, int num_threads) : job_(job), batch_(*job.batch) {
+    // Long units pack K and V less often; there must be enough of them for all threads.
+    const int64_t group_heads = job.num_heads / job.num_kv_heads;
+    const int64_t share = batch_.num_tokens * job.num_heads / (kUnitsPerThread * num_threads);
+    tokens_per_unit_ =
+        std::max<int64_t>(1, std::clamp(share, kFewestUnitRows, kMostUnitRows) / group_heads);
+  }
 
-// Later tokens see more: they come first, so that no thread is left with the longest unit.
-std::vector<Unit> units_of(const PagedAttention& job, int num_threads) {
-  const Batch& batch = *job.batch;
-  const int64_t tokens_per_unit = tokens_of_unit(job, num_threads);
-  std::vector<Unit> units;
-  units.reserve(batch.num_seqs * job.num_kv_heads);
-  for (int64_t seq = 0; seq < batch.num_seqs; ++seq) {
-    const int64_t query_len = batch.query_starts[seq + 1] - batch.query_starts[seq];
-    for (int64_t end = query_len; end > 0; end -= tokens_per_unit) {
-      const int64_t first = std::max<int64_t>(0, end - tokens_per_unit);
-      for (int64_t head = 0; head < job.num_kv_heads; ++head) {
-        units.push_back({seq, head, first, end - first});
+  Plan plan() {
+    for (int64_t seq = 0; seq < batch_.num_seqs; ++seq) {
+      const int64_t query_len = batch_.query_starts[seq + 1] - batch_.query_starts[seq];
+      if (query_len == 1 && !job_.sliding_window) {
+        join(seq);
+      } else {
+        add_prompt(seq, query_len);
       }
     }
+    for (const Sharers& sharers : groups_) add_sharers(sharers);
+    return std::move(plan_);
   }
-  return units;
-}
+
+ private:
+  // Sequences of one query token each whose first tiles are the same blocks.
+  struct Sharers {
+    std::vector<int64_t> seqs;
+    int64_t num_tiles;
+  };
+
+  // Later tokens see more: they come first, so that no thread is left with the longest unit.
+  void add_prompt(int64_t seq, int64_t query_len) {
+    for (int64_t end = query_len; end > 0; end -= tokens_per_unit_) {
+      const auto first = static_cast<int64_t>(plan_.tokens.size());
+      for (int64_t i = std::max<int64_t>(0, end - tokens_per_unit_); i < end; ++i) {
+        add_token(seq, i, query_len);
+      }
+      add_units(first, 0);
+    }
+  }
+
+  void join(int64_t seq) {
+    for (auto sharers = groups_.rbegin(); sharers != groups_.rend(); ++sharers) {
+      if (table(sharers->seqs[0])[0] != table(seq)[0]) continue;
+      const int64_t num_tiles = std::min(common_tiles(sharers->seqs[0], seq), sharers->num_tiles);
+      if (num_tiles == 0) break;
+      sharers->seqs.push_back(seq);
+      sharers->num_tiles = num_tiles;
+      return;
+    }
+    groups_.push_back({{seq}, batch_.context_lens[seq] / kTileTokens});
+  }
+
+  void add_sharers(const Sharers& sharers) {
+    const auto count = static_cast<int64_t>(sharers.seqs.size());
+    for (int64_t begin = 0; begin < count; begin += tokens_per_unit_) {
+      const auto first = static_cast<int64_t>(plan_.tokens.size());
+      const int64_t end = std::min(begin + tokens_per_unit_, count);
+      for (int64_t i = begin; i < end; ++i) add_token(sharers.seqs[i], 0, 1);
+      add_units(first, end - begin > 1 ? sharers.num_tiles * kTileTokens : 0);
+    }
+  }
+
+  void add_token(int64_t seq, int64_t index, int64_t query_len) {
+    plan_.tokens.push_back({batch_.query_starts[seq] + index, seq,
+                            batch_.context_lens[seq] - query_len + index});
+  }
+
+  void add_units(int64_t first, int64_t shared_end) {
+    const auto last = static_cast<int64_t>(plan_.tokens.size());
+    for (int64_t head = 0; head < job_.num_kv_heads; ++head) {
+      plan_.units.push_back({first, last, head, shared_end});
+    }
+  }
+
+  const int32_t* table(int64_t seq) const {
+    return batch_.block_tables + seq * batch_.table_stride;
+  }
+
+  // Whole tiles that both sequences see and have in the same blocks.
+  int64_t common_tiles(int64_t a, int64_t b) const {
+    const int64_t seen = std::min(batch_.context_lens[a], batch_.context_lens[b]);
+    const int64_t num_blocks = (seen + job_.block_size - 1) / job_.block_size;
+    const int64_t common =
+        std::mismatch(table(a), table(a) + num_blocks, table(b)).first - table(a);
+    return std::min(seen, common * job_.block_size) / kTileTokens;
+  }
+
+  const PagedAttention& job_;
+  const Batch& batch_;
+  int64_t tokens_per_unit_;
+  std::vector<Sharers> groups_;
+  Plan plan_;
+};
 
 template <class E>
 class UnitAttention {
@@ -68,42 +154,80 @@ class UnitAttention {
   using Stored = typename E::Stored;
   using Operand = typename E::Operand;
 
-  UnitAttention(const PagedAttention& job, const Unit& unit, Scratch& scratch)
+  // Without memory it can only fetch.
+  UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit)
       : job_(job),
         batch_(*job.batch),
         unit_(unit),
+        query_tokens_(plan.tokens.data() + unit.first),
+        num_query_tokens_(unit.last - unit.first),
         group_heads_(job.num_heads / job.num_kv_heads),
-        num_rows_(unit.num_tokens * group_heads_),
+        num_rows_(num_query_tokens_ * group_heads_),
         head_groups_(groups_of<E>(job.head_dim)),
-        width_(round_up(job.head_dim, kPanelColumns)) {
-    const int64_t start = batch_.query_starts[unit.seq];
-    first_row_ = start + unit.first_token;
-    const int64_t query_len = batch_.query_starts[unit.seq + 1] - start;
-    first_position_ = batch_.context_lens[unit.seq] - query_len + unit.first_token;
+        width_(round_up(job.head_dim, kPanelColumns)) {}
+
+  UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit, Scratch& scratch)
+      : UnitAttention(job, plan, unit) {
     place_memory(scratch);
   }
 
+  void fetch_first_tile() {
+    begin_part(part_after(0, 0));
+    visit_tokens(first_tile(), [this](int64_t, const Stored* key) { fetch(key); });
+  }
+
   void run() {
-    const int64_t end = first_position_ + unit_.num_tokens;  // of what the last token sees
-    const int64_t low = lowest_seen(first_position_);
-    find_tokens(low / kTileTokens * kTileTokens, low, end);
-    pack_query();
     std::fill(outputs_, outputs_ + num_rows_ * width_, 0.0f);
     std::fill(sums_, sums_ + num_rows_ * kLanes, 0.0f);
     std::fill(maxima_, maxima_ + num_rows_, kLowest);
-    for (int64_t tile = low / kTileTokens * kTileTokens; tile < end; tile += kTileTokens) {
-      const int64_t stop = std::min(tile + kTileTokens, end);
-      std::swap(tokens_, next_tokens_);
-      find_tokens(tile + kTileTokens, low, end);
-      pack_keys(stop - tile);
-      pack_values(stop - tile);
-      for (int64_t row = 0; row < num_rows_; row += kTileRows) attend(tile, stop, row);
+    if (unit_.shared_end) meet({0, num_query_tokens_, 0, unit_.shared_end});
+    for (int64_t token = 0; token < num_query_tokens_;) {
+      const Part part = part_after(token, unit_.shared_end);
+      meet(part);
+      token = part.last;
     }
     write_out();
   }
 
  private:
   static constexpr int64_t kTokenGroups = kTileTokens / E::kGroup;
+
+  // Tokens [first, last) of the unit, which see nothing of one block table but [low, end).
+  struct Part {
+    int64_t first, last, low, end;
+  };
+
+  // The tokens of one sequence from `first` on, and what they see from `shared_end` on.
+  Part part_after(int64_t first, int64_t shared_end) const {
+    int64_t last = first + 1;
+    while (last < num_query_tokens_ && query_tokens_[last].seq == query_tokens_[first].seq) ++last;
+    const int64_t low = std::max(lowest_seen(query_tokens_[first].position), shared_end);
+    return {first, last, low, query_tokens_[last - 1].position + 1};
+  }
+
+  void begin_part(const Part& part) {
+    table_ = batch_.block_tables + query_tokens_[part.first].seq * batch_.table_stride;
+    low_ = part.low;
+    end_ = part.end;
+  }
+
+  void meet(const Part& part) {
+    begin_part(part);
+    const int64_t first_row = part.first * group_heads_, last_row = part.last * group_heads_;
+    find_tokens(first_tile());
+    pack_query(first_row, last_row);
+    for (int64_t tile = first_tile(); tile < end_; tile += kTileTokens) {
+      const int64_t stop = std::min(tile + kTileTokens, end_);
+      std::swap(tokens_, next_tokens_);
+      find_tokens(tile + kTileTokens);
+      pack_keys(stop - tile);
+      pack_values(stop - tile);
+      for (int64_t row = first_row; row < last_row; row += kTileRows) {
+        const auto rows = static_cast<int>(std::min<int64_t>(kTileRows, last_row - row));
+        attend(tile, stop, row, rows);
+      }
+    }
+  }
 
   void place_memory(Scratch& scratch) {
     const int64_t num_bytes = 4 * (num_rows_ * (width_ + 1 + kLanes) + kTileTokens * width_ +
@@ -128,16 +252,13 @@ class UnitAttention {
     std::fill(zeros_, zeros_ + job_.head_dim, Stored{});
   }
 
-  int tile_rows(int64_t row) const {
-    return static_cast<int>(std::min<int64_t>(kTileRows, num_rows_ - row));
-  }
-  int64_t position_of(int64_t row) const { return first_position_ + row / group_heads_; }
+  int64_t position_of(int64_t row) const { return query_tokens_[row / group_heads_].position; }
   int64_t lowest_seen(int64_t position) const {
     return job_.sliding_window ? std::max<int64_t>(0, position - job_.sliding_window + 1) : 0;
   }
   int64_t place_in_query(int64_t row, int64_t stride) const {
     const int64_t head = unit_.kv_head * group_heads_ + row % group_heads_;
-    return (first_row_ + row / group_heads_) * stride + head * job_.head_dim;
+    return query_tokens_[row / group_heads_].row * stride + head * job_.head_dim;
   }
 
   // A cached token's K and V, or zeros for both.
@@ -146,21 +267,31 @@ class UnitAttention {
     const Stored* value;
   };
 
+  // The part's tokens see positions [low_, end_), each some of them.
+  int64_t first_tile() const { return low_ / kTileTokens * kTileTokens; }
+
   // next_tokens_[i]: what lies at position `tile + i`; zeros where that is not within
-  // [low, end). It is fetched from memory while another tile computes.
-  void find_tokens(int64_t tile, int64_t low, int64_t end) {
+  // [low_, end_). It is fetched from memory while another tile computes.
+  void find_tokens(int64_t tile) {
     std::fill(next_tokens_, next_tokens_ + kTileTokens, Token{zeros_, zeros_});
-    const int32_t* table = batch_.block_tables + unit_.seq * batch_.table_stride;
-    const int64_t stop = std::min(tile + kTileTokens, end);
-    int64_t position = std::max(tile, low);
+    visit_tokens(tile, [&](int64_t position, const Stored* key) {
+      next_tokens_[position - tile] = {key, key + job_.value_offset};
+      fetch(key);
+    });
+  }
+
+  // Calls visit(position, K) for the tokens of a tile that are within [low_, end_).
+  template <class Visit>
+  void visit_tokens(int64_t tile, const Visit& visit) const {
+    const int64_t stop = std::min(tile + kTileTokens, end_);
+    int64_t position = std::max(tile, low_);
     int64_t block = position / job_.block_size, slot = position % job_.block_size;
     for (; position < stop; ++block, slot = 0) {
       const Stored* key = static_cast<const Stored*>(job_.cache) +
-                          table[block] * job_.block_stride + unit_.kv_head * job_.head_stride +
+                          table_[block] * job_.block_stride + unit_.kv_head * job_.head_stride +
                           slot * job_.slot_stride;
       for (; slot < job_.block_size && position < stop; ++slot, ++position) {
-        next_tokens_[position - tile] = {key, key + job_.value_offset};
-        fetch(key);
+        visit(position, key);
         key += job_.slot_stride;
       }
     }
@@ -175,9 +306,10 @@ class UnitAttention {
     }
   }
 
-  void pack_query() {
-    for (int64_t first = 0; first < num_rows_; first += kTileRows) {
-      const int rows = tile_rows(first);
+  // queries_ of rows [begin, end): tile by tile, [head groups][rows of the tile].
+  void pack_query(int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += kTileRows) {
+      const auto rows = static_cast<int>(std::min<int64_t>(kTileRows, end - first));
       Operand* operands = queries_ + first * head_groups_;
       for (int row = 0; row < rows; ++row) {
         const Stored* from = static_cast<const Stored*>(job_.query) +
@@ -252,9 +384,8 @@ class UnitAttention {
     return values;
   }
 
-  // Rows [first, first + a tile) meet the packed tokens [tile, stop).
-  void attend(int64_t tile, int64_t stop, int64_t first) {
-    const int rows = tile_rows(first);
+  // Rows [first, first + rows) meet the packed tokens [tile, stop).
+  void attend(int64_t tile, int64_t stop, int64_t first, int rows) {
     const Operand* queries = queries_ + first * head_groups_;
     for (int64_t token = 0; token < stop - tile; token += kPanelColumns) {
       tile_function<E, kPackedRows, 1>(rows)(queries, keys_ + token * head_groups_, head_groups_,
@@ -336,11 +467,13 @@ class UnitAttention {
   const PagedAttention& job_;
   const Batch& batch_;
   const Unit unit_;
-  const int64_t group_heads_, num_rows_;
+  const QueryToken* const query_tokens_;
+  const int64_t num_query_tokens_, group_heads_, num_rows_;
   const int64_t head_groups_;  // of one head's elements
   const int64_t width_;        // head_dim in whole panels
-  int64_t first_row_, first_position_;
-  Operand* queries_;   // by tile: [head groups][rows]
+  const int32_t* table_;
+  int64_t low_, end_;
+  Operand* queries_;
   float* outputs_;     // [rows][width]
   float* maxima_;      // [rows], in log2
   float* sums_;        // [rows][kLanes]: of the weights, to be added up
@@ -356,9 +489,14 @@ class UnitAttention {
 
 template <class E>
 void run_attention(const PagedAttention& job, Workers& workers) {
-  const std::vector<Unit> units = units_of(job, workers.pool.num_threads());
-  workers.pool.run(static_cast<int64_t>(units.size()), [&](int64_t index, int thread) {
-    UnitAttention<E>(job, units[index], workers.own[thread]).run();
+  const Plan plan = Planner(job, workers.pool.num_threads()).plan();
+  const auto count = static_cast<int64_t>(plan.units.size());
+  workers.pool.run_ranges(count, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t index = begin; index < end; ++index) {
+      UnitAttention<E> attention(job, plan, plan.units[index], workers.own[thread]);
+      if (index + 1 < end) UnitAttention<E>(job, plan, plan.units[index + 1]).fetch_first_tile();
+      attention.run();
+    }
   });
 }
 

@@ -161,7 +161,8 @@ void run_linear(const Linear& job, Workers& workers) {
       job.activation == Activation::kSiluAndMul ? kHalfPanel : int64_t{kPanelColumns};
   const Epilogue<E> finish(job);
   const int64_t panel_words = num_groups * kPanelColumns;
-  workers.pool.run_ranges((job.out_features + width - 1) / width, [&](int64_t begin, int64_t end) {
+  const int64_t num_panels = (job.out_features + width - 1) / width;
+  workers.pool.run_ranges(num_panels, [&](int64_t begin, int64_t end, int) {
     alignas(64) float sums[kTileRows * kPanelColumns];
     for (int64_t panel = begin; panel < end; ++panel) {
       const uint32_t* words = job.weight + panel * panel_words;

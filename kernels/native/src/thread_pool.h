@@ -32,12 +32,12 @@ class ThreadPool {
     run_job({call, &task, num_tasks, 1});
   }
 
-  // Calls task(begin, end) for runs of neighbouring indices below `count`. A run is a part of
+  // Calls task(begin, end, thread) for runs of neighbouring indices below `count`. A run is a part of
   // what is left, so that runs are long at first and no thread has much left at the end.
   template <class Task>
   void run_ranges(int64_t count, const Task& task) {
-    auto call = [](const void* body, int64_t begin, int64_t end, int) {
-      (*static_cast<const Task*>(body))(begin, end);
+    auto call = [](const void* body, int64_t begin, int64_t end, int thread) {
+      (*static_cast<const Task*>(body))(begin, end, thread);
     };
     run_job({call, &task, count, 2 * num_threads()});
   }
