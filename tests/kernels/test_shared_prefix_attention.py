@@ -1,4 +1,4 @@
-"""Sequences that begin with the same blocks: together they get what each gets alone, bit for bit."""
+"""Sequences that begin with the same blocks get together what each gets alone, bit for bit."""
 
 import pytest
 import torch
