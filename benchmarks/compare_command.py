@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from baton.errors import ConfigurationError
-from benchmarks.machine import describe_machine
+from benchmarks.machine import describe_machine, with_best_ceilings
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
 from benchmarks.peers.cases import CASE_NAMES
@@ -19,7 +17,7 @@ from benchmarks.peers.catalogue import ENGINES, Setting
 from benchmarks.peers.compare_table import print_comparison
 from benchmarks.peers.comparison import compare
 from benchmarks.peers.split import measure_split
-from benchmarks.peers.summary import summarize, with_best_ceilings
+from benchmarks.peers.summary import summarize
 
 __all__ = ["add_args", "main"]
 
@@ -64,9 +62,8 @@ def main(args: argparse.Namespace) -> None:
     if args.repeats < 1:
         raise ConfigurationError(f"--repeats is {args.repeats}; it must be >= 1")
     setting = _setting(args)
-    torch.set_num_threads(setting.num_threads)  # for the ceilings
     report: dict[str, Any] = {
-        "machine": describe_machine(),
+        "machine": describe_machine(num_threads=setting.num_threads),
         "model": setting.model.name,
         "num_weights": num_weights(setting.model),
         "num_threads": setting.num_threads,
@@ -87,7 +84,8 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
         engines = list(dict.fromkeys(args.engines.split(",")))
         comparison = compare(engines, cases, setting, args.repeats, _tell)
         # Again: on a machine that was disturbed at the start the floors would be none.
-        report["machine"] = with_best_ceilings(report["machine"], describe_machine())
+        again = describe_machine(num_threads=setting.num_threads)
+        report["machine"] = with_best_ceilings(report["machine"], again)
         report["engines"] = comparison.engines
         report["figures"] = summarize(
             comparison.runs,

@@ -3,27 +3,13 @@
 import os
 import platform
 import subprocess
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine", "in_words", "name_machine"]
+from baton.machine_limits import usable_cores
 
-_LEAST_REPEATS = 9
-_LEAST_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Of what ceilings are measured with: larger than any cache, enough work for all cores."""
-
-    read_bytes: int
-    matrix_size: int
-
-
-_SIZES = {"cpu": _Sizes(1 << 29, 1024), "cuda": _Sizes(1 << 32, 8192)}
+__all__ = ["describe_machine", "in_words", "name_machine", "with_best_ceilings"]
 
 
 def name_machine() -> dict[str, object]:
@@ -41,63 +27,35 @@ def in_words(machine: Mapping[str, object]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())
 
 
-def describe_machine(device: str = "cpu") -> dict[str, object]:
+def describe_machine(device: str = "cpu", num_threads: int | None = None) -> dict[str, object]:
     """Names the machine and measures its ceilings.
 
     Args:
-        device: the torch device whose ceilings they are: "cpu", as many threads as torch
-            is set to, or "cuda".
+        device: the torch device whose ceilings they are: "cpu" or "cuda".
+        num_threads: of the CPU; None: the cores this process may use.
     """
     import torch
 
-    cpu_or_gpu = {"gpu": torch.cuda.get_device_name()} if device.startswith("cuda") else {}
+    from benchmarks.ceilings import measure_ceilings
+
+    rates = measure_ceilings(device, num_threads or usable_cores())
+    gpu = {"gpu": torch.cuda.get_device_name()} if device.startswith("cuda") else {}
     return (
         name_machine()
-        | cpu_or_gpu
+        | gpu
         | {
             "torch": torch.__version__,
-            "read_gb_per_s": round(_read_bandwidth(device) / 1e9, 1),
-            "float32_gflop_per_s": round(_matrix_rate(torch.float32, device) / 1e9),
-            "bfloat16_gflop_per_s": round(_matrix_rate(torch.bfloat16, device) / 1e9),
+            "read_gb_per_s": round(rates.read_bytes / 1e9, 1),
+            "float32_gflop_per_s": round(rates.float32_operations / 1e9),
+            "bfloat16_gflop_per_s": round(rates.bfloat16_operations / 1e9),
         }
     )
 
 
-def _read_bandwidth(device: str) -> float:
-    """Bytes per second of reading memory that no cache holds."""
-    import torch
-
-    data = torch.ones(_SIZES[_kind(device)].read_bytes // 4, device=device)
-    return data.nbytes / _best_seconds(lambda: data.sum(), device)
-
-
-def _matrix_rate(dtype: Any, device: str) -> float:
-    """Operations per second of a square matrix product."""
-    import torch
-
-    size = _SIZES[_kind(device)].matrix_size
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _best_seconds(lambda: left @ right, device)
-
-
-def _best_seconds(call: Callable[[], object], device: str) -> float:
-    """Of calls over a second or more, so that a neighbour's burst does not count; each is
-    waited for.
-    """
-    import torch
-
-    times: list[float] = []
-    while len(times) < _LEAST_REPEATS or sum(times) < _LEAST_SECONDS:
-        started = time.perf_counter()
-        call()
-        if _kind(device) == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
-def _kind(device: str) -> str:
-    return device.partition(":")[0]
+def with_best_ceilings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, object]:
+    """A machine described twice: each of its rates as the better measurement has it."""
+    rates = {name: max(before[name], after[name]) for name in before if name.endswith("_per_s")}
+    return dict(before) | rates
 
 
 def _cpu_name() -> str:

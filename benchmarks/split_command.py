@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> None:
     """Measures the latency of prompts that are split over two tiers against that of one
     undivided engine, over gRPC, both asked in turn.
     """
-    machine = describe_machine()
+    machine = describe_machine(num_threads=args.num_threads)
     results = [r for model in args.model or MODELS for r in _measure_model(model, args)]
     report = {"machine": machine, "results": results}
     print_report(report)

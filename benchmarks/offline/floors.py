@@ -37,12 +37,8 @@ def measure_floors(config: EngineConfig, core: EngineCore) -> Floors:
 
     Call it after `peak_memory_bytes`: it takes half a GiB.
     """
-    import torch
-
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     dtype = core.info.layout.dtype
-    machine = describe_machine(str(resolve_device(config.device)))
+    machine = describe_machine(str(resolve_device(config.device)), config.num_threads)
     # float16 products are as fast as bfloat16 ones, where either is fast.
     product = "float32" if dtype == "float32" else "bfloat16"
     return Floors(machine, Ceilings.of_machine(machine, product), _shape_of(config.model, dtype))

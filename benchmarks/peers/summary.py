@@ -8,7 +8,7 @@ from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.peers.cases import Case, Figure
 from benchmarks.peers.rounds import Runs
 
-__all__ = ["BATON", "summarize", "with_best_ceilings"]
+__all__ = ["BATON", "summarize"]
 
 BATON = "baton"
 
@@ -28,12 +28,6 @@ def summarize(
         for case in cases
         for figure in case.figures
     ]
-
-
-def with_best_ceilings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, object]:
-    """A machine described twice: each of its rates as the better measurement has it."""
-    rates = {name: max(before[name], after[name]) for name in before if name.endswith("_per_s")}
-    return dict(before) | rates
 
 
 def _entry(case: Case, figure: Figure, runs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

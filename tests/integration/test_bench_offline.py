@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.cli import main
-from benchmarks import machine
+from benchmarks import ceilings
 from benchmarks.offline.offline_engine import OfflineEngine
 from benchmarks.offline.step_profile import profile_steps
 from benchmarks.request import BenchRequest
@@ -17,8 +17,8 @@ ENGINE = ("--num-threads", "1", "--max-model-len", "128", "--num-gpu-blocks-over
 
 @pytest.fixture(autouse=True)
 def _quick_ceilings(monkeypatch):
-    monkeypatch.setattr(machine, "_SIZES", {"cpu": machine._Sizes(1 << 20, 64)})
-    monkeypatch.setattr(machine, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(ceilings, "_SIZES", {"cpu": ceilings._Sizes(1 << 20, 64)})
+    monkeypatch.setattr(ceilings, "_LEAST_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,13 @@
 
 import pytest
 
+from benchmarks.machine import with_best_ceilings
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
 from benchmarks.peers.agreement import first_difference, summarize_agreement
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.compare_table import print_comparison
 from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
-from benchmarks.peers.summary import summarize, with_best_ceilings
+from benchmarks.peers.summary import summarize
 from benchmarks.request import BenchRequest
 
 SHAPE = ModelShape(num_body_weights=100, num_head_weights=10, num_attention_features=1)

@@ -1,0 +1,131 @@
+"""What the machine does at best, measured: bytes read and matrix operations per second.
+
+On the CPU a rate is the better one of torch's and the selected kernels': a ceiling that was
+measured with the slower of the two would be no ceiling for the other.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+import kernels
+from benchmarks.threads import kernel_threads, torch_threads
+
+__all__ = ["Rates", "measure_ceilings"]
+
+_LEAST_REPEATS = 9
+_LEAST_SECONDS = 0.25
+_STREAMED_COLUMNS = 4096
+"""Of the weight that the kernels read; the row it meets stays in the first-level cache."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of what ceilings are measured with: larger than any cache, enough work for all cores."""
+
+    read_bytes: int
+    matrix_size: int
+
+
+_SIZES = {"cpu": _Sizes(1 << 29, 1024), "cuda": _Sizes(1 << 32, 8192)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Per second: bytes read from memory, and operations of matrix products by type."""
+
+    read_bytes: float
+    float32_operations: float
+    bfloat16_operations: float
+
+    def or_better(self, other: "Rates") -> "Rates":
+        """The higher of each."""
+        return Rates(
+            max(self.read_bytes, other.read_bytes),
+            max(self.float32_operations, other.float32_operations),
+            max(self.bfloat16_operations, other.bfloat16_operations),
+        )
+
+
+def measure_ceilings(device: str, num_threads: int) -> Rates:
+    """Measures a device; takes two seconds, and half a GiB of memory on a CPU.
+
+    Args:
+        device: "cpu" or a CUDA device, as torch calls it.
+        num_threads: of the CPU.
+    """
+    with torch_threads(num_threads):
+        by_torch = _rates_of_torch(device)
+    if _kind(device) != "cpu":
+        return by_torch
+    with kernel_threads(num_threads):
+        return by_torch.or_better(_rates_of_kernels())
+
+
+def _rates_of_torch(device: str) -> Rates:
+    sizes = _SIZES[_kind(device)]
+    return Rates(
+        _read_by_torch(device, sizes.read_bytes),
+        _multiplied_by_torch(torch.float32, device, sizes.matrix_size),
+        _multiplied_by_torch(torch.bfloat16, device, sizes.matrix_size),
+    )
+
+
+def _rates_of_kernels() -> Rates:
+    sizes = _SIZES["cpu"]
+    return Rates(
+        _read_by_kernels(sizes.read_bytes),
+        _multiplied_by_kernels(torch.float32, sizes.matrix_size),
+        _multiplied_by_kernels(torch.bfloat16, sizes.matrix_size),
+    )
+
+
+def _read_by_torch(device: str, num_bytes: int) -> float:
+    data = torch.ones(num_bytes // torch.float32.itemsize, device=device)
+    return data.nbytes / _best_seconds(data.sum, device)
+
+
+def _multiplied_by_torch(dtype: torch.dtype, device: str, size: int) -> float:
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _best_seconds(partial(torch.matmul, left, right), device)
+
+
+def _read_by_kernels(num_bytes: int) -> float:
+    """A row times a weight, which is read once."""
+    num_rows = max(1, num_bytes // torch.float32.itemsize // _STREAMED_COLUMNS)
+    weight = _weight(num_rows, _STREAMED_COLUMNS, torch.float32)
+    call = partial(kernels.linear, torch.ones(1, _STREAMED_COLUMNS), weight)
+    return num_rows * _STREAMED_COLUMNS * torch.float32.itemsize / _best_seconds(call, "cpu")
+
+
+def _multiplied_by_kernels(dtype: torch.dtype, size: int) -> float:
+    call = partial(kernels.linear, torch.randn(size, size).to(dtype), _weight(size, size, dtype))
+    return 2 * size**3 / _best_seconds(call, "cpu")
+
+
+def _weight(num_rows: int, num_columns: int, dtype: torch.dtype) -> kernels.Weight:
+    use = kernels.WeightUse.LINEAR
+    weight = kernels.make_weight(num_rows, num_columns, dtype, _CPU, use)
+    # Written, since the system gives pages of zeros no memory of their own.
+    weight.data.fill_(0.5)
+    return weight
+
+
+def _best_seconds(call: Callable[[], object], device: str) -> float:
+    """Of calls over a while, so that a neighbour's burst does not count; each is waited for."""
+    times: list[float] = []
+    while len(times) < _LEAST_REPEATS or sum(times) < _LEAST_SECONDS:
+        started = time.perf_counter()
+        call()
+        if _kind(device) == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]
