@@ -21,6 +21,7 @@ _COMMANDS = {
     "serve": _Command("benchmarks.serve_command", "a running endpoint, as its users see it"),
     "latency": _Command("benchmarks.latency_command", "batches on an engine in this process"),
     "throughput": _Command("benchmarks.throughput_command", "a workload on such an engine"),
+    "kernels": _Command("benchmarks.kernels_command", "primitives beside torch and their limits"),
     "engine-step": _Command("benchmarks.engine_step_command", "where a step's time goes"),
     "split": _Command("benchmarks.split_command", "two tiers against one undivided engine"),
     "compare": _Command("benchmarks.compare_command", "Baton beside other engines"),

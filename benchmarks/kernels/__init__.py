@@ -1,0 +1,1 @@
+"""The primitives of `kernels`, one by one, on the shapes of a model."""

@@ -1,0 +1,139 @@
+"""Cases of attention: KV is read from memory, or written there; queries are in cache."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.kernels.case import Call, Case, Numbers, Result
+from benchmarks.kernels.cost import Cost, Span, attention_cost
+from benchmarks.kernels.paged_step import kv_layers, step_metadata
+from benchmarks.kernels.shapes import DecoderShape
+from kernels import AttentionMetadata, Rotation
+
+__all__ = ["attention_cases", "rotation_cases"]
+
+_DECODE = ((1, 128), (1, 2048), (16, 128), (16, 512), (16, 2048), (48, 512))
+"""Sequences, and the context of each."""
+_CHUNK = 512
+_CACHED = (0, 2048)
+_WINDOW = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Which tokens attend to what."""
+
+    what: str
+    size: str
+    spans: tuple[Span, ...]
+    sliding_window: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.num_queries for span in self.spans)
+
+
+def attention_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+    """Decoding, chunks of a prompt, and both within a window."""
+    for step in _steps():
+        yield Case(
+            "paged_attention",
+            step.what,
+            step.size,
+            attention_cost(
+                step.spans,
+                num_query_features=shape.num_query_features,
+                kv_bytes_per_token=2 * shape.num_kv_features * dtype.itemsize,
+                sliding_window=step.sliding_window,
+            ),
+            max(span.context for span in step.spans),
+            partial(_attention_calls, shape, step),
+        )
+
+
+def rotation_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
+    """The same steps' tokens on their way to attention: Q, K and V are read, K and V written."""
+    num_moved = shape.num_query_features + 4 * shape.num_kv_features
+    for step in (_decode_step(1, 512), _decode_step(16, 512), _decode_step(48, 512), _chunk(0)):
+        yield Case(
+            "rotate_and_write_kv",
+            step.what,
+            step.size,
+            Cost(step.num_tokens * num_moved * dtype.itemsize),
+            2,
+            partial(_rotation_calls, shape, step),
+            is_recordable=False,
+        )
+
+
+def _steps() -> Iterator[_Step]:
+    for batch_size, context in _DECODE:
+        yield _decode_step(batch_size, context)
+    for num_cached in _CACHED:
+        yield _chunk(num_cached)
+    yield _decode_step(16, 2048, _WINDOW)
+    yield _chunk(2048, _WINDOW)
+
+
+def _decode_step(batch_size: int, context: int, window: int | None = None) -> _Step:
+    spans = (Span(context - 1, 1),) * batch_size
+    return _Step(_named("decode", window), f"{batch_size} x {context}", spans, window)
+
+
+def _chunk(num_cached: int, window: int | None = None) -> _Step:
+    size = f"{_CHUNK} after {num_cached}"
+    return _Step(_named("chunk", window), size, (Span(num_cached, _CHUNK),), window)
+
+
+def _named(what: str, window: int | None) -> str:
+    return what if window is None else f"{what}, window {window}"
+
+
+def _attention_calls(
+    shape: DecoderShape, step: _Step, numbers: Numbers, num_copies: int
+) -> Sequence[Call]:
+    meta, num_blocks = step_metadata(step.spans)
+    query = numbers.normal(step.num_tokens, shape.num_heads, shape.head_dim)
+    return [
+        partial(
+            numbers.module.paged_attention,
+            query,
+            layer,
+            meta,
+            scale=shape.head_dim**-0.5,
+            sliding_window=step.sliding_window,
+        )
+        for layer in kv_layers(shape, numbers, num_blocks, num_copies)
+    ]
+
+
+def _rotation_calls(
+    shape: DecoderShape, step: _Step, numbers: Numbers, num_copies: int
+) -> Sequence[Call]:
+    meta, num_blocks = step_metadata(step.spans)
+    angles = Numbers(numbers.module, torch.float32, torch.float32).normal(
+        step.num_tokens, shape.head_dim // 2
+    )
+    rotation = Rotation(angles.cos(), angles.sin())
+    num_heads = shape.num_heads + 2 * shape.num_kv_heads
+    qkv = numbers.normal(step.num_tokens, num_heads, shape.head_dim)
+    return [
+        partial(_rotate, numbers, shape, qkv.clone(), layer, meta, rotation)
+        for layer in kv_layers(shape, numbers, num_blocks, num_copies)
+    ]
+
+
+def _rotate(
+    numbers: Numbers,
+    shape: DecoderShape,
+    qkv: torch.Tensor,
+    layer: torch.Tensor,
+    meta: AttentionMetadata,
+    rotation: Rotation,
+) -> Result:
+    nums_heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    query, key, value = torch.split(qkv, nums_heads, dim=1)
+    rotate = numbers.module.rotate_and_write_kv
+    return rotate(query, key, value, layer, meta, rotation=rotation), layer

@@ -1,0 +1,57 @@
+"""The outcomes of a primitive as a table, and as plain data: rates and ratios to the limit."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.kernels.cost import limit_s
+from benchmarks.kernels.measure import Outcome
+from benchmarks.model_cost import Ceilings
+from benchmarks.report.report import Cell, Table
+
+__all__ = ["make_tables", "to_plain"]
+
+_COLUMNS = (
+    *("what", "size", "ours us", "GB/s", "GFLOP/s", "limit us", "ours / limit"),
+    *("torch us", "torch / ours"),
+)
+
+
+def make_tables(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Table]:
+    """One per primitive, in the order of the outcomes."""
+    return [
+        _table(name, [outcome for outcome in outcomes if outcome.primitive == name], ceilings)
+        for name in dict.fromkeys(outcome.primitive for outcome in outcomes)
+    ]
+
+
+def to_plain(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
+    """For JSON."""
+    return asdict(outcome) | {"limit_s": limit_s(outcome.cost, ceilings)}
+
+
+def _table(primitive: str, outcomes: Sequence[Outcome], ceilings: Ceilings) -> Table:
+    wrong = [
+        f"{outcome.what}, {outcome.size}: {outcome.difference}"
+        for outcome in outcomes
+        if outcome.difference is not None
+    ]
+    note = f"Wrong results, not measured: {'; '.join(wrong)}" if wrong else ""
+    return Table(primitive, _COLUMNS, [_row(outcome, ceilings) for outcome in outcomes], note)
+
+
+def _row(outcome: Outcome, ceilings: Ceilings) -> list[Cell]:
+    limit, cost = limit_s(outcome.cost, ceilings), outcome.cost
+    if outcome.kernel_s is None or outcome.reference_s is None:
+        return [outcome.what, outcome.size, None, None, None, 1e6 * limit, None, None, None]
+    return [
+        outcome.what,
+        outcome.size,
+        1e6 * outcome.kernel_s,
+        cost.num_bytes / outcome.kernel_s / 1e9,
+        cost.num_operations / outcome.kernel_s / 1e9 if cost.num_operations else None,
+        1e6 * limit,
+        outcome.kernel_s / limit,
+        1e6 * outcome.reference_s,
+        outcome.reference_s / outcome.kernel_s,
+    ]

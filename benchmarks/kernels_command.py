@@ -1,0 +1,107 @@
+"""`baton bench kernels`: each primitive beside the reference and what the machine allows."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from baton.errors import ConfigurationError
+from benchmarks.machine import describe_machine, in_words, with_best_ceilings
+from benchmarks.model_cost import Ceilings
+from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.report import Report
+
+if TYPE_CHECKING:
+    from benchmarks.kernels.measure import Outcome
+
+__all__ = ["add_args", "main"]
+
+_DTYPES = ("bfloat16", "float32")
+_DEFAULT_MODEL = "llama-100m"
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    from benchmarks.kernels.registry import PRIMITIVES
+    from benchmarks.models import RANDOM_MODELS
+
+    parser.add_argument(
+        "--model",
+        choices=list(RANDOM_MODELS),
+        default=_DEFAULT_MODEL,
+        help="whose shapes to take (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default=_DTYPES[0], help="of weights and KV (%(default)s)"
+    )
+    parser.add_argument(
+        "--num-threads", type=int, metavar="N", help="default: the cores it may use"
+    )
+    parser.add_argument(
+        "--primitive", choices=list(PRIMITIVES), action="append", help="repeatable; all by default"
+    )
+    add_output_args(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Times each primitive of a model's shapes on the CPU: the selected kernels, the reference
+    in torch, and the limit that memory and arithmetic set. Results are checked first; a figure
+    of kernels that compute something else is not shown, and the exit status is 1.
+    """
+    check_output_args(args)
+    if args.num_threads is not None and args.num_threads < 1:
+        raise ConfigurationError(f"--num-threads is {args.num_threads}; it must be >= 1")
+    import kernels
+
+    num_threads = args.num_threads or kernels.default_num_threads()
+    before = describe_machine(num_threads=num_threads)
+    outcomes = _measure(args, num_threads)
+    # Again: a machine that was disturbed at the start would set limits that are none.
+    machine = with_best_ceilings(before, describe_machine(num_threads=num_threads))
+    write_report(_report(args, machine, num_threads, outcomes), args)
+    return int(any(outcome.difference is not None for outcome in outcomes))
+
+
+def _measure(args: argparse.Namespace, num_threads: int) -> list["Outcome"]:
+    import torch
+    from tqdm import tqdm
+
+    from benchmarks.kernels.cache import last_level_cache_bytes
+    from benchmarks.kernels.measure import Setting, measure
+    from benchmarks.kernels.registry import PRIMITIVES, make_cases
+    from benchmarks.kernels.shapes import DecoderShape
+    from benchmarks.models import RANDOM_MODELS
+
+    setting = Setting(getattr(torch, args.dtype), num_threads, last_level_cache_bytes())
+    _, config = RANDOM_MODELS[args.model]
+    primitives = list(dict.fromkeys(args.primitive or PRIMITIVES))
+    cases = make_cases(primitives, DecoderShape.of_config(config), setting.dtype)
+    return [measure(case, setting) for case in tqdm(cases, unit="case", disable=None)]
+
+
+def _report(
+    args: argparse.Namespace,
+    machine: Mapping[str, Any],
+    num_threads: int,
+    outcomes: Sequence["Outcome"],
+) -> Report:
+    from benchmarks.kernels.table import make_tables, to_plain
+    from kernels.native.library import select
+
+    ceilings, selection = Ceilings.of_machine(machine, args.dtype), select()
+    return Report(
+        title=f"Kernels on shapes of {args.model}, {args.dtype}",
+        facts={
+            "machine": in_words(machine),
+            "kernels": f"{selection.variant}: {selection.reason}",
+            "threads": str(num_threads),
+        },
+        tables=make_tables(outcomes, ceilings),
+        panels=[],
+        results={
+            "machine": machine,
+            "kernels": selection.variant,
+            "num_threads": num_threads,
+            "flags": flags_of(args),
+            "outcomes": [to_plain(outcome, ceilings) for outcome in outcomes],
+        },
+    )
