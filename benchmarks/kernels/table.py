@@ -1,6 +1,6 @@
 """The outcomes of a primitive as a table, and as plain data: rates and ratios to the limit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +15,8 @@ _COLUMNS = (
     *("what", "size", "ours us", "GB/s", "GFLOP/s", "limit us", "ours / limit"),
     *("torch us", "torch / ours"),
 )
+_LEAST_CREDIBLE_RATIO = 0.9
+"""Of a median to a limit: ceilings vary by some percent on a quiet machine too."""
 
 
 def make_tables(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Table]:
@@ -31,13 +33,27 @@ def to_plain(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
 
 
 def _table(primitive: str, outcomes: Sequence[Outcome], ceilings: Ceilings) -> Table:
+    rows = [_row(outcome, ceilings) for outcome in outcomes]
+    return Table(primitive, _COLUMNS, rows, " ".join(_notes(outcomes, ceilings)))
+
+
+def _notes(outcomes: Sequence[Outcome], ceilings: Ceilings) -> Iterator[str]:
     wrong = [
         f"{outcome.what}, {outcome.size}: {outcome.difference}"
         for outcome in outcomes
         if outcome.difference is not None
     ]
-    note = f"Wrong results, not measured: {'; '.join(wrong)}" if wrong else ""
-    return Table(primitive, _COLUMNS, [_row(outcome, ceilings) for outcome in outcomes], note)
+    if wrong:
+        yield f"Wrong results, not measured: {'; '.join(wrong)}."
+    if any(
+        outcome.kernel_s is not None
+        and outcome.kernel_s < _LEAST_CREDIBLE_RATIO * limit_s(outcome.cost, ceilings)
+        for outcome in outcomes
+    ):
+        yield (
+            "Faster than the limit: the machine was disturbed while its ceilings were measured. "
+            "Measure again."
+        )
 
 
 def _row(outcome: Outcome, ceilings: Ceilings) -> list[Cell]:

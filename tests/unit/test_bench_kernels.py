@@ -140,3 +140,13 @@ def test_what_is_wrong_has_no_figures():
     assert table.rows[1] == ["qkv", "4 rows", None, None, None, 2e6, None, None, None]
     assert "qkv, 4 rows: all is off" in table.note
     assert to_plain(good, CEILINGS)["limit_s"] == 2.0
+
+
+def test_what_cannot_be_is_told():
+    def note(kernel_s):
+        outcome = Outcome("linear", "qkv", "1 row", Cost(200, 100), kernel_s, reference_s=6.0)
+        (table,) = make_tables([outcome], CEILINGS)
+        return table.note
+
+    assert note(1.9) == ""
+    assert "Faster than the limit" in note(1.5)
