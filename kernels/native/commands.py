@@ -5,6 +5,7 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 
+from baton.errors import ConfigurationError
 from kernels.native.library import load
 
 __all__ = [
@@ -16,11 +17,12 @@ __all__ = [
     "ROTARY_ANGLES",
     "ROTATE_AND_WRITE_KV",
     "CommandType",
-    "Library",
+    "NativeKernels",
     "library",
 ]
 
 _MAX_FIELDS = 24
+_NO_MEMORY, _NO_THREADS = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ PAGED_ATTENTION = _command(5, "i pi iii p iiiii d i w p")
 ARGMAX = _command(6, "p iii ww")
 
 
-class Library:
+class NativeKernels:
     """The loaded library's functions.
 
     Args:
@@ -77,8 +79,8 @@ class Library:
         integer, address = ctypes.c_int64, ctypes.c_void_p
         self._run = functions.baton_run
         self._run.argtypes, self._run.restype = (address, integer), integer
-        self.set_num_threads = functions.baton_set_num_threads
-        self.set_num_threads.argtypes, self.set_num_threads.restype = (integer,), None
+        self._set_num_threads = functions.baton_set_num_threads
+        self._set_num_threads.argtypes, self._set_num_threads.restype = (integer,), integer
         self.num_threads = functions.baton_num_threads
         self.num_threads.argtypes, self.num_threads.restype = (), integer
         self.pack = functions.baton_pack
@@ -90,17 +92,35 @@ class Library:
 
         Raises:
             MemoryError: the library could get no memory to work in.
+            ConfigurationError: the system makes no threads for it.
         """
-        if self._run(commands, count):
+        self._check(self._run(commands, count), self.num_threads())
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Ends the threads that compute, and makes others; the number stays if that fails.
+
+        Raises:
+            MemoryError: the library could get no memory to keep them in.
+            ConfigurationError: the system makes no such number of threads.
+        """
+        self._check(self._set_num_threads(num_threads), num_threads)
+
+    def _check(self, outcome: int, num_threads: int) -> None:
+        if outcome == _NO_MEMORY:
             raise MemoryError("the native CPU kernels ran out of memory")
+        if outcome == _NO_THREADS:
+            raise ConfigurationError(
+                f"--num-threads is {num_threads}: the system does not make so many; lower it, or "
+                "raise the limits on processes and memory"
+            )
 
 
 @cache
-def library() -> Library | None:
+def library() -> NativeKernels | None:
     """The library of this process; None where torch serves the CPU.
 
     Raises:
         ConfigurationError: see `kernels.native.library.select`.
     """
     functions = load()
-    return None if functions is None else Library(functions)
+    return None if functions is None else NativeKernels(functions)

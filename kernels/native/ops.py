@@ -13,7 +13,7 @@ import torch
 from kernels import reference
 from kernels.attention_metadata import AttentionMetadata
 from kernels.native import commands
-from kernels.native.commands import CommandType, Library
+from kernels.native.commands import CommandType, NativeKernels
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
 from kernels.native.recording import note_command, record_commands
 from kernels.recorded_step import Arena, RecordedStep
@@ -273,7 +273,7 @@ def _run(kind: CommandType, *fields: float, keep: tuple[torch.Tensor, ...]) -> N
     note_command(kind, packed, keep)
 
 
-def _library() -> Library:
+def _library() -> NativeKernels:
     found = commands.library()
     if found is None:
         raise RuntimeError("no native library is loaded")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.memory import fresh_zeros
-from kernels.native.commands import Library
+from kernels.native.commands import NativeKernels
 from kernels.weights import RowsOfWeight, Weight, WeightUse
 
 __all__ = ["ELEMENT_TYPES", "PackedWeight", "make_packed_weight"]
@@ -31,7 +31,7 @@ class PackedWeight(Weight):
         library: what packs and reads it.
     """
 
-    library: Library
+    library: NativeKernels
 
     def rows(self, first: int, count: int) -> "_PackedRows":
         """See `Weight.rows`.
@@ -71,7 +71,7 @@ class _PackedRows(RowsOfWeight):
 
 
 def make_packed_weight(
-    library: Library, num_rows: int, num_columns: int, dtype: torch.dtype, use: WeightUse
+    library: NativeKernels, num_rows: int, num_columns: int, dtype: torch.dtype, use: WeightUse
 ) -> PackedWeight:
     """A weight of zeros; see `kernels.make_weight`."""
     if use is WeightUse.GATED_LINEAR:

@@ -5,6 +5,7 @@ laid out anew in an arena, as small as their lifetimes allow; from then on one c
 library runs them all, without Python and without its lock.
 """
 
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from kernels.native.commands import CommandType, Library
+from kernels.native.commands import CommandType, NativeKernels
 from kernels.recorded_step import Arena, RecordedStep
 
 __all__ = ["CommandList", "note_command", "record_commands"]
@@ -39,7 +41,7 @@ class CommandList(RecordedStep):
 
     def __init__(
         self,
-        library: Library,
+        library: NativeKernels,
         commands: np.ndarray,
         moving: tuple[np.ndarray, np.ndarray],
         arena: Arena,
@@ -50,24 +52,23 @@ class CommandList(RecordedStep):
         self._commands, self._moving = commands, moving
         self._pointer = commands.ctypes.data
         self._base = 0
+        # Not the result itself: a view of the arena would keep the memory that it grows out of.
         self._like, self._output_offset = torch.empty_like(output, device="meta"), output_offset
-        self._move()
 
     def run(self) -> torch.Tensor:
         """See `RecordedStep.run`."""
         if self._base != self._arena.address:
             self._move()
         self._library.run(self._pointer, len(self._commands))
-        return self._output
+        return self._arena.tensor(self._output_offset, self._like)
 
     def _move(self) -> None:
         self._commands[self._moving] += self._arena.address - self._base
         self._base = self._arena.address
-        self._output = self._arena.tensor(self._output_offset, self._like)
 
 
 def record_commands(
-    library: Library, arena: Arena, run: Callable[[], torch.Tensor]
+    library: NativeKernels, arena: Arena, run: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, RecordedStep | None]:
     """Runs a step and records it.
 
@@ -102,13 +103,39 @@ def note_command(kind: CommandType, packed: bytes, tensors: Sequence[torch.Tenso
 
 @dataclass(slots=True)
 class _Buffer:
-    """A storage that commands of the step fill: its life, and its place in the arena."""
+    """A storage that commands of the step use: its life, and its place in the arena.
+
+    Attributes:
+        address: where it was while recording.
+        num_bytes: its size.
+        first: the first command that uses it, -1 for none.
+        last: the last one.
+        is_input: read before it is filled, so it stays where it is.
+        offset: in the arena, if it is no input.
+    """
 
     address: int
     num_bytes: int
     first: int = -1
     last: int = -1
+    is_input: bool = False
     offset: int = 0
+
+
+class _ByAddress:
+    """Storages by address; no two of them overlap."""
+
+    def __init__(self, buffers: list[_Buffer]) -> None:
+        self._buffers = sorted(buffers, key=lambda buffer: buffer.address)
+        self._addresses = [buffer.address for buffer in self._buffers]
+
+    def holding(self, address: int) -> _Buffer | None:
+        """The storage that `address` points into."""
+        index = bisect_right(self._addresses, address) - 1
+        if index < 0:
+            return None
+        buffer = self._buffers[index]
+        return buffer if address < buffer.address + buffer.num_bytes else None
 
 
 class _Recorder:
@@ -126,46 +153,44 @@ class _Recorder:
         finally:
             _active.recorder = None
 
-    def finish(self, library: Library, arena: Arena, output: torch.Tensor) -> RecordedStep | None:
+    def finish(
+        self, library: NativeKernels, arena: Arena, output: torch.Tensor
+    ) -> RecordedStep | None:
         if self._foreign:
             return None
-        buffers = self._buffers()
-        result = _holding(output.data_ptr(), buffers)
-        if result is None:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.kept}
+        buffers = [_Buffer(start, storage.nbytes()) for start, storage in storages.items()]
+        by_address = _ByAddress(buffers)
+        uses = [use for use in self._uses(by_address) if not use[2].is_input]
+        result = by_address.holding(output.data_ptr())
+        # The arena gives results back row after row.
+        if result is None or result.is_input or not output.is_contiguous():
             return None
         result.last = len(self.commands)
-        arena.reserve(_place(buffers))
+        arena.reserve(_place([buffer for buffer in buffers if not buffer.is_input]))
         commands = np.frombuffer(b"".join(packed for _, packed in self.commands), np.int64)
         commands = commands.reshape(len(self.commands), -1).copy()
-        moving: list[tuple[int, int]] = []
-        for row, column, buffer in self._uses(buffers):
+        for row, column, buffer in uses:
             commands[row, column] += buffer.offset - buffer.address
-            moving.append((row, column))
-        rows, columns = np.array(moving).T
+        rows, columns = np.array([use[:2] for use in uses]).T
         offset = result.offset + output.data_ptr() - result.address
         return CommandList(library, commands, (rows, columns), arena, output, offset)
 
-    def _buffers(self) -> list[_Buffer]:
-        """The storages that the step fills. One that it reads first is an input, and stays."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.kept}
-        buffers = [_Buffer(address, storage.nbytes()) for address, storage in storages.items()]
-        inputs = set()
-        for row, column, buffer in self._uses(buffers):
-            if buffer.first < 0:
-                buffer.first = row
-                if column not in self.commands[row][0].outputs:
-                    inputs.add(buffer.address)
-            buffer.last = row
-        return [buffer for buffer in buffers if buffer.address not in inputs]
-
-    def _uses(self, buffers: list[_Buffer]) -> Iterator[tuple[int, int, _Buffer]]:
-        """(command, field, buffer) of each pointer into a buffer."""
+    def _uses(self, buffers: _ByAddress) -> list[tuple[int, int, _Buffer]]:
+        """(command, field, buffer) of each pointer into a buffer; notes the buffers' lives."""
+        uses = []
         for row, (kind, packed) in enumerate(self.commands):
             fields = kind.layout.unpack(packed)
             for column in kind.pointers:
-                buffer = _holding(fields[column], buffers)
-                if buffer is not None:
-                    yield row, column, buffer
+                buffer = buffers.holding(fields[column])
+                if buffer is None:
+                    continue
+                if buffer.first < 0:
+                    buffer.first = row
+                    buffer.is_input = column not in kind.outputs
+                buffer.last = row
+                uses.append((row, column, buffer))
+        return uses
 
 
 class _ForeignOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -178,32 +203,48 @@ class _ForeignOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        schema = function._schema
-        is_view = not schema.is_mutable and any(a.alias_info for a in schema.arguments)
-        if not is_view and function is not torch.ops.aten.empty.memory_format:
+        result = function(*args, **(kwargs or {}))
+        is_fresh = function is torch.ops.aten.empty.memory_format
+        if not is_fresh and not _is_view(function, (args, kwargs), result):
             self._names.add(function.name())
-        return function(*args, **(kwargs or {}))
+        return result
+
+
+def _is_view(function: Any, arguments: Any, result: Any) -> bool:
+    """Whether an operation only gave its arguments' memory back.
+
+    Its schema alone does not tell: in inference mode `reshape` and its like arrive whole, and
+    some of their calls copy.
+    """
+    schema = function._schema
+    if schema.is_mutable or not any(argument.alias_info for argument in schema.arguments):
+        return False
+    given = _storages(arguments)
+    return _storages(result) <= given
+
+
+def _storages(values: Any) -> set[int]:
+    """Addresses of the storages of all tensors in nested tuples, lists and dicts."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _place(buffers: list[_Buffer]) -> int:
-    """Gives each buffer the lowest offset free throughout its life; returns the arena's size."""
-    placed: list[_Buffer] = []
-    for buffer in sorted(buffers, key=lambda b: -b.num_bytes):
+    """Gives each buffer an offset free throughout its life; returns the arena's size.
+
+    Goes from command to command: what a buffer leaves is free for the next ones, the lowest
+    gap that is large enough being taken.
+    """
+    alive: list[_Buffer] = []  # by offset
+    size = 0
+    for buffer in sorted(buffers, key=lambda b: (b.first, -b.num_bytes)):
+        alive = [other for other in alive if other.last >= buffer.first]
         offset = 0
-        for other in sorted(placed, key=lambda b: b.offset):
-            if other.last < buffer.first or buffer.last < other.first:
-                continue
+        for other in alive:
             if offset + buffer.num_bytes <= other.offset:
                 break
-            end = other.offset + other.num_bytes
-            offset = max(offset, -(-end // _ALIGNMENT) * _ALIGNMENT)
+            offset = -(-(other.offset + other.num_bytes) // _ALIGNMENT) * _ALIGNMENT
         buffer.offset = offset
-        placed.append(buffer)
-    return max((b.offset + b.num_bytes for b in buffers), default=0)
-
-
-def _holding(address: int, buffers: list[_Buffer]) -> _Buffer | None:
-    for buffer in buffers:
-        if buffer.address <= address < buffer.address + buffer.num_bytes:
-            return buffer
-    return None
+        insort(alive, buffer, key=lambda b: b.offset)
+        size = max(size, offset + buffer.num_bytes)
+    return size

@@ -1,10 +1,12 @@
 """Steps recorded and run again give the bits that the same step gives through Python."""
 
 import gc
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import kernels
 from engine.runtime.recorded_decode import RecordedDecode
@@ -175,12 +177,88 @@ def test_an_input_that_a_step_turns_in_place_is_read_where_it_is():
     assert torch.equal(step.run(), expected)
 
 
-@pytest.mark.parametrize("foreign", [torch.relu, torch.clone, lambda x: x + 1, lambda x: x.neg_()])
-def test_what_torch_computes_is_not_recorded_and_right(foreign):
+FOREIGN = [
+    torch.relu,
+    torch.clone,
+    lambda x: x + 1,
+    lambda x: x.neg_(),
+    lambda x: x.t().contiguous(),
+    lambda x: x.t().reshape(-1),
+    lambda x: x.t().flatten(),
+    lambda x: x.to(torch.float64).float(),
+    lambda x: x.unbind(1)[0].contiguous(),
+]
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_torch_computes_is_not_recorded_and_right(foreign, inference):
     chain = Chain(3, torch.float32)
-    output, step = kernels.record_step(CPU, Arena(), lambda: foreign(chain.run()))
+
+    def run():
+        return kernels.row_maxima(foreign(chain.run()).view(-1, 3))[0]
+
+    with torch.inference_mode(inference):
+        output, step = kernels.record_step(CPU, Arena(), run)
+        assert step is None
+        torch.testing.assert_close(output, run())
+
+
+VIEWS = [
+    lambda x: x.contiguous(),
+    lambda x: x.reshape(3, 4, 12),
+    lambda x: x.flatten(),
+    lambda x: x.to(torch.float32),
+    lambda x: x.unflatten(1, (-1, 6)).split((1, 2), dim=0)[1],
+    lambda x: x.t().t(),
+]
+
+
+@native_only("others record nothing")
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("inference", [True, False])
+def test_views_are_recorded(view, inference):
+    chain = Chain(3, torch.float32)
+    with torch.inference_mode(inference):
+        _, step = recorded(Arena(), lambda: view(chain.run()))
+        chain.hidden.neg_()
+        assert torch.equal(step.run(), view(chain.run()))
+
+
+def test_a_result_whose_rows_lie_apart_is_not_recorded():
+    chain = Chain(3, torch.float32)
+    output, step = kernels.record_step(CPU, Arena(), lambda: chain.run()[:, 3:9])
     assert step is None
-    torch.testing.assert_close(output, foreign(chain.run()))
+    assert torch.equal(output, chain.run()[:, 3:9])
+
+
+@native_only("others record nothing")
+def test_an_arena_that_was_outgrown_is_given_back():
+    arena, steps, memories = Arena(), [], []
+    for num_rows in (1, 8, 100):
+        _, step = recorded(arena, Chain(num_rows, torch.float32).run)
+        step.run()
+        steps.append(step)
+        memories.append(StorageWeakRef(arena._memory.untyped_storage()))
+    gc.collect()
+    assert [memory.expired() for memory in memories] == [True, True, False]
+
+
+@native_only("others record nothing")
+def test_long_steps_are_recorded_soon():
+    """Thousands of commands: what grows with their square takes many seconds."""
+    weight, hidden = torch.ones(16), normal(2, 16)
+
+    def run():
+        passed = hidden
+        for _ in range(10000):
+            passed = kernels.rms_norm(passed, weight, 1e-6)
+        return passed
+
+    start = time.perf_counter()
+    expected, step = recorded(Arena(), run)
+    assert time.perf_counter() - start < 5
+    assert torch.equal(step.run(), expected)
 
 
 def test_a_result_that_no_kernel_computes_is_not_recorded():
