@@ -166,9 +166,17 @@ class UnitAttention {
         head_groups_(groups_of<E>(job.head_dim)),
         width_(round_up(job.head_dim, kPanelColumns)) {}
 
-  UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit, Scratch& scratch)
+  UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit, void* memory)
       : UnitAttention(job, plan, unit) {
-    place_memory(scratch);
+    place_memory(memory);
+  }
+
+  int64_t memory_bytes() const {
+    return 4 * (num_rows_ * (width_ + 1 + kLanes) + kTileTokens * width_ +
+                kTileTokens * head_groups_ + kTileRows * kTileTokens) +
+           static_cast<int64_t>(sizeof(Operand)) *
+               (num_rows_ * head_groups_ + kTileRows * kTokenGroups) +
+           static_cast<int64_t>(sizeof(Stored)) * job_.head_dim + 64 * 9;
   }
 
   void fetch_first_tile() {
@@ -229,13 +237,8 @@ class UnitAttention {
     }
   }
 
-  void place_memory(Scratch& scratch) {
-    const int64_t num_bytes = 4 * (num_rows_ * (width_ + 1 + kLanes) + kTileTokens * width_ +
-                                   kTileTokens * head_groups_ + kTileRows * kTileTokens) +
-                              static_cast<int64_t>(sizeof(Operand)) *
-                                  (num_rows_ * head_groups_ + kTileRows * kTokenGroups) +
-                              static_cast<int64_t>(sizeof(Stored)) * job_.head_dim + 64 * 9;
-    auto* free = static_cast<char*>(scratch.reserve(num_bytes));
+  void place_memory(void* memory) {
+    auto* free = static_cast<char*>(memory);
     const auto take = [&free](auto*& pointer, int64_t count) {
       pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(free);
       free += round_up(count * static_cast<int64_t>(sizeof *pointer), 64);
@@ -487,13 +490,26 @@ class UnitAttention {
   Token* next_tokens_ = token_memory_[1];
 };
 
+// Memory for any unit, by thread. Got before the tasks begin: a task must not throw.
+template <class E>
+std::vector<void*> reserve_memory(const PagedAttention& job, const Plan& plan, Workers& workers) {
+  int64_t num_bytes = 0;
+  for (const Unit& unit : plan.units) {
+    num_bytes = std::max(num_bytes, UnitAttention<E>(job, plan, unit).memory_bytes());
+  }
+  std::vector<void*> memory;
+  for (Scratch& own : workers.own) memory.push_back(own.reserve(num_bytes));
+  return memory;
+}
+
 template <class E>
 void run_attention(const PagedAttention& job, Workers& workers) {
   const Plan plan = Planner(job, workers.pool.num_threads()).plan();
+  const std::vector<void*> memory = reserve_memory<E>(job, plan, workers);
   const auto count = static_cast<int64_t>(plan.units.size());
   workers.pool.run_ranges(count, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t index = begin; index < end; ++index) {
-      UnitAttention<E> attention(job, plan, plan.units[index], workers.own[thread]);
+      UnitAttention<E> attention(job, plan, plan.units[index], memory[thread]);
       if (index + 1 < end) UnitAttention<E>(job, plan, plan.units[index + 1]).fetch_first_tile();
       attention.run();
     }
