@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _MAX_FIELDS = 24
-_NO_MEMORY, _NO_THREADS = 1, 2
+_NO_THREADS = 2  # what the library's functions return; 0 for success, 1 for want of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,9 @@ class NativeKernels:
             MemoryError: the library could get no memory to work in.
             ConfigurationError: the system makes no threads for it.
         """
-        self._check(self._run(commands, count), self.num_threads())
+        outcome = self._run(commands, count)
+        if outcome:
+            raise _error(outcome, self.num_threads())
 
     def set_num_threads(self, num_threads: int) -> None:
         """Ends the threads that compute, and makes others; the number stays if that fails.
@@ -103,16 +105,18 @@ class NativeKernels:
             MemoryError: the library could get no memory to keep them in.
             ConfigurationError: the system makes no such number of threads.
         """
-        self._check(self._set_num_threads(num_threads), num_threads)
+        outcome = self._set_num_threads(num_threads)
+        if outcome:
+            raise _error(outcome, num_threads)
 
-    def _check(self, outcome: int, num_threads: int) -> None:
-        if outcome == _NO_MEMORY:
-            raise MemoryError("the native CPU kernels ran out of memory")
-        if outcome == _NO_THREADS:
-            raise ConfigurationError(
-                f"--num-threads is {num_threads}: the system does not make so many; lower it, or "
-                "raise the limits on processes and memory"
-            )
+
+def _error(outcome: int, num_threads: int) -> Exception:
+    if outcome == _NO_THREADS:
+        return ConfigurationError(
+            f"--num-threads is {num_threads}: the system does not make so many; lower it, or "
+            "raise the limits on processes and memory"
+        )
+    return MemoryError("the native CPU kernels ran out of memory")
 
 
 @cache

@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <mutex>
 #include <new>
+#include <system_error>
+#include <utility>
 
 #include "commands.h"
 #include "pack.h"
@@ -63,6 +65,21 @@ void run_one(const Command& command) {
   }
 }
 
+// What the functions below return; kernels/native/commands.py knows them.
+enum Outcome : int64_t { kDone = 0, kNoMemory = 1, kNoThreads = 2 };
+
+template <class Body>
+Outcome outcome_of(const Body& body) {
+  try {
+    body();
+    return kDone;
+  } catch (const std::bad_alloc&) {
+    return kNoMemory;
+  } catch (const std::system_error&) {
+    return kNoThreads;
+  }
+}
+
 }  // namespace
 }  // namespace baton
 
@@ -70,24 +87,26 @@ using namespace baton;
 
 extern "C" {
 
-// Runs commands in turn. Returns 0, or 1 when memory ran out.
+// Runs commands in turn.
 int64_t baton_run(const void* commands, int64_t count) {
   const std::lock_guard<std::mutex> lock(running);
-  try {
+  return outcome_of([=] {
     const auto* first = static_cast<const Command*>(commands);
     for (int64_t i = 0; i < count; ++i) run_one(first[i]);
-    return 0;
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
+  });
 }
 
-void baton_set_num_threads(int64_t num_threads) {
+// Makes the threads at once, so that whoever asks for too many hears of it; then the number
+// stays what it was.
+int64_t baton_set_num_threads(int64_t num_threads) {
   const std::lock_guard<std::mutex> lock(running);
-  if (num_threads == wanted_threads) return;
+  if (num_threads == wanted_threads) return kDone;
   delete workers;
   workers = nullptr;
-  wanted_threads = num_threads;
+  const int64_t former = std::exchange(wanted_threads, num_threads);
+  const Outcome outcome = outcome_of(ready_workers);
+  if (outcome != kDone) wanted_threads = former;
+  return outcome;
 }
 
 int64_t baton_num_threads() {

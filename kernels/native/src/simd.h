@@ -71,7 +71,9 @@ inline float maximum(Floats values) {
 }
 
 // bfloat16 is the upper half of a float.
-inline Floats widen(Halves halves) { return (Floats)(__builtin_convertvector(halves, Words) << 16); }
+inline Floats widen(Halves halves) {
+  return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
 
 // To the nearest bfloat16, ties to even; NaN stays NaN.
 inline Words round_to_bf16_bits(Floats values) {

@@ -39,12 +39,19 @@ bool spin(Condition is_over) {
 }  // namespace
 
 ThreadPool::ThreadPool(int num_threads) {
-  for (int thread = 1; thread < num_threads; ++thread) {
-    workers_.emplace_back([this, thread] { serve(thread); });
+  try {
+    for (int thread = 1; thread < num_threads; ++thread) {
+      workers_.emplace_back([this, thread] { serve(thread); });
+    }
+  } catch (...) {
+    end_workers();
+    throw;
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { end_workers(); }
+
+void ThreadPool::end_workers() {
   stopping_.store(true);
   signal_.fetch_add(1);
   signal_.notify_all();

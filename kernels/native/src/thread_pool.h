@@ -14,6 +14,7 @@ namespace baton {
 // spin for some microseconds, since the next job of a step is that near, and then sleep.
 class ThreadPool {
  public:
+  // Throws std::system_error when the system makes no more threads; then there are none.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -22,9 +23,10 @@ class ThreadPool {
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   // Calls task(index, thread) for each index below `num_tasks`; returns when all are done.
+  // A task must not throw: the other threads would still be at the job.
   template <class Task>
   void run(int64_t num_tasks, const Task& task) {
-    auto call = [](const void* body, int64_t begin, int64_t end, int thread) {
+    auto call = [](const void* body, int64_t begin, int64_t end, int thread) noexcept {
       for (int64_t index = begin; index < end; ++index) {
         (*static_cast<const Task*>(body))(index, thread);
       }
@@ -32,11 +34,11 @@ class ThreadPool {
     run_job({call, &task, num_tasks, 1});
   }
 
-  // Calls task(begin, end, thread) for runs of neighbouring indices below `count`. A run is a part of
-  // what is left, so that runs are long at first and no thread has much left at the end.
+  // Calls task(begin, end, thread) for runs of neighbouring indices below `count`. A run is a
+  // part of what is left, so that runs are long at first and no thread has much left at the end.
   template <class Task>
   void run_ranges(int64_t count, const Task& task) {
-    auto call = [](const void* body, int64_t begin, int64_t end, int thread) {
+    auto call = [](const void* body, int64_t begin, int64_t end, int thread) noexcept {
       (*static_cast<const Task*>(body))(begin, end, thread);
     };
     run_job({call, &task, count, 2 * num_threads()});
@@ -44,12 +46,13 @@ class ThreadPool {
 
  private:
   struct Job {
-    void (*call)(const void* body, int64_t begin, int64_t end, int thread);
+    void (*call)(const void* body, int64_t begin, int64_t end, int thread) noexcept;
     const void* body;
     int64_t num_tasks;
     int64_t share;  // one of how many parts of what is left is taken at a time; 1: one task
   };
 
+  void end_workers();
   void run_job(Job job);
   void take_tasks(int thread);
   void serve(int thread);
