@@ -51,9 +51,9 @@ def _attention_without_memory() -> None:
 def _threads_without_memory() -> None:
     kernels.set_num_threads(_NUM_THREADS)
     expected = _some_linear()
-    with _little_memory():
-        with pytest.raises(ConfigurationError, match=f"--num-threads is {_TOO_MANY_THREADS}:"):
-            kernels.set_num_threads(_TOO_MANY_THREADS)
+    refusal = pytest.raises(ConfigurationError, match=f"--num-threads is {_TOO_MANY_THREADS}:")
+    with _little_memory(), refusal:
+        kernels.set_num_threads(_TOO_MANY_THREADS)
     assert kernels.num_threads() == _NUM_THREADS
     assert torch.equal(_some_linear(), expected)
 

@@ -1,23 +1,19 @@
 // Causal attention over paged KV: the same code for prompts, chunks and single tokens.
 //
-// A unit of work is some query tokens and the heads that share one KV head: their rows meet
-// each tile of 128 cached tokens once it is packed. The tokens are neighbours in a prompt, or
-// the last ones of sequences that begin with the same cached blocks, which are then read and
-// packed once for all of them. Tiles begin at multiples of 128 of a sequence's positions, so a
-// token's result depends neither on the chunk it came in nor on other sequences.
+// The rows of a unit of work (see attention_plan.h) meet each tile of 128 cached tokens once it
+// is packed. Tiles begin at multiples of 128 of a sequence's positions, so a token's result
+// depends neither on the chunk it came in nor on other sequences.
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "attention_plan.h"
 #include "commands.h"
 #include "tile.h"
 
 namespace baton {
 namespace {
 
-constexpr int64_t kTileTokens = 128;
-constexpr int64_t kFewestUnitRows = 48, kMostUnitRows = 384;
-constexpr int64_t kUnitsPerThread = 4;  // so that all threads end at about the same time
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLowest = -1e30f;  // stands for -inf where a difference must not be NaN
 
@@ -31,122 +27,9 @@ struct Indices {
 };
 constexpr Indices kIndices;
 
-struct QueryToken {
-  int64_t row;  // in the query
-  int64_t seq;
-  int64_t position;  // it sees those up to its own
-};
-
-// Query tokens [first, last) of the plan, for the heads of one KV head. What lies before
-// `shared_end` is the same cached blocks for all of them.
-struct Unit {
-  int64_t first, last, kv_head, shared_end;
-};
-
-struct Plan {
-  std::vector<QueryToken> tokens;
-  std::vector<Unit> units;
-};
-
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
-
-// Deals a step out in units of work.
-class Planner {
- public:
-  Planner(const PagedAttention& job, int num_threads) : job_(job), batch_(*job.batch) {
-    // Long units pack K and V less often; there must be enough of them for all threads.
-    const int64_t group_heads = job.num_heads / job.num_kv_heads;
-    const int64_t share = batch_.num_tokens * job.num_heads / (kUnitsPerThread * num_threads);
-    tokens_per_unit_ =
-        std::max<int64_t>(1, std::clamp(share, kFewestUnitRows, kMostUnitRows) / group_heads);
-  }
-
-  Plan plan() {
-    for (int64_t seq = 0; seq < batch_.num_seqs; ++seq) {
-      const int64_t query_len = batch_.query_starts[seq + 1] - batch_.query_starts[seq];
-      if (query_len == 1 && !job_.sliding_window) {
-        join(seq);
-      } else {
-        add_prompt(seq, query_len);
-      }
-    }
-    for (const Sharers& sharers : groups_) add_sharers(sharers);
-    return std::move(plan_);
-  }
-
- private:
-  // Sequences of one query token each whose first tiles are the same blocks.
-  struct Sharers {
-    std::vector<int64_t> seqs;
-    int64_t num_tiles;
-  };
-
-  // Later tokens see more: they come first, so that no thread is left with the longest unit.
-  void add_prompt(int64_t seq, int64_t query_len) {
-    for (int64_t end = query_len; end > 0; end -= tokens_per_unit_) {
-      const auto first = static_cast<int64_t>(plan_.tokens.size());
-      for (int64_t i = std::max<int64_t>(0, end - tokens_per_unit_); i < end; ++i) {
-        add_token(seq, i, query_len);
-      }
-      add_units(first, 0);
-    }
-  }
-
-  void join(int64_t seq) {
-    for (auto sharers = groups_.rbegin(); sharers != groups_.rend(); ++sharers) {
-      if (table(sharers->seqs[0])[0] != table(seq)[0]) continue;
-      const int64_t num_tiles = std::min(common_tiles(sharers->seqs[0], seq), sharers->num_tiles);
-      if (num_tiles == 0) break;
-      sharers->seqs.push_back(seq);
-      sharers->num_tiles = num_tiles;
-      return;
-    }
-    groups_.push_back({{seq}, batch_.context_lens[seq] / kTileTokens});
-  }
-
-  void add_sharers(const Sharers& sharers) {
-    const auto count = static_cast<int64_t>(sharers.seqs.size());
-    for (int64_t begin = 0; begin < count; begin += tokens_per_unit_) {
-      const auto first = static_cast<int64_t>(plan_.tokens.size());
-      const int64_t end = std::min(begin + tokens_per_unit_, count);
-      for (int64_t i = begin; i < end; ++i) add_token(sharers.seqs[i], 0, 1);
-      add_units(first, end - begin > 1 ? sharers.num_tiles * kTileTokens : 0);
-    }
-  }
-
-  void add_token(int64_t seq, int64_t index, int64_t query_len) {
-    plan_.tokens.push_back({batch_.query_starts[seq] + index, seq,
-                            batch_.context_lens[seq] - query_len + index});
-  }
-
-  void add_units(int64_t first, int64_t shared_end) {
-    const auto last = static_cast<int64_t>(plan_.tokens.size());
-    for (int64_t head = 0; head < job_.num_kv_heads; ++head) {
-      plan_.units.push_back({first, last, head, shared_end});
-    }
-  }
-
-  const int32_t* table(int64_t seq) const {
-    return batch_.block_tables + seq * batch_.table_stride;
-  }
-
-  // Whole tiles that both sequences see and have in the same blocks.
-  int64_t common_tiles(int64_t a, int64_t b) const {
-    const int64_t seen = std::min(batch_.context_lens[a], batch_.context_lens[b]);
-    const int64_t num_blocks = (seen + job_.block_size - 1) / job_.block_size;
-    const int64_t common =
-        std::mismatch(table(a), table(a) + num_blocks, table(b)).first - table(a);
-    return std::min(seen, common * job_.block_size) / kTileTokens;
-  }
-
-  const PagedAttention& job_;
-  const Batch& batch_;
-  int64_t tokens_per_unit_;
-  std::vector<Sharers> groups_;
-  Plan plan_;
-};
 
 template <class E>
 class UnitAttention {
@@ -504,7 +387,7 @@ std::vector<void*> reserve_memory(const PagedAttention& job, const Plan& plan, W
 
 template <class E>
 void run_attention(const PagedAttention& job, Workers& workers) {
-  const Plan plan = Planner(job, workers.pool.num_threads()).plan();
+  const Plan plan = plan_attention(job, workers.pool.num_threads());
   const std::vector<void*> memory = reserve_memory<E>(job, plan, workers);
   const auto count = static_cast<int64_t>(plan.units.size());
   workers.pool.run_ranges(count, [&](int64_t begin, int64_t end, int thread) {
