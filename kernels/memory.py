@@ -1,6 +1,7 @@
 """Fresh memory of the CPU for what is large and read in full each step: weights and KV."""
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -24,5 +25,6 @@ def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # the system was built without large pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -8,6 +8,7 @@ tensor is copied from the memory-mapped file into its part. There is never a
 second copy of the model.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from engine.runtime.checkpoint import Checkpoint, one_line, open_checkpoint
 
 __all__ = ["LoadedModel", "load_model"]
 
+_MEBIBYTE = 2**20
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names
 # Tensors that checkpoints carry and no model needs: constants of the code that wrote them.
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
@@ -73,8 +75,9 @@ def load_model(
         progress: whether to show a bar over the bytes on stderr.
 
     Raises:
-        ConfigurationError: the checkpoint is missing, broken or unsupported;
-            one line that names the file, field or tensor.
+        ConfigurationError: the checkpoint is missing, broken or unsupported,
+            or the device lacks memory for it; one line that names the file,
+            field, tensor or size.
     """
     checkpoint = open_checkpoint(path_or_name)
     family = family_of(checkpoint.architecture)
@@ -83,7 +86,7 @@ def load_model(
     with torch.device("meta"):
         model = family.build(family.read_config(source))
     names = _match_tensors(model, checkpoint)
-    _allocate(model, getattr(torch, dtype_name), torch.device(device))
+    _allocate(model, getattr(torch, dtype_name), torch.device(device), path_or_name)
     _copy_weights(model.checkpoint_tensors(), names, progress=progress)
     return LoadedModel(
         model=model.eval(),
@@ -171,7 +174,23 @@ def _check_tensor(file: Path, name: str, stored: Any, expected: WeightTarget) ->
         )
 
 
-def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name: str) -> None:
+    """Gives the model of that name its memory.
+
+    Raises:
+        ConfigurationError: the device has not that much memory.
+    """
+    num_elements = sum(math.prod(part.shape) for part in model.checkpoint_tensors().values())
+    try:
+        _allocate_modules(model, dtype, device)
+    except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError: a RuntimeError
+        raise ConfigurationError(
+            f"cannot allocate {num_elements * dtype.itemsize // _MEBIBYTE} MiB on {device} for the "
+            f"weights of {name}; load a smaller --model, or a smaller --dtype"
+        ) from error
+
+
+def _allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Gives each parameter its memory, unset, and moves the buffers."""
     for module in model.modules():
         if isinstance(module, PackedModule):

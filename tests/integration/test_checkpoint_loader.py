@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import kernels
 from baton.errors import ConfigurationError
 from engine.runtime import checkpoint as checkpoint_module
 from engine.runtime.checkpoint import open_checkpoint
@@ -358,3 +359,15 @@ def test_loading_never_holds_a_second_copy(large_checkpoint):
     assert weights > 180e6
     assert 0.9 * weights < peak < 1.25 * weights
     assert "Loading weights: 100%" in result.stderr
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])
+def test_too_little_memory_for_the_weights_says_how_much(monkeypatch, folder, error):
+    def make_weight(*arguments):
+        if arguments[3].type == "meta":
+            return right(*arguments)
+        raise error
+
+    right = kernels.make_weight
+    monkeypatch.setattr(kernels, "make_weight", make_weight)
+    fails_with(folder, "cannot allocate", "MiB on cpu", str(folder))
