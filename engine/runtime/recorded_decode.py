@@ -16,6 +16,8 @@ from kernels import Arena, AttentionMetadata, PagedKv, RecordedStep
 
 __all__ = ["RecordedDecode"]
 
+_MAX_RECORDINGS = 256  # some hundred kilobytes each for a model of many layers
+
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
@@ -25,13 +27,13 @@ class _Recording:
         token_ids: `[num_rows]`.
         positions: `[num_rows]`.
         groups: as of the step that was recorded.
-        step: None if it cannot be run again.
+        step: what runs again.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     groups: Sequence[AttentionMetadata]
-    step: RecordedStep | None
+    step: RecordedStep
 
 
 class RecordedDecode:
@@ -48,19 +50,21 @@ class RecordedDecode:
     ) -> None:
         self._model, self._kv_pool, self._slots = model, kv_pool, slots
         self._arena = Arena()
-        self._recordings: dict[int, _Recording] = {}
+        self._recordings: dict[int, _Recording] = {}  # by rows, the longest unused first
+        self._is_recordable = True  # whatever the number of rows; until the first attempt
 
     def logits(self, inputs: BatchInputs) -> torch.Tensor:
         """Scores of each row's next token, `[num_rows, vocab]` float32.
 
         The next call may overwrite them.
         """
+        if not self._is_recordable:
+            return self._run(inputs.token_ids, inputs.positions, inputs.groups)
         num_rows = len(inputs.token_ids)
-        recording = self._recordings.get(num_rows)
+        recording = self._recordings.pop(num_rows, None)
         if recording is None:
             return self._record(inputs)
-        if recording.step is None:
-            return self._run(inputs.token_ids, inputs.positions, inputs.groups)
+        self._recordings[num_rows] = recording
         recording.token_ids.copy_(inputs.token_ids)
         recording.positions.copy_(inputs.positions)
         for recorded, current in zip(recording.groups, inputs.groups, strict=True):
@@ -73,6 +77,11 @@ class RecordedDecode:
         logits, step = kernels.record_step(
             self._kv_pool.device, self._arena, lambda: self._run(token_ids, positions, groups)
         )
+        if step is None:
+            self._is_recordable = False
+            return logits
+        if len(self._recordings) == _MAX_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]
         self._recordings[len(token_ids)] = _Recording(token_ids, positions, groups, step)
         return logits
 

@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import kernels
+from engine.runtime import recorded_decode
 from engine.runtime.recorded_decode import RecordedDecode
 from kernels import Arena, WeightUse
 from tests.support.attention_cases import make_case
@@ -68,6 +69,32 @@ def test_recorded_decoding_is_decoding(variant, dtype):
     # Operations of torch are among those of OPT and GPT-2.
     is_recorded = IS_NATIVE and not variant.startswith(("opt", "gpt2"))
     assert model.num_runs == (NUM_SIZES if is_recorded else len(STEPS))
+
+
+def test_what_cannot_be_recorded_is_tried_once(monkeypatch):
+    session = prefilled("gpt2", "float32")
+    model, decode = recorder_of(session)
+    tries = []
+    record = kernels.record_step
+    monkeypatch.setattr(kernels, "record_step", lambda *a: tries.append(1) or record(*a))
+    for step, sequences in enumerate(STEPS):
+        decode_recorded(decode, session, decode_work(step, sequences))
+    assert len(tries) == 1
+    assert not decode._recordings
+    assert model.num_runs == len(STEPS)
+
+
+@native_only("others record nothing")
+def test_the_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
+    monkeypatch.setattr(recorded_decode, "_MAX_RECORDINGS", 2)
+    plain, session = prefilled("llama", "float32"), prefilled("llama", "float32")
+    model, decode = recorder_of(session)
+    runs = []
+    for step, num_rows in enumerate((1, 2, 1, 3, 1, 2, 3)):
+        work = decode_work(step, range(num_rows))
+        assert torch.equal(decode_recorded(decode, session, work), torch.cat(plain.step(work)))
+        runs.append(model.num_runs)
+    assert runs == [1, 2, 2, 3, 3, 4, 5]
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3_mostly_sliding", "gpt2"])
