@@ -119,6 +119,8 @@ def decoder_config(
     rope = _rope_config(source)
     attention_bias = bool(getattr(source, "attention_bias", False))
     common = _common(source)
+    if common["head_dim"] % 2:  # rotary positions turn pairs
+        raise unsupported("head_dim", common["head_dim"])
     common["sliding_windows"] = _sliding_windows(source, windowed=windowed)
     if rope.rope_type == "yarn":
         extended_len = int(rope.original_len * rope.factor)

@@ -13,6 +13,7 @@ import torch
 from kernels import reference
 from kernels.attention_metadata import AttentionMetadata
 from kernels.native import commands
+from kernels.native.argument_checks import check_heads, check_preparation, is_vector
 from kernels.native.commands import CommandType, NativeKernels
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
 from kernels.native.recording import note_command, record_commands
@@ -56,8 +57,10 @@ def make_weight(
 
 
 def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """See `reference.embed`."""
+    """See `reference.embed`. That every id is a row of the weight is the caller's duty."""
     data, token_ids = weight.data, token_ids.contiguous()
+    assert token_ids.dtype == torch.int64
+    assert token_ids.dim() == 1
     out = torch.empty((len(token_ids), weight.num_columns), dtype=data.dtype)
     _run(
         commands.EMBED,
@@ -94,6 +97,7 @@ def linear_silu_and_mul(
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `reference.rms_norm`."""
+    assert is_vector(weight, hidden.shape[-1], hidden.dtype)
     rows = _rows(hidden.flatten(0, -2))
     out = torch.empty(hidden.shape, dtype=hidden.dtype)
     _run(
@@ -112,6 +116,8 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
     """See `reference.rotary_angles`."""
+    assert positions.dtype == torch.int64
+    assert is_vector(frequencies, len(frequencies), torch.float32)
     positions = positions.contiguous()
     cos, sin = torch.empty((2, len(positions), len(frequencies))).unbind()
     _run(
@@ -143,6 +149,9 @@ def rotate_and_write_kv(
         return reference.rotate_and_write_kv(
             query, key, value, kv_layer, meta, rotation=rotation, norms=norms
         )
+    check_heads((query, key, value), kv_layer, meta)
+    check_preparation(query, rotation, norms)
+    assert key.shape == value.shape
     query, key, value = _heads(query), _heads(key), _heads(value)
     _run(
         commands.ROTATE_AND_WRITE_KV,
@@ -180,6 +189,7 @@ def paged_attention(
         return reference.paged_attention(
             query, kv_layer, meta, scale=scale, sliding_window=sliding_window
         )
+    check_heads((query,), kv_layer, meta)
     query = _heads(query)
     out = torch.empty(query.shape, dtype=query.dtype)
     _run(
@@ -202,6 +212,7 @@ def paged_attention(
 
 def row_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.row_maxima`."""
+    assert logits.dtype == torch.float32
     rows = _rows(logits)
     maxima = torch.empty(len(rows))
     indices = torch.empty(len(rows), dtype=torch.int64)
@@ -236,9 +247,13 @@ def _linear(
     rows = _rows(hidden)
     assert rows.dtype == weight.data.dtype
     assert rows.shape[1] == weight.num_columns
-    if residual is not None:
-        residual = _rows(residual)
+    assert out_dtype in (torch.float32, rows.dtype)
+    assert bias is None or is_vector(bias, weight.num_rows, rows.dtype)
     out_features = weight.num_rows // 2 if activation else weight.num_rows
+    if residual is not None:
+        assert residual.dtype == rows.dtype
+        assert residual.shape == (len(rows), out_features)
+        residual = _rows(residual)
     out = torch.empty((len(rows), out_features), dtype=out_dtype)
     _run(
         commands.LINEAR,
@@ -314,8 +329,12 @@ def _batch_of(meta: AttentionMetadata) -> np.ndarray:
 
 
 def _batch_fields(meta: AttentionMetadata) -> np.ndarray:
-    for tensor in (meta.block_tables[0], meta.query_starts, meta.context_lens, meta.slot_mapping):
+    for tensor in (meta.block_tables[0], meta.query_starts, meta.context_lens):
         assert tensor.is_contiguous()
+        assert tensor.dtype == torch.int32
+    assert meta.slot_mapping.is_contiguous()
+    assert meta.slot_mapping.dtype == torch.int64
+    assert len(meta.block_tables) == len(meta.context_lens) == len(meta.query_starts) - 1
     return np.array(
         [
             meta.block_tables.data_ptr(),

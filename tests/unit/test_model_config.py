@@ -63,6 +63,11 @@ def test_a_config_does_not_change(model_type):
         ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "layer_types 'chunked_attention'"),
         ("llama", scaled("default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         ("llama", {"num_attention_heads": 32, "num_key_value_heads": 5}, "num_key_value_heads 5"),
+        (
+            "qwen2",
+            {"hidden_size": 20, "num_attention_heads": 4, "num_key_value_heads": 4},
+            "head_dim 5",
+        ),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ("opt", {"activation_function": "tanhshrink"}, "activation_function 'tanhshrink'"),
         ("gpt2", {"activation_function": "mish"}, "activation_function 'mish'"),
