@@ -77,18 +77,10 @@ class Linear(PackedModule):
         in_features: width of the input.
         out_features: width of the output.
         bias: whether it has one.
-        use: what the weight is for.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        use: WeightUse = WeightUse.LINEAR,
-    ) -> None:
-        super().__init__(out_features, in_features, use)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__(out_features, in_features, WeightUse.LINEAR)
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -109,31 +101,18 @@ class FusedLinear(Linear):
         in_features: width of the input.
         parts: checkpoint name -> width of that layer's output, in output order.
         bias: whether the layers have biases.
-        use: what the weight is for.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        parts: Mapping[str, int],
-        *,
-        bias: bool,
-        use: WeightUse = WeightUse.LINEAR,
-    ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, use=use)
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias)
         self.parts = dict(parts)
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
         """The parts' weights and biases under their own names, beside `path`."""
-        parent, first = path.rpartition(".")[0], 0
-        for part, count in self.parts.items():
-            yield f"{parent}.{part}.weight", self.weight.rows(first, count)
-            if self.bias is not None:
-                yield f"{parent}.{part}.bias", self.bias[first : first + count]
-            first += count
+        return _tensors_of_parts(self.parts, self.weight, self.bias, path)
 
 
-class GatedLinear(FusedLinear):
+class GatedLinear(PackedModule):
     """`silu(gate(hidden)) * up(hidden)`.
 
     Args:
@@ -143,13 +122,17 @@ class GatedLinear(FusedLinear):
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
-        parts = {"gate_proj": out_features, "up_proj": out_features}
-        super().__init__(in_features, parts, bias=bias, use=WeightUse.GATED_LINEAR)
+        super().__init__(2 * out_features, in_features, WeightUse.GATED_LINEAR)
+        self.parts = {"gate_proj": out_features, "up_proj": out_features}
+        self.bias = nn.Parameter(torch.empty(2 * out_features)) if bias else None
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[rows, in_features]` to `[rows, out_features]`."""
-        assert residual is None
         return kernels.linear_silu_and_mul(hidden, self.weight, self.bias)
+
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
+        """As `FusedLinear.checkpoint_tensors`."""
+        return _tensors_of_parts(self.parts, self.weight, self.bias, path)
 
 
 class TransposedLinear(Linear):
@@ -176,3 +159,15 @@ class _TransposedRows(RowsOfWeight):
     def copy_(self, source: torch.Tensor) -> None:
         """See `RowsOfWeight.copy_`."""
         self._target.copy_(source.t())
+
+
+def _tensors_of_parts(
+    parts: Mapping[str, int], weight: Weight, bias: torch.Tensor | None, path: str
+) -> Iterator[tuple[str, WeightTarget]]:
+    """Checkpoint name -> target of layers that lie in one matrix, named beside `path`."""
+    parent, first = path.rpartition(".")[0], 0
+    for part, count in parts.items():
+        yield f"{parent}.{part}.weight", weight.rows(first, count)
+        if bias is not None:
+            yield f"{parent}.{part}.bias", bias[first : first + count]
+        first += count
