@@ -23,17 +23,16 @@ def num_threads() -> int:
 def set_num_threads(num_threads: int) -> None:
     """Sets how many threads the CPU's kernels share their work among, for the whole process.
 
-    Where the native kernels serve, torch is left one thread: what remains to it is small, and
-    the threads of its runtime spin on their cores after every operation they share.
+    Torch gets as many: beside native kernels it computes float16, norms of some models, and
+    draws. So that its threads do not spin on their cores after each operation, the command
+    line sets `OMP_WAIT_POLICY`.
 
     Raises:
         InvalidArgumentError: `num_threads` is below 1.
     """
     if num_threads < 1:
         raise InvalidArgumentError.for_field("num_threads", num_threads, ">= 1")
+    torch.set_num_threads(num_threads)
     native = library()
-    if native is None:
-        torch.set_num_threads(num_threads)
-    else:
+    if native is not None:
         native.set_num_threads(num_threads)
-        torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """The `baton` command. Each subcommand is a module with `add_args` and `main`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
+    # Read once, when torch is loaded: its threads would spin on the cores of others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:] if argv is None else argv
     args = _build_parser(arguments[0] if arguments else "").parse_args(arguments)
     run: Callable[[argparse.Namespace], int | None] = args.run

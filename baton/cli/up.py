@@ -13,7 +13,6 @@ from baton.demo import DEMO_PROMPT, demo_model_path
 from baton.sampling_params import SamplingParams
 from baton.up.cluster import ClusterConfig, ClusterPlan, plan_cluster, run_cluster
 from baton.up.embedded_store import embedded_store
-from baton.up.threads import threads_per_worker
 from engine.cli_args import add_engine_args, engine_config_from_args
 from rpc.server_config import ServerConfig
 
@@ -74,15 +73,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConfig:
-    num_threads = args.num_threads
-    if num_threads is None:
-        num_threads = threads_per_worker(args.prefill + args.decode)
     return ClusterConfig(
         engine=engine_config_from_args(
             args,
             model=args.model or str(demo_model_path()),
             kv_connector=kv_connector,
-            num_threads=num_threads,
         ),
         num_prefill=args.prefill,
         num_decode=args.decode,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from baton import machine_limits
 from baton.doctor.finding import Finding, Level
-from baton.up.threads import threads_per_worker
 from kernels.native.cpu import cpu_features, cpu_model
 
 __all__ = ["check_cores", "check_cpu", "check_memory", "check_shared_memory", "check_threads"]
@@ -42,21 +41,12 @@ def check_cores() -> Iterator[Finding]:
 
 
 def check_threads() -> Iterator[Finding]:
-    """How many threads compute by default, and whether the cores suffice."""
+    """How many threads compute by default."""
     import kernels
 
-    alone, one_of_two = kernels.default_num_threads(), threads_per_worker(2)
-    cores = machine_limits.usable_cores()
-    text = (
-        f"a worker computes on {alone} (the cores it may run on), each of two of `baton up` "
-        f"on {one_of_two} (its share)"
-    )
-    facts = {"alone": alone, "one_of_two": one_of_two, "usable_cores": cores}
-    if max(alone, 2 * one_of_two) > max(cores, 2):
-        text += f"; that is more than {cores} cores' worth of time: pass --num-threads"
-        yield Finding("threads", Level.NOTE, text, facts)
-    else:
-        yield Finding("threads", Level.OK, text, facts)
+    num_threads = kernels.default_num_threads()
+    text = f"each worker computes on {num_threads}, also beside others: all cores it may use"
+    yield Finding("threads", Level.OK, text, {"per_worker": num_threads})
 
 
 def check_memory() -> Iterator[Finding]:

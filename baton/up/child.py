@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(parent_pid):  # it died before the kernel was asked
             return
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `baton.cli.main`, which it goes past
     command = [sys.executable, "-m", module, *module_arguments]
     os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
 

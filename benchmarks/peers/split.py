@@ -14,7 +14,6 @@ from typing import Any
 from baton import AsyncClient, SamplingParams
 from baton.up.cluster import ClusterConfig
 from baton.up.embedded_store import embedded_store
-from baton.up.threads import threads_per_worker
 from benchmarks.models import read_config
 from benchmarks.peers.cases import build_cases, requests_of_round
 from benchmarks.peers.catalogue import Setting
@@ -96,7 +95,6 @@ async def _cluster(setting: Setting, num_prefill: int) -> AsyncIterator[AsyncCli
             dtype="bfloat16",
             max_model_len=setting.max_model_len,
             kv_connector=store,
-            num_threads=threads_per_worker(num_prefill + 1),
         )
         config = ClusterConfig(
             engine=engine,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from baton.errors import BatonError
 from baton.up.cluster import ClusterConfig
 from baton.up.embedded_store import embedded_store
-from baton.up.threads import threads_per_worker
 from benchmarks.arrivals import ArrivalProcess
 from benchmarks.goodput import ServiceLevel
 from benchmarks.load import LoadLimits, run_load
@@ -164,12 +163,10 @@ class _Cluster:
 
 def _cluster_config(engine: EngineConfig, candidate: Candidate, kv_connector: str) -> ClusterConfig:
     """As `baton up` makes it of the flags that are printed in the end."""
-    num_workers = candidate.num_prefill + candidate.num_decode
     return ClusterConfig(
         engine=replace(
             engine_of(engine, candidate),
             kv_connector=kv_connector,
-            num_threads=engine.num_threads or threads_per_worker(num_workers),
         ),
         num_prefill=candidate.num_prefill,
         num_decode=candidate.num_decode,

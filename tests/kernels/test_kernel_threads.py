@@ -71,6 +71,7 @@ def test_the_number_is_what_was_set(threads):
     for count in (1, 4, 2):
         threads(count)
         assert kernels.num_threads() == count
+        assert torch.get_num_threads() == count  # what native kernels leave to torch
 
 
 @native_only("torch keeps its threads")

@@ -171,16 +171,12 @@ def test_no_compiler_is_a_note(monkeypatch):
     assert finding.level is Level.NOTE
 
 
-def test_too_many_threads_for_the_quota(monkeypatch):
+def test_threads_are_those_of_the_cores(monkeypatch):
     monkeypatch.setattr("kernels.default_num_threads", lambda: 16)
-    monkeypatch.setattr(machine, "threads_per_worker", lambda num_workers: 8)
-    monkeypatch.setattr(machine_limits, "usable_cores", lambda: 4)
-    (finding,) = machine.check_threads()
-    assert finding.level is Level.NOTE
-    assert "more than 4 cores' worth of time" in finding.text
-    monkeypatch.setattr(machine_limits, "usable_cores", lambda: 16)
     (finding,) = machine.check_threads()
     assert finding.level is Level.OK
+    assert "computes on 16" in finding.text
+    assert finding.facts == {"per_worker": 16}
 
 
 @pytest.mark.parametrize(
