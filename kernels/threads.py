@@ -29,10 +29,11 @@ def set_num_threads(num_threads: int) -> None:
 
     Raises:
         InvalidArgumentError: `num_threads` is below 1.
+        ConfigurationError: the system makes no so many threads; the number stays as it was.
     """
     if num_threads < 1:
         raise InvalidArgumentError.for_field("num_threads", num_threads, ">= 1")
-    torch.set_num_threads(num_threads)
     native = library()
     if native is not None:
         native.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)
