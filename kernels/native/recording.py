@@ -243,7 +243,8 @@ def _place(buffers: list[_Buffer]) -> int:
         for other in alive:
             if offset + buffer.num_bytes <= other.offset:
                 break
-            offset = -(-(other.offset + other.num_bytes) // _ALIGNMENT) * _ALIGNMENT
+            end = -(-(other.offset + other.num_bytes) // _ALIGNMENT) * _ALIGNMENT
+            offset = max(offset, end)  # an empty buffer may end before one that lies there too
         buffer.offset = offset
         insort(alive, buffer, key=lambda b: b.offset)
         size = max(size, offset + buffer.num_bytes)

@@ -9,130 +9,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import kernels
-from engine.runtime import recorded_decode
-from engine.runtime.recorded_decode import RecordedDecode
 from kernels import Arena, WeightUse
 from tests.support.attention_cases import make_case
-from tests.support.checkpoints import VARIANTS, prompt_of
-from tests.support.kernel_checks import CPU, DTYPES, IS_NATIVE, filled_weight, native_only, normal
-from tests.support.paged_session import PagedSession, loaded
-
-PROMPTS = [prompt_of(length, seed=length) for length in (5, 1, 30, 8, 64, 17, 2, 40)]
-# Which sequences decode in each step: every size comes again, after smaller and larger ones.
-STEPS = [[0], list(range(8)), [3, 1, 2], [1], [7, 6, 5, 4, 3, 2, 1, 0], [0, 5, 6], [4], [2, 6]]
-STEPS += [[5, 7], list(range(8)), [6], [1, 3, 5], [2, 4]]
-NUM_SIZES = len({len(step) for step in STEPS})
-
-
-class CountingModel:
-    """A model that counts how often Python ran it."""
-
-    def __init__(self, model):
-        self._model, self.num_runs, self.logits = model, 0, model.logits
-
-    def __call__(self, *inputs):
-        self.num_runs += 1
-        return self._model(*inputs)
-
-
-def prefilled(variant, dtype, seed=0):
-    session = PagedSession(loaded(variant, dtype), [len(p) + len(STEPS) for p in PROMPTS], seed)
-    session.step(list(enumerate(PROMPTS)))
-    return session
-
-
-def decode_work(step, sequences):
-    return [(sequence, [(37 * step + 11 * sequence) % 256]) for sequence in sequences]
-
-
-def recorder_of(session):
-    model = CountingModel(session.model.model)
-    return model, RecordedDecode(model, session.pool, session.groups.slots)
-
-
-@torch.inference_mode()
-def decode_recorded(decode, session, work):
-    return decode.logits(session.inputs(work)).clone()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_recorded_decoding_is_decoding(variant, dtype):
-    plain, recorded = prefilled(variant, dtype), prefilled(variant, dtype)
-    model, decode = recorder_of(recorded)
-    for step, sequences in enumerate(STEPS):
-        work = decode_work(step, sequences)
-        logits = decode_recorded(decode, recorded, work)
-        assert logits.isfinite().all()
-        assert torch.equal(logits, torch.cat(plain.step(work)))
-    assert torch.equal(plain.pool.view(torch.int16), recorded.pool.view(torch.int16))
-    # Operations of torch are among those of OPT and GPT-2.
-    is_recorded = IS_NATIVE and not variant.startswith(("opt", "gpt2"))
-    assert model.num_runs == (NUM_SIZES if is_recorded else len(STEPS))
-
-
-def test_what_cannot_be_recorded_is_tried_once(monkeypatch):
-    session = prefilled("gpt2", "float32")
-    model, decode = recorder_of(session)
-    tries = []
-    record = kernels.record_step
-    monkeypatch.setattr(kernels, "record_step", lambda *a: tries.append(1) or record(*a))
-    for step, sequences in enumerate(STEPS):
-        decode_recorded(decode, session, decode_work(step, sequences))
-    assert len(tries) == 1
-    assert not decode._recordings
-    assert model.num_runs == len(STEPS)
-
-
-@native_only("others record nothing")
-def test_the_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
-    monkeypatch.setattr(recorded_decode, "_MAX_RECORDINGS", 2)
-    plain, session = prefilled("llama", "float32"), prefilled("llama", "float32")
-    model, decode = recorder_of(session)
-    runs = []
-    for step, num_rows in enumerate((1, 2, 1, 3, 1, 2, 3)):
-        work = decode_work(step, range(num_rows))
-        assert torch.equal(decode_recorded(decode, session, work), torch.cat(plain.step(work)))
-        runs.append(model.num_runs)
-    assert runs == [1, 2, 2, 3, 3, 4, 5]
-
-
-@pytest.mark.parametrize("variant", ["llama", "qwen3_mostly_sliding", "gpt2"])
-def test_a_sequence_that_is_not_finite_spoils_no_other(variant):
-    plain, recorded = prefilled(variant, "float32"), prefilled(variant, "float32")
-    _, decode = recorder_of(recorded)
-    everyone = list(range(8))
-    for step in range(2):
-        work = decode_work(step, everyone)
-        assert torch.equal(decode_recorded(decode, recorded, work), torch.cat(plain.step(work)))
-    for tables in recorded.tables:
-        recorded.pool[tables[5]] = torch.nan
-    work = decode_work(2, everyone)
-    logits, expected = decode_recorded(decode, recorded, work), torch.cat(plain.step(work))
-    assert logits[5].isnan().all()
-    others = [row for row in everyone if row != 5]
-    assert torch.equal(logits[others], expected[others])
-
-
-@native_only("others record nothing")
-def test_engines_of_one_process_record_and_run_at_once():
-    variants = ["llama", "qwen3_mostly_sliding", "llama"]
-
-    def decode_all(index, decodes):
-        session = prefilled(variants[index], "float32", seed=index)
-        _, decode = recorder_of(session)
-        for step, sequences in enumerate(STEPS):
-            work = decode_work(step, sequences)
-            if decodes:
-                yield decode_recorded(decode, session, work)
-            else:
-                yield torch.cat(session.step(work))
-
-    expected = [list(decode_all(index, decodes=False)) for index in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda i: list(decode_all(i, decodes=True)), range(3), timeout=60))
-    for got, wanted in zip(results, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+from tests.support.kernel_checks import CPU, DTYPES, filled_weight, native_only, normal
 
 
 class Chain:
@@ -182,6 +61,38 @@ def test_nothing_of_the_recorded_run_is_needed():
     chain.hidden.neg_()
     assert torch.equal(step.run(), chain.run())
     assert all(tensor.isnan().all() for tensor in junk)
+
+
+@native_only("others record nothing")
+def test_a_result_outlives_the_commands_after_it():
+    chain, other = Chain(5, torch.float32), Chain(5, torch.float32, seed=9)
+
+    def run():
+        output = chain.run()
+        other.run()
+        return output
+
+    _, step = recorded(Arena(), run)
+    chain.hidden.neg_()
+    assert torch.equal(step.run(), chain.run())
+
+
+@native_only("others record nothing")
+def test_what_another_thread_records_meanwhile_is_not_of_the_step():
+    chain, other = Chain(5, torch.float32), Chain(5, torch.float32, seed=9)
+
+    def run():
+        chain.run()
+        with ThreadPoolExecutor(1) as pool:
+            others.append(pool.submit(recorded, Arena(), other.run).result(timeout=60)[1])
+        return chain.run()
+
+    others = []
+    _, step = recorded(Arena(), run)
+    for hidden in (chain.hidden, other.hidden):
+        hidden.neg_()
+    assert torch.equal(step.run(), chain.run())
+    assert torch.equal(others[0].run(), other.run())
 
 
 @native_only("others record nothing")
