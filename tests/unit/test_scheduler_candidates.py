@@ -199,8 +199,8 @@ def test_a_prompt_being_saved_is_ended_and_its_saves_keep_their_blocks() -> None
 )
 def test_unknown_and_ranked_candidates_are_passed_over(request_id: str, index: int) -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    beams = request("beams", num_candidates=2, beam_search=BeamSearchParams())
-    driven.add(request("a", **THREE), beams, request("ranked", num_candidates=2))
+    beams = request("beams", first_token=2, num_candidates=2, beam_search=BeamSearchParams())
+    driven.add(request("a", **THREE), beams, request("ranked", first_token=3, num_candidates=2))
     driven.step()
 
     assert driven.scheduler.finish_candidate(request_id, index) == []

@@ -69,7 +69,8 @@ def test_an_abort_fences_the_blocks_of_a_step_in_flight() -> None:
 
 def test_a_failed_step_ends_exactly_its_requests() -> None:
     driven = DrivenScheduler(max_num_batched_tokens=8)
-    driven.add(request("a", 6), request("b", 8), request("c", 8))
+    driven.add(request("a", 6))
+    driven.add(request("b", 8, first_token=2), request("c", 8, first_token=3))
     first = driven.begin()
     assert driven.shares == {"a": 6, "b": 2}
     second = driven.begin()
