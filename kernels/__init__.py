@@ -18,7 +18,7 @@ from kernels import reference
 from kernels.attention_metadata import AttentionMetadata
 from kernels.memory import fresh_zeros
 from kernels.native.library import load
-from kernels.paged_kv import LayerKv, PagedKv
+from kernels.paged_kv import AskingTokens, LayerKv, PagedKv
 from kernels.recorded_step import Arena, RecordedStep
 from kernels.rotary import QkNorms, Rotation
 from kernels.threads import default_num_threads, num_threads, set_num_threads
@@ -26,6 +26,7 @@ from kernels.weights import RowsOfWeight, Weight, WeightUse
 
 __all__ = [
     "Arena",
+    "AskingTokens",
     "AttentionMetadata",
     "LayerKv",
     "PagedKv",
@@ -54,6 +55,7 @@ __all__ = [
     "scatter_blocks",
     "set_num_threads",
     "swap_blocks",
+    "take_rows",
 ]
 
 
@@ -90,6 +92,12 @@ def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of an embedding; see `reference.embed`."""
     rows: torch.Tensor = _kernels_for(weight.data).embed(token_ids, weight)
     return rows
+
+
+def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a matrix; see `reference.take_rows`."""
+    taken: torch.Tensor = _kernels_for(matrix).take_rows(matrix, rows)
+    return taken
 
 
 def linear(

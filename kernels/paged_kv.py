@@ -7,7 +7,20 @@ import torch
 
 from kernels.attention_metadata import AttentionMetadata
 
-__all__ = ["LayerKv", "PagedKv"]
+__all__ = ["AskingTokens", "LayerKv", "PagedKv"]
+
+
+@dataclass(frozen=True, slots=True)
+class AskingTokens:
+    """Those of a step's tokens whose output somebody wants.
+
+    Attributes:
+        rows: `[num_asking]` int64, rising; which of the step's tokens they are.
+        groups: per layer group, each of them as a sequence of one query token.
+    """
+
+    rows: torch.Tensor
+    groups: Sequence[AttentionMetadata]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +29,15 @@ class LayerKv:
 
     Attributes:
         cache: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, a view of the pool.
-        meta: what to write and read there.
+        written: where the step's tokens write.
+        attended: what the tokens that attend read: those in `rows`.
+        rows: `[num_attending]` int64; which of the step's tokens attend and go on. None for all.
     """
 
     cache: torch.Tensor
-    meta: AttentionMetadata
+    written: AttentionMetadata
+    attended: AttentionMetadata
+    rows: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +51,20 @@ class PagedKv:
         pool: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size, head_dim]`.
         groups: per layer group, what the step writes and reads.
         slots: per layer, (group, index within the group's blocks).
+        asking: the tokens whose output is wanted; None for all. What follows the last
+            layer's KV is nobody's but theirs.
     """
 
     pool: torch.Tensor
     groups: Sequence[AttentionMetadata]
     slots: Sequence[tuple[int, int]]
+    asking: AskingTokens | None = None
 
     def layers(self) -> Iterator[LayerKv]:
         """Each layer's part, from the first layer on."""
-        for group, index in self.slots:
-            yield LayerKv(self.pool[:, index], self.groups[group])
+        for layer, (group, index) in enumerate(self.slots, 1):
+            cache, written = self.pool[:, index], self.groups[group]
+            if self.asking is None or layer < len(self.slots):
+                yield LayerKv(cache, written, written, None)
+            else:
+                yield LayerKv(cache, written, self.asking.groups[group], self.asking.rows)

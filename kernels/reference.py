@@ -30,6 +30,7 @@ __all__ = [
     "row_maxima",
     "scatter_blocks",
     "swap_blocks",
+    "take_rows",
 ]
 
 # The most K and V elements that decode rows gather at once; bounds the memory of one step.
@@ -59,6 +60,19 @@ def make_weight(
 def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of an embedding: `[num_tokens]` int64 to `[num_tokens, num_columns]`."""
     return F.embedding(token_ids, _dense(weight))
+
+
+def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a matrix, as a matrix of their own: `matrix[rows]`.
+
+    Args:
+        matrix: `[num_rows, num_columns]`, any strides.
+        rows: `[n]` int64.
+
+    Returns:
+        `[n, num_columns]`, contiguous.
+    """
+    return matrix.index_select(0, rows)
 
 
 def linear(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engine.models.config import DecoderConfig
-from engine.models.layers import CausalModel, RmsNorm, cached_attention
+from engine.models.layers import CausalModel, RmsNorm, cached_attention, going_on
 from engine.models.linear import Embedding, FusedLinear, GatedLinear, Linear
 from engine.models.rotary import RotaryEmbedding
 from kernels import QkNorms, Rotation
@@ -97,7 +97,7 @@ class _Attention(nn.Module):
             rotation=rotation,
             norms=self._norms(),
         )
-        output: torch.Tensor = self.o_proj(attended, residual)
+        output: torch.Tensor = self.o_proj(attended, going_on(residual, kv))
         return output
 
     def _norms(self) -> QkNorms | None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from engine.models.config import Gpt2Config
-from engine.models.layers import CausalModel, activation_named, cached_attention
+from engine.models.layers import CausalModel, activation_named, cached_attention, going_on
 from engine.models.linear import Embedding, TransposedLinear
 from kernels.paged_kv import LayerKv, PagedKv
 
@@ -49,7 +49,7 @@ class _Layer(nn.Module):
         self.mlp = _Mlp(config)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
-        hidden = hidden + self.attn(self.ln_1(hidden), kv)
+        hidden = going_on(hidden, kv) + self.attn(self.ln_1(hidden), kv)
         output: torch.Tensor = hidden + self.mlp(self.ln_2(hidden))
         return output
 

@@ -20,6 +20,7 @@ __all__ = [
     "RmsNorm",
     "activation_named",
     "cached_attention",
+    "going_on",
 ]
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -58,10 +59,10 @@ class CausalModel(nn.Module, ABC):
         Args:
             token_ids: `[num_tokens]` int64.
             positions: `[num_tokens]` int64.
-            kv: which KV each token writes and reads.
+            kv: which KV each token writes and reads, and whose output is wanted.
 
         Returns:
-            Final hidden states, `[num_tokens, hidden_size]`.
+            Final hidden states of the asking tokens, `[num_asking, hidden_size]`.
         """
 
     @abstractmethod
@@ -110,7 +111,7 @@ def cached_attention(
     rotation: Rotation | None = None,
     norms: QkNorms | None = None,
 ) -> torch.Tensor:
-    """Writes the step's KV, then attends over the cache.
+    """Writes the step's KV, then attends over the cache with the tokens that go on.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`; undefined afterwards, as `key`.
@@ -123,14 +124,32 @@ def cached_attention(
         norms: of query and key, before they turn.
 
     Returns:
-        `[num_tokens, num_heads * head_dim]`.
+        `[num_attending, num_heads * head_dim]`.
     """
     query = kernels.rotate_and_write_kv(
-        query, key, value, kv.cache, kv.meta, rotation=rotation, norms=norms
+        query, key, value, kv.cache, kv.written, rotation=rotation, norms=norms
     )
-    return kernels.paged_attention(
-        query, kv.cache, kv.meta, scale=scale, sliding_window=sliding_window
-    ).flatten(1)
+    query = going_on(query, kv)
+    if len(query):
+        query = kernels.paged_attention(
+            query, kv.cache, kv.attended, scale=scale, sliding_window=sliding_window
+        )
+    return query.flatten(1)
+
+
+def going_on(states: torch.Tensor, kv: LayerKv) -> torch.Tensor:
+    """What a layer goes on with once everybody's KV is written.
+
+    Args:
+        states: `[num_tokens, ...]`.
+        kv: of the layer.
+
+    Returns:
+        `[num_attending, ...]`.
+    """
+    if kv.rows is None:
+        return states
+    return kernels.take_rows(states.flatten(1), kv.rows).view(len(kv.rows), *states.shape[1:])
 
 
 def _gelu_tanh(hidden: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from engine.models.config import OptConfig
-from engine.models.layers import CausalModel, activation_named, cached_attention
+from engine.models.layers import CausalModel, activation_named, cached_attention, going_on
 from engine.models.linear import Embedding, FusedLinear, Linear
 from kernels.paged_kv import LayerKv, PagedKv
 
@@ -59,9 +59,10 @@ class _Layer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         if self.norm_before:
-            hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), kv)
+            attended = self.self_attn(self.self_attn_layer_norm(hidden), kv)
+            hidden = going_on(hidden, kv) + attended
             return hidden + self._mlp(self.final_layer_norm(hidden))
-        hidden = self.self_attn_layer_norm(hidden + self.self_attn(hidden, kv))
+        hidden = self.self_attn_layer_norm(going_on(hidden, kv) + self.self_attn(hidden, kv))
         output: torch.Tensor = self.final_layer_norm(hidden + self._mlp(hidden))
         return output
 

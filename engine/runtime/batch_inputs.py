@@ -10,7 +10,7 @@ import torch
 from engine.batch import ScheduledBatch
 from engine.runtime.device import to_device
 from engine.runtime.rows import Rows
-from kernels.attention_metadata import AttentionMetadata
+from kernels import AskingTokens, AttentionMetadata
 
 __all__ = ["BatchInputs", "build_batch_inputs"]
 
@@ -23,15 +23,14 @@ class BatchInputs:
         token_ids: `[num_tokens]` int64.
         positions: `[num_tokens]` int64.
         groups: which KV to write and read, per layer group.
-        logit_rows: `[num_asking + num_decode_rows]` int64; rows of the model's
-            output to compute logits of: those of chunks that ask for something,
-            then those of the decode rows.
+        asking: the tokens to compute logits of: the last ones of chunks that ask for
+            something, then those of the decode rows. None if that is all tokens.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     groups: tuple[AttentionMetadata, ...]
-    logit_rows: torch.Tensor
+    asking: AskingTokens | None
 
 
 def build_batch_inputs(
@@ -62,48 +61,80 @@ def build_batch_inputs(
     # Which sequence token t belongs to, and its position there: both [num_tokens].
     sequence_of = np.repeat(np.arange(len(row_ids)), query_lens)
     positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[sequence_of]
+    sequences = _Sequences(
+        tables=np.take(rows.tables[:, :, :num_columns], row_ids, axis=1),
+        query_starts=query_starts,
+        context_lens=context_lens.astype(np.int32),
+    )
+    slots = _slots_of(sequences.tables, sequence_of, positions, block_size)
     asking = [index for index, chunk in enumerate(chunks) if chunk.needs_logits]
-    logit_rows = query_starts[1:][_after(asking, np.arange(len(chunks), len(row_ids)))] - 1
+    asking_ids = _after(asking, np.arange(len(chunks), len(row_ids)))
     return BatchInputs(
         token_ids=to_device(_after(known_tokens, rows.last_tokens[decode_rows]), device),
         positions=to_device(positions, device),
-        groups=_attention_metadata(
-            tables=np.take(rows.tables[:, :, :num_columns], row_ids, axis=1),
-            query_starts=query_starts,
-            context_lens=context_lens,
-            places=(sequence_of, positions),
-            block_size=block_size,
-            device=device,
-        ),
-        logit_rows=to_device(logit_rows.astype(np.int64), device),
+        groups=_attention_metadata(sequences, slots, device),
+        asking=_asking_tokens(sequences, slots, asking_ids, device),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """A step's sequences; see `AttentionMetadata`.
+
+    Attributes:
+        tables: `[num_groups, num_seqs, max_blocks]` int32.
+        query_starts: `[num_seqs + 1]` int32.
+        context_lens: `[num_seqs]` int32.
+    """
+
+    tables: np.ndarray
+    query_starts: np.ndarray
+    context_lens: np.ndarray
+
+
+def _slots_of(
+    tables: np.ndarray, sequence_of: np.ndarray, positions: np.ndarray, block_size: int
+) -> np.ndarray:
+    """Where the KV of tokens goes, `[num_groups, num_tokens]` int64."""
+    block_ids = tables[:, sequence_of, positions // block_size].astype(np.int64)
+    # Indexed so, the array would have its groups innermost.
+    return np.ascontiguousarray(block_ids * block_size + positions % block_size)
+
+
+def _asking_tokens(
+    sequences: _Sequences, slots: np.ndarray, asking_ids: np.ndarray, device: torch.device
+) -> AskingTokens | None:
+    """The last tokens of the sequences `asking_ids`, which rise; None if those are all tokens."""
+    num_asking = len(asking_ids)
+    if num_asking == slots.shape[1]:
+        return None
+    token_rows = sequences.query_starts[1:][asking_ids].astype(np.int64) - 1
+    alone = _Sequences(
+        tables=np.take(sequences.tables, asking_ids, axis=1),
+        query_starts=np.arange(num_asking + 1, dtype=np.int32),
+        context_lens=sequences.context_lens[asking_ids],
+    )
+    own_slots = np.take(slots, token_rows, axis=1)
+    groups = _attention_metadata(alone, own_slots, device)
+    return AskingTokens(to_device(token_rows, device), groups)
 
 
 def _attention_metadata(
-    *,
-    tables: np.ndarray,
-    query_starts: np.ndarray,
-    context_lens: np.ndarray,
-    places: tuple[np.ndarray, np.ndarray],
-    block_size: int,
-    device: torch.device,
+    sequences: _Sequences, slots: np.ndarray, device: torch.device
 ) -> tuple[AttentionMetadata, ...]:
-    """One per layer group; `places` are each token's sequence and position in it."""
-    sequence_of, positions = places
-    block_ids = tables[:, sequence_of, positions // block_size].astype(np.int64)
-    # Indexed so, the array would have its groups innermost.
-    slot_ids = np.ascontiguousarray(block_ids * block_size + positions % block_size)
-    slots = to_device(slot_ids, device)
+    """One per layer group."""
+    query_starts, context_lens = sequences.query_starts, sequences.context_lens
     for_group = partial(
         AttentionMetadata,
         query_starts=to_device(query_starts, device),
-        context_lens=to_device(context_lens.astype(np.int32), device),
-        max_query_len=int(np.diff(query_starts).max()),
-        max_context_len=int(context_lens.max()),
+        context_lens=to_device(context_lens, device),
+        max_query_len=int(np.diff(query_starts).max(initial=0)),
+        max_context_len=int(context_lens.max(initial=0)),
     )
+    tables = to_device(sequences.tables, device)
     return tuple(
         for_group(block_tables=group_tables, slot_mapping=group_slots)
-        for group_tables, group_slots in zip(to_device(tables, device), slots, strict=True)
+        for group_tables, group_slots in zip(tables, to_device(slots, device), strict=True)
     )
 
 

@@ -153,8 +153,6 @@ class ModelRunner:
         inputs = build_batch_inputs(batch, rows, decode.ids, block_size, self._device)
         rows.advance(batch.chunks, decode.ids)
         logits = self._logits(inputs, kv_pool) if batch.chunks else self._decode.logits(inputs)
-        if logits is None:
-            return StepOutput(batch.step, (None,) * len(batch.chunks))
         num_asking = len(logits) - len(decode.ids)
         contexts = inputs.groups[0].context_lens[len(batch.chunks) :].long()
         decoded, decoded_logprobs = decode.draw(logits[num_asking:], contexts)
@@ -162,11 +160,10 @@ class ModelRunner:
         rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
         return StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs)
 
-    def _logits(self, inputs: BatchInputs, kv_pool: torch.Tensor) -> torch.Tensor | None:
-        """`[num_asking + num_decode_rows, vocab]` float32, or None if that is no row."""
-        kv = PagedKv(kv_pool, inputs.groups, self._layer_slots)
-        hidden = self._model(inputs.token_ids, inputs.positions, kv)
-        return self._model.logits(hidden[inputs.logit_rows]) if len(inputs.logit_rows) else None
+    def _logits(self, inputs: BatchInputs, kv_pool: torch.Tensor) -> torch.Tensor:
+        """`[num_asking, vocab]` float32."""
+        kv = PagedKv(kv_pool, inputs.groups, self._layer_slots, inputs.asking)
+        return self._model.logits(self._model(inputs.token_ids, inputs.positions, kv))
 
     def _run_dummy(self, num_tokens: int, max_seqs: int) -> int:
         """Runs a step of up to `num_tokens` tokens, all of whose KV goes to one block.

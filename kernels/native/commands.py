@@ -10,12 +10,12 @@ from kernels.native.library import load
 
 __all__ = [
     "ARGMAX",
-    "EMBED",
     "LINEAR",
     "PAGED_ATTENTION",
     "RMS_NORM",
     "ROTARY_ANGLES",
     "ROTATE_AND_WRITE_KV",
+    "TAKE_ROWS",
     "CommandType",
     "NativeKernels",
     "library",
@@ -60,7 +60,7 @@ def _command(code: int, fields: str) -> CommandType:
 
 
 LINEAR = _command(0, "i pi ii pi p pi i wi i")
-EMBED = _command(1, "i pii pi w")
+TAKE_ROWS = _command(1, "i piii pi w")
 RMS_NORM = _command(2, "i pi ii p d w")
 ROTARY_ANGLES = _command(3, "pi pi d ww")
 ROTATE_AND_WRITE_KV = _command(4, "i ppp iii iii pp d pp w iiiii p")

@@ -38,6 +38,7 @@ __all__ = [
     "row_maxima",
     "scatter_blocks",
     "swap_blocks",
+    "take_rows",
 ]
 
 _NO_ACTIVATION, _SILU_AND_MUL = 0, 1
@@ -58,21 +59,16 @@ def make_weight(
 
 def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """See `reference.embed`. That every id is a row of the weight is the caller's duty."""
-    data, token_ids = weight.data, token_ids.contiguous()
-    assert token_ids.dtype == torch.int64
-    assert token_ids.dim() == 1
-    out = torch.empty((len(token_ids), weight.num_columns), dtype=data.dtype)
-    _run(
-        commands.EMBED,
-        ELEMENT_TYPES[data.dtype],
-        data.data_ptr(),
-        isinstance(weight, PackedWeight),
-        weight.num_columns,
-        token_ids.data_ptr(),
-        len(token_ids),
-        out.data_ptr(),
-        keep=(out,),
-    )
+    out = torch.empty((len(token_ids), weight.num_columns), dtype=weight.data.dtype)
+    _take_rows(weight.data, token_ids, out, is_packed=isinstance(weight, PackedWeight))
+    return out
+
+
+def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """See `reference.take_rows`. That every row is one of the matrix is the caller's duty."""
+    matrix = _rows(matrix)
+    out = torch.empty((len(rows), matrix.shape[1]), dtype=matrix.dtype)
+    _take_rows(matrix, rows, out, is_packed=False)
     return out
 
 
@@ -275,6 +271,26 @@ def _linear(
     return out
 
 
+def _take_rows(
+    matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, *, is_packed: bool
+) -> None:
+    rows = rows.contiguous()
+    assert rows.dtype == torch.int64
+    assert rows.dim() == 1
+    _run(
+        commands.TAKE_ROWS,
+        ELEMENT_TYPES[matrix.dtype],
+        matrix.data_ptr(),
+        is_packed,
+        matrix.stride(0),
+        out.shape[1],
+        rows.data_ptr(),
+        len(rows),
+        out.data_ptr(),
+        keep=(matrix, out),
+    )
+
+
 def _run(kind: CommandType, *fields: float, keep: tuple[torch.Tensor, ...]) -> None:
     """Runs a command, and notes it if this thread records.
 
@@ -329,7 +345,7 @@ def _batch_of(meta: AttentionMetadata) -> np.ndarray:
 
 
 def _batch_fields(meta: AttentionMetadata) -> np.ndarray:
-    for tensor in (meta.block_tables[0], meta.query_starts, meta.context_lens):
+    for tensor in (meta.block_tables[:1], meta.query_starts, meta.context_lens):
         assert tensor.is_contiguous()
         assert tensor.dtype == torch.int32
     assert meta.slot_mapping.is_contiguous()

@@ -166,11 +166,10 @@ def test_rows_are_where_they_should_be_after_a_step_that_failed(runner, monkeypa
     """So that a step handed over meanwhile writes to the rows' own blocks."""
     _prefill(runner, row=1, prompt=OTHER, table=OTHER_TABLE)
     expected = runner.kv_pool.clone()
-    model = runner._model
-    monkeypatch.setattr(runner, "_model", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        _prefill(runner, row=1)
-    monkeypatch.setattr(runner, "_model", model)
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "_logits", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _prefill(runner, row=1)
     runner.execute(ScheduledBatch(3, decode_rows=(1,)))
     untouched = [block for block in range(64) if block != TABLE[len(PROMPT) // BLOCK_SIZE]]
     assert torch.equal(runner.kv_pool[untouched], expected[untouched])

@@ -190,6 +190,20 @@ def test_embed_of_no_tokens_and_of_tokens_that_lie_apart(use):
     assert torch.equal(kernels.embed(token_ids, weight), matrix[token_ids])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("rows", [[], [6], [0, 3, 4, 19], TOKENS[:-6]])
+def test_rows_are_taken_bit_for_bit_from_any_strides(rows, dtype):
+    wide = normal(100, 90, dtype=dtype)
+    rows = torch.tensor(rows, dtype=torch.int64)
+    for matrix in (wide, wide[:, 7:40], wide[::5, :33], wide[10:, ::3], wide.T, wide[:40, 3:4]):
+        rows = rows.clamp(max=len(matrix) - 1)
+        taken = kernels.take_rows(matrix, rows)
+        assert taken.is_contiguous()
+        assert torch.equal(taken, matrix[rows])
+    apart = torch.tensor(TOKENS)[::2]
+    assert torch.equal(kernels.take_rows(wide, apart), wide[apart])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_of_no_rows(dtype):
     weight = filled_weight(normal(40, 8, dtype=dtype))

@@ -46,6 +46,8 @@ def test_a_bias_of_one_half_of_a_gated_layer():
 def test_embed(token_ids):
     with pytest.raises(AssertionError):
         kernels.embed(token_ids, WEIGHT)
+    with pytest.raises(AssertionError):
+        kernels.take_rows(HIDDEN, token_ids)
 
 
 @pytest.mark.parametrize("weight", [normal(7), normal(8).bfloat16(), normal(16)[::2]])

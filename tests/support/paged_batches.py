@@ -39,17 +39,17 @@ def step_metadata(
         for position in span
     ]
     contexts = [start + length for start, length in spans]
-    width = max(1, -(-max(contexts) // block_size))
+    width = max(1, -(-max(contexts, default=0) // block_size))
     padded = [[*table[:width], *[0] * (width - len(table))] for table in tables]
     starts = [0]
     for _, length in spans:
         starts.append(starts[-1] + length)
     meta = AttentionMetadata(
-        block_tables=torch.tensor(padded, dtype=torch.int32),
+        block_tables=torch.tensor(padded, dtype=torch.int32).view(len(spans), width),
         query_starts=torch.tensor(starts, dtype=torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
-        max_query_len=max(length for _, length in spans),
-        max_context_len=max(contexts),
+        max_query_len=max((length for _, length in spans), default=0),
+        max_context_len=max(contexts, default=0),
     )
     return torch.tensor([position for span in positions for position in span]), meta

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 
 from engine.kv_cache_spec import group_layers
 from engine.runtime.batch_inputs import BatchInputs
 from engine.runtime.loader import LoadedModel, load_model
-from kernels.paged_kv import PagedKv
+from kernels.paged_kv import AskingTokens, PagedKv
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.paged_batches import shuffled_tables, step_metadata
 
@@ -49,14 +50,29 @@ class PagedSession:
     @torch.inference_mode()
     def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """Runs (sequence, its next tokens); gives each one's logits `[tokens, vocab]`."""
-        inputs = self.inputs(work)
-        kv = PagedKv(self.pool, inputs.groups, self.groups.slots)
-        model = self.model.model
-        logits = model.logits(model(inputs.token_ids, inputs.positions, kv))
+        logits = self._run(self.inputs(work))
         return list(logits.split([len(tokens) for _, tokens in work]))
 
-    def inputs(self, work: Sequence[tuple[int, Sequence[int]]]) -> BatchInputs:
-        """What a step of `work` feeds the model, which then counts as done."""
+    @torch.inference_mode()
+    def step_asking(
+        self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int]
+    ) -> torch.Tensor:
+        """As `step`, asked for what follows those of `work` at the indices `asking` alone.
+
+        Returns:
+            `[num_asking, vocab]`.
+        """
+        return self._run(self.inputs(work, asking))
+
+    def inputs(
+        self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int] | None = None
+    ) -> BatchInputs:
+        """What a step of `work` feeds the model, which then counts as done.
+
+        Args:
+            work: (sequence, its next tokens).
+            asking: indices of those whose last token asks; None: all tokens ask.
+        """
         spans = [(self.done[sequence], len(tokens)) for sequence, tokens in work]
         steps = [
             step_metadata(spans, [tables[sequence] for sequence, _ in work], BLOCK_SIZE)
@@ -69,5 +85,23 @@ class PagedSession:
             token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
             positions=positions,
             groups=tuple(meta for _, meta in steps),
-            logit_rows=torch.arange(len(positions)),
+            asking=None if asking is None else self._asking(work, asking),
         )
+
+    def _asking(
+        self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int]
+    ) -> AskingTokens:
+        ends = list(accumulate(len(tokens) for _, tokens in work))
+        chosen = [work[index][0] for index in asking]
+        spans = [(self.done[sequence] - 1, 1) for sequence in chosen]
+        steps = [
+            step_metadata(spans, [tables[sequence] for sequence in chosen], BLOCK_SIZE)
+            for tables in self.tables
+        ]
+        rows = torch.tensor([ends[index] - 1 for index in asking], dtype=torch.int64)
+        return AskingTokens(rows, tuple(meta for _, meta in steps))
+
+    def _run(self, inputs: BatchInputs) -> torch.Tensor:
+        kv = PagedKv(self.pool, inputs.groups, self.groups.slots, inputs.asking)
+        model = self.model.model
+        return model.logits(model(inputs.token_ids, inputs.positions, kv))

@@ -71,10 +71,29 @@ def test_tokens_follow_the_contract_one_by_one(data, block_size, num_groups):
         ]
         assert meta.slot_mapping.tolist() == slots
         _check_sequences(meta, sequences, rows.tables[group], block_size)
-    ends = inputs.groups[0].query_starts.tolist()[1:]
+        assert meta.block_tables.shape[1] == -(-meta.max_context_len // block_size)
     asking = [index for index, chunk in enumerate(batch.chunks) if chunk.draws or chunk.num_top]
     asking += range(len(batch.chunks), len(sequences))
-    assert inputs.logit_rows.tolist() == [ends[index] - 1 for index in asking]
+    _check_asking(inputs, asking, sequences, rows, block_size)
+
+
+def _check_asking(inputs, asking, sequences, rows, block_size):
+    """Each asks as a sequence of its last token alone."""
+    if len(asking) == len(inputs.token_ids):
+        assert inputs.asking is None
+        return
+    ends = inputs.groups[0].query_starts.tolist()[1:]
+    token_rows = inputs.asking.rows
+    assert token_rows.tolist() == [ends[index] - 1 for index in asking]
+    alone = [
+        (row, start + len(token_ids) - 1, token_ids[-1:])
+        for row, start, token_ids in (sequences[index] for index in asking)
+    ]
+    assert len(inputs.asking.groups) == len(inputs.groups)
+    for group, (meta, whole) in enumerate(zip(inputs.asking.groups, inputs.groups, strict=True)):
+        assert torch.equal(meta.slot_mapping, whole.slot_mapping[token_rows])
+        if alone:
+            _check_sequences(meta, alone, rows.tables[group], block_size)
 
 
 def _check_sequences(meta, sequences, tables, block_size):
@@ -89,7 +108,6 @@ def _check_sequences(meta, sequences, tables, block_size):
         assert table[:num_used] == tables[row, :num_used].tolist()
     assert meta.max_query_len == max(len(token_ids) for _, _, token_ids in sequences)
     assert meta.max_context_len == int(meta.context_lens.max())
-    assert meta.block_tables.shape[1] == -(-meta.max_context_len // block_size)
 
 
 def test_table_updates_change_what_they_name_and_no_more():
@@ -108,9 +126,11 @@ def test_element_types_are_those_the_kernels_take():
         ScheduledBatch(1, (_chunk(0, [1, 2], draws=(GREEDY,)),), decode_rows=(1,)),
     ):
         inputs = _inputs(batch, rows)
-        (meta,) = inputs.groups
-        for tensor in (inputs.token_ids, inputs.positions, meta.slot_mapping, inputs.logit_rows):
+        asking_rows = [] if inputs.asking is None else [inputs.asking.rows]
+        for tensor in (inputs.token_ids, inputs.positions, *asking_rows):
             assert tensor.dtype is torch.int64
-        for tensor in (meta.block_tables, meta.query_starts, meta.context_lens):
-            assert tensor.dtype is torch.int32
-            assert tensor.is_contiguous()
+        for meta in (*inputs.groups, *(inputs.asking.groups if inputs.asking else ())):
+            assert meta.slot_mapping.dtype is torch.int64
+            for tensor in (meta.block_tables, meta.query_starts, meta.context_lens):
+                assert tensor.dtype is torch.int32
+                assert tensor.is_contiguous()

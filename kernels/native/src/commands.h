@@ -17,7 +17,7 @@ enum class Activation : int64_t { kNone = 0, kSiluAndMul = 1 };
 
 enum class Code : int64_t {
   kLinear = 0,
-  kEmbed = 1,
+  kTakeRows = 1,
   kRmsNorm = 2,
   kRotaryAngles = 3,
   kRotateAndWriteKv = 4,
@@ -46,15 +46,16 @@ struct Linear {
   int64_t out_is_float;  // else `element`
 };
 
-// out[m] = row token_ids[m] of a weight
-struct Embed {
+// out[m] = row rows[m] of a weight, or of any matrix
+struct TakeRows {
   ElementType element;
-  const void* weight;
-  int64_t is_packed;  // else row after row
-  int64_t in_features;
-  const int64_t* token_ids;
-  int64_t num_tokens;
-  void* out;  // [num_tokens, in_features]
+  const void* matrix;
+  int64_t is_packed;   // a weight; else row after row
+  int64_t row_stride;  // of those
+  int64_t num_columns;
+  const int64_t* rows;
+  int64_t num_rows;
+  void* out;  // [num_rows, num_columns]
 };
 
 // out[m] = input[m] / sqrt(mean(input[m]^2) + eps) * weight, rounded before the product too
@@ -177,7 +178,7 @@ struct Workers {
 };
 
 void run(const Linear&, Workers&);
-void run(const Embed&, Workers&);
+void run(const TakeRows&, Workers&);
 void run(const RmsNorm&, Workers&);
 void run(const RotaryAngles&, Workers&);
 void run(const RotateAndWriteKv&, Workers&);

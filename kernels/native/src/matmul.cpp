@@ -1,4 +1,4 @@
-// Linear layers over packed weights, and look-ups of their rows.
+// Linear layers over packed weights; rows of those and of other matrices.
 #include <algorithm>
 #include <cmath>
 
@@ -9,7 +9,7 @@
 namespace baton {
 namespace {
 
-constexpr int64_t kTokensPerTask = 8;  // of a look-up
+constexpr int64_t kRowsPerTask = 8;  // that are taken out of a matrix
 
 template <class E>
 void pack_as(const Pack& job) {
@@ -193,18 +193,18 @@ void unpack_row(const uint32_t* weight, int64_t row, int64_t num_columns,
 }
 
 template <class E>
-void run_embed(const Embed& job, Workers& workers) {
+void run_take_rows(const TakeRows& job, Workers& workers) {
   using Stored = typename E::Stored;
-  const int64_t width = job.in_features;
-  workers.pool.run((job.num_tokens + kTokensPerTask - 1) / kTokensPerTask, [&](int64_t task, int) {
-    const int64_t end = std::min(job.num_tokens, (task + 1) * kTokensPerTask);
-    for (int64_t token = task * kTokensPerTask; token < end; ++token) {
-      const int64_t row = job.token_ids[token];
-      auto* out = static_cast<Stored*>(job.out) + token * width;
+  const int64_t width = job.num_columns;
+  workers.pool.run((job.num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
+    const int64_t end = std::min(job.num_rows, (task + 1) * kRowsPerTask);
+    for (int64_t i = task * kRowsPerTask; i < end; ++i) {
+      auto* out = static_cast<Stored*>(job.out) + i * width;
       if (job.is_packed) {
-        unpack_row<E>(static_cast<const uint32_t*>(job.weight), row, width, out);
+        unpack_row<E>(static_cast<const uint32_t*>(job.matrix), job.rows[i], width, out);
       } else {
-        std::copy_n(static_cast<const Stored*>(job.weight) + row * width, width, out);
+        const auto* row = static_cast<const Stored*>(job.matrix) + job.rows[i] * job.row_stride;
+        std::copy_n(row, width, out);
       }
     }
   });
@@ -221,9 +221,9 @@ void run(const Linear& job, Workers& workers) {
                                         : run_linear<Float32>(job, workers);
 }
 
-void run(const Embed& job, Workers& workers) {
-  job.element == ElementType::kBfloat16 ? run_embed<Bfloat16>(job, workers)
-                                        : run_embed<Float32>(job, workers);
+void run(const TakeRows& job, Workers& workers) {
+  job.element == ElementType::kBfloat16 ? run_take_rows<Bfloat16>(job, workers)
+                                        : run_take_rows<Float32>(job, workers);
 }
 
 }  // namespace baton

@@ -56,7 +56,7 @@ void run_as(const Command& command) {
 void run_one(const Command& command) {
   switch (command.code) {
     case Code::kLinear: return run_as<Linear>(command);
-    case Code::kEmbed: return run_as<Embed>(command);
+    case Code::kTakeRows: return run_as<TakeRows>(command);
     case Code::kRmsNorm: return run_as<RmsNorm>(command);
     case Code::kRotaryAngles: return run_as<RotaryAngles>(command);
     case Code::kRotateAndWriteKv: return run_as<RotateAndWriteKv>(command);

@@ -1,0 +1,78 @@
+"""What is asked for has the bits that computing everything gives, and no other KV is written."""
+
+import pytest
+import torch
+
+from tests.support.checkpoints import VARIANTS, prompt_of
+from tests.support.kernel_checks import native_only
+from tests.support.paged_session import PagedSession, loaded
+
+# What torch computes for OPT and GPT-2 may depend on the rows beside it in the last bit.
+NATIVE_VARIANTS = [name for name in VARIANTS if not name.startswith(("opt", "gpt2"))]
+LENGTHS = (150, 40, 9, 70)
+PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
+# Each step: (sequence, how many tokens) in order, and the indices of those that ask.
+STEPS = [
+    ([(0, 60), (1, 33)], []),
+    ([(2, 8), (0, 1), (1, 1)], [1]),
+    ([(0, 70), (3, 40)], [1]),
+    ([(2, 1), (1, 2), (0, 18), (3, 1)], [0, 2, 3]),
+    ([(3, 29), (1, 1), (0, 1)], [0, 1, 2]),
+    ([(1, 1)], []),
+    ([(1, 2)], [0]),
+]
+
+
+def run(variant, dtype, asks):
+    """Logits that each step's asking tokens get, and the pool."""
+    session = PagedSession(loaded(variant, dtype), LENGTHS)
+    logits = []
+    for step, asking in STEPS:
+        work = [(i, PROMPTS[i][session.done[i] :][:length]) for i, length in step]
+        if asks:
+            logits.append(session.step_asking(work, asking))
+        else:
+            whole = session.step(work)
+            logits.append(torch.stack([whole[i][-1] for i in asking]) if asking else whole[0][:0])
+    assert session.done == list(LENGTHS)
+    return logits, session.pool
+
+
+@native_only("torch's sums depend on the size of a batch")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", NATIVE_VARIANTS)
+def test_asking_for_some_gives_the_bits_of_asking_for_all(variant, dtype):
+    some, pool = run(variant, dtype, asks=True)
+    everything, expected_pool = run(variant, dtype, asks=False)
+    for got, expected in zip(some, everything, strict=True):
+        assert got.shape == expected.shape
+        assert got.isfinite().all()
+        assert torch.equal(got, expected)
+    assert torch.equal(pool.view(torch.int16), expected_pool.view(torch.int16))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_asking_for_some_gives_what_asking_for_all_gives(variant):
+    some, _ = run(variant, "float32", asks=True)
+    everything, _ = run(variant, "float32", asks=False)
+    for got, expected in zip(some, everything, strict=True):
+        torch.testing.assert_close(got, expected, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("asking", [[], [0], [1, 2]])
+def test_the_last_layer_goes_on_with_those_that_ask(variant, asking):
+    session = PagedSession(loaded(variant, "float32"), LENGTHS)
+    counts = []
+    hooks = [
+        module.register_forward_hook(lambda _module, inputs, _out: counts.append(len(inputs[0])))
+        for name, module in session.model.model.named_modules()
+        if name.endswith((".mlp", ".fc1"))
+    ]
+    try:
+        session.step_asking([(0, PROMPTS[0]), (1, PROMPTS[1]), (2, PROMPTS[2])], asking)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    num_tokens = sum(LENGTHS[:3])
+    assert counts == [*[num_tokens] * (len(hooks) - 1), len(asking)]
