@@ -62,7 +62,8 @@ def main(args: argparse.Namespace) -> None:
         vocab_size = engine.core.info.vocab_size
         for case in cases:
             warm_up = Case(case.batch_size, case.input_len, _WARM_UP_STEPS)
-            engine.run(warm_up.requests(vocab_size, seed=1))
+            for seed in (1, 2):  # prompts of a size are recorded when they come again
+                engine.run(warm_up.requests(vocab_size, seed))
             profiles += profile_steps(engine, case.requests(vocab_size, seed=0))
     machine = name_machine()
     write_report(

@@ -90,8 +90,7 @@ def _timed_functions(core: Any) -> tuple[tuple[Any, str, str], ...]:
     return (
         (core.scheduler, "schedule", "schedule"),
         (model_runner, "build_batch_inputs", "build inputs"),
-        (runner, "_logits", "forward"),
-        (runner._decode, "logits", "forward"),
+        (runner._steps, "logits", "forward"),
         (runner._model, "logits", "logits"),
         (DecodeRows, "draw", "draw"),
         (model_runner, "draw_chunks", "draw"),

@@ -32,6 +32,11 @@ class BatchInputs:
     groups: tuple[AttentionMetadata, ...]
     asking: AskingTokens | None
 
+    @property
+    def num_asking(self) -> int:
+        """Tokens to compute logits of."""
+        return len(self.token_ids if self.asking is None else self.asking.rows)
+
 
 def build_batch_inputs(
     batch: ScheduledBatch,

@@ -12,7 +12,7 @@ from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.kv_cache_spec import LayerGroups, group_layers, spec_of
 from engine.runner import ModelInfo, StepCosts
-from engine.runtime.batch_inputs import BatchInputs, build_batch_inputs
+from engine.runtime.batch_inputs import build_batch_inputs
 from engine.runtime.device import resolve_device, used_bytes, wait_for
 from engine.runtime.drawing import DecodeRows, draw_chunks
 from engine.runtime.kv_pool import (
@@ -24,9 +24,8 @@ from engine.runtime.kv_pool import (
     log_pool,
 )
 from engine.runtime.loader import LoadedModel, load_model
-from engine.runtime.recorded_decode import RecordedDecode
+from engine.runtime.recorded_steps import RecordedSteps
 from engine.runtime.rows import Rows
-from kernels.paged_kv import PagedKv
 from kvstore.layout import KvLayout
 
 __all__ = ["ModelRunner"]
@@ -81,7 +80,7 @@ class ModelRunner:
         prompt_token_s = self._time_prompt_token()
         self._make_pools(free_bytes)
         self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
-        self._decode = RecordedDecode(self._model, self._kv_pool, self._layer_slots)
+        self._steps = RecordedSteps(self._model, self._kv_pool, self._layer_slots)
         self._rows = self._new_rows()
         self._decode_rows = DecodeRows.of((), self._rows, self._device)
         self._thread: ThreadPoolExecutor | None = None
@@ -101,7 +100,7 @@ class ModelRunner:
             self._decode_rows = DecodeRows.of(batch.decode_rows, self._rows, self._device)
         if not batch.num_tokens:
             return StepOutput(batch.step)
-        return self._run(batch, self._rows, self._decode_rows, self._kv_pool)
+        return self._run(batch, self._rows, self._decode_rows, self._steps)
 
     def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
         """Runs one step in the runner's thread, after those submitted before it."""
@@ -146,24 +145,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(
-        self, batch: ScheduledBatch, rows: Rows, decode: DecodeRows, kv_pool: torch.Tensor
+        self, batch: ScheduledBatch, rows: Rows, decode: DecodeRows, steps: RecordedSteps
     ) -> StepOutput:
         """Forward pass and draws."""
         block_size = self.info.layout.block_size
         inputs = build_batch_inputs(batch, rows, decode.ids, block_size, self._device)
         rows.advance(batch.chunks, decode.ids)
-        logits = self._logits(inputs, kv_pool) if batch.chunks else self._decode.logits(inputs)
+        logits = steps.logits(inputs)
         num_asking = len(logits) - len(decode.ids)
         contexts = inputs.groups[0].context_lens[len(batch.chunks) :].long()
         decoded, decoded_logprobs = decode.draw(logits[num_asking:], contexts)
         chunks = draw_chunks(logits[:num_asking], batch.chunks)
         rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
         return StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs)
-
-    def _logits(self, inputs: BatchInputs, kv_pool: torch.Tensor) -> torch.Tensor:
-        """`[num_asking, vocab]` float32."""
-        kv = PagedKv(kv_pool, inputs.groups, self._layer_slots, inputs.asking)
-        return self._model.logits(self._model(inputs.token_ids, inputs.positions, kv))
 
     def _run_dummy(self, num_tokens: int, max_seqs: int) -> int:
         """Runs a step of up to `num_tokens` tokens, all of whose KV goes to one block.
@@ -181,7 +175,8 @@ class ModelRunner:
         )
         batch = ScheduledBatch(0, chunks)
         pool = allocate_pool(1, layout, self._device)
-        self._run(batch, rows, DecodeRows.of((), rows, self._device), pool)
+        steps = RecordedSteps(self._model, pool, self._layer_slots)
+        self._run(batch, rows, DecodeRows.of((), rows, self._device), steps)
         return batch.num_tokens
 
     def _time_prompt_token(self) -> float:

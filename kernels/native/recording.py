@@ -156,25 +156,34 @@ class _Recorder:
     def finish(
         self, library: NativeKernels, arena: Arena, output: torch.Tensor
     ) -> RecordedStep | None:
-        if self._foreign:
+        if self._foreign or not self.commands:
             return None
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.kept}
         buffers = [_Buffer(start, storage.nbytes()) for start, storage in storages.items()]
         by_address = _ByAddress(buffers)
         uses = [use for use in self._uses(by_address) if not use[2].is_input]
-        result = by_address.holding(output.data_ptr())
-        # The arena gives results back row after row.
-        if result is None or result.is_input or not output.is_contiguous():
+        result = self._result(by_address, output)
+        if result is None:
             return None
-        result.last = len(self.commands)
         arena.reserve(_place([buffer for buffer in buffers if not buffer.is_input]))
         commands = np.frombuffer(b"".join(packed for _, packed in self.commands), np.int64)
         commands = commands.reshape(len(self.commands), -1).copy()
         for row, column, buffer in uses:
             commands[row, column] += buffer.offset - buffer.address
-        rows, columns = np.array([use[:2] for use in uses]).T
+        rows, columns = np.array([use[:2] for use in uses], np.intp).reshape(-1, 2).T
         offset = result.offset + output.data_ptr() - result.address
         return CommandList(library, commands, (rows, columns), arena, output, offset)
+
+    def _result(self, buffers: _ByAddress, output: torch.Tensor) -> _Buffer | None:
+        """What holds the output, and will to the end; None if the arena cannot give it back."""
+        if not output.numel():
+            return _Buffer(output.data_ptr(), 0)
+        buffer = buffers.holding(output.data_ptr())
+        # It gives results back row after row.
+        if buffer is None or buffer.is_input or not output.is_contiguous():
+            return None
+        buffer.last = len(self.commands)
+        return buffer
 
     def _uses(self, buffers: _ByAddress) -> list[tuple[int, int, _Buffer]]:
         """(command, field, buffer) of each pointer into a buffer; notes the buffers' lives."""

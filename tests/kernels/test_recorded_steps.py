@@ -163,6 +163,25 @@ def test_views_are_recorded(view, inference):
         assert torch.equal(step.run(), view(chain.run()))
 
 
+@native_only("others record nothing")
+def test_a_step_without_a_result_does_its_work():
+    case = make_case([(7, 1), (20, 1)], head_dim=8)
+    states, value = normal(2, 8, 8), normal(2, 2, 8, seed=1)
+    pool, nobody = case.pool.clone(), torch.empty(0, dtype=torch.int64)
+
+    def run():
+        query, key = states.split((6, 2), dim=1)
+        query = kernels.rotate_and_write_kv(query, key, value, case.kv_layer, case.meta)
+        return kernels.take_rows(query.flatten(1), nobody)
+
+    output, step = recorded(Arena(), run)
+    written = case.pool.clone()
+    case.pool.copy_(pool)
+    assert step.run().shape == output.shape == (0, 48)
+    assert torch.equal(case.pool.view(torch.int32), written.view(torch.int32))
+    assert not torch.equal(pool.view(torch.int32), written.view(torch.int32))
+
+
 def test_a_result_whose_rows_lie_apart_is_not_recorded():
     chain = Chain(3, torch.float32)
     output, step = kernels.record_step(CPU, Arena(), lambda: chain.run()[:, 3:9])

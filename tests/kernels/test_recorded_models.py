@@ -1,4 +1,4 @@
-"""Models whose steps that decode are recorded and run again give the bits they gave."""
+"""Models whose steps are recorded and run again give the bits they gave."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,17 +6,37 @@ import pytest
 import torch
 
 import kernels
-from engine.runtime import recorded_decode
-from engine.runtime.recorded_decode import RecordedDecode
+from engine.runtime import recorded_steps
+from engine.runtime.recorded_steps import RecordedSteps
 from tests.support.checkpoints import VARIANTS, prompt_of
 from tests.support.kernel_checks import IS_NATIVE, native_only
-from tests.support.paged_session import PagedSession, loaded
+from tests.support.paged_session import BLOCK_SIZE, PagedSession, loaded
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 1, 30, 8, 64, 17, 2, 40)]
 # Which sequences decode in each step: every size comes again, after smaller and larger ones.
 STEPS = [[0], list(range(8)), [3, 1, 2], [1], [7, 6, 5, 4, 3, 2, 1, 0], [0, 5, 6], [4], [2, 6]]
 STEPS += [[5, 7], list(range(8)), [6], [1, 3, 5], [2, 4]]
 NUM_SIZES = len({len(step) for step in STEPS})
+
+# Chunks of prompts: each step (sequence, number of tokens), and the indices of those that ask.
+# Sizes come again with other sequences, more of them, other contexts, behind cached prefixes,
+# beside sequences that decode.
+CHUNK_STEPS = [
+    ([(0, 40)], []),
+    ([(1, 24), (2, 16)], []),
+    ([(0, 39), (2, 1)], [0]),
+    ([(3, 20), (0, 1), (1, 19)], []),
+    ([(0, 1), (1, 38), (2, 1)], [0]),
+    ([(4, 40)], [0]),
+    ([(5, 25), (4, 1)], [0, 1]),
+    ([(3, 25), (4, 1)], [0, 1]),
+    ([(1, 1), (5, 25)], [0, 1]),
+    ([(0, 3), (1, 1), (2, 22)], [1, 2]),
+    ([(2, 40)], []),
+]
+SEQUENCE_LEN = 90
+# The first tokens of one sequence lie in the blocks of another.
+SHARED_PREFIXES = [(4, 0, 24), (5, 1, 16)]
 
 
 class CountingModel:
@@ -42,12 +62,17 @@ def decode_work(step, sequences):
 
 def recorder_of(session):
     model = CountingModel(session.model.model)
-    return model, RecordedDecode(model, session.pool, session.groups.slots)
+    return model, RecordedSteps(model, session.pool, session.groups.slots)
+
+
+def is_recorded(variant):
+    """Operations of torch are among those of OPT and GPT-2."""
+    return IS_NATIVE and not variant.startswith(("opt", "gpt2"))
 
 
 @torch.inference_mode()
-def decode_recorded(decode, session, work):
-    return decode.logits(session.inputs(work)).clone()
+def run_recorded(steps, session, work, asking=None):
+    return steps.logits(session.inputs(work, asking)).clone()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -57,13 +82,65 @@ def test_recorded_decoding_is_decoding(variant, dtype):
     model, decode = recorder_of(recorded)
     for step, sequences in enumerate(STEPS):
         work = decode_work(step, sequences)
-        logits = decode_recorded(decode, recorded, work)
+        logits = run_recorded(decode, recorded, work)
         assert logits.isfinite().all()
         assert torch.equal(logits, torch.cat(plain.step(work)))
     assert torch.equal(plain.pool.view(torch.int16), recorded.pool.view(torch.int16))
-    # Operations of torch are among those of OPT and GPT-2.
-    is_recorded = IS_NATIVE and not variant.startswith(("opt", "gpt2"))
-    assert model.num_runs == (NUM_SIZES if is_recorded else len(STEPS))
+    assert model.num_runs == (NUM_SIZES if is_recorded(variant) else len(STEPS))
+
+
+def chunk_session(variant, dtype):
+    session = PagedSession(loaded(variant, dtype), [SEQUENCE_LEN] * 6)
+    for sequence, other, num_tokens in SHARED_PREFIXES:
+        for tables in session.tables:
+            num_blocks = num_tokens // BLOCK_SIZE
+            tables[sequence][:num_blocks] = tables[other][:num_blocks]
+        session.done[sequence] = num_tokens
+    return session
+
+
+def chunk_work(session, step):
+    prompts = [prompt_of(SEQUENCE_LEN, seed) for seed in range(6)]
+    return [(i, prompts[i][session.done[i] :][:num_tokens]) for i, num_tokens in step]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_recorded_chunks_are_chunks(variant, dtype):
+    plain, recorded = chunk_session(variant, dtype), chunk_session(variant, dtype)
+    model, steps = recorder_of(recorded)
+    runs = []
+    for step, asking in CHUNK_STEPS:
+        expected = plain.step_asking(chunk_work(plain, step), asking)
+        logits = run_recorded(steps, recorded, chunk_work(recorded, step), asking)
+        assert logits.isfinite().all()
+        assert torch.equal(logits, expected)
+        runs.append(model.num_runs)
+    assert torch.equal(plain.pool.view(torch.int16), recorded.pool.view(torch.int16))
+    if is_recorded(variant):  # when it comes for the second time
+        assert runs == [1, 2, 3, 3, 4, 4, 5, 6, 6, 6, 6]
+
+
+@native_only("others record nothing")
+def test_long_steps_are_not_recorded(monkeypatch):
+    monkeypatch.setattr(recorded_steps, "_MAX_TOKENS", 8)
+    session = chunk_session("llama", "float32")
+    model, steps = recorder_of(session)
+    for num_tokens in (8, 8, 8, 9, 9, 9):
+        run_recorded(steps, session, chunk_work(session, [(0, num_tokens)]), [0])
+    assert model.num_runs == 2 + 3
+
+
+@native_only("others record nothing")
+def test_sizes_that_came_long_ago_came_never(monkeypatch):
+    monkeypatch.setattr(recorded_steps, "_MAX_SIZES_SEEN", 2)
+    session = chunk_session("llama", "float32")
+    model, steps = recorder_of(session)
+    runs = []
+    for num_tokens in (4, 5, 6, 4, 6, 6, 4, 4):
+        run_recorded(steps, session, chunk_work(session, [(0, num_tokens)]), [])
+        runs.append(model.num_runs)
+    assert runs == [1, 2, 3, 4, 5, 5, 6, 6]
 
 
 def test_what_cannot_be_recorded_is_tried_once(monkeypatch):
@@ -73,7 +150,7 @@ def test_what_cannot_be_recorded_is_tried_once(monkeypatch):
     record = kernels.record_step
     monkeypatch.setattr(kernels, "record_step", lambda *a: tries.append(1) or record(*a))
     for step, sequences in enumerate(STEPS):
-        decode_recorded(decode, session, decode_work(step, sequences))
+        run_recorded(decode, session, decode_work(step, sequences))
     assert len(tries) == 1
     assert not decode._recordings
     assert model.num_runs == len(STEPS)
@@ -81,13 +158,13 @@ def test_what_cannot_be_recorded_is_tried_once(monkeypatch):
 
 @native_only("others record nothing")
 def test_the_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
-    monkeypatch.setattr(recorded_decode, "_MAX_RECORDINGS", 2)
+    monkeypatch.setattr(recorded_steps, "_MAX_RECORDINGS", 2)
     plain, session = prefilled("llama", "float32"), prefilled("llama", "float32")
     model, decode = recorder_of(session)
     runs = []
     for step, num_rows in enumerate((1, 2, 1, 3, 1, 2, 3)):
         work = decode_work(step, range(num_rows))
-        assert torch.equal(decode_recorded(decode, session, work), torch.cat(plain.step(work)))
+        assert torch.equal(run_recorded(decode, session, work), torch.cat(plain.step(work)))
         runs.append(model.num_runs)
     assert runs == [1, 2, 2, 3, 3, 4, 5]
 
@@ -99,11 +176,11 @@ def test_a_sequence_that_is_not_finite_spoils_no_other(variant):
     everyone = list(range(8))
     for step in range(2):
         work = decode_work(step, everyone)
-        assert torch.equal(decode_recorded(decode, recorded, work), torch.cat(plain.step(work)))
+        assert torch.equal(run_recorded(decode, recorded, work), torch.cat(plain.step(work)))
     for tables in recorded.tables:
         recorded.pool[tables[5]] = torch.nan
     work = decode_work(2, everyone)
-    logits, expected = decode_recorded(decode, recorded, work), torch.cat(plain.step(work))
+    logits, expected = run_recorded(decode, recorded, work), torch.cat(plain.step(work))
     assert logits[5].isnan().all()
     others = [row for row in everyone if row != 5]
     assert torch.equal(logits[others], expected[others])
@@ -119,7 +196,7 @@ def test_engines_of_one_process_record_and_run_at_once():
         for step, sequences in enumerate(STEPS):
             work = decode_work(step, sequences)
             if decodes:
-                yield decode_recorded(decode, session, work)
+                yield run_recorded(decode, session, work)
             else:
                 yield torch.cat(session.step(work))
 
