@@ -168,13 +168,16 @@ def record_step(
 ) -> tuple[torch.Tensor, RecordedStep | None]:
     """Runs a step and, where the device's kernels can, records it.
 
+    What the kernels give to `run` may be unset memory: a recorded step computes afterwards.
+
     Args:
         device: of the step.
         arena: of the recorded step.
-        run: computes the step from tensors that stay where they are.
+        run: computes the step from tensors that stay where they are. Is called again where the
+            step cannot be recorded.
 
     Returns:
-        What `run` returned, and the step, to be run again; None where steps are not recorded.
+        The result, and the step, to be run again; None where steps are not recorded.
     """
     return run(), None
 

@@ -20,8 +20,8 @@ __all__ = ["RecordedSteps"]
 
 _MAX_RECORDINGS = 256  # some hundred kilobytes each for a model of many layers
 _MAX_SIZES_SEEN = 256
-# Of a recorded step: while it is recorded, all that its commands hand to each other is held at
-# once, and the longer it is, the less of its time is Python's.
+# Of a recorded step: recordings keep as much memory as the largest of them computes in, and
+# the longer a step is, the less of its time is Python's.
 _MAX_TOKENS = 512
 
 _Size = tuple[int, int]  # tokens, and those of them that ask

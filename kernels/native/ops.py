@@ -292,7 +292,7 @@ def _take_rows(
 
 
 def _run(kind: CommandType, *fields: float, keep: tuple[torch.Tensor, ...]) -> None:
-    """Runs a command, and notes it if this thread records.
+    """Runs a command, or notes it if this thread records.
 
     Args:
         kind: of command.
@@ -300,8 +300,8 @@ def _run(kind: CommandType, *fields: float, keep: tuple[torch.Tensor, ...]) -> N
         keep: the tensors of the step that the command reads or writes.
     """
     packed = kind.pack(*fields)
-    _library().run(packed)
-    note_command(kind, packed, keep)
+    if not note_command(kind, packed, keep):
+        _library().run(packed)
 
 
 def _library() -> NativeKernels:

@@ -1,8 +1,9 @@
 """Records steps as lists of the library's commands.
 
-A step runs once through Python, and its commands are noted. What they hand to each other is
-laid out anew in an arena, as small as their lifetimes allow; from then on one call of the
-library runs them all, without Python and without its lock.
+A step goes once through Python, and its commands are noted instead of run. What they hand to
+each other is laid out anew in an arena, as small as their lifetimes allow; from then on one call
+of the library runs them all, without Python and without its lock. What the noted commands would
+have written stays untouched: memory that the system has promised, and never has to give.
 """
 
 from bisect import bisect_right, insort
@@ -70,35 +71,41 @@ class CommandList(RecordedStep):
 def record_commands(
     library: NativeKernels, arena: Arena, run: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, RecordedStep | None]:
-    """Runs a step and records it.
+    """Records a step and runs it.
 
     Args:
         library: what runs its commands.
         arena: of the recorded step.
-        run: computes the step from tensors that stay where they are.
+        run: computes the step from tensors that stay where they are. Is called again if the
+            step cannot be recorded.
 
     Returns:
-        What `run` returned; the step, None if anything but commands of the library
-        computed in it.
+        The result; the step, None if anything but commands of the library computed in it.
     """
     recorder = _Recorder()
     with recorder.recording():
         output = run()
-    return output, recorder.finish(library, arena, output)
+    step = recorder.finish(library, arena, output)
+    return (run(), None) if step is None else (step.run(), step)
 
 
-def note_command(kind: CommandType, packed: bytes, tensors: Sequence[torch.Tensor]) -> None:
-    """Notes a command that was run, if this thread records.
+def note_command(kind: CommandType, packed: bytes, tensors: Sequence[torch.Tensor]) -> bool:
+    """Notes a command if this thread records: then it shall not be run.
 
     Args:
         kind: of command.
         packed: the command.
         tensors: of the step that it reads or writes.
+
+    Returns:
+        Whether this thread records.
     """
     recorder: _Recorder | None = getattr(_active, "recorder", None)
-    if recorder is not None:
-        recorder.commands.append((kind, packed))
-        recorder.kept.extend(tensors)
+    if recorder is None:
+        return False
+    recorder.commands.append((kind, packed))
+    recorder.kept.extend(tensors)
+    return True
 
 
 @dataclass(slots=True)

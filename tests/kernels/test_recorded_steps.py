@@ -19,22 +19,22 @@ class Chain:
 
     def __init__(self, num_rows, dtype, seed=0):
         self.hidden = normal(num_rows, 48, dtype=dtype, seed=seed)
-        self._up = filled_weight(normal(80, 48, dtype=dtype, seed=1) / 7)
+        self.up = filled_weight(normal(80, 48, dtype=dtype, seed=1) / 7)
         self._gate = filled_weight(normal(96, 80, dtype=dtype, seed=2) / 9, WeightUse.GATED_LINEAR)
         self._norm = normal(48, dtype=dtype, seed=3)
 
     def run(self):
-        wide = kernels.linear(self.hidden, self._up)
+        wide = kernels.linear(self.hidden, self.up)
         gated = kernels.linear_silu_and_mul(wide, self._gate)
         first = kernels.rms_norm(gated, self._norm, 1e-6)
-        again = kernels.linear(first, self._up, None, wide)[:, 16:64]  # rows that lie apart
+        again = kernels.linear(first, self.up, None, wide)[:, 16:64]  # rows that lie apart
         return kernels.rms_norm(again, self._norm, 1e-6)
 
 
 def recorded(arena, run):
     output, step = kernels.record_step(CPU, arena, run)
     assert step is not None
-    return output, step
+    return output.clone(), step
 
 
 @native_only("others record nothing")
@@ -109,10 +109,25 @@ def test_an_input_that_a_step_turns_in_place_is_read_where_it_is():
         return kernels.paged_attention(turned, case.kv_layer, case.meta, scale=0.3)
 
     given = qkv.clone()
-    expected, step = kernels.record_step(CPU, Arena(), run)
-    assert step is not None
+    expected = run()
+    qkv.copy_(given)
+    output, step = recorded(Arena(), run)
+    assert torch.equal(output, expected)
     qkv.copy_(given)
     assert torch.equal(step.run(), expected)
+
+
+@native_only("others record nothing")
+def test_memory_that_recorded_commands_would_write_is_not_touched(poisoned_memory):
+    chain, norm, written = Chain(5, torch.float32), torch.ones(80), []
+
+    def run():
+        written.append(kernels.linear(chain.hidden, chain.up))
+        return kernels.rms_norm(written[-1], norm, 1e-6)
+
+    output, _ = recorded(Arena(), run)
+    assert written[0].isnan().all()
+    assert torch.equal(output, run())
 
 
 FOREIGN = [
