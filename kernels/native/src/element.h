@@ -8,11 +8,23 @@
 
 namespace baton {
 
+#if defined(__AVX512BF16__)
+// Elements of two vectors of 32 in turn: 0, 32, 1, 33 ...
+struct InTurn {
+  alignas(64) uint16_t places[64];
+  constexpr InTurn() : places() {
+    for (int i = 0; i < 64; ++i) places[i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
+  }
+};
+constexpr InTurn kInTurn;
+#endif
+
 struct Float32 {
   using Stored = float;
   using Operand = float;  // a group of the left side, ready to be broadcast
   struct Columns {        // a group of kLanes columns of the right side
     Floats values;
+    Columns() = default;
     explicit Columns(const uint32_t* words) : values(load<Floats>(words)) {}
   };
   static constexpr int kGroup = 1;
@@ -29,6 +41,11 @@ struct Float32 {
   static Floats multiply_add(Floats sum, const Columns& columns, Operand operand) {
     return sum + columns.values * broadcast(operand);
   }
+  // 2 * kLanes columns of a group whose elements lie in one row each.
+  static void interleave(const Stored* row, const Stored*, Columns& first, Columns& second) {
+    first.values = load<Floats>(row);
+    second.values = load<Floats>(row + kLanes);
+  }
 };
 
 struct Bfloat16 {
@@ -44,6 +61,7 @@ struct Bfloat16 {
   using Operand = uint32_t;
   struct Columns {
     __m512bh values;
+    Columns() = default;
     explicit Columns(const uint32_t* words) : values((__m512bh)_mm512_loadu_si512(words)) {}
   };
   static Operand operand(const Stored* group) {
@@ -58,12 +76,20 @@ struct Bfloat16 {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, columns.values,
                                     (__m512bh)_mm512_set1_epi32(static_cast<int>(operand)));
   }
+  static void interleave(const Stored* even, const Stored* odd, Columns& first,
+                             Columns& second) {
+    const auto a = load<__m512i>(even), b = load<__m512i>(odd);
+    first.values = (__m512bh)_mm512_permutex2var_epi16(a, load<__m512i>(kInTurn.places), b);
+    second.values = (__m512bh)_mm512_permutex2var_epi16(a, load<__m512i>(kInTurn.places + 32), b);
+  }
 #else
   struct Operand {
     float first, second;
   };
   struct Columns {
     Floats first, second;
+    Columns() = default;
+    Columns(Floats of_first, Floats of_second) : first(of_first), second(of_second) {}
     explicit Columns(const uint32_t* words) {
       const Words pairs = load<Words>(words);
       first = (Floats)(pairs << 16);
@@ -77,6 +103,11 @@ struct Bfloat16 {
   static Floats multiply_add(Floats sum, const Columns& columns, Operand operand) {
     sum += columns.first * broadcast(operand.first);
     return sum + columns.second * broadcast(operand.second);
+  }
+  static void interleave(const Stored* even, const Stored* odd, Columns& first,
+                             Columns& second) {
+    first = {widen(load<Halves>(even)), widen(load<Halves>(odd))};
+    second = {widen(load<Halves>(even + kLanes)), widen(load<Halves>(odd + kLanes))};
   }
 #endif
 };

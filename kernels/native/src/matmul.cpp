@@ -9,6 +9,9 @@
 namespace baton {
 namespace {
 
+// Of packed operands that all panels meet before the next ones do: they stay in the second-level
+// cache, beside two panels.
+constexpr int64_t kBlockBytes = 256 << 10;
 constexpr int64_t kRowsPerTask = 8;  // that are taken out of a matrix
 
 template <class E>
@@ -138,12 +141,37 @@ class Epilogue {
   const Linear& job_;
 };
 
-// The next panel is fetched while this one is multiplied, by one tile or by halves by two.
-Ahead next_panel(const uint32_t* panel, int64_t panel_words, int64_t tile, int64_t num_tiles) {
-  if (num_tiles == 1) return {panel + panel_words, kPanelColumns};
-  if (tile < 2) return {panel + panel_words + tile * (panel_words / 2), kLineWords};
-  return {panel, 0};
-}
+// A panel of weights that brings the next one into the second-level cache as it goes.
+template <class E>
+class WeightPanel {
+ public:
+  // The next panel, `ahead` words on, is fetched by the one tile, or by halves by the first two
+  // of several. 0: there is none.
+  WeightPanel(const uint32_t* words, int64_t ahead, int64_t tile, int64_t num_tiles)
+      : panel_(words), ahead_(words), step_(0) {
+    if (ahead == 0 || tile > 1) return;
+    ahead_ = words + ahead + tile * (ahead / 2);
+    step_ = num_tiles == 1 ? kPanelColumns : kLineWords;
+  }
+
+  WeightPanel from_column(int column) const {
+    WeightPanel panel = *this;
+    panel.panel_ = panel_.from_column(column);
+    return panel;
+  }
+
+  void next(typename E::Columns& first, typename E::Columns& second) {
+    panel_.next(first, second);
+    __builtin_prefetch(ahead_, 0, 2);
+    __builtin_prefetch(ahead_ + kLineWords, 0, 2);
+    ahead_ += step_;
+  }
+
+ private:
+  PackedPanel<E> panel_;
+  const uint32_t* ahead_;
+  int64_t step_;
+};
 
 template <class E>
 void run_linear(const Linear& job, Workers& workers) {
@@ -162,18 +190,26 @@ void run_linear(const Linear& job, Workers& workers) {
   const Epilogue<E> finish(job);
   const int64_t panel_words = num_groups * kPanelColumns;
   const int64_t num_panels = (job.out_features + width - 1) / width;
-  workers.pool.run_ranges(num_panels, [&](int64_t begin, int64_t end, int) {
+  const int64_t block_tiles =
+      std::max<int64_t>(2, kBlockBytes / (kTileRows * num_groups * int64_t{sizeof(Operand)}));
+  const auto multiply = [&](int64_t first_tile, int64_t last_tile, int64_t panel, bool is_last) {
     alignas(64) float sums[kTileRows * kPanelColumns];
-    for (int64_t panel = begin; panel < end; ++panel) {
-      const uint32_t* words = job.weight + panel * panel_words;
-      for (int64_t tile = 0; tile < tiling.num_tiles; ++tile) {
-        const int64_t start = tiling.start(tile);
-        const int rows = tiling.rows(tile);
-        const Ahead ahead = panel + 1 < end ? next_panel(words, panel_words, tile, tiling.num_tiles)
-                                            : Ahead{words, 0};
-        tile_function<E, kPackedRows, 1>(rows)(operands + start * num_groups, words, num_groups,
-                                               sums, kPanelColumns, nullptr, ahead);
-        finish(sums, start, rows, panel);
+    const uint32_t* words = job.weight + panel * panel_words;
+    for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+      const int64_t start = tiling.start(tile);
+      const int rows = tiling.rows(tile);
+      const WeightPanel<E> weights(words, is_last ? 0 : panel_words, tile - first_tile,
+                                   last_tile - first_tile);
+      tile_function<E, WeightPanel<E>, kPackedRows, 1>(rows)(
+          operands + start * num_groups, weights, num_groups, sums, kPanelColumns, nullptr);
+      finish(sums, start, rows, panel);
+    }
+  };
+  workers.pool.run_ranges(num_panels, [&](int64_t begin, int64_t end, int) {
+    for (int64_t first = 0; first < tiling.num_tiles; first += block_tiles) {
+      const int64_t last = std::min(first + block_tiles, tiling.num_tiles);
+      for (int64_t panel = begin; panel < end; ++panel) {
+        multiply(first, last, panel, panel + 1 == end);
       }
     }
   });

@@ -17,24 +17,40 @@ constexpr int kTileRows = 12;
 constexpr int kTileRows = 4;
 #endif
 
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
 // Where a tile's left operands are: group g of row r at `first[g * group_stride + r * row_stride]`.
 // Rows packed side by side have group_stride kPackedRows: the tile's own number of rows.
 constexpr int kPackedRows = 0;
 
-// What a tile brings into the second-level cache as it goes: `step` words further each group.
-struct Ahead {
-  const uint32_t* words;
-  int64_t step;
+// A panel of packed words, [groups][32], from its first group on. See `multiply_tile`.
+template <class E>
+class PackedPanel {
+ public:
+  explicit PackedPanel(const uint32_t* words) : words_(words) {}
+
+  PackedPanel from_column(int column) const { return PackedPanel(words_ + column); }
+
+  // The next group of 2 * kLanes columns.
+  void next(typename E::Columns& first, typename E::Columns& second) {
+    first = typename E::Columns(words_);
+    second = typename E::Columns(words_ + kLanes);
+    words_ += kPanelColumns;
+  }
+
+ private:
+  const uint32_t* words_;
 };
 
 // out[r][c] = (out[r][c] * scales[r], or 0) + sum over g of left[g][r] * panel[g][c]
 //
-// Each sum runs in the order of g, whatever the number of rows: a row's result does not
-// depend on its neighbours.
-template <class E, int rows, int group_stride, int row_stride>
-inline void multiply_tile(const typename E::Operand* left, const uint32_t* panel,
-                          int64_t num_groups, float* out, int64_t out_stride,
-                          const float* scales, Ahead ahead) {
+// Each sum runs in the order of g, whatever the number of rows and wherever the panel's columns
+// come from: a row's result does not depend on its neighbours.
+template <class E, class Panel, int rows, int group_stride, int row_stride>
+inline void multiply_tile(const typename E::Operand* left, Panel panel, int64_t num_groups,
+                          float* out, int64_t out_stride, const float* scales) {
   constexpr int kVectors = 2;
   constexpr int kStride = group_stride == kPackedRows ? rows : group_stride;
   for (int column = 0; column < kPanelColumns; column += kVectors * kLanes) {
@@ -47,21 +63,18 @@ inline void multiply_tile(const typename E::Operand* left, const uint32_t* panel
         sums[row][v] = scales ? load<Floats>(place) * broadcast(scales[row]) : Floats{};
       }
     }
-    const uint32_t* words = panel + column;
+    Panel columns = panel.from_column(column);
     const typename E::Operand* operands = left;
 #pragma GCC unroll 2
     for (int64_t group = 0; group < num_groups; ++group) {
-      const typename E::Columns first(words), second(words + kLanes);
-      __builtin_prefetch(ahead.words, 0, 2);
-      __builtin_prefetch(ahead.words + kLineWords, 0, 2);
-      ahead.words += ahead.step;
+      typename E::Columns first, second;
+      columns.next(first, second);
 #pragma GCC unroll 16
       for (int row = 0; row < rows; ++row) {
         const typename E::Operand operand = operands[row * row_stride];
         sums[row][0] = E::multiply_add(sums[row][0], first, operand);
         sums[row][1] = E::multiply_add(sums[row][1], second, operand);
       }
-      words += kPanelColumns;
       operands += kStride;
     }
 #pragma GCC unroll 16
@@ -74,21 +87,21 @@ inline void multiply_tile(const typename E::Operand* left, const uint32_t* panel
   }
 }
 
-template <class E>
-using TileFunction = void (*)(const typename E::Operand*, const uint32_t*, int64_t, float*,
-                              int64_t, const float*, Ahead);
+template <class E, class Panel>
+using TileFunction = void (*)(const typename E::Operand*, Panel, int64_t, float*, int64_t,
+                              const float*);
 
-template <class E, int group_stride, int row_stride, int... counts>
-inline TileFunction<E> tile_function(int rows, std::integer_sequence<int, counts...>) {
-  static constexpr TileFunction<E> functions[] = {
-      multiply_tile<E, counts + 1, group_stride, row_stride>...};
+template <class E, class Panel, int group_stride, int row_stride, int... counts>
+inline TileFunction<E, Panel> tile_function(int rows, std::integer_sequence<int, counts...>) {
+  static constexpr TileFunction<E, Panel> functions[] = {
+      multiply_tile<E, Panel, counts + 1, group_stride, row_stride>...};
   return functions[rows - 1];
 }
 
 // The tile function for 1 <= rows <= kTileRows.
-template <class E, int group_stride, int row_stride>
-inline TileFunction<E> tile_function(int rows) {
-  return tile_function<E, group_stride, row_stride>(
+template <class E, class Panel, int group_stride, int row_stride>
+inline TileFunction<E, Panel> tile_function(int rows) {
+  return tile_function<E, Panel, group_stride, row_stride>(
       rows, std::make_integer_sequence<int, kTileRows>{});
 }
 
