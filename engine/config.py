@@ -5,7 +5,9 @@ vLLM where they mean the same.
 """
 
 import math
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigurationError
@@ -39,6 +41,9 @@ class EngineConfig:
     )
     device: str = _flag("auto", "torch device; auto is cuda where there is one, else cpu")
     num_threads: int | None = _flag(None, "CPU threads for compute (default: the cores it may use)")
+    turns_folder: str | None = _flag(
+        None, "a folder; on CPUs, workers of one machine that are given the same compute in turn"
+    )
     block_size: int = _flag(16, "tokens per KV block")
     max_model_len: int | None = _flag(
         None, "most prompt and generated tokens together (default: the model's)"
@@ -102,6 +107,7 @@ class EngineConfig:
             raise _bad_flag("swap_space", self.swap_space, ">= 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise _bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        _check_turns_folder(self.turns_folder)
         if self.role == "prefill" and self.kv_connector is None:
             raise ConfigurationError("a prefill engine needs --kv-connector to hand KV over")
 
@@ -137,6 +143,12 @@ _POSITIVE = (
     "max_num_partial_prefills",
 )
 _POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s")
+
+
+def _check_turns_folder(path: str | None) -> None:
+    if path is None or (path and Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)):
+        return
+    raise _bad_flag("turns_folder", path, "a folder that exists, which this process may write to")
 
 
 def _bad_flag(name: str, value: object, limit: str) -> ConfigurationError:

@@ -26,6 +26,7 @@ from engine.runtime.kv_pool import (
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.recorded_steps import RecordedSteps
 from engine.runtime.rows import Rows
+from engine.runtime.turns import Turns
 from kvstore.layout import KvLayout
 
 __all__ = ["ModelRunner"]
@@ -70,16 +71,18 @@ class ModelRunner:
         self._device = resolve_device(config.device)
         if self._device.type == "cpu":
             kernels.set_num_threads(config.num_threads or kernels.default_num_threads())
+        self._turns = Turns(config.turns_folder if self._device.type == "cpu" else None)
         used_by_others = used_bytes(self._device)
         loaded = load_model(config.model, config.dtype, self._device, progress=progress)
         self._model = loaded.model
         groups = group_layers(loaded.sliding_windows)
         self._layer_slots = groups.slots
         self.info = _model_info(loaded, groups, config)
-        free_bytes = self.profile(used_by_others)
-        prompt_token_s = self._time_prompt_token()
-        self._make_pools(free_bytes)
-        self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
+        with self._turns.mine():  # else what is timed is a neighbour's step too
+            free_bytes = self.profile(used_by_others)
+            prompt_token_s = self._time_prompt_token()
+            self._make_pools(free_bytes)
+            self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
         self._steps = RecordedSteps(self._model, self._kv_pool, self._layer_slots)
         self._rows = self._new_rows()
         self._decode_rows = DecodeRows.of((), self._rows, self._device)
@@ -100,7 +103,8 @@ class ModelRunner:
             self._decode_rows = DecodeRows.of(batch.decode_rows, self._rows, self._device)
         if not batch.num_tokens:
             return StepOutput(batch.step)
-        return self._run(batch, self._rows, self._decode_rows, self._steps)
+        with self._turns.mine():
+            return self._run(batch, self._rows, self._decode_rows, self._steps)
 
     def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
         """Runs one step in the runner's thread, after those submitted before it."""
@@ -109,9 +113,10 @@ class ModelRunner:
         return self._thread.submit(self.execute, batch)
 
     def close(self) -> None:
-        """Waits for what was submitted and ends the thread. Idempotent."""
+        """Waits for what was submitted, ends the thread, takes no more turns. Idempotent."""
         if self._thread is not None:
             self._thread.shutdown()
+        self._turns.close()
 
     def profile(self, used_by_others: int) -> int | None:
         """Runs a dummy step before there is a pool.

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ def test_no_flags_give_the_defaults():
     assert _parse("--model", "m") == EngineConfig(model="m")
 
 
-def test_every_field_can_be_given():
+def test_every_field_can_be_given(tmp_path):
     config = EngineConfig(
         model="folder/m",
         served_model_name="name",
@@ -36,6 +37,7 @@ def test_every_field_can_be_given():
         dtype="bfloat16",
         device="cpu",
         num_threads=3,
+        turns_folder=str(tmp_path),
         block_size=8,
         max_model_len=100,
         max_num_seqs=5,
@@ -93,6 +95,17 @@ def test_the_model_is_required(capsys):
 def test_ranges_are_checked_by_the_config():
     with pytest.raises(ConfigurationError, match="--block-size is 0; it must be >= 1"):
         _parse("--model", "m", "--block-size", "0")
+
+
+@pytest.mark.parametrize("path", ["", "absent", "file", "read-only"])
+def test_turns_need_a_folder_to_write_to(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "read-only").mkdir(mode=0o500)
+    if path == "read-only" and os.access(tmp_path / path, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    with pytest.raises(ConfigurationError, match=f"--turns-folder is '{path}'; it must be a folder"):
+        _parse("--model", "m", "--turns-folder", path)
 
 
 def test_omitted_fields_have_no_flag_and_take_overrides(capsys):

@@ -1,0 +1,81 @@
+"""`python -m tests.support.turn_taker FOLDER`: takes turns as an engine does, as told on stdin.
+
+take            waits for a turn and says "taken"
+give            ends the turn and says "given"
+steps N FILE    takes N turns, writes its pid to FILE in each, and says "done". A turn lasts
+                until someone else is next, or has had all of theirs.
+fork            leaves a child behind that lives until stdin ends; says its pid
+"""
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from engine.runtime.turns import Turns
+
+__all__ = ["is_held", "wait_until"]
+
+_DEADLINE_S = 60
+
+
+def is_held(path: Path) -> bool:
+    """Whether any process has locked the file."""
+    with path.open("rb") as file:  # closing it ends the lock that this may get
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come"
+        os.sched_yield()
+
+
+def _main(folder: Path) -> None:
+    turns, turn = Turns(str(folder), longest_turn_s=_DEADLINE_S), ExitStack()
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "take":
+            turn.enter_context(turns.mine())
+            _say("taken")
+        elif command == "give":
+            turn.close()
+            _say("given")
+        elif command == "steps":
+            _take_steps(turns, folder, int(arguments[0]), Path(arguments[1]))
+            _say("done")
+        elif command == "fork":
+            child = os.fork()
+            if not child:
+                sys.stdin.read()
+                os._exit(0)
+            _say(str(child))
+
+
+def _take_steps(turns: Turns, folder: Path, count: int, order: Path) -> None:
+    for _ in range(count):
+        with turns.mine():
+            with order.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            wait_until(lambda: is_held(folder / "next") or _others_are_done(order, count))
+
+
+def _others_are_done(order: Path, count: int) -> bool:
+    pids = [int(line) for line in order.read_text().split()]
+    return len(pids) - pids.count(os.getpid()) == count
+
+
+def _say(word: str) -> None:
+    print(word, flush=True)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
