@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from baton.up.cluster import ClusterConfig, ClusterPlan, plan_cluster, start_server, stop_in_order
 from baton.up.supervisor import SupervisedProcess
+from baton.up.turns_folder import taking_turns
 
 __all__ = ["running_cluster"]
 
@@ -18,16 +19,17 @@ async def running_cluster(config: ClusterConfig) -> AsyncGenerator[ClusterPlan, 
     Raises:
         ConfigurationError: a process ended before it served.
     """
-    plan = plan_cluster(config)
-    servers = (*plan.workers, plan.router)
-    processes = [SupervisedProcess(server.spec, _write_line) for server in servers]
-    *workers, router = zip(servers, processes, strict=True)
-    try:
-        await asyncio.gather(*(start_server(*worker) for worker in workers))
-        await start_server(*router)
-        yield plan
-    finally:
-        await stop_in_order(processes)
+    with taking_turns(config) as with_turns:
+        plan = plan_cluster(with_turns)
+        servers = (*plan.workers, plan.router)
+        processes = [SupervisedProcess(server.spec, _write_line) for server in servers]
+        *workers, router = zip(servers, processes, strict=True)
+        try:
+            await asyncio.gather(*(start_server(*worker) for worker in workers))
+            await start_server(*router)
+            yield plan
+        finally:
+            await stop_in_order(processes)
 
 
 def _write_line(line: str) -> None:

@@ -58,7 +58,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     )
     add_workload_args(parser)
     add_rated_arrival_args(parser)
-    add_engine_args(parser, omit=("model", "role", "kv_connector"))
+    add_engine_args(parser, omit=("model", "role", "kv_connector", "turns_folder"))
     add_output_args(parser)
 
 

@@ -4,7 +4,8 @@ import argparse
 import asyncio
 import shlex
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from baton.cli.generate import DEFAULT_ADDRESS, print_stream
 from baton.cli.unread_output import discard_unread_output
@@ -13,6 +14,7 @@ from baton.demo import DEMO_PROMPT, demo_model_path
 from baton.sampling_params import SamplingParams
 from baton.up.cluster import ClusterConfig, ClusterPlan, plan_cluster, run_cluster
 from baton.up.embedded_store import embedded_store
+from baton.up.turns_folder import taking_turns
 from engine.cli_args import add_engine_args, engine_config_from_args
 from rpc.server_config import ServerConfig
 
@@ -57,7 +59,13 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         choices=("debug", "info", "warning", "error"),
         help="of every process (default: %(default)s)",
     )
-    add_engine_args(parser, omit=("model", "role", "kv_connector"))
+    parser.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="workers on the CPU compute one at a time, in turn (default: %(default)s)",
+    )
+    add_engine_args(parser, omit=("model", "role", "kv_connector", "turns_folder"))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -65,11 +73,19 @@ def main(args: argparse.Namespace) -> int:
     that die. Ctrl-C stops everything: the router first, then the workers.
     Engine flags go to every worker.
     """
-    store = nullcontext(args.kv_connector) if args.kv_connector else embedded_store()
-    with store as kv_connector:
-        plan = plan_cluster(_config_from_args(args, kv_connector))
+    with _running_config(args) as config:
+        plan = plan_cluster(config)
         asyncio.run(run_cluster(plan, _write_line, lambda: _greet(plan, args.demo)))
     return 0
+
+
+@contextmanager
+def _running_config(args: argparse.Namespace) -> Iterator[ClusterConfig]:
+    """What to run, with the folders that go with it."""
+    with ExitStack() as folders:
+        kv_connector = args.kv_connector or folders.enter_context(embedded_store())
+        config = _config_from_args(args, kv_connector)
+        yield folders.enter_context(taking_turns(config)) if args.turns else config
 
 
 def _config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterConfig:

@@ -74,12 +74,12 @@ async def running_up(*arguments: str, output: int = asyncio.subprocess.PIPE):
         if process.returncode is None:
             process.kill()
         await process.wait()
-        for folder in embedded_stores(process.pid):  # there are some after a kill
+        for folder in run_folders(process.pid):  # there are some after a kill
             shutil.rmtree(folder)
 
 
-def embedded_stores(pid: int) -> list[Path]:
-    """Folders of the stores of a `baton up`."""
+def run_folders(pid: int) -> list[Path]:
+    """Folders of a `baton up`: its store, and its workers' turns."""
     return list(Path("/dev/shm").glob(f"baton-up-{pid}-*"))
 
 
@@ -118,7 +118,7 @@ async def test_a_cluster_serves_heals_and_ends():
             result = await asyncio.to_thread(client.generate, PROMPT, GREEDY, timeout_s=60)
         assert list(result.token_ids) == expected
         assert result.timings.prefill_ms > 0
-        assert len(embedded_stores(up.process.pid)) == 1
+        assert len(run_folders(up.process.pid)) == 2
 
         children["decode_service"].send_signal(signal.SIGKILL)
         await up.read_until("decode-0 | starting again")
@@ -130,7 +130,7 @@ async def test_a_cluster_serves_heals_and_ends():
         assert await up.process.wait() == 0, output
         assert len(children) == 3
         assert_all_end(list(children.values()))
-        assert embedded_stores(up.process.pid) == []
+        assert run_folders(up.process.pid) == []
 
 
 async def test_make_run_streams_the_demo():
@@ -145,6 +145,21 @@ async def test_make_run_streams_the_demo():
         completion, figures = await client.communicate()
         assert client.returncode == 0, figures
         assert completion.strip()
+
+        folder = turns_folder_of_workers(up)
+        assert folder in run_folders(up.process.pid)
+        assert {file.name for file in folder.iterdir()} == {"next", "turn"}
+        up.process.send_signal(signal.SIGINT)
+        output = await up.read_to_end()
+        assert await up.process.wait() == 0, output
+        assert run_folders(up.process.pid) == []
+
+
+def turns_folder_of_workers(up: Up) -> Path:
+    children = up.children()
+    flags = [children[tier].cmdline() for tier in ("prefill_service", "decode_service")]
+    (folder,) = {flag[flag.index("--turns-folder") + 1] for flag in flags}
+    return Path(folder)
 
 
 async def test_a_cluster_whose_output_nobody_reads_serves_on(unread_pipe):

@@ -3,14 +3,18 @@
 import argparse
 import os
 import socket
+import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from baton.cli import up
 from baton.errors import ConfigurationError
 from baton.up.cluster import ClusterConfig, engine_flags, plan_cluster
 from baton.up.embedded_store import embedded_store
+from baton.up.turns_folder import taking_turns
 from decode_service.config import add_args as add_decode_args
 from decode_service.config import config_from_args as decode_config_from_args
 from engine.config import EngineConfig
@@ -137,14 +141,20 @@ def has_ipv6():
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("baton.up.embedded_store._SHARED_MEMORY", tmp_path)
+    use_as_shared_memory(monkeypatch, tmp_path)
     return tmp_path
+
+
+def use_as_shared_memory(monkeypatch, folder):
+    for module in ("run_folder", "embedded_store"):
+        monkeypatch.setattr(f"baton.up.{module}.SHARED_MEMORY", folder)
 
 
 def test_the_embedded_store_goes_with_the_cluster(shared_memory):
     with embedded_store() as url:
         folder = shared_memory / f"baton-{url.removeprefix('shm://')}"
-        (folder / "objects").mkdir(parents=True)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / "objects").mkdir()
     assert not folder.exists()
 
 
@@ -164,8 +174,50 @@ def test_what_a_killed_cluster_left_is_removed(shared_memory):
 
 
 def test_without_shared_memory_a_temporary_folder_serves(tmp_path, monkeypatch):
-    monkeypatch.setattr("baton.up.embedded_store._SHARED_MEMORY", tmp_path / "absent")
+    use_as_shared_memory(monkeypatch, tmp_path / "absent")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with embedded_store() as url:
         assert url.startswith(f"file://{tmp_path}/baton-up-")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_all_workers_on_the_cpu_are_given_one_folder_for_turns(device, shared_memory):
+    given = config(engine=replace(ENGINE, device=device))
+    with taking_turns(given) as taking:
+        assert replace(taking, engine=given.engine) == given
+        plan = plan_cluster(taking)
+        decode = [
+            decode_config_from_args(parse(add_decode_args, server.spec.arguments)).engine
+            for server in plan.decode
+        ]
+        prefill = [
+            prefill_config_from_args(parse(add_prefill_args, server.spec.arguments)).engine
+            for server in plan.prefill
+        ]
+        (folder,) = shared_memory.iterdir()
+        assert {engine.turns_folder for engine in decode + prefill} == {str(folder)}
+    assert list(shared_memory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"engine": replace(ENGINE, device="cuda")},
+        {"engine": replace(ENGINE, device="cuda:1")},
+        {"num_prefill": 0, "num_decode": 1},
+    ],
+)
+def test_workers_on_gpus_and_one_alone_take_no_turns(overrides, shared_memory):
+    given = config(**overrides)
+    with taking_turns(given) as taking:
+        assert taking is given
+        assert list(shared_memory.iterdir()) == []
+
+
+@pytest.mark.parametrize(("flags", "takes_turns"), [((), True), (("--no-turns",), False)])
+def test_turns_are_the_default_of_the_command(flags, takes_turns, shared_memory):
+    with up._running_config(parse(up.add_args, flags)) as running:
+        assert (running.engine.turns_folder is not None) == takes_turns
+        assert len(list(shared_memory.iterdir())) == 1 + takes_turns  # there is a store, too
+    assert list(shared_memory.iterdir()) == []
