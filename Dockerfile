@@ -20,7 +20,9 @@ RUN /opt/baton/bin/pip install .
 FROM python:3.11-slim
 COPY --from=builder /opt/baton /opt/baton
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1
-RUN useradd --create-home --uid 10001 baton
+# A volume that is mounted on /turns, see docker-compose.yml, gets this folder's owner.
+RUN useradd --create-home --uid 10001 baton \
+    && install --directory --owner=baton --mode=0700 /turns
 USER 10001
 WORKDIR /home/baton
 EXPOSE 50051

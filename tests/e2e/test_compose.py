@@ -39,7 +39,8 @@ def test_environment_chooses_model_port_and_memory():
     services = load_compose(
         {"BATON_MODEL": "/models/big", "BATON_PORT": "9", "BATON_REDIS_MEMORY": "1gb"}
     )
-    assert services["decode"]["volumes"] == ["/models/big:/model:ro"]
+    assert services["router"]["volumes"] == ["/models/big:/model:ro"]
+    assert services["decode"]["volumes"] == ["/models/big:/model:ro", "turns:/turns"]
     assert services["router"]["ports"] == ["9:50051"]
     assert "1gb" in services["redis"]["command"]
 
@@ -61,6 +62,15 @@ def test_the_image_checks_the_port_that_services_listen_on():
     assert re.search(r"^USER \d+$", dockerfile, re.MULTILINE), "runs as root"
 
 
+def test_workers_take_turns_in_a_folder_that_the_image_lets_them_write_to():
+    services = load_compose({})
+    for tier in ("prefill", "decode"):
+        assert "--turns-folder=/turns" in services[tier]["command"]
+        assert "turns:/turns" in services[tier]["volumes"]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"install --directory --owner=baton .*/turns$", dockerfile, re.MULTILINE)
+
+
 async def test_the_services_commands_make_a_cluster(tmp_path):
     with ComposeProcesses(tmp_path, {}) as services:
         try:
@@ -78,3 +88,4 @@ async def test_the_services_commands_make_a_cluster(tmp_path):
     assert first.token_ids == again.token_ids
     assert first.timings.prefill_ms > 0
     assert again.usage.cached_tokens > 0
+    assert {file.name for file in (tmp_path / "turns").iterdir()} == {"next", "turn"}

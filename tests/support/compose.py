@@ -1,8 +1,8 @@
 """Runs the services of `docker-compose.yml` as processes of this machine, by their own commands.
 
 Each service gets one process. Container names and ports become 127.0.0.1 and
-free ports; the model's mount becomes the folder that is mounted. Nothing else
-of a command changes.
+free ports; what is mounted becomes the folder that it is here. Nothing else of a
+command changes.
 """
 
 import json
@@ -82,10 +82,18 @@ class ComposeProcesses:
         for service, port in CONTAINER_PORTS.items():
             replaced = replaced.replace(f"/{service}:{port}", f"/{self.addresses[service]}")
         for volume in self._services[name].get("volumes", ()):
-            source, target, _ = volume.split(":")
+            source, target, *_ = volume.split(":")
             if replaced.endswith(f"={target}"):
-                replaced = replaced.removesuffix(target) + str((ROOT / source).resolve())
+                replaced = replaced.removesuffix(target) + str(self._mounted(source))
         return replaced
+
+    def _mounted(self, source: str) -> Path:
+        """The folder that is mounted: one of this machine, or a named volume's."""
+        if "/" in source:
+            return (ROOT / source).resolve()
+        volume = self._folder / source
+        volume.mkdir(exist_ok=True)
+        return volume
 
     def _port(self, name: str) -> str:
         return self.addresses[name].rpartition(":")[2]
