@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigurationError
-from benchmarks.machine import describe_machine, with_best_ceilings
+from benchmarks.machine import describe_machine, name_machine, rates_of, with_median_rates
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
 from benchmarks.peers.cases import CASE_NAMES
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigurationError(f"--repeats is {args.repeats}; it must be >= 1")
     setting = _setting(args)
     report: dict[str, Any] = {
-        "machine": describe_machine(num_threads=setting.num_threads),
+        "machine": name_machine(),
         "model": setting.model.name,
         "num_weights": num_weights(setting.model),
         "num_threads": setting.num_threads,
@@ -82,10 +82,18 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
     wanted = args.case or (*CASE_NAMES, _SPLIT)
     if cases := [name for name in CASE_NAMES if name in wanted]:
         engines = list(dict.fromkeys(args.engines.split(",")))
-        comparison = compare(engines, cases, setting, args.repeats, _tell)
-        # Again: on a machine that was disturbed at the start the floors would be none.
-        again = describe_machine(num_threads=setting.num_threads)
-        report["machine"] = with_best_ceilings(report["machine"], again)
+        # Beside each round: what memory gives changes with the neighbours on a shared host.
+        machines: list[dict[str, object]] = []
+        comparison = compare(
+            engines,
+            cases,
+            setting,
+            args.repeats,
+            _tell,
+            lambda: machines.append(describe_machine(num_threads=setting.num_threads)),
+        )
+        report["machine"] = with_median_rates(machines)
+        report["rates_by_round"] = [rates_of(machine) for machine in machines]
         report["engines"] = comparison.engines
         report["figures"] = summarize(
             comparison.runs,

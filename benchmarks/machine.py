@@ -2,14 +2,22 @@
 
 import os
 import platform
+import statistics
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from baton.machine_limits import usable_cores
 
-__all__ = ["describe_machine", "in_words", "name_machine", "with_best_ceilings"]
+__all__ = [
+    "describe_machine",
+    "in_words",
+    "name_machine",
+    "rates_of",
+    "with_best_ceilings",
+    "with_median_rates",
+]
 
 
 def name_machine() -> dict[str, object]:
@@ -54,8 +62,20 @@ def describe_machine(device: str = "cpu", num_threads: int | None = None) -> dic
 
 def with_best_ceilings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, object]:
     """A machine described twice: each of its rates as the better measurement has it."""
-    rates = {name: max(before[name], after[name]) for name in before if name.endswith("_per_s")}
-    return dict(before) | rates
+    return dict(before) | {name: max(before[name], after[name]) for name in rates_of(before)}
+
+
+def rates_of(machine: Mapping[str, Any]) -> dict[str, float]:
+    """What a machine does per second."""
+    return {name: value for name, value in machine.items() if name.endswith("_per_s")}
+
+
+def with_median_rates(machines: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """A machine described several times: each of its rates as the median has it."""
+    rates = [rates_of(machine) for machine in machines]
+    return dict(machines[0]) | {
+        name: statistics.median(own[name] for own in rates) for name in rates[0]
+    }
 
 
 def _cpu_name() -> str:

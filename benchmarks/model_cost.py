@@ -1,8 +1,9 @@
 """What a decoder's tokens cost in operations and bytes, and how long that takes at least. Pure.
 
 A lower bound: weights are read once per step, all of a run's steps are as full
-as its longest answer allows, a prefix that prompts share is computed once, and
-reading KV, norms and the sampler cost nothing.
+as its longest answer allows, a prefix that prompts share is computed once, only
+tokens that draw the next one go through the last layer, and the KV that the others
+leave there, reading KV, norms and the sampler cost nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,13 +33,15 @@ class ModelShape:
     """A decoder's size.
 
     Attributes:
-        num_body_weights: of its layers, which every token goes through.
+        num_body_weights: of its layers.
+        num_layers: how many these are, all of one size.
         num_head_weights: of the output projection, for tokens that draw the next one.
         num_attention_features: layers times query heads times the size of a head.
         bytes_per_weight: 2 in bfloat16.
     """
 
     num_body_weights: int
+    num_layers: int
     num_head_weights: int
     num_attention_features: int
     bytes_per_weight: int = 2
@@ -50,8 +53,9 @@ class ModelShape:
         head = config["vocab_size"] * width
         num_tables = 1 if config.get("tie_word_embeddings", False) else 2
         head_size = config.get("head_dim") or width // config["num_attention_heads"]
-        features = config["num_hidden_layers"] * config["num_attention_heads"] * head_size
-        return cls(num_weights - num_tables * head, head, features)
+        num_layers = config["num_hidden_layers"]
+        features = num_layers * config["num_attention_heads"] * head_size
+        return cls(num_weights - num_tables * head, num_layers, head, features)
 
 
 def token_floor_s(shape: ModelShape, ceilings: Ceilings) -> float:
@@ -79,14 +83,29 @@ def _step_bytes(shape: ModelShape) -> int:
     return shape.bytes_per_weight * (shape.num_body_weights + shape.num_head_weights)
 
 
-def _operations(requests: Sequence[BenchRequest], shape: ModelShape) -> int:
-    contexts = _contexts(requests)
-    num_drawn = sum(request.num_output_tokens for request in requests)
+def _operations(requests: Sequence[BenchRequest], shape: ModelShape) -> float:
+    drawing = _drawing_contexts(requests)
+    last_layer = 1 / shape.num_layers
     return (
-        2 * shape.num_body_weights * len(contexts)
-        + 2 * shape.num_head_weights * num_drawn
-        + 4 * shape.num_attention_features * sum(contexts)
+        (1 - last_layer) * _body_operations(_contexts(requests), shape)
+        + last_layer * _body_operations(drawing, shape)
+        + 2 * shape.num_head_weights * len(drawing)
     )
+
+
+def _body_operations(contexts: Sequence[int], shape: ModelShape) -> int:
+    """Of all layers, for tokens that attend to so many each."""
+    products = 2 * shape.num_body_weights * len(contexts)
+    return products + 4 * shape.num_attention_features * sum(contexts)
+
+
+def _drawing_contexts(requests: Sequence[BenchRequest]) -> list[int]:
+    """For each token that draws the next one, how many it attends to, itself included."""
+    contexts: list[int] = []
+    for request in requests:
+        length = len(request.prompt_token_ids)
+        contexts += range(length, length + request.num_output_tokens)
+    return contexts
 
 
 def _contexts(requests: Sequence[BenchRequest]) -> list[int]:

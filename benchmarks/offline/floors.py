@@ -54,6 +54,7 @@ def _shape_of(model: str, dtype: str) -> ModelShape:
     num_tables = 1 if config.tie_word_embeddings else 2
     return ModelShape(
         num_body_weights=num_weights(checkpoint.folder) - num_tables * head,
+        num_layers=config.num_layers,
         num_head_weights=head,
         num_attention_features=config.num_layers * config.num_heads * config.head_dim,
         bytes_per_weight=_DTYPE_BYTES[dtype],

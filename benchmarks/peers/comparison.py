@@ -42,8 +42,17 @@ def compare(
     setting: Setting,
     repeats: int,
     tell: Callable[[str], None],
+    before_round: Callable[[], None],
 ) -> Comparison:
-    """Measures `engines` on the cases; `tell` takes lines about the progress.
+    """Measures `engines` on the cases.
+
+    Args:
+        engines: their names.
+        case_names: of `build_cases`.
+        setting: what all of them run with.
+        repeats: rounds that count.
+        tell: takes lines about the progress.
+        before_round: see `take_turns`.
 
     Raises:
         ConfigurationError: an engine is unknown or not installed; told before anything starts.
@@ -61,7 +70,7 @@ def compare(
             tell(f"starting {launch.engine} ...")
             peer = stack.enter_context(PeerProcess(launch))
             peers[launch.engine], facts[launch.engine] = peer, _start(peer, first)
-        runs = take_turns(peers, cases, vocab_size, repeats, tell)
+        runs = take_turns(peers, cases, vocab_size, repeats, tell, before_round)
         for name, peer in peers.items():
             facts[name]["peak_memory_mib"] = round(peer.peak_memory_bytes / (1 << 20))
     tell("the reference's tokens ...")

@@ -46,6 +46,7 @@ def take_turns(
     vocab_size: int,
     repeats: int,
     tell: Callable[[str], None],
+    before_round: Callable[[], None],
 ) -> Runs:
     """Runs all cases `repeats` times, and once before that does not count.
 
@@ -55,9 +56,12 @@ def take_turns(
         vocab_size: of the model.
         repeats: rounds that count.
         tell: takes a line about each run.
+        before_round: called before each round that counts, while all are paused.
     """
     runs: Runs = {name: {case.name: [] for case in cases} for name in peers}
     for number in range(1 + repeats):
+        if number:
+            before_round()
         for case in cases:
             requests = requests_of_round(case, number, vocab_size)
             for name in _rotated(list(peers), number):

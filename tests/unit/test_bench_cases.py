@@ -7,7 +7,9 @@ from benchmarks.model_cost import Ceilings, ModelShape, step_floor_s
 from benchmarks.offline.cases import Case, RunTimes, make_cases, run_times, summarize
 from benchmarks.request import RequestRecord
 
-SHAPE = ModelShape(num_body_weights=900, num_head_weights=100, num_attention_features=10)
+SHAPE = ModelShape(
+    num_body_weights=900, num_layers=3, num_head_weights=100, num_attention_features=10
+)
 CEILINGS = Ceilings(read_bytes_per_s=1e6, operations_per_s=1e6)
 
 
@@ -64,8 +66,10 @@ def test_a_case_has_medians_and_floors():
     runs = [RunTimes(10, 1, 100), RunTimes(30, 3, 300), RunTimes(20, 2, 200)]
     result = summarize(Case(2, 4, 8), runs, SHAPE, CEILINGS)
     assert (result.prefill_ms, result.step_ms, result.output_tokens_per_s) == (20, 2, 200)
-    # Two prompts of 4 tokens, each attending to 1 + 2 + 3 + 4; two are drawn from.
-    operations = 2 * (900 * 8 + 100 * 2) + 4 * 10 * 2 * (1 + 2 + 3 + 4)
+    # Two prompts of 4 tokens, attending to 1, 2, 3, 4, go through two of three layers, and the
+    # last token of each through the third and the head.
+    two_layers = 2 * 600 * 8 + 4 * 10 * 2 / 3 * 2 * (1 + 2 + 3 + 4)
+    operations = two_layers + 2 * 300 * 2 + 4 * 10 / 3 * 2 * 4 + 2 * 100 * 2
     assert result.prefill_floor_ms == pytest.approx(1000 * operations / 1e6)
     # Half of the output adds 4 tokens to the context.
     assert result.step_floor_ms == pytest.approx(1000 * 2 * (2 * 1000 + 4 * 10 * 8) / 1e6)

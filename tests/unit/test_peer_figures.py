@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.machine import with_best_ceilings
+from benchmarks.machine import with_best_ceilings, with_median_rates
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
 from benchmarks.peers.agreement import first_difference, summarize_agreement
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
@@ -11,7 +11,9 @@ from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
 from benchmarks.peers.summary import summarize
 from benchmarks.request import BenchRequest
 
-SHAPE = ModelShape(num_body_weights=100, num_head_weights=10, num_attention_features=1)
+SHAPE = ModelShape(
+    num_body_weights=100, num_layers=2, num_head_weights=10, num_attention_features=1
+)
 BYTES_PER_STEP = 2 * 110
 NO_LIMIT = 1e30
 
@@ -76,6 +78,11 @@ def test_the_better_of_two_measurements_is_the_ceiling():
     assert with_best_ceilings(before, after) == before | {"read_gb_per_s": 30.0}
 
 
+def test_rates_measured_beside_each_round_come_to_their_medians():
+    machines = [{"cpu": "some", "read_gb_per_s": rate} for rate in (58.0, 35.0, 36.0)]
+    assert with_median_rates(machines) == {"cpu": "some", "read_gb_per_s": 36.0}
+
+
 def test_shape_of_a_checkpoint_counts_the_tables_apart():
     config = {
         "hidden_size": 8,
@@ -85,10 +92,10 @@ def test_shape_of_a_checkpoint_counts_the_tables_apart():
         "head_dim": 2,
         "tie_word_embeddings": False,
     }
-    assert ModelShape.of_config(config, 1080) == ModelShape(1000, 40, 24)
+    assert ModelShape.of_config(config, 1080) == ModelShape(1000, 3, 40, 24)
     del config["head_dim"]
     tied = ModelShape.of_config(config | {"tie_word_embeddings": True}, 1040)
-    assert tied == ModelShape(1000, 40, 24)
+    assert tied == ModelShape(1000, 3, 40, 24)
 
 
 def test_a_token_alone_reads_every_weight_but_the_embeddings():
@@ -96,8 +103,9 @@ def test_a_token_alone_reads_every_weight_but_the_embeddings():
 
 
 def test_floor_is_the_operations_where_these_take_longest():
-    # 3 prompt tokens and 1 of the 2 drawn go through the layers, attending to 1, 2, 3, 4.
-    operations = 2 * 100 * 4 + 2 * 10 * 2 + 4 * (1 + 2 + 3 + 4)
+    # 3 prompt tokens and 1 of the 2 drawn go through the first layer, attending to 1, 2, 3, 4;
+    # the last prompt token and the drawn one go through the second too.
+    operations = 100 * 4 + 2 * (1 + 2 + 3 + 4) + 100 * 2 + 2 * (3 + 4) + 2 * 10 * 2
     request = BenchRequest((7, 8, 9), num_output_tokens=2)
     assert floor_s([request], SHAPE, ceilings(operations=operations)) == 1
 
@@ -109,11 +117,11 @@ def test_floor_is_the_bytes_of_the_longest_answer_where_these_take_longest():
 
 def test_floor_computes_a_shared_prefix_once():
     alone = [BenchRequest((1, 2, 3), 1), BenchRequest((1, 2, 4), 1)]
-    # Tokens 1, 2, 3 at contexts 1, 2, 3, and token 4 at context 3.
-    operations = 2 * 100 * 4 + 2 * 10 * 2 + 4 * (1 + 2 + 3 + 3)
+    # Tokens 1, 2, 3 at contexts 1, 2, 3, and token 4 at context 3; two of them draw.
+    operations = 100 * 4 + 2 * (1 + 2 + 3 + 3) + 100 * 2 + 2 * (3 + 3) + 2 * 10 * 2
     assert floor_s(alone, SHAPE, ceilings(operations=operations)) == 1
     same_token_elsewhere = [BenchRequest((1, 2), 1), BenchRequest((3, 2), 1)]
-    operations = 2 * 100 * 4 + 2 * 10 * 2 + 4 * (1 + 2 + 1 + 2)
+    operations = 100 * 4 + 2 * (1 + 2 + 1 + 2) + 100 * 2 + 2 * (2 + 2) + 2 * 10 * 2
     assert floor_s(same_token_elsewhere, SHAPE, ceilings(operations=operations)) == 1
 
 

@@ -157,13 +157,16 @@ def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count
     peers = {name: FakePeer(name, log) for name in ("a", "b")}
     cases = [Case("x", [BenchRequest((1,), 1)], ()), Case("y", [BenchRequest((2,), 1)], ())]
     told = []
-    runs = take_turns(peers, cases, 1 << 20, repeats=2, tell=told.append)
+    runs = take_turns(
+        peers, cases, 1 << 20, repeats=2, tell=told.append, before_round=lambda: log.append("round")
+    )
     assert {name: {case: len(r) for case, r in own.items()} for name, own in runs.items()} == {
         "a": {"x": 2, "y": 2},
         "b": {"x": 2, "y": 2},
     }
     assert len(told) == 12
-    round_0, round_1, round_2 = log[:8], log[8:16], log[16:]
+    assert [index for index, entry in enumerate(log) if entry == "round"] == [8, 17]
+    round_0, round_1, round_2 = log[:8], log[9:17], log[18:]
     assert round_0 == [
         *[("a", "reset"), ("a", (1,)), ("b", "reset"), ("b", (1,))],
         *[("a", "reset"), ("a", (2,)), ("b", "reset"), ("b", (2,))],
@@ -172,7 +175,7 @@ def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count
     assert [name for name, _ in round_2] == ["a", "a", "b", "b"] * 2
     # All engines get the same tokens, which no other round has.
     assert [prompt for _, prompt in round_1[1::2]] == [(7920,), (7920,), (7921,), (7921,)]
-    assert len({prompt for _, prompt in log} - {"reset"}) == 6
+    assert len({prompt for _, prompt in round_0 + round_1 + round_2} - {"reset"}) == 6
 
 
 def test_an_engine_that_fails_is_paused_like_the_others():
@@ -180,9 +183,9 @@ def test_an_engine_that_fails_is_paused_like_the_others():
         def run(self, requests):
             raise PeerError("failed")
 
-    peer = FailingPeer("a", [])
+    peer, case = FailingPeer("a", []), Case("x", [BenchRequest((1,), 1)], ())
     with pytest.raises(PeerError):
-        take_turns({"a": peer}, [Case("x", [BenchRequest((1,), 1)], ())], 9, 1, lambda line: None)
+        take_turns({"a": peer}, [case], 9, 1, lambda line: None, lambda: None)
     assert peer._is_paused
 
 
