@@ -108,9 +108,11 @@ def test_one_thread_steps_two_engines_that_take_turns(make):
     assert [request.drawn for request in requests] == [expected, expected]
 
 
-def test_what_closed_no_longer_takes_turns(make, tmp_path):
-    runner = make()
+def test_what_is_closed_waits_for_nobody(make, tmp_path, caplog):
+    runner, neighbour = make(), Turns(str(tmp_path))
     runner.close()
     runner.close()
-    with Turns(str(tmp_path)).mine():
+    with neighbour.mine():
         assert len(runner.execute(step_with_prompt(1)).chunks) == 1
+    assert caplog.records == []  # it was not given up on, either
+    neighbour.close()
