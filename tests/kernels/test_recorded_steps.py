@@ -1,7 +1,6 @@
 """Steps recorded and run again give the bits that the same step gives through Python."""
 
 import gc
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -217,19 +216,18 @@ def test_an_arena_that_was_outgrown_is_given_back():
 
 
 @native_only("others record nothing")
+@pytest.mark.timeout(60)
 def test_long_steps_are_recorded_soon():
-    """Thousands of commands: what grows with their square takes many seconds."""
+    """Tens of thousands of commands: what grows with their square takes minutes."""
     weight, hidden = torch.ones(16), normal(2, 16)
 
     def run():
         passed = hidden
-        for _ in range(10000):
+        for _ in range(30000):
             passed = kernels.rms_norm(passed, weight, 1e-6)
         return passed
 
-    start = time.perf_counter()
     expected, step = recorded(Arena(), run)
-    assert time.perf_counter() - start < 5
     assert torch.equal(step.run(), expected)
 
 
