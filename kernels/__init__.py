@@ -182,9 +182,11 @@ def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
     module.point_to(recorded, current)
 
 
-def row_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_maxima(
+    logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's largest value and where it is; see `reference.row_maxima`."""
-    found: tuple[torch.Tensor, torch.Tensor] = _kernels_for(logits).row_maxima(logits)
+    found: tuple[torch.Tensor, torch.Tensor] = _kernels_for(logits).row_maxima(logits, out)
     return found
 
 

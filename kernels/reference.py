@@ -187,16 +187,20 @@ def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
     raise NotImplementedError("the reference records no steps")
 
 
-def row_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest value and its first index; NaN for a row that holds one.
+def row_maxima(
+    logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest value, NaN for a row that holds one, and its first index.
 
     Args:
         logits: `[rows, vocab]` float32.
+        out: what to write both to, and return; of a recorded step it stays where it is.
 
     Returns:
-        `[rows]` float32 and `[rows]` int64.
+        `[rows]` float32 and `[rows]` int64: -1 where the value is not finite.
     """
-    maxima, indices = logits.max(dim=-1)
+    maxima, indices = torch.max(logits, dim=-1, out=out)
+    indices.masked_fill_(~maxima.isfinite(), -1)
     return maxima, indices
 
 

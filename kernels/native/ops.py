@@ -206,12 +206,21 @@ def paged_attention(
     return out
 
 
-def row_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_maxima(
+    logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.row_maxima`."""
     assert logits.dtype == torch.float32
     rows = _rows(logits)
-    maxima = torch.empty(len(rows))
-    indices = torch.empty(len(rows), dtype=torch.int64)
+    if out is None:
+        maxima = torch.empty(len(rows))
+        indices = torch.empty(len(rows), dtype=torch.int64)
+        keep: tuple[torch.Tensor, ...] = (rows, maxima, indices)
+    else:
+        maxima, indices = out
+        assert is_vector(maxima, len(rows), torch.float32)
+        assert is_vector(indices, len(rows), torch.int64)
+        keep = (rows,)  # what is given stays where it is
     _run(
         commands.ARGMAX,
         rows.data_ptr(),
@@ -219,7 +228,7 @@ def row_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         *rows.shape,
         maxima.data_ptr(),
         indices.data_ptr(),
-        keep=(rows, maxima, indices),
+        keep=keep,
     )
     return maxima, indices
 

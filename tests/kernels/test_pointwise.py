@@ -94,7 +94,7 @@ def check_maxima(logits):
     for row, values in enumerate(logits.tolist()):
         nans = [i for i, value in enumerate(values) if math.isnan(value)]
         first = nans[0] if nans else values.index(max(values))
-        assert int(indices[row]) == first
+        assert int(indices[row]) == (first if math.isfinite(values[first]) else -1)
         assert nans or float(maxima[row]) == values[first]
         assert not nans or math.isnan(maxima[row])
 
@@ -122,6 +122,20 @@ def test_the_largest_is_found_wherever_it_is(place, value):
     logits = normal(2, 101).clamp(max=4)
     logits[1, place] = value
     check_maxima(logits)
+
+
+def test_row_maxima_go_where_they_shall():
+    logits = normal(9, 60)
+    logits[4, 7] = math.nan
+    maxima, indices = torch.full((12,), 5.0), torch.full((12,), 5)
+    found = kernels.row_maxima(logits, (maxima[2:11], indices[2:11]))
+    assert [tensor.data_ptr() for tensor in found] == [
+        maxima[2:].data_ptr(),
+        indices[2:].data_ptr(),
+    ]
+    for got, expected in zip(found, kernels.row_maxima(logits), strict=True):
+        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+    assert maxima[[0, 1, 11]].tolist() == indices[[0, 1, 11]].tolist() == [5, 5, 5]
 
 
 def test_row_maxima_of_logits_that_lie_apart():

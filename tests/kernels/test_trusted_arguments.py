@@ -59,6 +59,16 @@ def test_rms_norm(weight):
 def test_row_maxima():
     with pytest.raises(AssertionError):
         kernels.row_maxima(HIDDEN.bfloat16())
+    right = torch.ones(3), torch.ones(3).long()
+    for wrong in (
+        torch.ones(2),
+        torch.ones(3).int(),
+        torch.ones(6)[::2],
+        torch.ones(6).long()[::2],
+    ):
+        for out in ((wrong, right[1]), (right[0], wrong)):
+            with pytest.raises(AssertionError):
+                kernels.row_maxima(HIDDEN, out)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ struct PagedAttention {
   const Batch* batch;
 };
 
-// maxima[m], indices[m] = the largest of logits[m] and its first index; NaN where one is there
+// maxima[m], indices[m] = the largest of logits[m] and its first index; NaN where one is there;
+// no index, -1, where it is not finite
 struct Argmax {
   const float* logits;
   int64_t logits_stride;

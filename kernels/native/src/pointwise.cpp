@@ -129,13 +129,10 @@ void find_maximum(const float* values, int64_t size, float* maximum_found, int64
     found = values[i] > found ? values[i] : found;
     is_nan |= values[i] != values[i];
   }
-  if (is_nan) {
-    *maximum_found = std::numeric_limits<float>::quiet_NaN();
-    *index = std::find_if(values, values + size, [](float v) { return v != v; }) - values;
-  } else {
-    *maximum_found = found;
-    *index = std::find(values, values + size, found) - values;
-  }
+  if (is_nan) found = std::numeric_limits<float>::quiet_NaN();
+  *maximum_found = found;
+  const bool is_finite = std::abs(found) <= std::numeric_limits<float>::max();
+  *index = is_finite ? std::find(values, values + size, found) - values : -1;
 }
 
 }  // namespace
