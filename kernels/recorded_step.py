@@ -5,10 +5,26 @@ its inputs change.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["Arena", "RecordedStep"]
+__all__ = ["Arena", "ArenaPlace", "RecordedStep"]
+
+
+# Known by identity: the arena keeps what it made of it for as long as it lives.
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ArenaPlace:
+    """Where in an arena a tensor lies.
+
+    Attributes:
+        offset: in bytes.
+        like: of the tensor's shape and type, without memory.
+    """
+
+    offset: int
+    like: torch.Tensor
 
 
 class Arena:
@@ -16,6 +32,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._tensors: WeakKeyDictionary[ArenaPlace, torch.Tensor] = WeakKeyDictionary()
 
     @property
     def address(self) -> int:
@@ -26,11 +43,16 @@ class Arena:
         """Grows to `num_bytes`, if smaller; what was there is gone."""
         if self._memory.nbytes < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._tensors.clear()
 
-    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """The tensor at `offset` that has the shape and type of `like`."""
-        part = self._memory[offset : offset + like.nbytes]
-        return part.view(like.dtype).view(like.shape)
+    def tensor(self, place: ArenaPlace) -> torch.Tensor:
+        """What lies there."""
+        tensor = self._tensors.get(place)
+        if tensor is None:
+            like = place.like
+            part = self._memory[place.offset : place.offset + like.nbytes]
+            tensor = self._tensors[place] = part.view(like.dtype).view(like.shape)
+        return tensor
 
 
 class RecordedStep(ABC):

@@ -18,8 +18,8 @@ from engine.runtime.drawing import DecodeRows
 __all__ = ["PHASES", "StepProfile", "profile_steps"]
 
 PHASES = ("schedule", "build inputs", "forward", "logits", "draw", "commit", "rest")
-"""Of a step. Steps that are replayed from a recording compute logits within forward. The
-rest is what lies between: tables, copies, transfers, deadlines."""
+"""Of a step. Steps that are replayed from a recording compute logits within forward, and all find
+the likeliest tokens there. The rest is what lies between: tables, copies, transfers, deadlines."""
 _STEP = "rest"
 
 
@@ -89,8 +89,8 @@ def _timed_functions(core: Any) -> tuple[tuple[Any, str, str], ...]:
     runner = core._runner
     return (
         (core.scheduler, "schedule", "schedule"),
-        (model_runner, "build_batch_inputs", "build inputs"),
-        (runner._steps, "logits", "forward"),
+        (runner._steps.inputs, "fill", "build inputs"),
+        (runner._steps, "scores", "forward"),
         (runner._model, "logits", "logits"),
         (DecodeRows, "draw", "draw"),
         (model_runner, "draw_chunks", "draw"),

@@ -42,8 +42,8 @@ def wait_for(device: torch.device) -> None:
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A contiguous array as a tensor on the device; on the CPU it shares the array's memory."""
+    """An array as a tensor on the device; on the CPU it shares the array's memory."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
     return tensor

@@ -17,6 +17,7 @@ from engine.runtime.rows import Rows
 from engine.runtime.sampler import (
     DRAW_RECORD,
     PreparedDraws,
+    Scores,
     draw_record,
     prepare_draws,
     sample,
@@ -53,52 +54,56 @@ class DecodeRows:
         )
 
     def draw(
-        self, logits: torch.Tensor, positions: torch.Tensor
+        self, scores: Scores, positions: np.ndarray
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Tokens, and their log-probabilities if any row wants them: NaN for those that do not.
 
         Args:
-            logits: `[n, vocab]` float32.
-            positions: `[n]` int64; of the tokens to draw.
+            scores: theirs are the last `n`.
+            positions: `[num_rows]` int64; of the token to draw, by row.
         """
         if not self.rows:
             return (), ()
-        tokens = sample(logits, self.draws, positions)
+        scores = scores.last(len(self.rows))
+        tokens = sample(scores, self.draws, positions[self.ids])
         if not len(self.wanting):
             return tuple(tokens.tolist()), ()
         logprobs = torch.full(tokens.shape, math.nan, device=tokens.device)
         of_wanting = list(range(len(self.wanting)))
-        logprobs[self.wanting] = _logprobs(logits[self.wanting], of_wanting, tokens[self.wanting])
+        logprobs[self.wanting] = _logprobs(
+            scores.logits[self.wanting], of_wanting, tokens[self.wanting]
+        )
         return tuple(tokens.tolist()), tuple(logprobs.tolist())
 
 
-def draw_chunks(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[ChunkOutput | None]:
+def draw_chunks(scores: Scores, chunks: Sequence[ScheduledChunk]) -> list[ChunkOutput | None]:
     """Does what chunks ask for.
 
     Args:
-        logits: `[num_asking, vocab]` float32; a row per chunk that needs logits.
+        scores: the first are theirs, a row per chunk that needs logits.
         chunks: the step's.
     """
     asking = [chunk for chunk in chunks if chunk.needs_logits]
-    answer_of_row = _draw(logits, asking) | _most_likely(logits, asking)
+    if not asking:
+        return [None] * len(chunks)
+    answer_of_row = _draw(scores, asking) | _most_likely(scores.logits, asking)
     answers = (answer_of_row[row] for row in range(len(asking)))
     return [next(answers) if chunk.needs_logits else None for chunk in chunks]
 
 
-def _draw(logits: torch.Tensor, asking: Sequence[ScheduledChunk]) -> dict[int, ChunkOutput]:
+def _draw(scores: Scores, asking: Sequence[ScheduledChunk]) -> dict[int, ChunkOutput]:
     """By row: what chunks drew, those that draw."""
     drawing = [(row, chunk) for row, chunk in enumerate(asking) if chunk.draws]
     if not drawing:
         return {}
-    device = logits.device
     rows = [row for row, chunk in drawing for _ in chunk.draws]
     records = [draw_record(draw) for _, chunk in drawing for draw in chunk.draws]
     ends = [chunk.start_position + chunk.num_tokens for _, chunk in drawing for _ in chunk.draws]
-    prepared = prepare_draws(np.array(records, DRAW_RECORD), device, rows)
-    tokens = sample(logits, prepared, to_device(np.array(ends, np.int64), device))
+    prepared = prepare_draws(np.array(records, DRAW_RECORD), scores.logits.device, rows)
+    tokens = sample(scores, prepared, np.array(ends, np.int64))
     logprobs: list[float] = []
     if any(chunk.wants_logprobs for _, chunk in drawing):
-        logprobs = _logprobs(logits, rows, tokens).tolist()
+        logprobs = _logprobs(scores.logits, rows, tokens).tolist()
     return _deal(drawing, tokens.tolist(), logprobs)
 
 

@@ -12,7 +12,7 @@ from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.kv_cache_spec import LayerGroups, group_layers, spec_of
 from engine.runner import ModelInfo, StepCosts
-from engine.runtime.batch_inputs import build_batch_inputs
+from engine.runtime.batch_inputs import StepInputs
 from engine.runtime.device import resolve_device, used_bytes, wait_for
 from engine.runtime.drawing import DecodeRows, draw_chunks
 from engine.runtime.kv_pool import (
@@ -83,8 +83,8 @@ class ModelRunner:
             prompt_token_s = self._time_prompt_token()
             self._make_pools(free_bytes)
             self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
-        self._steps = RecordedSteps(self._model, self._kv_pool, self._layer_slots)
         self._rows = self._new_rows()
+        self._steps = self._new_steps(self._kv_pool, self._rows)
         self._decode_rows = DecodeRows.of((), self._rows, self._device)
         self._thread: ThreadPoolExecutor | None = None
 
@@ -131,7 +131,8 @@ class ModelRunner:
             Bytes left for the pool; None on CPU.
         """
         if self._device.type != "cuda":
-            self._run_dummy(_WARM_UP_TOKENS, min(2, self._config.max_running))
+            num_tokens = min(_WARM_UP_TOKENS, self._config.max_num_batched_tokens)
+            self._run_dummy(num_tokens, min(2, self._config.max_running))
             return None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -148,19 +149,15 @@ class ModelRunner:
         )
         return memory.left_for_pool(self._config.gpu_memory_utilization)
 
-    @torch.inference_mode()
     def _run(
         self, batch: ScheduledBatch, rows: Rows, decode: DecodeRows, steps: RecordedSteps
     ) -> StepOutput:
         """Forward pass and draws."""
-        block_size = self.info.layout.block_size
-        inputs = build_batch_inputs(batch, rows, decode.ids, block_size, self._device)
+        steps.inputs.fill(batch, rows, decode.ids)
         rows.advance(batch.chunks, decode.ids)
-        logits = steps.logits(inputs)
-        num_asking = len(logits) - len(decode.ids)
-        contexts = inputs.groups[0].context_lens[len(batch.chunks) :].long()
-        decoded, decoded_logprobs = decode.draw(logits[num_asking:], contexts)
-        chunks = draw_chunks(logits[:num_asking], batch.chunks)
+        scores = steps.scores()
+        decoded, decoded_logprobs = decode.draw(scores, rows.positions)
+        chunks = draw_chunks(scores, batch.chunks)
         rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
         return StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs)
 
@@ -180,7 +177,7 @@ class ModelRunner:
         )
         batch = ScheduledBatch(0, chunks)
         pool = allocate_pool(1, layout, self._device)
-        steps = RecordedSteps(self._model, pool, self._layer_slots)
+        steps = self._new_steps(pool, rows)
         self._run(batch, rows, DecodeRows.of((), rows, self._device), steps)
         return batch.num_tokens
 
@@ -220,6 +217,11 @@ class ModelRunner:
         info = self.info
         max_blocks = -(-info.max_model_len // info.layout.block_size)
         return Rows(len(info.windows), self._config.max_running, max_blocks)
+
+    def _new_steps(self, kv_pool: torch.Tensor, rows: Rows) -> RecordedSteps:
+        max_tokens, block_size = self._config.max_num_batched_tokens, self.info.layout.block_size
+        inputs = StepInputs(rows, max_tokens, block_size, self._device)
+        return RecordedSteps(self._model, kv_pool, self._layer_slots, inputs)
 
     def _enter_thread(self) -> None:
         if self._device.type == "cuda":

@@ -1,20 +1,21 @@
 """`RecordedSteps`: forward passes, run from recordings where they can.
 
 Between two steps of as many tokens, of which as many ask for logits, nothing differs but
-token ids, positions and where the KV is: so the model's Python runs for the first of them,
-and from then on its kernels alone.
+token ids, positions and where the KV is. All of that is put where the step before had it: so
+the model's Python runs for the first of them, and from then on its kernels alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import kernels
 from engine.models.layers import CausalModel
-from engine.runtime.batch_inputs import BatchInputs
-from kernels import Arena, AskingTokens, AttentionMetadata, PagedKv, RecordedStep
+from engine.runtime.batch_inputs import BatchInputs, StepInputs
+from engine.runtime.sampler import Scores
+from kernels import Arena, PagedKv, RecordedStep
 
 __all__ = ["RecordedSteps"]
 
@@ -25,25 +26,33 @@ _MAX_SIZES_SEEN = 256
 _MAX_TOKENS = 512
 
 _Size = tuple[int, int]  # tokens, and those of them that ask
+_Found = tuple[torch.Tensor, torch.Tensor]  # `Scores.maxima` and `Scores.likeliest`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Recording:
-    """A step, and the tensors and metadata that it reads."""
+    """A step.
 
-    inputs: BatchInputs
+    Attributes:
+        step: what was recorded.
+        inputs: what it reads, which is where the inputs of all steps are.
+        num_seqs: how many sequences it reads there. All else is the size's.
+        found: what it writes beside the logits.
+    """
+
     step: RecordedStep
+    inputs: BatchInputs
+    num_seqs: int
+    found: _Found
 
-    def run(self, inputs: BatchInputs) -> torch.Tensor:
+    def run(self, inputs: StepInputs) -> Scores:
         """Runs it on a step of the same size."""
-        own = self.inputs
-        own.token_ids.copy_(inputs.token_ids)
-        own.positions.copy_(inputs.positions)
-        _point_to(own.groups, inputs.groups)
-        if own.asking is not None and inputs.asking is not None:
-            own.asking.rows.copy_(inputs.asking.rows)
-            _point_to(own.asking.groups, inputs.asking.groups)
-        return self.step.run()
+        if self.num_seqs != inputs.num_seqs:
+            current = inputs.tensors().groups
+            for own, other in zip(self.inputs.groups, current, strict=True):
+                kernels.point_to(own, other)
+            self.num_seqs = inputs.num_seqs
+        return Scores(self.step.run(), *self.found)
 
 
 class RecordedSteps:
@@ -56,77 +65,81 @@ class RecordedSteps:
         model: what runs.
         kv_pool: its KV cache, which stays where it is.
         slots: see `PagedKv.slots`.
+        inputs: to be filled with each step. Recordings read their memory.
+
+    Attributes:
+        inputs: the same.
     """
 
     def __init__(
-        self, model: CausalModel, kv_pool: torch.Tensor, slots: Sequence[tuple[int, int]]
+        self,
+        model: CausalModel,
+        kv_pool: torch.Tensor,
+        slots: Sequence[tuple[int, int]],
+        inputs: StepInputs,
     ) -> None:
         self._model, self._kv_pool, self._slots = model, kv_pool, slots
+        self.inputs = inputs
+        max_asking = inputs.max_seqs
+        self._maxima = torch.empty(max_asking, device=kv_pool.device)
+        self._likeliest = torch.empty(max_asking, dtype=torch.int64, device=kv_pool.device)
         self._arena = Arena()
         # The longest unused first, both.
         self._recordings: dict[_Size, _Recording] = {}
         self._seen: dict[_Size, None] = {}  # sizes that came once
         self._is_recordable = True  # whatever the size; until the first attempt
 
-    def logits(self, inputs: BatchInputs) -> torch.Tensor:
-        """Scores of what follows each asking token, `[num_asking, vocab]` float32.
-
-        The next call may overwrite them.
-        """
-        size = len(inputs.token_ids), inputs.num_asking
+    def scores(self) -> Scores:
+        """Of what follows each asking token of the inputs. The next call may overwrite them."""
+        size = self.inputs.num_tokens, self.inputs.num_asking
         recording = self._recordings.pop(size, None)
         if recording is not None:
             self._recordings[size] = recording
-            return recording.run(inputs)
-        if self._is_to_be_recorded(inputs, size):
-            return self._record(inputs, size)
-        return self._run(inputs)
+            return recording.run(self.inputs)
+        if self._is_to_be_recorded(size):
+            return self._record(size)
+        found = self._found(size)
+        return Scores(self._run(self.inputs.tensors(), found), *found)
 
-    def _is_to_be_recorded(self, inputs: BatchInputs, size: _Size) -> bool:
-        if not self._is_recordable or len(inputs.token_ids) > _MAX_TOKENS:
+    def _is_to_be_recorded(self, size: _Size) -> bool:
+        num_tokens, num_asking = size
+        if not self._is_recordable or num_tokens > _MAX_TOKENS:
             return False
-        if inputs.asking is None or size in self._seen:
+        if num_tokens == num_asking or size in self._seen:
             return True
         _keep_below(_MAX_SIZES_SEEN, self._seen)
         self._seen[size] = None
         return False
 
-    def _record(self, inputs: BatchInputs, size: _Size) -> torch.Tensor:
+    def _record(self, size: _Size) -> Scores:
         self._seen.pop(size, None)
-        own = _copy_of(inputs)
+        inputs, found = self.inputs.tensors(), self._found(size)
         logits, step = kernels.record_step(
-            self._kv_pool.device, self._arena, lambda: self._run(own)
+            self._kv_pool.device, self._arena, lambda: self._run(inputs, found)
         )
+        scores = Scores(logits, *found)
         if step is None:
             self._is_recordable = False
-            return logits
+            return scores
         _keep_below(_MAX_RECORDINGS, self._recordings)
-        self._recordings[size] = _Recording(own, step)
-        return logits
+        self._recordings[size] = _Recording(step, inputs, self.inputs.num_seqs, found)
+        return scores
 
-    def _run(self, inputs: BatchInputs) -> torch.Tensor:
+    def _found(self, size: _Size) -> _Found:
+        """Where a step's go: for recordings, that they stay where they are spares making them."""
+        _, num_asking = size
+        return self._maxima[:num_asking], self._likeliest[:num_asking]
+
+    @torch.inference_mode()
+    def _run(self, inputs: BatchInputs, found: _Found) -> torch.Tensor:
         kv = PagedKv(self._kv_pool, inputs.groups, self._slots, inputs.asking)
-        return self._model.logits(self._model(inputs.token_ids, inputs.positions, kv))
+        logits = self._model.logits(self._model(inputs.token_ids, inputs.positions, kv))
+        if len(logits):
+            kernels.row_maxima(logits, found)
+        return logits
 
 
 def _keep_below(limit: int, entries: dict[_Size, Any]) -> None:
     """Drops the first entry if there are `limit`."""
     if len(entries) == limit:
         del entries[next(iter(entries))]
-
-
-def _copy_of(inputs: BatchInputs) -> BatchInputs:
-    """Inputs of their own for a recording, with what they were recorded with."""
-    asking = inputs.asking
-    return BatchInputs(
-        token_ids=inputs.token_ids.clone(),
-        positions=inputs.positions.clone(),
-        groups=tuple(replace(group) for group in inputs.groups),
-        asking=asking
-        and AskingTokens(asking.rows.clone(), [replace(group) for group in asking.groups]),
-    )
-
-
-def _point_to(recorded: Sequence[AttentionMetadata], current: Sequence[AttentionMetadata]) -> None:
-    for own, other in zip(recorded, current, strict=True):
-        kernels.point_to(own, other)

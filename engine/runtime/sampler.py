@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import kernels
 from engine.batch import INVALID_TOKEN, DrawParams
 from engine.runtime.device import to_device
 from engine.runtime.philox import philox4x32
@@ -27,6 +26,7 @@ __all__ = [
     "DRAW_RECORD",
     "PreparedDraws",
     "RandomDraws",
+    "Scores",
     "draw_record",
     "prepare_draws",
     "sample",
@@ -96,6 +96,29 @@ class PreparedDraws:
     random: tuple[RandomDraws, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What rows of logits are drawn from.
+
+    Attributes:
+        logits: `[rows, vocab]` float32.
+        maxima: `[rows]` float32; of each row's logits.
+        likeliest: `[rows]` int64; the lowest token id of the equals among the largest,
+            `INVALID_TOKEN` where a row's logits hold NaN or infinity, or no finite number.
+    """
+
+    logits: torch.Tensor
+    maxima: torch.Tensor
+    likeliest: torch.Tensor
+
+    def last(self, num_rows: int) -> "Scores":
+        """Those of the last rows."""
+        start = len(self.likeliest) - num_rows
+        if not start:
+            return self
+        return Scores(self.logits[start:], self.maxima[start:], self.likeliest[start:])
+
+
 def draw_record(draw: DrawParams) -> tuple[float, int, float, int]:
     """An element of an array of `DRAW_RECORD`."""
     return draw.temperature, draw.top_k, draw.top_p, draw.seed
@@ -150,29 +173,31 @@ def _random_draws(
     )
 
 
-def sample(logits: torch.Tensor, prepared: PreparedDraws, positions: torch.Tensor) -> torch.Tensor:
+def sample(scores: Scores, prepared: PreparedDraws, positions: np.ndarray) -> torch.Tensor:
     """Draws tokens; does not wait for the device.
 
     Args:
-        logits: `[rows, vocab]` float32.
-        prepared: the draws; greedy ones take the lowest token id of equals.
+        scores: of the rows.
+        prepared: the draws; greedy ones take the likeliest token.
         positions: `[n]` int64; the position of the token that each draws.
 
     Returns:
         `[n]` int64 token ids; `INVALID_TOKEN` where the row's logits hold NaN
         or infinity, or no finite number. Such a row changes no other.
     """
-    maxima, likeliest = kernels.row_maxima(logits)
     rows = prepared.rows
-    tokens = likeliest if rows is None else likeliest[rows]
+    tokens = scores.likeliest if rows is None else scores.likeliest[rows]
+    if not prepared.random:
+        return tokens
+    logits, drawn = scores.logits, tokens.clone()
     draws_per_part = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    places = to_device(positions, logits.device).unsqueeze(-1)
     for random in prepared.random:
         for part in random.split(draws_per_part):
-            tokens[part.draws] = _draw_random(
-                logits[part.rows], maxima[part.rows], part, positions[part.draws].unsqueeze(-1)
+            drawn[part.draws] = _draw_random(
+                logits[part.rows], scores.maxima[part.rows], part, places[part.draws]
             )
-    is_finite = maxima.isfinite()
-    return tokens.where(is_finite if rows is None else is_finite[rows], INVALID_TOKEN)
+    return drawn.where(tokens != INVALID_TOKEN, INVALID_TOKEN)
 
 
 def _draw_random(

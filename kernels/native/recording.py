@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.native.commands import CommandType, NativeKernels
-from kernels.recorded_step import Arena, RecordedStep
+from kernels.recorded_step import Arena, ArenaPlace, RecordedStep
 
 __all__ = ["CommandList", "note_command", "record_commands"]
 
@@ -36,8 +36,7 @@ class CommandList(RecordedStep):
         moving: row and column of each field that points into the arena, as an
             offset.
         arena: where the commands put what they hand to each other.
-        output: the result as it was when recorded.
-        output_offset: where it will be.
+        output: where the result will be.
     """
 
     def __init__(
@@ -46,22 +45,21 @@ class CommandList(RecordedStep):
         commands: np.ndarray,
         moving: tuple[np.ndarray, np.ndarray],
         arena: Arena,
-        output: torch.Tensor,
-        output_offset: int,
+        output: ArenaPlace,
     ) -> None:
         self._library, self._arena = library, arena
         self._commands, self._moving = commands, moving
         self._pointer = commands.ctypes.data
         self._base = 0
         # Not the result itself: a view of the arena would keep the memory that it grows out of.
-        self._like, self._output_offset = torch.empty_like(output, device="meta"), output_offset
+        self._output = output
 
     def run(self) -> torch.Tensor:
         """See `RecordedStep.run`."""
         if self._base != self._arena.address:
             self._move()
         self._library.run(self._pointer, len(self._commands))
-        return self._arena.tensor(self._output_offset, self._like)
+        return self._arena.tensor(self._output)
 
     def _move(self) -> None:
         self._commands[self._moving] += self._arena.address - self._base
@@ -179,7 +177,8 @@ class _Recorder:
             commands[row, column] += buffer.offset - buffer.address
         rows, columns = np.array([use[:2] for use in uses], np.intp).reshape(-1, 2).T
         offset = result.offset + output.data_ptr() - result.address
-        return CommandList(library, commands, (rows, columns), arena, output, offset)
+        place = ArenaPlace(offset, torch.empty_like(output, device="meta"))
+        return CommandList(library, commands, (rows, columns), arena, place)
 
     def _result(self, buffers: _ByAddress, output: torch.Tensor) -> _Buffer | None:
         """What holds the output, and will to the end; None if the arena cannot give it back."""

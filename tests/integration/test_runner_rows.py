@@ -167,7 +167,7 @@ def test_rows_are_where_they_should_be_after_a_step_that_failed(runner, monkeypa
     _prefill(runner, row=1, prompt=OTHER, table=OTHER_TABLE)
     expected = runner.kv_pool.clone()
     with monkeypatch.context() as broken:
-        broken.setattr(runner._steps, "logits", lambda _: 1 / 0)
+        broken.setattr(runner._steps, "scores", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             _prefill(runner, row=1)
     runner.execute(ScheduledBatch(3, decode_rows=(1,)))

@@ -2,11 +2,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
 import kernels
 from engine.runtime import recorded_steps
+from engine.runtime.batch_inputs import StepInputs
 from engine.runtime.recorded_steps import RecordedSteps
 from tests.support.checkpoints import VARIANTS, prompt_of
 from tests.support.kernel_checks import IS_NATIVE, native_only
@@ -62,7 +64,8 @@ def decode_work(step, sequences):
 
 def recorder_of(session):
     model = CountingModel(session.model.model)
-    return model, RecordedSteps(model, session.pool, session.groups.slots)
+    inputs = StepInputs(session.rows(), SEQUENCE_LEN, BLOCK_SIZE, session.pool.device)
+    return model, RecordedSteps(model, session.pool, session.groups.slots, inputs)
 
 
 def is_recorded(variant):
@@ -70,9 +73,14 @@ def is_recorded(variant):
     return IS_NATIVE and not variant.startswith(("opt", "gpt2"))
 
 
-@torch.inference_mode()
 def run_recorded(steps, session, work, asking=None):
-    return steps.logits(session.inputs(work, asking)).clone()
+    steps.inputs.fill(*session.batch(work, asking), decode_rows=np.zeros(0, np.int64))
+    scores = steps.scores()
+    if len(scores.logits):
+        maxima, likeliest = kernels.row_maxima(scores.logits)
+        assert torch.equal(scores.likeliest, likeliest)
+        assert torch.equal(scores.maxima.nan_to_num(), maxima.nan_to_num())
+    return scores.logits.clone()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

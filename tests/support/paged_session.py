@@ -6,11 +6,14 @@ from itertools import accumulate
 
 import torch
 
+from engine.batch import ScheduledBatch, ScheduledChunk
 from engine.kv_cache_spec import group_layers
 from engine.runtime.batch_inputs import BatchInputs
 from engine.runtime.loader import LoadedModel, load_model
+from engine.runtime.rows import Rows
 from kernels.paged_kv import AskingTokens, PagedKv
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.driven_requests import GREEDY
 from tests.support.paged_batches import shuffled_tables, step_metadata
 
 __all__ = ["BLOCK_SIZE", "PagedSession", "loaded"]
@@ -87,6 +90,26 @@ class PagedSession:
             groups=tuple(meta for _, meta in steps),
             asking=None if asking is None else self._asking(work, asking),
         )
+
+    def batch(
+        self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int] | None = None
+    ) -> tuple[ScheduledBatch, Rows]:
+        """As `inputs`: the step in chunks, and the tables of all sequences."""
+        chunks = []
+        for index, (sequence, tokens) in enumerate(work):
+            draws = (GREEDY,) if asking is None or index in asking else ()
+            chunks.append(ScheduledChunk(sequence, tuple(tokens), self.done[sequence], draws))
+            self.done[sequence] += len(tokens)
+        return ScheduledBatch(1, tuple(chunks)), self.rows()
+
+    def rows(self) -> Rows:
+        """A row per sequence, with its tables."""
+        max_blocks = max(len(table) for tables in self.tables for table in tables)
+        rows = Rows(len(self.tables), len(self.done), max_blocks)
+        for group, tables in enumerate(self.tables):
+            for row, table in enumerate(tables):
+                rows.tables[group, row, : len(table)] = table
+        return rows
 
     def _asking(
         self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int]

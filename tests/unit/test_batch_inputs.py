@@ -6,22 +6,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
-from engine.runtime.batch_inputs import build_batch_inputs
+from engine.runtime.batch_inputs import StepInputs
 from engine.runtime.rows import Rows
 from tests.support.driven_requests import GREEDY
 
 _CPU = torch.device("cpu")
 _NUM_ROWS = 8
 _MAX_LEN = 96
+_MAX_TOKENS = 3 * 40 + 4
 
 
 def _chunk(row, token_ids, start=0, draws=(), num_top=0):
     return ScheduledChunk(row, tuple(token_ids), start, draws, num_top)
 
 
-def _inputs(batch, rows, block_size=8):
-    decode_rows = np.array(batch.decode_rows, np.int64)
-    return build_batch_inputs(batch, rows, decode_rows, block_size, _CPU)
+def _filled(inputs, batch, rows):
+    inputs.fill(batch, rows, np.array(batch.decode_rows, np.int64))
+    return inputs.tensors()
+
+
+def _step_inputs(rows, block_size=8):
+    return StepInputs(rows, _MAX_TOKENS, block_size, _CPU)
 
 
 @st.composite
@@ -51,8 +56,15 @@ def _batches(draw, rows):
 @given(st.data(), st.sampled_from([1, 8, 16]), st.integers(1, 3))
 def test_tokens_follow_the_contract_one_by_one(data, block_size, num_groups):
     rows = Rows(num_groups, _NUM_ROWS, -(-_MAX_LEN // block_size))
-    batch = data.draw(_batches(rows))
-    inputs = _inputs(batch, rows, block_size)
+    step_inputs = _step_inputs(rows, block_size)
+    for _ in range(2):  # nothing of the first step is in the second
+        batch = data.draw(_batches(rows))
+        _check(_filled(step_inputs, batch, rows), batch, rows, block_size)
+        assert step_inputs.num_tokens == batch.num_tokens
+        assert step_inputs.num_seqs == len(batch.chunks) + len(batch.decode_rows)
+
+
+def _check(inputs, batch, rows, block_size):
     sequences = [(chunk.row, chunk.start_position, chunk.token_ids) for chunk in batch.chunks]
     sequences += [
         (row, int(rows.positions[row]), (int(rows.last_tokens[row]),)) for row in batch.decode_rows
@@ -64,6 +76,7 @@ def test_tokens_follow_the_contract_one_by_one(data, block_size, num_groups):
     ]
     assert inputs.token_ids.tolist() == [token_id for _, token_id, _ in tokens]
     assert inputs.positions.tolist() == [position for _, _, position in tokens]
+    assert len(inputs.groups) == len(rows.tables)
     for group, meta in enumerate(inputs.groups):
         slots = [
             rows.tables[group, row, position // block_size] * block_size + position % block_size
@@ -125,12 +138,31 @@ def test_element_types_are_those_the_kernels_take():
         ScheduledBatch(1, decode_rows=(1,)),
         ScheduledBatch(1, (_chunk(0, [1, 2], draws=(GREEDY,)),), decode_rows=(1,)),
     ):
-        inputs = _inputs(batch, rows)
+        inputs = _filled(_step_inputs(rows), batch, rows)
         asking_rows = [] if inputs.asking is None else [inputs.asking.rows]
         for tensor in (inputs.token_ids, inputs.positions, *asking_rows):
             assert tensor.dtype is torch.int64
         for meta in (*inputs.groups, *(inputs.asking.groups if inputs.asking else ())):
             assert meta.slot_mapping.dtype is torch.int64
-            for tensor in (meta.block_tables, meta.query_starts, meta.context_lens):
+            for tensor in (meta.block_tables[:1], meta.query_starts, meta.context_lens):
                 assert tensor.dtype is torch.int32
                 assert tensor.is_contiguous()
+
+
+def test_every_step_lies_where_the_one_before_it_lay():
+    rows = Rows(num_groups=2, num_rows=4, max_blocks=6)
+    step_inputs = _step_inputs(rows)
+    places = set()
+    for batch in (
+        ScheduledBatch(1, decode_rows=(1,)),
+        ScheduledBatch(1, (_chunk(0, range(40)), _chunk(3, [1], 7, (GREEDY,))), (1,)),
+        ScheduledBatch(1, (_chunk(2, [5, 6], 40, (GREEDY,)),)),
+    ):
+        inputs = _filled(step_inputs, batch, rows)
+        addresses = [inputs.token_ids.data_ptr(), inputs.positions.data_ptr()]
+        for meta in inputs.groups:
+            tensors = (meta.block_tables, meta.query_starts, meta.context_lens, meta.slot_mapping)
+            addresses += [tensor.data_ptr() for tensor in tensors]
+            addresses.append(meta.block_tables.stride(0))
+        places.add(tuple(addresses))
+    assert len(places) == 1

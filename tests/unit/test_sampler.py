@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+import kernels
 from engine.batch import INVALID_TOKEN, DrawParams
 from engine.runtime import sampler
 from engine.runtime.philox import philox4x32
@@ -25,7 +26,8 @@ def _prepare(draws, rows=None):
 
 
 def _draw_tokens(logits, draws, positions, rows=None):
-    return sampler.sample(logits, _prepare(draws, rows), torch.tensor(positions)).tolist()
+    scores = sampler.Scores(logits, *kernels.row_maxima(logits))
+    return sampler.sample(scores, _prepare(draws, rows), np.array(positions)).tolist()
 
 
 def _noise(draws, positions, vocab_size):
