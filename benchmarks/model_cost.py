@@ -3,7 +3,8 @@
 A lower bound: weights are read once per step, all of a run's steps are as full
 as its longest answer allows, a prefix that prompts share is computed once, only
 tokens that draw the next one go through the last layer, and the KV that the others
-leave there, reading KV, norms and the sampler cost nothing.
+leave there, reading KV, norms and the sampler cost nothing. Rates that were
+measured on a machine that drifts are medians: a good round may come below.
 """
 
 from collections.abc import Mapping, Sequence

@@ -150,8 +150,15 @@ class BlockPool:
             self.events.record_removed(removed)
 
     def forget_all(self) -> int:
-        """Empties the index; returns how many blocks were in it."""
+        """Empties the index; returns how many blocks were in it.
+
+        Those that nobody holds are taken next, as after `forget`: before blocks that never
+        were used, whose memory the system has yet to give.
+        """
         num_cached = sum(len(block_of) for block_of in self._block_of)
+        for block_id in [block_id for block_id in self._free if self.is_cached(block_id)]:
+            self._free.remove(block_id)
+            self._free.push(block_id, first=True)
         self._key_of = [None] * self.num_blocks
         for block_of in self._block_of:
             block_of.clear()

@@ -173,8 +173,8 @@ def record_step(
     Args:
         device: of the step.
         arena: of the recorded step.
-        run: computes the step from tensors that stay where they are. Is called again where the
-            step cannot be recorded.
+        run: computes the step from tensors that stay where they are, and that the caller keeps
+            for as long as the step. Is called again where the step cannot be recorded.
 
     Returns:
         The result, and the step, to be run again; None where steps are not recorded.

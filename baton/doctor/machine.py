@@ -45,7 +45,7 @@ def check_threads() -> Iterator[Finding]:
     import kernels
 
     num_threads = kernels.default_num_threads()
-    text = f"each worker computes on {num_threads}, all cores it may use, and in turn with others"
+    text = f"each worker computes on {num_threads}, all cores it may use"
     yield Finding("threads", Level.OK, text, {"per_worker": num_threads})
 
 

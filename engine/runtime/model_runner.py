@@ -71,13 +71,13 @@ class ModelRunner:
         self._device = resolve_device(config.device)
         if self._device.type == "cpu":
             kernels.set_num_threads(config.num_threads or kernels.default_num_threads())
-        self._turns = Turns(config.turns_folder if self._device.type == "cpu" else None)
         used_by_others = used_bytes(self._device)
         loaded = load_model(config.model, config.dtype, self._device, progress=progress)
         self._model = loaded.model
         groups = group_layers(loaded.sliding_windows)
         self._layer_slots = groups.slots
         self.info = _model_info(loaded, groups, config)
+        self._turns = Turns(config.turns_folder if self._device.type == "cpu" else None)
         with self._turns.mine():  # else what is timed is a neighbour's step too
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()

@@ -6,7 +6,8 @@
 
 Two lock files lie in the folder. Who computes holds `turn`; who is next holds
 `next` while it waits for `turn`. So who has just computed cannot overtake who
-waits, and two engines that both always want to compute alternate.
+is next, and two engines that both always want to compute alternate. Of several
+that want to be next any may be the one, as likely as the others.
 
 `flock` is what the system drops when a process dies, however it dies. But a
 process may also be stopped during its turn. So each turn is stamped when it
@@ -36,6 +37,8 @@ _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0002, 0.001
 _SLEEPS_PER_WAIT = 32
 """`flock` knows no timeout: who waits looks again after this share of the time that it has waited.
 So a turn begins a few percent late at most, and a long wait takes little from who computes."""
+_LINE_SLEEP_S = 0.0005
+"""Between looks of those who want to be next: the same for all, however long they have waited."""
 
 _STAMP_BYTES = 8
 
@@ -95,14 +98,16 @@ class Turns:
         return came
 
     def _take_in_line(self, line: int, turn: int) -> bool:
-        if not self._wait_for(line, turn):
+        if not self._wait_for(line, turn, _LINE_SLEEP_S, _LINE_SLEEP_S):
             return False
         try:
-            return self._wait_for(turn, turn)
+            return self._wait_for(turn, turn, _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S)
         finally:
             fcntl.flock(line, fcntl.LOCK_UN)
 
-    def _wait_for(self, file: int, turn: int) -> bool:
+    def _wait_for(
+        self, file: int, turn: int, shortest_sleep_s: float, longest_sleep_s: float
+    ) -> bool:
         """Whether `file` could be locked before one turn had lasted too long."""
         started = time.monotonic()
         while not _try_lock(file):
@@ -110,7 +115,7 @@ class Turns:
             if self._is_overdue(turn, now):
                 return False
             pause_s = (now - started) / _SLEEPS_PER_WAIT
-            time.sleep(min(max(pause_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+            time.sleep(min(max(pause_s, shortest_sleep_s), longest_sleep_s))
         return True
 
     def _is_overdue(self, turn: int, now: float) -> bool:
@@ -142,10 +147,15 @@ def _open(path: Path, opened: ExitStack) -> int:
 
 
 def _try_lock(file: int) -> bool:
-    with suppress(BlockingIOError):
+    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network file systems know no locks
+        raise ConfigurationError(
+            f"files in the --turns-folder cannot be locked: {error.strerror}"
+        ) from None
+    return True
 
 
 _all_turns: "weakref.WeakSet[Turns]" = weakref.WeakSet()

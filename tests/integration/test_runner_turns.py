@@ -80,6 +80,7 @@ def test_a_step_that_fails_ends_its_turn(make, tmp_path, monkeypatch):
 
 def test_the_model_is_loaded_beside_others_and_timed_in_a_turn(make, tmp_path, monkeypatch):
     held = {}
+    (tmp_path / "turn").touch()
 
     def noting(name, function):
         def note(*arguments, **named):

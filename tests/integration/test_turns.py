@@ -1,5 +1,6 @@
 """`Turns` between real processes: who is next, who dies, who is stopped."""
 
+import errno
 import itertools
 import logging
 import os
@@ -182,6 +183,16 @@ def test_a_stopped_engine_delays_the_others_once(start, make, sleeps, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "computing, or next in turn, for 0.05 s" in record.message
+
+
+def test_a_folder_whose_files_cannot_be_locked_is_refused(make, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    turns = make()
+    monkeypatch.setattr(turns_module.fcntl, "flock", refuse)
+    with pytest.raises(ConfigurationError, match="--turns-folder cannot be locked: No locks"):
+        turns.mine().__enter__()
 
 
 def test_an_engine_stopped_while_next_delays_the_others_once(start, make, sleeps, caplog, tmp_path):

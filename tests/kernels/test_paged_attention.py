@@ -200,6 +200,25 @@ def test_one_thread_or_several_give_the_same_bits(dtype):
     assert torch.equal(one, five)
 
 
+@native_only("the reference takes no step of no tokens")
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_step_of_no_tokens_is_a_step(num_threads):
+    case = make_case([(3, 2)], head_dim=64, block_size=16, dtype=torch.float32)
+    none = torch.zeros(0, dtype=torch.int64)
+    meta = replace(
+        case.meta,
+        block_tables=case.meta.block_tables[:0],
+        query_starts=case.meta.query_starts[:1],
+        context_lens=case.meta.context_lens[:0],
+        slot_mapping=none,
+    )
+    query = case.query[:0]
+    (output,) = on_threads(
+        [num_threads], lambda: kernels.paged_attention(query, case.kv_layer, meta, scale=1.0)
+    )
+    assert output.shape == query.shape
+
+
 @native_only("the reference takes any strides")
 def test_elements_of_a_head_must_lie_side_by_side():
     case = make_case(MIXES["one token"], head_dim=8)

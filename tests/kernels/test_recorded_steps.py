@@ -205,11 +205,12 @@ def test_a_result_whose_rows_lie_apart_is_not_recorded():
 
 @native_only("others record nothing")
 def test_an_arena_that_was_outgrown_is_given_back():
-    arena, steps, memories = Arena(), [], []
+    arena, kept, memories = Arena(), [], []
     for num_rows in (1, 8, 100):
-        _, step = recorded(arena, Chain(num_rows, torch.float32).run)
+        chain = Chain(num_rows, torch.float32)
+        _, step = recorded(arena, chain.run)
         step.run()
-        steps.append(step)
+        kept.append((chain, step))
         memories.append(StorageWeakRef(arena._memory.untyped_storage()))
     gc.collect()
     assert [memory.expired() for memory in memories] == [True, True, False]

@@ -79,4 +79,5 @@ def test_forgetting_all_leaves_owners_their_blocks() -> None:
 
     assert pool.match([b"a"]) == pool.match([b"b"]) == []
     assert pool.references() == {held: 1}
+    assert pool.allocate(1) == [freed], "it comes before the block that was never used"
     pool.check()

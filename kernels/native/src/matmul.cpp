@@ -190,8 +190,8 @@ void run_linear(const Linear& job, Workers& workers) {
   const Epilogue<E> finish(job);
   const int64_t panel_words = num_groups * kPanelColumns;
   const int64_t num_panels = (job.out_features + width - 1) / width;
-  const int64_t block_tiles =
-      std::max<int64_t>(2, kBlockBytes / (kTileRows * num_groups * int64_t{sizeof(Operand)}));
+  const int64_t tile_bytes = kTileRows * num_groups * int64_t{sizeof(Operand)};
+  const int64_t block_tiles = std::max<int64_t>(2, kBlockBytes / std::max<int64_t>(1, tile_bytes));
   const auto multiply = [&](int64_t first_tile, int64_t last_tile, int64_t panel, bool is_last) {
     alignas(64) float sums[kTileRows * kPanelColumns];
     const uint32_t* words = job.weight + panel * panel_words;

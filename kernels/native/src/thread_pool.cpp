@@ -59,6 +59,7 @@ void ThreadPool::end_workers() {
 }
 
 void ThreadPool::run_job(Job job) {
+  if (job.num_tasks == 0) return;
   if (workers_.empty() || job.num_tasks == 1) {
     job.call(job.body, 0, job.num_tasks, 0);
     return;
