@@ -13,7 +13,10 @@ from typing import Any
 
 from benchmarks.request import BenchRequest
 
-__all__ = ["Ceilings", "ModelShape", "floor_s", "step_floor_s", "token_floor_s"]
+__all__ = ["DTYPE_BYTES", "Ceilings", "ModelShape", "floor_s", "step_floor_s", "token_floor_s"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +51,18 @@ class ModelShape:
     bytes_per_weight: int = 2
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], num_weights: int) -> "ModelShape":
-        """From a checkpoint's config.json and how many weights it holds."""
+    def of_config(
+        cls, config: Mapping[str, Any], num_weights: int, dtype: str = "bfloat16"
+    ) -> "ModelShape":
+        """From a checkpoint's config.json, how many weights it holds, and the type it runs in."""
         width = config["hidden_size"]
         head = config["vocab_size"] * width
         num_tables = 1 if config.get("tie_word_embeddings", False) else 2
         head_size = config.get("head_dim") or width // config["num_attention_heads"]
         num_layers = config["num_hidden_layers"]
         features = num_layers * config["num_attention_heads"] * head_size
-        return cls(num_weights - num_tables * head, num_layers, head, features)
+        body = num_weights - num_tables * head
+        return cls(body, num_layers, head, features, DTYPE_BYTES[dtype])
 
 
 def token_floor_s(shape: ModelShape, ceilings: Ceilings) -> float:

@@ -5,11 +5,15 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from baton.demo import demo_model_path
 from benchmarks.machine import describe_machine
-from benchmarks.models import make_random_model
+from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
+from benchmarks.models import make_random_model, num_weights, read_config
+from benchmarks.request import BenchRequest
 from benchmarks.split_vs_whole import MODELS, Workload, measure
 from benchmarks.table import print_report
 
@@ -34,14 +38,16 @@ def main(args: argparse.Namespace) -> None:
     undivided engine, over gRPC, both asked in turn.
     """
     machine = describe_machine(num_threads=args.num_threads)
-    results = [r for model in args.model or MODELS for r in _measure_model(model, args)]
+    results = [r for model in args.model or MODELS for r in _measure_model(model, args, machine)]
     report = {"machine": machine, "results": results}
     print_report(report)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _measure_model(model: str, args: argparse.Namespace) -> list[dict[str, object]]:
+def _measure_model(
+    model: str, args: argparse.Namespace, machine: Mapping[str, Any]
+) -> list[dict[str, object]]:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         path = demo_model_path() if model == "demo" else make_random_model(model, Path(folder))
@@ -56,5 +62,18 @@ def _measure_model(model: str, args: argparse.Namespace) -> list[dict[str, objec
                 num_threads=args.num_threads,
                 kv_connector=args.kv_connector,
             )
-            results.append(asyncio.run(measure(workload)))
+            result = asyncio.run(measure(workload))
+            results.append(result | {"floor": _floors(workload, machine)})
     return results
+
+
+def _floors(workload: Workload, machine: Mapping[str, Any]) -> dict[str, float]:
+    """Of the same figures as each of the tiers has."""
+    dtype = MODELS[workload.model]
+    shape = ModelShape.of_config(read_config(workload.path), num_weights(workload.path), dtype)
+    ceilings = Ceilings.of_machine(machine, dtype)
+    prompt = BenchRequest(tuple(range(workload.prompt_tokens)), num_output_tokens=1)
+    return {
+        "first_token_ms": round(1000 * floor_s([prompt], shape, ceilings), 3),
+        "token_gap_ms": round(1000 * token_floor_s(shape, ceilings), 3),
+    }

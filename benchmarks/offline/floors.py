@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.machine import describe_machine
-from benchmarks.model_cost import Ceilings, ModelShape
+from benchmarks.model_cost import DTYPE_BYTES, Ceilings, ModelShape
 from benchmarks.models import num_weights
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -13,8 +13,6 @@ from engine.runtime.checkpoint import open_checkpoint
 from engine.runtime.device import resolve_device
 
 __all__ = ["Floors", "measure_floors"]
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +55,5 @@ def _shape_of(model: str, dtype: str) -> ModelShape:
         num_layers=config.num_layers,
         num_head_weights=head,
         num_attention_features=config.num_layers * config.num_heads * config.head_dim,
-        bytes_per_weight=_DTYPE_BYTES[dtype],
+        bytes_per_weight=DTYPE_BYTES[dtype],
     )
