@@ -110,10 +110,11 @@ def _table(kind: str, profiles: Sequence["StepProfile"]) -> Table:
 
 def _panel(kind: str, profiles: Sequence["StepProfile"]) -> Panel:
     own = _of_kind(kind, profiles)
-    sizes = [profile.batch_size for profile in own]
-    series = [
-        Series(phase, sizes, [profile.phases_us[phase] for profile in own], "marked")
-        for phase in own[0].phases_us
-        if any(profile.phases_us[phase] for profile in own)
-    ]
+    series = []
+    for phase in own[0].phases_us:
+        # A logarithmic scale has no place for phases that are part of another one.
+        taken = [(profile.batch_size, us) for profile in own if (us := profile.phases_us[phase])]
+        if taken:
+            sizes, times_us = zip(*taken, strict=True)
+            series.append(Series(phase, sizes, times_us, "marked"))
     return Panel(f"A {kind} step", "batch size", "microseconds", series, y_scale="log")
