@@ -3,12 +3,12 @@
 import argparse
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigurationError
+from baton.machine_limits import affine_cores
 from benchmarks.machine import describe_machine, name_machine, rates_of, with_median_rates
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
@@ -109,7 +109,7 @@ def _setting(args: argparse.Namespace) -> Setting:
     peers_folder = args.peers_folder.expanduser().resolve()
     return Setting(
         model=_model(args.model, peers_folder / "models"),
-        num_threads=args.num_threads or len(os.sched_getaffinity(0)),
+        num_threads=args.num_threads or affine_cores(),
         peers_folder=peers_folder,
         max_model_len=_MAX_MODEL_LEN,
     )

@@ -1,6 +1,5 @@
 """What a run was measured on: hardware, versions, commit, and the machine's ceilings."""
 
-import os
 import platform
 import statistics
 import subprocess
@@ -8,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.machine_limits import usable_cores
+from baton.machine_limits import affine_cores, usable_cores
 
 __all__ = [
     "describe_machine",
@@ -24,7 +23,7 @@ def name_machine() -> dict[str, object]:
     """Names the machine, to be written beside every figure."""
     return {
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": affine_cores(),
         "python": platform.python_version(),
         "commit": _commit(),
     }

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.request import BenchRequest
+from kvstore.layout import DTYPE_BYTES
 
-__all__ = ["DTYPE_BYTES", "Ceilings", "ModelShape", "floor_s", "step_floor_s", "token_floor_s"]
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of an element."""
+__all__ = ["Ceilings", "ModelShape", "floor_s", "step_floor_s", "token_floor_s"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.machine import describe_machine
-from benchmarks.model_cost import DTYPE_BYTES, Ceilings, ModelShape
+from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import num_weights
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import open_checkpoint
 from engine.runtime.device import resolve_device
+from kvstore.layout import DTYPE_BYTES
 
 __all__ = ["Floors", "measure_floors"]
 
