@@ -10,6 +10,7 @@ reference) and enter it below.
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from kernels import reference
 from kernels.attention_metadata import AttentionMetadata
 from kernels.memory import fresh_zeros
-from kernels.native.library import load
+from kernels.native.library import TRITON, load, select
 from kernels.paged_kv import AskingTokens, LayerKv, PagedKv
 from kernels.recorded_step import Arena, RecordedStep
 from kernels.rotary import QkNorms, Rotation
@@ -58,6 +59,8 @@ __all__ = [
     "take_rows",
 ]
 
+_FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @cache
 def _modules() -> Mapping[tuple[str, torch.dtype], ModuleType]:
@@ -65,10 +68,21 @@ def _modules() -> Mapping[tuple[str, torch.dtype], ModuleType]:
 
     Found at first use, so that what explains or mends a bad choice can import this package.
     """
-    if load() is None:
-        return MappingProxyType({})
-    native = import_module("kernels.native.ops")
-    return MappingProxyType({("cpu", torch.float32): native, ("cpu", torch.bfloat16): native})
+    modules: dict[tuple[str, torch.dtype], ModuleType] = {}
+    if select().variant == TRITON:
+        modules.update(_of_types("cpu", import_module("kernels.triton.ops"), _FLOAT_TYPES))
+    elif load() is not None:
+        native = import_module("kernels.native.ops")
+        modules.update(_of_types("cpu", native, (torch.float32, torch.bfloat16)))
+    if torch.cuda.is_available() and find_spec("triton") is not None:
+        modules.update(_of_types("cuda", import_module("kernels.triton.ops"), _FLOAT_TYPES))
+    return MappingProxyType(modules)
+
+
+def _of_types(
+    device_type: str, module: ModuleType, dtypes: Sequence[torch.dtype]
+) -> dict[tuple[str, torch.dtype], ModuleType]:
+    return {(device_type, dtype): module for dtype in dtypes}
 
 
 def _kernels_for(tensor: torch.Tensor) -> ModuleType:
@@ -138,11 +152,12 @@ def rotate_and_write_kv(
     *,
     rotation: Rotation | None = None,
     norms: QkNorms | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Prepares a step for attention; see `reference.rotate_and_write_kv`."""
     prepare = _kernels_for(query).rotate_and_write_kv
     prepared: torch.Tensor = prepare(
-        query, key, value, kv_layer, meta, rotation=rotation, norms=norms
+        query, key, value, kv_layer, meta, rotation=rotation, norms=norms, kv_scales=kv_scales
     )
     return prepared
 
@@ -154,10 +169,20 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over paged KV; see `reference.paged_attention`."""
     attend = _kernels_for(query).paged_attention
-    output: torch.Tensor = attend(query, kv_layer, meta, scale=scale, sliding_window=sliding_window)
+    output: torch.Tensor = attend(
+        query,
+        kv_layer,
+        meta,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        kv_scales=kv_scales,
+    )
     return output
 
 

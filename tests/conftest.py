@@ -7,6 +7,10 @@ from hypothesis import settings
 
 from tests.support.redis_server import running_redis_server
 
+# Read when `triton` is first imported: its kernels run on the CPU then.
+if os.environ.get("BATON_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # On CI the examples are the same each time; elsewhere new ones are looked for.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):

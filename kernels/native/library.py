@@ -1,8 +1,8 @@
 """Chooses and loads the library of native CPU kernels.
 
-The best variant that the CPU has and that was built; `BATON_CPU_KERNELS` asks for one
-by name, or for torch. A library is never loaded on a CPU that lacks its instructions,
-nor beside sources it was not built from.
+The best variant that the CPU has and that was built; `BATON_CPU_KERNELS` asks for one by name,
+for torch, or for the GPU's kernels in Triton's interpreter. A library is never loaded on a CPU
+that lacks its instructions, nor beside sources it was not built from.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from baton.errors import ConfigurationError
@@ -26,6 +27,7 @@ from kernels.native.variants import (
 __all__ = [
     "BUILD_COMMAND",
     "TORCH",
+    "TRITON",
     "WISH_VARIABLE",
     "Library",
     "Selection",
@@ -38,6 +40,8 @@ __all__ = [
 WISH_VARIABLE = "BATON_CPU_KERNELS"
 BUILD_COMMAND = "python -m kernels.native.build"
 TORCH = "torch"
+TRITON = "triton"
+INTERPRET_VARIABLE = "TRITON_INTERPRET"
 _AUTO = "auto"
 
 
@@ -65,8 +69,9 @@ class Selection:
     """Which kernels serve the CPU.
 
     Attributes:
-        variant: a variant's name, or "torch" for the slower fallback.
-        path: the library; None for torch.
+        variant: a variant's name, "torch" for the slower fallback, or "triton" for the GPU's
+            kernels in Triton's interpreter, to try them: it is very slow.
+        path: the library; None for torch and triton.
         reason: why, for a person to read.
     """
 
@@ -136,6 +141,13 @@ def choose(libraries: Sequence[Library], features: frozenset[str], wish: str) ->
     """
     if wish == TORCH:
         return Selection(TORCH, None, _forced_by(TORCH))
+    if wish == TRITON:
+        if os.environ.get(INTERPRET_VARIABLE) != "1" or find_spec("triton") is None:
+            raise ConfigurationError(
+                f"{_forced_setting(wish)}: on a CPU that needs {INTERPRET_VARIABLE}=1 and "
+                f"`pip install triton`"
+            )
+        return Selection(TRITON, None, _forced_by(TRITON))
     if wish != _AUTO:
         return _forced(libraries, features, wish)
     suitable = [library for library in libraries if library.variant.cpu_features <= features]
@@ -149,7 +161,7 @@ def _forced(libraries: Sequence[Library], features: frozenset[str], wish: str) -
     names = [library.variant.name for library in libraries]
     if wish not in names:
         known = {variant.name for variant in VARIANTS} | {*names}
-        limit = f"it must be one of {', '.join((_AUTO, TORCH, *names))}"
+        limit = f"it must be one of {', '.join((_AUTO, TORCH, TRITON, *names))}"
         if wish in known:
             limit = f"this machine has another architecture; {limit}"
         raise ConfigurationError(f"{_forced_setting(wish)}: {limit}")

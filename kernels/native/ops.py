@@ -1,7 +1,7 @@
 """The native CPU kernels under the names and signatures of `kernels.reference`.
 
 For float32 and bfloat16 tensors of the CPU. What the library does not speed up, or cannot take
-(odd head widths in bfloat16), goes to the reference.
+(odd head widths in bfloat16, 8-bit caches, capped scores), goes to the reference.
 """
 
 from collections.abc import Callable
@@ -139,11 +139,12 @@ def rotate_and_write_kv(
     *,
     rotation: Rotation | None = None,
     norms: QkNorms | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.rotate_and_write_kv`; here the query is turned where it is."""
-    if not _takes_heads(query):
+    if not _takes_heads(query) or kv_scales is not None:
         return reference.rotate_and_write_kv(
-            query, key, value, kv_layer, meta, rotation=rotation, norms=norms
+            query, key, value, kv_layer, meta, rotation=rotation, norms=norms, kv_scales=kv_scales
         )
     check_heads((query, key, value), kv_layer, meta)
     check_preparation(query, rotation, norms)
@@ -179,11 +180,19 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.paged_attention`."""
-    if not _takes_heads(query):
+    if not _takes_heads(query) or soft_cap is not None or kv_scales is not None:
         return reference.paged_attention(
-            query, kv_layer, meta, scale=scale, sliding_window=sliding_window
+            query,
+            kv_layer,
+            meta,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            kv_scales=kv_scales,
         )
     check_heads((query,), kv_layer, meta)
     query = _heads(query)

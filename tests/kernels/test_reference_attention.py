@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
+from kernels.reference import attention, cache
 from tests.support.attention_cases import make_case
 from tests.support.paged_batches import step_metadata
 
@@ -65,7 +66,7 @@ def test_narrow_types_stay_within_their_rounding(dtype):
 def test_decode_rows_in_several_passes_are_the_same(monkeypatch):
     case = make_case(MIXES["decode"])
     whole = attend(case)
-    monkeypatch.setattr(reference, "_MAX_GATHERED_ELEMENTS", 1000)
+    monkeypatch.setattr(attention, "_MAX_GATHERED_ELEMENTS", 1000)
     torch.testing.assert_close(attend(case), whole, atol=1e-6, rtol=1e-6)
 
 
@@ -93,7 +94,7 @@ def test_a_rows_result_hardly_depends_on_its_neighbours():
     # The same first sequence, laid into the crowd's pool.
     table = crowd.meta.block_tables[:1]
     _, whole = step_metadata([(0, 22)], [table[0].tolist()], 4)
-    reference.write_kv(*alone.contexts[0], crowd.kv_layer, whole.slot_mapping)
+    cache.write_kv(*alone.contexts[0], crowd.kv_layer, whole.slot_mapping)
     query = torch.cat([alone.query, crowd.query[1:]])
     crowded = attend(replace(crowd, query=query))[0]
     torch.testing.assert_close(crowded, attend(alone)[0], atol=3e-7, rtol=3e-7)
@@ -111,7 +112,7 @@ def test_write_kv_writes_its_slots_and_no_others(dtype):
     pool = torch.full((5, 3, 2, 2, 4, 3), -1.0, dtype=dtype)
     key, value = torch.randn(2, 6, 2, 3).to(dtype)
     slots = torch.tensor([7, 0, 19, 4, 12, 13])
-    reference.write_kv(key, value, pool[:, 2], slots)
+    cache.write_kv(key, value, pool[:, 2], slots)
     for token, slot in enumerate(slots.tolist()):
         written = pool[slot // 4, 2, :, :, slot % 4]
         assert torch.equal(written, torch.stack([key[token], value[token]]))

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 import kernels
-from kernels import reference
 from kernels.attention_metadata import AttentionMetadata
+from kernels.reference.cache import write_kv
 from tests.support.kernel_checks import IS_NATIVE, assert_within, eps_of
 from tests.support.paged_batches import shuffled_tables, step_metadata
 
@@ -112,7 +112,7 @@ def make_case(
         keys, values = (normal(start + length, num_kv_heads, head_dim) for _ in range(2))
         contexts.append((keys, values))
         _, whole = step_metadata([(0, start + length)], [table], block_size)
-        reference.write_kv(keys, values, pool[:, _LAYER], whole.slot_mapping)
+        write_kv(keys, values, pool[:, _LAYER], whole.slot_mapping)
     _, meta = step_metadata(spans, tables, block_size)
     query = normal(sum(length for _, length in spans), num_heads, head_dim)
     return AttentionCase(query, pool, meta, contexts, spans, scale)

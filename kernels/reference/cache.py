@@ -1,0 +1,95 @@
+"""What is written to the KV cache, in plain torch."""
+
+import torch
+
+from kernels.attention_metadata import AttentionMetadata
+from kernels.reference.pointwise import apply_rotary, rms_norm
+from kernels.rotary import QkNorms, Rotation
+
+__all__ = ["quantize_kv", "rotate_and_write_kv", "write_kv"]
+
+_FP8 = torch.float8_e4m3fn
+
+
+def rotate_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    rotation: Rotation | None = None,
+    norms: QkNorms | None = None,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Prepares a step for attention: norms and turns Q and K, and writes K and V to their slots.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`; its memory may be reused for the result.
+        key: `[num_tokens, num_kv_heads, head_dim]`; is undefined afterwards.
+        value: `[num_tokens, num_kv_heads, head_dim]`.
+        kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, any strides, of the
+            type of `query`, or float8_e4m3fn with `kv_scales`.
+        meta: `slot_mapping` says where K and V go.
+        rotation: None: positions are not the heads' matter.
+        norms: None for none.
+        kv_scales: `[num_blocks, 2, num_kv_heads, block_size]` float32, any strides; receives
+            the factors of what is written, see `quantize_kv`.
+
+    Returns:
+        The query that attends, `[num_tokens, num_heads, head_dim]`.
+    """
+    if norms is not None:
+        query = rms_norm(query, norms.query_weight, norms.eps)
+        key = rms_norm(key, norms.key_weight, norms.eps)
+    if rotation is not None:
+        cos, sin = rotation.cos.to(query.dtype), rotation.sin.to(query.dtype)
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+    write_kv(key, value, kv_layer, meta.slot_mapping, kv_scales)
+    return query
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
+    """Writes each token's K and V into its slot of one layer's cache.
+
+    Args:
+        key: `[num_tokens, num_kv_heads, head_dim]`.
+        value: as `key`.
+        kv_layer: see `rotate_and_write_kv`.
+        slot_mapping: `[num_tokens]` int64, `block_id * block_size + offset`, all different.
+        kv_scales: see `rotate_and_write_kv`.
+    """
+    block_size = kv_layer.shape[3]
+    block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
+    for index, states in enumerate((key, value)):
+        if kv_scales is None:
+            kv_layer[block_ids, index, :, offsets] = states
+            continue
+        narrow, scales = quantize_kv(states)
+        # As bytes: not every operation knows the type.
+        kv_layer.view(torch.uint8)[block_ids, index, :, offsets] = narrow.view(torch.uint8)
+        kv_scales[block_ids, index, :, offsets] = scales
+
+
+def quantize_kv(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token's K or V of one head as 8-bit floats and a factor: `states = narrow * scale`.
+
+    A factor of its own for each token and head: what is stored depends on the token alone, not
+    on what else is in its block or how a prompt was cut into chunks. Not finite stays so.
+
+    Args:
+        states: `[..., head_dim]`.
+
+    Returns:
+        float8_e4m3fn as `states`; `[...]` float32, above 0 where `states` is finite.
+    """
+    wide = states.float()
+    scales = wide.abs().amax(-1) / torch.finfo(_FP8).max
+    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
+    return (wide / scales.unsqueeze(-1)).to(_FP8), scales

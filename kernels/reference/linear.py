@@ -1,0 +1,106 @@
+"""Linear layers and embeddings, in plain torch."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+
+from kernels.weights import DenseWeight, Weight, WeightUse
+
+__all__ = [
+    "embed",
+    "linear",
+    "linear_silu_and_mul",
+    "make_weight",
+    "silu_and_mul",
+    "take_rows",
+]
+
+
+def make_weight(
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    use: WeightUse,
+) -> Weight:
+    """Memory for a weight, to be filled through `Weight.rows`.
+
+    Args:
+        num_rows: outputs.
+        num_columns: inputs.
+        dtype: of its elements.
+        device: where it is.
+        use: what it is for.
+    """
+    data = torch.empty((num_rows, num_columns), dtype=dtype, device=device)
+    return DenseWeight(num_rows, num_columns, use, data)
+
+
+def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Rows of an embedding: `[num_tokens]` int64 to `[num_tokens, num_columns]`."""
+    return F.embedding(token_ids, _dense(weight))
+
+
+def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a matrix, as a matrix of their own: `matrix[rows]`.
+
+    Args:
+        matrix: `[num_rows, num_columns]`, any strides.
+        rows: `[n]` int64.
+
+    Returns:
+        `[n, num_columns]`, contiguous.
+    """
+    return matrix.index_select(0, rows)
+
+
+def linear(
+    hidden: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`hidden @ weight.T + bias + residual`.
+
+    Args:
+        hidden: `[rows, num_columns]`.
+        weight: for this use.
+        bias: `[num_rows]`.
+        residual: `[rows, num_rows]`.
+        out_dtype: of the result; None: of `hidden`.
+
+    Returns:
+        `[rows, num_rows]`.
+    """
+    out = F.linear(hidden, _dense(weight), bias)
+    if residual is not None:
+        out = residual + out
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def linear_silu_and_mul(
+    hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`silu(hidden @ gate.T) * (hidden @ up.T)`.
+
+    Args:
+        hidden: `[rows, num_columns]`.
+        weight: for this use: `gate` above `up`.
+        bias: `[num_rows]`, of both.
+
+    Returns:
+        `[rows, num_rows / 2]`.
+    """
+    return silu_and_mul(F.linear(hidden, _dense(weight), bias))
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, with gate and up side by side: `[..., 2 * size] -> [..., size]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, DenseWeight)
+    return weight.data

@@ -1,0 +1,62 @@
+"""Norms, rotary positions and maxima, in plain torch."""
+
+import torch
+
+from kernels.rotary import Rotation
+
+__all__ = ["apply_rotary", "rms_norm", "rotary_angles", "row_maxima"]
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`hidden / sqrt(mean(hidden^2) + eps) * weight` over the last axis (arXiv:1910.07467).
+
+    Args:
+        hidden: `[..., size]`.
+        weight: `[size]`.
+        eps: added to the mean of squares.
+    """
+    wide = hidden.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(hidden.dtype)
+
+
+def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates each head's halves by the token's angles (arXiv:2104.09864, half-split pairs).
+
+    Args:
+        states: `[num_tokens, num_heads, head_dim]`.
+        cos: `[num_tokens, head_dim / 2]`, of the dtype of `states`.
+        sin: as `cos`.
+    """
+    first, second = states.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
+    """Cosines and sines of each position's angles, times `amplitude` (arXiv:2104.09864).
+
+    Args:
+        positions: `[num_tokens]` int64.
+        frequencies: `[head_dim / 2]` float32, radians per position.
+        amplitude: 1, or what a scaling for long contexts wants.
+    """
+    angles = positions.unsqueeze(1).float() * frequencies
+    return Rotation(angles.cos() * amplitude, angles.sin() * amplitude)
+
+
+def row_maxima(
+    logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest value, NaN for a row that holds one, and its first index.
+
+    Args:
+        logits: `[rows, vocab]` float32.
+        out: what to write both to, and return; of a recorded step it stays where it is.
+
+    Returns:
+        `[rows]` float32 and `[rows]` int64: -1 where the value is not finite.
+    """
+    maxima, indices = torch.max(logits, dim=-1, out=out)
+    indices.masked_fill_(~maxima.isfinite(), -1)
+    return maxima, indices

@@ -1,0 +1,1 @@
+"""Kernels in Triton: NVIDIA GPUs, and its interpreter on the CPU."""

@@ -1,0 +1,43 @@
+"""The Triton kernels under the names and signatures of `kernels.reference`.
+
+For tensors on CUDA devices, and with `TRITON_INTERPRET=1` on the CPU. What torch's own
+operations do as fast, or nobody waits for, is the reference's.
+"""
+
+from kernels.reference import (
+    copy_blocks,
+    embed,
+    gather_blocks,
+    linear,
+    linear_silu_and_mul,
+    make_weight,
+    paged_attention,
+    point_to,
+    record_step,
+    rms_norm,
+    rotary_angles,
+    rotate_and_write_kv,
+    row_maxima,
+    scatter_blocks,
+    swap_blocks,
+    take_rows,
+)
+
+__all__ = [
+    "copy_blocks",
+    "embed",
+    "gather_blocks",
+    "linear",
+    "linear_silu_and_mul",
+    "make_weight",
+    "paged_attention",
+    "point_to",
+    "record_step",
+    "rms_norm",
+    "rotary_angles",
+    "rotate_and_write_kv",
+    "row_maxima",
+    "scatter_blocks",
+    "swap_blocks",
+    "take_rows",
+]
