@@ -1,0 +1,237 @@
+"""Launch parameters of the Triton kernels, from checked-in tables per device: `launch_tables/`.
+
+A table is a file whose `devices` are beginnings of device names. It holds, per kernel, rows of
+parameters by problem size; a kernel that it leaves out has those of `default.json`. Nothing is
+tuned while requests are served.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from baton.errors import ConfigurationError
+
+__all__ = [
+    "AttentionLaunch",
+    "BlockLaunch",
+    "DecodeAttentionLaunch",
+    "LaunchTable",
+    "RowLaunch",
+    "Rows",
+    "launch_table",
+    "load_launch_table",
+]
+
+TABLES_FOLDER = Path(__file__).parent / "launch_tables"
+_DEFAULT = "default"
+_DEVICES = "devices"
+_POWERS_OF_TWO = frozenset({"block_m", "block_n", "block_size", "num_warps"})
+_MINIMA = {"block_m": 16, "block_n": 16}  # of matrix products
+_MAXIMA = {"num_warps": 32, "num_stages": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLaunch:
+    """Of a kernel whose programs take a whole row each.
+
+    Attributes:
+        up_to: the largest size it serves; None for any.
+        num_warps: of a program.
+    """
+
+    up_to: int | None = None
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLaunch(RowLaunch):
+    """Of a kernel whose programs take so many elements each.
+
+    Attributes:
+        block_size: elements of a program; of block copies, words of 4 bytes.
+    """
+
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLaunch(RowLaunch):
+    """Of attention over paged KV.
+
+    Attributes:
+        block_m: rows of a tile: query tokens times the heads of a group.
+        block_n: cached tokens of a tile.
+        num_stages: how many tiles of KV are on their way.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeAttentionLaunch(AttentionLaunch):
+    """Of attention that divides each context among programs.
+
+    Attributes:
+        min_tokens_per_split: cached tokens that are worth a program.
+        max_splits: the most programs for one context.
+        programs_per_sm: how many keep a streaming multiprocessor busy.
+    """
+
+    min_tokens_per_split: int
+    max_splits: int
+    programs_per_sm: int
+
+
+Launch = TypeVar("Launch", bound=RowLaunch)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Generic[Launch]):
+    """One kernel's parameters by problem size: rising, and the last for any size."""
+
+    rows: tuple[Launch, ...]
+
+    def for_size(self, size: int) -> Launch:
+        """The first row that serves `size`."""
+        return next(row for row in self.rows if row.up_to is None or size <= row.up_to)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTable:
+    """Launch parameters of one device.
+
+    Attributes:
+        decode_attention: by bytes of a head's vector of K.
+        prefill_attention: as `decode_attention`.
+        row_norm: by elements of a row.
+        pointwise: by elements of a row.
+        row_maxima: by elements of a row.
+        rotate_and_write_kv: by elements of a head.
+        block_copy: by words of a block.
+    """
+
+    decode_attention: Rows[DecodeAttentionLaunch]
+    prefill_attention: Rows[AttentionLaunch]
+    row_norm: Rows[RowLaunch]
+    pointwise: Rows[BlockLaunch]
+    row_maxima: Rows[BlockLaunch]
+    rotate_and_write_kv: Rows[BlockLaunch]
+    block_copy: Rows[BlockLaunch]
+
+
+_KERNELS: Mapping[str, type[RowLaunch]] = {
+    "decode_attention": DecodeAttentionLaunch,
+    "prefill_attention": AttentionLaunch,
+    "row_norm": RowLaunch,
+    "pointwise": BlockLaunch,
+    "row_maxima": BlockLaunch,
+    "rotate_and_write_kv": BlockLaunch,
+    "block_copy": BlockLaunch,
+}
+
+
+def launch_table(device: torch.device) -> LaunchTable:
+    """The table of `device`, read once.
+
+    Raises:
+        ConfigurationError: a table cannot be used; names its file and key.
+    """
+    return _table_of(device.type, device.index)
+
+
+@functools.cache
+def _table_of(device_type: str, index: int | None) -> LaunchTable:
+    name = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
+    return load_launch_table(name)
+
+
+def load_launch_table(device_name: str, folder: Path = TABLES_FOLDER) -> LaunchTable:
+    """The table whose device name is the longest beginning of `device_name`, else the default.
+
+    Args:
+        device_name: as CUDA gives it, or "cpu" for Triton's interpreter.
+        folder: of the tables.
+
+    Raises:
+        ConfigurationError: a table in `folder` cannot be used; names its file and key.
+    """
+    tables = {path.stem: _parse(path) for path in sorted(folder.glob("*.json"))}
+    default = tables.get(_DEFAULT)
+    if default is None or set(default.kernels) != set(_KERNELS):
+        missing = sorted(set(_KERNELS) - set(default.kernels if default else ()))
+        raise _bad(folder / f"{_DEFAULT}.json", missing[0], "is missing")
+    names = {prefix: table for table in tables.values() for prefix in table.devices}
+    fitting = [prefix for prefix in names if device_name.startswith(prefix)]
+    own = names[max(fitting, key=len)].kernels if fitting else {}
+    return LaunchTable(**{**default.kernels, **own})
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What one file holds: beginnings of device names, and rows per kernel."""
+
+    devices: Sequence[str]
+    kernels: Mapping[str, Rows[Any]]
+
+
+def _parse(path: Path) -> _File:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} is not an object of kernels")
+    devices = content.pop(_DEVICES, [])
+    if not isinstance(devices, list) or not all(isinstance(name, str) for name in devices):
+        raise _bad(path, _DEVICES, f"is {devices!r}: it must be a list of names")
+    unknown = sorted(set(content) - set(_KERNELS))
+    if unknown:
+        raise _bad(path, unknown[0], f"is unknown: it must be one of {', '.join(_KERNELS)}")
+    return _File(devices, {kernel: _rows(path, kernel, rows) for kernel, rows in content.items()})
+
+
+def _rows(path: Path, kernel: str, entries: object) -> Rows[Any]:
+    if not isinstance(entries, list) or not entries:
+        raise _bad(path, kernel, "must be a list of rows")
+    rows = tuple(
+        _row(path, f"{kernel}[{index}]", _KERNELS[kernel], entry)
+        for index, entry in enumerate(entries)
+    )
+    bounds = [row.up_to for row in rows[:-1] if row.up_to is not None]
+    is_whole = rows[-1].up_to is None and len(bounds) == len(rows) - 1
+    if not is_whole or bounds != sorted(set(bounds)):
+        raise _bad(path, f"{kernel}.up_to", "must rise, and the last row must have none")
+    return Rows(rows)
+
+
+def _row(path: Path, key: str, launch: type[RowLaunch], entry: object) -> RowLaunch:
+    if not isinstance(entry, dict):
+        raise _bad(path, key, f"is {entry!r}: it must be an object")
+    known = [field.name for field in fields(launch)]
+    for name in known:
+        if name not in entry and name != "up_to":
+            raise _bad(path, f"{key}.{name}", "is missing")
+    for name, value in entry.items():
+        if name not in known:
+            raise _bad(path, f"{key}.{name}", f"is unknown: it must be one of {', '.join(known)}")
+        _check_number(path, f"{key}.{name}", name, value)
+    return launch(**entry)
+
+
+def _check_number(path: Path, key: str, name: str, value: object) -> None:
+    low, high = _MINIMA.get(name, 1), _MAXIMA.get(name, 1 << 20)
+    if type(value) is not int or not low <= value <= high:  # a bool is no number here
+        raise _bad(path, key, f"is {value!r}: it must be a whole number of {low} to {high}")
+    if name in _POWERS_OF_TWO and value & (value - 1):
+        raise _bad(path, key, f"is {value!r}: it must be a power of two")
+
+
+def _bad(path: Path, key: str, problem: str) -> ConfigurationError:
+    return ConfigurationError(f"{path}: {key} {problem}")
