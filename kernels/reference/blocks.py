@@ -16,7 +16,8 @@ def gather_blocks(
         pool: `[num_blocks, ...]`, contiguous.
         block_ids: `[n]`.
         out: `[n, block_elements]` of the pool's dtype or `[n, block_bytes]`
-            uint8, contiguous, aligned to 4 bytes, on any device.
+            uint8, on any device; each row is contiguous and begins at a multiple
+            of 4 bytes, and rows may lie apart.
     """
     rows, ids = _block_words(pool), _as_index(block_ids, pool)
     target = _block_words(out)

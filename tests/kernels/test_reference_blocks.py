@@ -38,6 +38,17 @@ def test_gathered_blocks_scatter_back_bit_for_bit(dtype, as_bytes):
     assert torch.equal(bits(other), before)
 
 
+def test_rows_may_lie_apart():
+    pool, other = random_pool(torch.bfloat16), random_pool(torch.bfloat16)
+    slots = torch.zeros(3, 64 + 180, dtype=torch.uint8)
+    kernels.gather_blocks(pool, [7, 0, 3], slots[:, 64:])
+    kernels.scatter_blocks(slots[:, 64:], other, [1, 5, 2])
+
+    assert not slots[:, :64].any()
+    assert torch.equal(slots[:, 64:], bits(pool)[[7, 0, 3]])
+    assert torch.equal(bits(other)[[1, 5, 2]], bits(pool)[[7, 0, 3]])
+
+
 def test_a_block_may_be_gathered_twice():
     pool = random_pool(torch.float32)
     out = torch.empty(2, 90)
