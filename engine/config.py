@@ -16,6 +16,7 @@ __all__ = ["DTYPES", "ROLES", "EngineConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ROLES = ("prefill", "decode", "both")
+LOAD_FORMATS = ("auto", "dummy")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
@@ -38,6 +39,11 @@ class EngineConfig:
     role: str = _flag("both", "half of the work this engine does", choices=ROLES)
     dtype: str = _flag(
         "auto", "type of weights, activations and KV; auto is the checkpoint's", choices=DTYPES
+    )
+    load_format: str = _flag(
+        "auto",
+        "auto: the checkpoint's weights; dummy: random ones in the shape of config.json",
+        choices=LOAD_FORMATS,
     )
     device: str = _flag("auto", "torch device; auto is cuda where there is one, else cpu")
     num_threads: int | None = _flag(None, "CPU threads for compute (default: the cores it may use)")
@@ -91,6 +97,7 @@ class EngineConfig:
         for name, choices in (
             ("role", ROLES),
             ("dtype", DTYPES),
+            ("load_format", LOAD_FORMATS),
             ("kv_load_failure_policy", LOAD_FAILURE_POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
         ):

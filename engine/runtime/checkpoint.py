@@ -20,7 +20,8 @@ _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "tokenizer.model")
+_HUB_WEIGHTS = "*.safetensors"
+_HUB_PATTERNS = ("*.json", "*.txt", "tokenizer.model")
 
 _MAX_REASON_LENGTH = 300
 
@@ -36,7 +37,8 @@ class Checkpoint:
     Attributes:
         folder: where it is.
         config: content of config.json.
-        weight_files: its safetensors files, by name; all exist.
+        weight_files: its safetensors files, by name; all exist; none where it was opened
+            without them.
     """
 
     folder: Path
@@ -81,39 +83,43 @@ class Checkpoint:
         return bytes(digest.digest())
 
 
-def open_checkpoint(path_or_name: str) -> Checkpoint:
+def open_checkpoint(path_or_name: str, *, with_weights: bool = True) -> Checkpoint:
     """Finds a checkpoint folder, or downloads it from the Hugging Face Hub.
 
     Args:
         path_or_name: a folder, or a Hub name such as `org/model`.
+        with_weights: False where config.json is enough: weights are neither looked for nor
+            downloaded.
 
     Raises:
         ConfigurationError: no such folder or Hub model; a file is missing or
             is not JSON; the weights are not safetensors.
     """
-    folder = _find_folder(path_or_name)
+    folder = _find_folder(path_or_name, with_weights)
     if not (folder / _CONFIG).is_file():
         raise ConfigurationError(f"{folder} has no {_CONFIG}; it is no checkpoint folder")
-    return Checkpoint(folder, _read_json(folder / _CONFIG), _find_weights(folder))
+    weight_files = _find_weights(folder) if with_weights else ()
+    return Checkpoint(folder, _read_json(folder / _CONFIG), weight_files)
 
 
-def _find_folder(path_or_name: str) -> Path:
+def _find_folder(path_or_name: str, with_weights: bool) -> Path:
     folder = Path(path_or_name).expanduser()
     if folder.is_dir():
         return folder
     looks_like_path = path_or_name.startswith((".", "/", "~")) or path_or_name.count("/") > 1
     if looks_like_path or folder.exists():
         raise ConfigurationError(f"{path_or_name} is no folder")
-    return _download(path_or_name)
+    return _download(path_or_name, with_weights)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, with_weights: bool) -> Path:
     """The Hub model's folder in the local cache; the cached one serves when offline."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    patterns = [*_HUB_PATTERNS, _HUB_WEIGHTS] if with_weights else list(_HUB_PATTERNS)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         reason = "the Hub cannot be reached and the model is not in the local cache"
         raise _no_model(name, reason) from error

@@ -26,6 +26,7 @@ from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule, WeightTarget
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, one_line, open_checkpoint
+from engine.runtime.dummy_weights import draw_weights, dummy_fingerprint
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -64,7 +65,12 @@ class LoadedModel:
 
 
 def load_model(
-    path_or_name: str, dtype: str, device: torch.device | str, *, progress: bool
+    path_or_name: str,
+    dtype: str,
+    device: torch.device | str,
+    *,
+    progress: bool,
+    load_format: str = "auto",
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -73,27 +79,34 @@ def load_model(
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: where the weights go.
         progress: whether to show a bar over the bytes on stderr.
+        load_format: "auto", or "dummy" for random weights in the shape of config.json.
 
     Raises:
         ConfigurationError: the checkpoint is missing, broken or unsupported,
             or the device lacks memory for it; one line that names the file,
             field, tensor or size.
     """
-    checkpoint = open_checkpoint(path_or_name)
+    device, is_dummy = torch.device(device), load_format == "dummy"
+    checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
     family = family_of(checkpoint.architecture)
     source = _parse_config(checkpoint, family.model_type)
     dtype_name = _resolve_dtype(dtype, source)
     with torch.device("meta"):
         model = family.build(family.read_config(source))
-    names = _match_tensors(model, checkpoint)
-    _allocate(model, getattr(torch, dtype_name), torch.device(device), path_or_name)
-    _copy_weights(model.checkpoint_tensors(), names, progress=progress)
+    weights_dtype = getattr(torch, dtype_name)
+    if is_dummy:
+        _allocate(model, weights_dtype, device, path_or_name)
+        draw_weights(model.checkpoint_tensors(), weights_dtype, device)
+    else:
+        names = _match_tensors(model, checkpoint)
+        _allocate(model, weights_dtype, device, path_or_name)
+        _copy_weights(model.checkpoint_tensors(), names, progress=progress)
     return LoadedModel(
         model=model.eval(),
         max_model_len=model.config.max_model_len,
         vocab_size=model.config.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids(),
-        fingerprint=checkpoint.fingerprint(),
+        fingerprint=dummy_fingerprint(checkpoint, device) if is_dummy else checkpoint.fingerprint(),
         sliding_windows=model.config.sliding_windows,
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,

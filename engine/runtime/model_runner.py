@@ -72,7 +72,13 @@ class ModelRunner:
         if self._device.type == "cpu":
             kernels.set_num_threads(config.num_threads or kernels.default_num_threads())
         used_by_others = used_bytes(self._device)
-        loaded = load_model(config.model, config.dtype, self._device, progress=progress)
+        loaded = load_model(
+            config.model,
+            config.dtype,
+            self._device,
+            progress=progress,
+            load_format=config.load_format,
+        )
         self._model = loaded.model
         groups = group_layers(loaded.sliding_windows)
         self._layer_slots = groups.slots

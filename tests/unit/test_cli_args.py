@@ -35,6 +35,7 @@ def test_every_field_can_be_given(tmp_path):
         served_model_name="name",
         role="prefill",
         dtype="bfloat16",
+        load_format="dummy",
         device="cpu",
         num_threads=3,
         turns_folder=str(tmp_path),

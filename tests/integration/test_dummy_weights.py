@@ -1,0 +1,110 @@
+"""`--load-format dummy`: random weights in the shape of a config.json, without weight files."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.errors import ConfigurationError
+from engine.config import EngineConfig
+from engine.request import EngineRequest
+from engine.runtime import checkpoint as checkpoint_module
+from engine.runtime.loader import LoadedModel, load_model
+from tests.support.checkpoints import EOS_TOKEN_ID, VARIANTS, tiny_checkpoint
+from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A config.json of a small Llama, and nothing else."""
+    shutil.copy(tiny_checkpoint("llama") / "config.json", tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, dtype: str = "auto") -> LoadedModel:
+    return load_model(str(folder), dtype, "cpu", progress=False, load_format="dummy")
+
+
+def weights_of(loaded: LoadedModel) -> list[torch.Tensor]:
+    packed = [m.weight.data for m in loaded.model.modules() if hasattr(m, "allocate")]
+    return [*packed, *(parameter.data for parameter in loaded.model.parameters())]
+
+
+def test_a_config_alone_is_enough(folder):
+    loaded = load(folder)
+    assert loaded.eos_token_ids == (EOS_TOKEN_ID,)
+    assert loaded.dtype == "float32"
+    for weight in weights_of(loaded):
+        assert torch.isfinite(weight).all()
+        assert weight.any()
+
+
+def test_the_same_numbers_every_time(folder):
+    pairs = zip(weights_of(load(folder)), weights_of(load(folder)), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_norms_are_ones_and_matrices_differ(folder):
+    layers = load(folder).model.layers
+    assert torch.equal(layers[0].input_layernorm.weight, torch.ones(64))
+    first, second = (layer.self_attn.o_proj.weight.data for layer in layers[:2])
+    assert not torch.equal(first, second)
+    assert 0.015 < float(first.float().std()) < 0.025
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_every_family_generates_finite_tokens(variant, tmp_path):
+    shutil.copy(tiny_checkpoint(variant) / "config.json", tmp_path)
+    core = build_core(tmp_path, "both", load_format="dummy")
+    request = EngineRequest(
+        request_id="one", prompt_token_ids=tuple(range(20)), draw=GREEDY, max_tokens=3
+    )
+    tokens = tokens_of(run_all(core, [request])["one"])
+    core.close()
+    assert len(tokens) == 3
+    assert min(tokens) >= 0
+
+
+def test_the_fingerprint_is_the_configs_and_no_checkpoints(folder):
+    before = load(folder).fingerprint
+    assert before == load(tiny_checkpoint("llama")).fingerprint  # its weights are not read
+    assert (
+        before
+        != load_model(str(tiny_checkpoint("llama")), "auto", "cpu", progress=False).fingerprint
+    )
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert load(folder).fingerprint != before
+
+
+def test_without_a_config(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"has no config\.json"):
+        load(tmp_path)
+
+
+def test_no_room_for_it(folder):
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"vocab_size": 259', f'"vocab_size": {10**12}'))
+    with pytest.raises(ConfigurationError, match=r"cannot allocate \d+ MiB on cpu for the weights"):
+        load(folder)
+
+
+def test_a_hub_model_is_downloaded_without_its_weights(folder, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.extend(allow_patterns)
+        return folder
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    checkpoint_module.open_checkpoint("org/model", with_weights=False)
+    assert "*.json" in asked
+    assert "*.safetensors" not in asked
+
+
+def test_an_unknown_format():
+    with pytest.raises(ConfigurationError, match="--load-format is 'gguf'; it must be one of auto"):
+        EngineConfig(model="m", load_format="gguf")
