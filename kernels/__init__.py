@@ -17,31 +17,42 @@ import torch
 
 from kernels import reference
 from kernels.attention_metadata import AttentionMetadata
+from kernels.cuda_graph import CudaGraphRecorder
+from kernels.draws import INVALID_TOKEN, DrawTable
 from kernels.memory import fresh_zeros
 from kernels.native.library import TRITON, load, select
 from kernels.paged_kv import AskingTokens, LayerKv, PagedKv
 from kernels.recorded_step import Arena, RecordedStep
 from kernels.rotary import QkNorms, Rotation
+from kernels.row_state import DecodeInputs, RowState
 from kernels.threads import default_num_threads, num_threads, set_num_threads
 from kernels.weights import RowsOfWeight, Weight, WeightUse
 
 __all__ = [
+    "INVALID_TOKEN",
     "Arena",
     "AskingTokens",
     "AttentionMetadata",
+    "CudaGraphRecorder",
+    "DecodeInputs",
+    "DrawTable",
     "LayerKv",
     "PagedKv",
     "QkNorms",
     "RecordedStep",
     "Rotation",
+    "RowState",
     "RowsOfWeight",
     "Weight",
     "WeightUse",
     "copy_blocks",
     "default_num_threads",
+    "draw_tokens",
     "embed",
     "fresh_zeros",
     "gather_blocks",
+    "keep_drawn",
+    "lay_out_decode",
     "linear",
     "linear_silu_and_mul",
     "make_weight",
@@ -57,6 +68,8 @@ __all__ = [
     "set_num_threads",
     "swap_blocks",
     "take_rows",
+    "token_logprobs",
+    "write_table_entries",
 ]
 
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,6 +100,11 @@ def _of_types(
 
 def _kernels_for(tensor: torch.Tensor) -> ModuleType:
     return _modules().get((tensor.device.type, tensor.dtype), reference)
+
+
+def _kernels_on(device: torch.device) -> ModuleType:
+    """Of what no element type decides."""
+    return _modules().get((device.type, torch.float32), reference)
 
 
 def make_weight(
@@ -196,15 +214,14 @@ def record_step(
     device: torch.device, arena: Arena, run: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, RecordedStep | None]:
     """Runs a step and records it where it can be; see `reference.record_step`."""
-    record = _modules().get((device.type, torch.float32), reference).record_step
+    record = _kernels_on(device).record_step
     recorded: tuple[torch.Tensor, RecordedStep | None] = record(device, arena, run)
     return recorded
 
 
 def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
     """Gives recorded steps another step's metadata; see `reference.point_to`."""
-    module = _modules().get((current.slot_mapping.device.type, torch.float32), reference)
-    module.point_to(recorded, current)
+    _kernels_on(current.slot_mapping.device).point_to(recorded, current)
 
 
 def row_maxima(
@@ -213,6 +230,63 @@ def row_maxima(
     """Each row's largest value and where it is; see `reference.row_maxima`."""
     found: tuple[torch.Tensor, torch.Tensor] = _kernels_for(logits).row_maxima(logits, out)
     return found
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    maxima: torch.Tensor,
+    likeliest: torch.Tensor,
+    draws: DrawTable,
+    *,
+    draw_ids: torch.Tensor,
+    positions: torch.Tensor,
+    logit_rows: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draws tokens from logits; see `reference.draw_tokens`."""
+    draw = _kernels_for(logits).draw_tokens
+    tokens: torch.Tensor = draw(
+        logits,
+        maxima,
+        likeliest,
+        draws,
+        draw_ids=draw_ids,
+        positions=positions,
+        logit_rows=logit_rows,
+        out=out,
+    )
+    return tokens
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    maxima: torch.Tensor,
+    tokens: torch.Tensor,
+    logit_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Log-softmax at one token per row; see `reference.token_logprobs`."""
+    find = _kernels_for(logits).token_logprobs
+    logprobs: torch.Tensor = find(logits, maxima, tokens, logit_rows)
+    return logprobs
+
+
+def lay_out_decode(
+    rows: RowState, row_ids: torch.Tensor, block_size: int, inputs: DecodeInputs
+) -> None:
+    """Writes a decode step's inputs; see `reference.lay_out_decode`."""
+    _kernels_on(rows.positions.device).lay_out_decode(rows, row_ids, block_size, inputs)
+
+
+def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Moves rows on by a token each; see `reference.keep_drawn`."""
+    _kernels_on(rows.positions.device).keep_drawn(rows, row_ids, tokens)
+
+
+def write_table_entries(
+    tables: torch.Tensor, indices: torch.Tensor, block_ids: torch.Tensor
+) -> None:
+    """Enters block ids in rows' tables; see `reference.write_table_entries`."""
+    _kernels_on(tables.device).write_table_entries(tables, indices, block_ids)
 
 
 def gather_blocks(

@@ -1,15 +1,5 @@
-"""Draws tokens from logits: greedy, temperature, top-k, top-p.
-
-A draw is a function of (logits, parameters, seed, position) alone. The noise
-is Gumbel noise from a counter-based generator:
-
-    token = argmax over i of  logits[i] / temperature + gumbel(seed, position, i)
-
-which is distributed as softmax(logits / temperature) (the Gumbel-max trick).
-
-Everything a row's token depends on is computed per element or in sums that
-are exact in any order, so neither batch neighbours nor a device's way of
-splitting a sum can change it.
+"""Draws a step's tokens on the CPU, in parts of bounded size; `kernels.reference.sampling`
+says how a token is drawn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +10,8 @@ import torch
 
 from engine.batch import INVALID_TOKEN, DrawParams
 from engine.runtime.device import to_device
-from engine.runtime.philox import philox4x32
+from kernels.draws import DrawTable
+from kernels.reference.sampling import draw_random
 
 __all__ = [
     "DRAW_RECORD",
@@ -28,6 +19,7 @@ __all__ = [
     "RandomDraws",
     "Scores",
     "draw_record",
+    "draw_table",
     "prepare_draws",
     "sample",
 ]
@@ -37,7 +29,6 @@ DRAW_RECORD = np.dtype(
 )  # `DrawParams` as an element of an array
 
 _CHUNK_ELEMENTS = 2**23  # of 8 bytes; bounds the memory that drawing takes
-_WEIGHT_SCALE = 2.0**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +40,13 @@ class RandomDraws:
     Attributes:
         draws: `[n]` int64; which of the step's draws these are.
         rows: `[n]` int64; the row of the logits that each draws from.
-        temperature: `[n, 1]` float64, above 0.
-        top_k: `[n, 1]` int64; 0 keeps all.
-        top_p: `[n, 1]` float64.
-        seed_low: `[n, 1]` int64; the seed's lower 32 bits.
-        seed_high: `[n, 1]` int64; the seed's upper 32 bits.
+        table: `n` of them; how each draws. No temperature is 0.
         filtered: whether top-k or top-p is to be applied.
     """
 
     draws: torch.Tensor
     rows: torch.Tensor
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    seed_low: torch.Tensor
-    seed_high: torch.Tensor
+    table: DrawTable
     filtered: bool
 
     def split(self, num_draws: int) -> Iterator["RandomDraws"]:
@@ -71,14 +54,7 @@ class RandomDraws:
         for start in range(0, len(self.draws), num_draws):
             part = slice(start, start + num_draws)
             yield RandomDraws(
-                draws=self.draws[part],
-                rows=self.rows[part],
-                temperature=self.temperature[part],
-                top_k=self.top_k[part],
-                top_p=self.top_p[part],
-                seed_low=self.seed_low[part],
-                seed_high=self.seed_high[part],
-                filtered=self.filtered,
+                self.draws[part], self.rows[part], self.table.part(part), self.filtered
             )
 
 
@@ -124,6 +100,20 @@ def draw_record(draw: DrawParams) -> tuple[float, int, float, int]:
     return draw.temperature, draw.top_k, draw.top_p, draw.seed
 
 
+def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
+    """Puts `[n]` of `DRAW_RECORD` on the device."""
+
+    def column(name: str) -> torch.Tensor:
+        return to_device(np.ascontiguousarray(records[name]), device)
+
+    return DrawTable(
+        temperature=column("temperature"),
+        top_k=column("top_k"),
+        top_p=column("top_p"),
+        seed=to_device(records["seed"].astype(np.uint64).view(np.int64), device),
+    )
+
+
 def prepare_draws(
     records: np.ndarray, device: torch.device, rows: Sequence[int] | None = None
 ) -> PreparedDraws:
@@ -156,19 +146,10 @@ def _random_draws(
     *,
     filtered: bool,
 ) -> RandomDraws:
-    def column(values: np.ndarray) -> torch.Tensor:
-        return to_device(np.ascontiguousarray(values), device).unsqueeze(-1)
-
-    of_chosen = records[chosen]
-    seeds = of_chosen["seed"]
     return RandomDraws(
         draws=to_device(chosen, device),
         rows=to_device(row_ids[chosen], device),
-        temperature=column(of_chosen["temperature"]),
-        top_k=column(of_chosen["top_k"]),
-        top_p=column(of_chosen["top_p"]),
-        seed_low=column((seeds & np.uint64(0xFFFFFFFF)).astype(np.int64)),
-        seed_high=column((seeds >> np.uint64(32)).astype(np.int64)),
+        table=draw_table(records[chosen], device),
         filtered=filtered,
     )
 
@@ -191,54 +172,14 @@ def sample(scores: Scores, prepared: PreparedDraws, positions: np.ndarray) -> to
         return tokens
     logits, drawn = scores.logits, tokens.clone()
     draws_per_part = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-    places = to_device(positions, logits.device).unsqueeze(-1)
+    places = to_device(positions, logits.device)
     for random in prepared.random:
         for part in random.split(draws_per_part):
-            drawn[part.draws] = _draw_random(
-                logits[part.rows], scores.maxima[part.rows], part, places[part.draws]
+            drawn[part.draws] = draw_random(
+                logits[part.rows],
+                scores.maxima[part.rows],
+                part.table,
+                places[part.draws],
+                filtered=part.filtered,
             )
     return drawn.where(tokens != INVALID_TOKEN, INVALID_TOKEN)
-
-
-def _draw_random(
-    logits: torch.Tensor, maxima: torch.Tensor, draws: RandomDraws, positions: torch.Tensor
-) -> torch.Tensor:
-    """Tokens `[n]` for logits `[n, vocab]`, whose row maxima are `[n]`; positions are `[n, 1]`."""
-    # From the maximum down, so that no temperature, however small, overflows.
-    scaled = (logits.double() - maxima.unsqueeze(-1)) / draws.temperature  # [n, vocab], <= 0
-    if draws.filtered:
-        scaled = scaled.masked_fill(scaled < _thresholds(scaled, draws), -torch.inf)
-    return (scaled + _gumbel_noise(draws, positions, logits.shape[-1])).argmax(dim=-1)
-
-
-def _thresholds(scaled: torch.Tensor, draws: RandomDraws) -> torch.Tensor:
-    """The lowest scaled logit that top-k, then top-p keep: `[n, 1]`.
-
-    Tokens that tie with the last one kept are kept too, as no order among them
-    means anything. Top-p counts probabilities in whole units of 2**-32 of the
-    largest: below 2**21 tokens their float64 sums are exact in any order.
-    """
-    ordered = scaled.sort(dim=-1, descending=True).values
-    vocab_size = scaled.shape[-1]
-    num_top = draws.top_k.where(draws.top_k > 0, vocab_size).clamp(max=vocab_size)
-    kth = ordered.gather(-1, num_top - 1)
-    weights = (ordered.exp() * _WEIGHT_SCALE).round().masked_fill(ordered < kth, 0.0)
-    weight_ahead = weights.cumsum(dim=-1) - weights  # [n, vocab], ascending
-    kept = weight_ahead < draws.top_p * weights.sum(dim=-1, keepdim=True)
-    num_kept = kept.sum(dim=-1, keepdim=True).clamp(min=1)
-    return ordered.gather(-1, num_kept - 1).where(draws.top_p < 1, kth)
-
-
-def _gumbel_noise(draws: RandomDraws, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise `[n, vocab]` float64 of (seed, position, token id).
-
-    Token i takes word i % 4 of Philox's output at counter (i // 4, position,
-    0, 0) under the seed as key. Uniforms are centred in their 2**-32 wide
-    cells, exact in float64, so never 0 or 1.
-    """
-    counters = torch.arange((vocab_size + 3) // 4, device=positions.device)
-    zero = torch.zeros_like(positions)
-    words = philox4x32((counters, positions, zero, zero), (draws.seed_low, draws.seed_high))
-    uniform = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].double()
-    uniform = (uniform + 0.5) * 2.0**-32
-    return -(-uniform.log()).log()

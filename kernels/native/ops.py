@@ -18,14 +18,27 @@ from kernels.native.commands import CommandType, NativeKernels
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
 from kernels.native.recording import note_command, record_commands
 from kernels.recorded_step import Arena, RecordedStep
-from kernels.reference import copy_blocks, gather_blocks, scatter_blocks, swap_blocks
+from kernels.reference import (
+    copy_blocks,
+    draw_tokens,
+    gather_blocks,
+    keep_drawn,
+    lay_out_decode,
+    scatter_blocks,
+    swap_blocks,
+    token_logprobs,
+    write_table_entries,
+)
 from kernels.rotary import QkNorms, Rotation
 from kernels.weights import Weight, WeightUse
 
 __all__ = [
     "copy_blocks",
+    "draw_tokens",
     "embed",
     "gather_blocks",
+    "keep_drawn",
+    "lay_out_decode",
     "linear",
     "linear_silu_and_mul",
     "make_weight",
@@ -39,6 +52,8 @@ __all__ = [
     "scatter_blocks",
     "swap_blocks",
     "take_rows",
+    "token_logprobs",
+    "write_table_entries",
 ]
 
 _NO_ACTIVATION, _SILU_AND_MUL = 0, 1

@@ -15,12 +15,17 @@ from kernels.reference.linear import (
     take_rows,
 )
 from kernels.reference.pointwise import rms_norm, rotary_angles, row_maxima
+from kernels.reference.row_state import keep_drawn, lay_out_decode, write_table_entries
+from kernels.reference.sampling import draw_tokens, token_logprobs
 from kernels.reference.steps import point_to, record_step
 
 __all__ = [
     "copy_blocks",
+    "draw_tokens",
     "embed",
     "gather_blocks",
+    "keep_drawn",
+    "lay_out_decode",
     "linear",
     "linear_silu_and_mul",
     "make_weight",
@@ -34,4 +39,6 @@ __all__ = [
     "scatter_blocks",
     "swap_blocks",
     "take_rows",
+    "token_logprobs",
+    "write_table_entries",
 ]

@@ -6,8 +6,11 @@ operations do as fast, or nobody waits for, is the reference's.
 
 from kernels.reference import (
     copy_blocks,
+    draw_tokens,
     embed,
     gather_blocks,
+    keep_drawn,
+    lay_out_decode,
     linear,
     linear_silu_and_mul,
     make_weight,
@@ -21,12 +24,17 @@ from kernels.reference import (
     scatter_blocks,
     swap_blocks,
     take_rows,
+    token_logprobs,
+    write_table_entries,
 )
 
 __all__ = [
     "copy_blocks",
+    "draw_tokens",
     "embed",
     "gather_blocks",
+    "keep_drawn",
+    "lay_out_decode",
     "linear",
     "linear_silu_and_mul",
     "make_weight",
@@ -40,4 +48,6 @@ __all__ = [
     "scatter_blocks",
     "swap_blocks",
     "take_rows",
+    "token_logprobs",
+    "write_table_entries",
 ]

@@ -10,7 +10,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 import kernels
 from engine.batch import INVALID_TOKEN, DrawParams
 from engine.runtime import sampler
-from engine.runtime.philox import philox4x32
+from kernels.reference import sampling
+from kernels.reference.philox import philox4x32
 
 _CHI_SQUARE_P = 1e-6
 _CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def _draw_tokens(logits, draws, positions, rows=None):
 
 def _noise(draws, positions, vocab_size):
     (random,) = _prepare(draws).random
-    return sampler._gumbel_noise(random, torch.tensor(positions).unsqueeze(1), vocab_size)
+    return sampling._gumbel_noise(random.table.seed, torch.tensor(positions), vocab_size)
 
 
 def _random_logits(rows, vocab, seed=0, scale=3.0):
@@ -129,8 +130,9 @@ def test_tokens_that_tie_with_the_last_kept_are_kept():
 def _kept(logits, draws):
     """Which tokens the filters leave: `[rows, vocab]` bool."""
     (chunk,) = _prepare(draws).random
-    scaled = (logits - logits.amax(-1, keepdim=True)).double() / chunk.temperature
-    return scaled >= sampler._thresholds(scaled, chunk)
+    distance = (logits - logits.amax(-1, keepdim=True)).double()
+    scaled = distance / chunk.table.temperature.unsqueeze(-1)
+    return scaled >= sampling._thresholds(scaled, chunk.table)
 
 
 def test_filtered_draws_stay_within_what_is_kept():
@@ -201,7 +203,7 @@ def test_noise_depends_on_seed_and_position_and_extends_with_the_vocabulary():
 
 def test_extreme_words_give_finite_noise(monkeypatch):
     extremes = (torch.tensor([[0]]), torch.tensor([[2**32 - 1]])) * 2
-    monkeypatch.setattr(sampler, "philox4x32", lambda _counter, _key: extremes)
+    monkeypatch.setattr(sampling, "philox4x32", lambda _counter, _key: extremes)
     noise = _noise([_draw_params()], [0], 4)
     assert noise.isfinite().all()
     assert noise[0, 0] < 0 < noise[0, 1]

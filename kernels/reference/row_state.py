@@ -1,0 +1,60 @@
+"""What decode steps read from rows and leave in them, in plain torch."""
+
+import torch
+
+from kernels.row_state import DecodeInputs, RowState
+
+__all__ = ["keep_drawn", "lay_out_decode", "write_table_entries"]
+
+
+def lay_out_decode(
+    rows: RowState, row_ids: torch.Tensor, block_size: int, inputs: DecodeInputs
+) -> None:
+    """Writes the inputs of a step in which rows run the token that they drew last.
+
+    Args:
+        rows: as the step before left them. Their tables hold the next tokens' slots.
+        row_ids: `[n]` int64.
+        block_size: tokens per KV block.
+        inputs: of `n` sequences; all but `query_starts` are written.
+    """
+    positions = rows.positions.index_select(0, row_ids)
+    blocks, offsets = positions // block_size, positions % block_size
+    inputs.token_ids.copy_(rows.last_tokens.index_select(0, row_ids))
+    inputs.positions.copy_(positions)
+    inputs.draw_positions.copy_(positions + 1)
+    inputs.context_lens.copy_(positions + 1)
+    tables = rows.tables.index_select(1, row_ids)  # [num_groups, n, max_blocks]
+    inputs.tables.copy_(tables)
+    own_blocks = tables.gather(2, blocks.expand(len(tables), -1).unsqueeze(-1)).squeeze(-1)
+    inputs.slots.copy_(own_blocks.long() * block_size + offsets)
+
+
+def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Moves rows on by the token that each has drawn.
+
+    The next step may be on its way before anybody has seen that a token is
+    invalid: the row goes on with token 0.
+
+    Args:
+        rows: changed in place; the spare row's position stays 0.
+        row_ids: `[n]` int64, all different but for the spare row's.
+        tokens: `[n]` int64.
+    """
+    spare_row = len(rows.positions) - 1
+    positions = rows.positions.index_select(0, row_ids) + 1
+    rows.positions.index_copy_(0, row_ids, positions.masked_fill(row_ids == spare_row, 0))
+    rows.last_tokens.index_copy_(0, row_ids, tokens.clamp(min=0))
+
+
+def write_table_entries(
+    tables: torch.Tensor, indices: torch.Tensor, block_ids: torch.Tensor
+) -> None:
+    """Enters block ids in `RowState.tables`.
+
+    Args:
+        tables: `[num_groups, num_rows, max_blocks]` int32, contiguous.
+        indices: `[k]` int64, all different; of the entries in row-major order.
+        block_ids: `[k]` int32.
+    """
+    tables.view(-1).index_copy_(0, indices, block_ids)

@@ -1,0 +1,154 @@
+"""Draws tokens from logits, in plain torch: greedy, temperature, top-k, top-p.
+
+A draw is a function of (logits, parameters, seed, position) alone. The noise
+is Gumbel noise from a counter-based generator:
+
+    token = argmax over i of  logits[i] / temperature + gumbel(seed, position, i)
+
+which is distributed as softmax(logits / temperature) (the Gumbel-max trick).
+
+Everything a row's token depends on is computed per element or in sums that
+are exact in any order, so neither batch neighbours nor a device's way of
+splitting a sum can change it.
+"""
+
+import math
+
+import torch
+
+from kernels.draws import INVALID_TOKEN, DrawTable
+from kernels.reference.philox import philox4x32
+
+__all__ = ["draw_random", "draw_tokens", "token_logprobs"]
+
+_WEIGHT_SCALE = 2.0**32
+_WORD_MASK = 0xFFFFFFFF
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    maxima: torch.Tensor,
+    likeliest: torch.Tensor,
+    draws: DrawTable,
+    *,
+    draw_ids: torch.Tensor,
+    positions: torch.Tensor,
+    logit_rows: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draws a token for each of `draw_ids`; does not wait for the device.
+
+    Args:
+        logits: `[rows, vocab]` float32.
+        maxima: `[rows]` float32; as `row_maxima` gives them.
+        likeliest: `[rows]` int64; as `row_maxima` gives them.
+        draws: ways of drawing.
+        draw_ids: `[n]` int64; which of `draws` each draw follows.
+        positions: `[n]` int64, below 2**32; of the token that each draws.
+        logit_rows: `[n]` int64; the row that each draws from. None: draw i from row i.
+        out: `[n]` int64 to write the tokens to, and return.
+
+    Returns:
+        `[n]` int64 token ids; `INVALID_TOKEN` where the likeliest is. What is
+        in such a row changes no other draw.
+    """
+    if logit_rows is None:
+        rows = slice(len(draw_ids))
+        logits, maxima, likeliest = logits[rows], maxima[rows], likeliest[rows]
+    else:
+        logits = logits.index_select(0, logit_rows)
+        maxima = maxima.index_select(0, logit_rows)
+        likeliest = likeliest.index_select(0, logit_rows)
+    chosen = draws.take(draw_ids)
+    drawn = draw_random(logits, maxima, chosen, positions, filtered=True)
+    is_drawn = (chosen.temperature > 0) & (likeliest != INVALID_TOKEN)
+    tokens = drawn.where(is_drawn, likeliest)
+    return tokens if out is None else out.copy_(tokens)
+
+
+def draw_random(
+    logits: torch.Tensor,
+    maxima: torch.Tensor,
+    draws: DrawTable,
+    positions: torch.Tensor,
+    *,
+    filtered: bool,
+) -> torch.Tensor:
+    """Draws a token from each row: `[n]` int64; anything where a temperature is 0.
+
+    Args:
+        logits: `[n, vocab]` float32.
+        maxima: `[n]` float32; of each row.
+        draws: `n` ways of drawing.
+        positions: `[n]` int64.
+        filtered: whether to apply top-k and top-p; if not, all of `draws` keep all.
+    """
+    # From the maximum down, so that no temperature, however small, overflows.
+    distance = logits.double() - maxima.unsqueeze(-1)  # [n, vocab], <= 0
+    scaled = distance / draws.temperature.unsqueeze(-1)
+    if filtered:
+        scaled = scaled.masked_fill(scaled < _thresholds(scaled, draws), -torch.inf)
+    return (scaled + _gumbel_noise(draws.seed, positions, logits.shape[-1])).argmax(dim=-1)
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    maxima: torch.Tensor,
+    tokens: torch.Tensor,
+    logit_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Log-softmax of rows of logits, each at one token.
+
+    Args:
+        logits: `[rows, vocab]` float32.
+        maxima: `[rows]` float32; of each row.
+        tokens: `[n]` int64.
+        logit_rows: `[n]` int64; the row of each token. None: token i's is row i.
+
+    Returns:
+        `[n]` float32; NaN for tokens below 0, and in rows that are not finite.
+    """
+    if logit_rows is None:
+        logits, maxima = logits[: len(tokens)], maxima[: len(tokens)]
+    else:
+        logits, maxima = logits.index_select(0, logit_rows), maxima.index_select(0, logit_rows)
+    distance = logits - maxima.unsqueeze(-1)
+    at_tokens = distance.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    logprobs = at_tokens - distance.exp().sum(dim=-1).log()
+    return logprobs.masked_fill(tokens < 0, math.nan)
+
+
+def _thresholds(scaled: torch.Tensor, draws: DrawTable) -> torch.Tensor:
+    """The lowest scaled logit that top-k, then top-p keep: `[n, 1]`.
+
+    Tokens that tie with the last one kept are kept too, as no order among them
+    means anything. Top-p counts probabilities in whole units of 2**-32 of the
+    largest: below 2**21 tokens their float64 sums are exact in any order.
+    """
+    ordered = scaled.sort(dim=-1, descending=True).values
+    vocab_size = scaled.shape[-1]
+    top_k, top_p = draws.top_k.unsqueeze(-1), draws.top_p.unsqueeze(-1)
+    num_top = top_k.where(top_k > 0, vocab_size).clamp(max=vocab_size)
+    kth = ordered.gather(-1, num_top - 1)
+    weights = (ordered.exp() * _WEIGHT_SCALE).round().masked_fill(ordered < kth, 0.0)
+    weight_ahead = weights.cumsum(dim=-1) - weights  # [n, vocab], ascending
+    kept = weight_ahead < top_p * weights.sum(dim=-1, keepdim=True)
+    num_kept = kept.sum(dim=-1, keepdim=True).clamp(min=1)
+    return ordered.gather(-1, num_kept - 1).where(top_p < 1, kth)
+
+
+def _gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise `[n, vocab]` float64 of (seed, position, token id).
+
+    Token i takes word i % 4 of Philox's output at counter (i // 4, position,
+    0, 0) under the seed as key. Uniforms are centred in their 2**-32 wide
+    cells, exact in float64, so never 0 or 1.
+    """
+    counters = torch.arange((vocab_size + 3) // 4, device=positions.device)
+    positions = positions.unsqueeze(-1)
+    zero = torch.zeros_like(positions)
+    key = seeds.unsqueeze(-1) & _WORD_MASK, (seeds.unsqueeze(-1) >> 32) & _WORD_MASK
+    words = philox4x32((counters, positions, zero, zero), key)
+    uniform = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].double()
+    uniform = (uniform + 0.5) * 2.0**-32
+    return -(-uniform.log()).log()
