@@ -5,20 +5,40 @@
 All of a block's bytes lie together, so one block is one copy, one store
 object and one transfer descriptor; heads are contiguous, so that tiers of
 different tensor parallelism can slice them. Index 0 of the third axis is K,
-index 1 is V. Pure: no torch here.
+index 1 is V.
+
+In "fp8_e4m3" each token's K and V of a head are 8-bit floats and a factor. The
+factors lie behind the elements of their layer, K or V, and head, and the pool
+is of bytes:
+
+    pool: [num_blocks, num_layers, 2, num_kv_heads, block_size * (head_dim + 4)] uint8
+                         | block_size * head_dim float8_e4m3fn | block_size float32 |
+
+Pure: no torch here; `kvstore.block_views` reads it.
 """
 
+import math
 from dataclasses import dataclass
 
-__all__ = ["DTYPE_BYTES", "LAYOUT_VERSION", "KvLayout"]
+__all__ = ["DTYPE_BYTES", "FP8", "LAYOUT_VERSION", "SCALE_BYTES", "KvLayout"]
 
 LAYOUT_VERSION = 1
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+FP8 = "fp8_e4m3"
+SCALE_BYTES = DTYPE_BYTES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape and element type of a KV block."""
+    """Shape and element type of a KV block.
+
+    Attributes:
+        num_layers: of a block.
+        num_kv_heads: of a layer.
+        block_size: tokens.
+        head_dim: elements of a token's K, or V, of a head.
+        dtype: their type: a name of torch's, or `FP8`.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -27,12 +47,26 @@ class KvLayout:
     dtype: str
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        """`[num_layers, 2, num_kv_heads, block_size, head_dim]`."""
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+    def has_scales(self) -> bool:
+        """Whether each token's K and V of a head come with a factor."""
+        return self.dtype == FP8
+
+    @property
+    def pool_dtype(self) -> str:
+        """Torch's name of the type of the pool's elements."""
+        return "uint8" if self.has_scales else self.dtype
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """`[num_layers, 2, num_kv_heads, block_size, head_dim]`; with factors the last two are
+        one of bytes.
+        """
+        heads = (self.num_layers, 2, self.num_kv_heads)
+        if self.has_scales:
+            return (*heads, self.block_size * (self.head_dim + SCALE_BYTES))
+        return (*heads, self.block_size, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * DTYPE_BYTES[self.dtype]
+        return math.prod(self.block_shape) * DTYPE_BYTES[self.pool_dtype]

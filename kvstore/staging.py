@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels import gather_blocks, scatter_blocks
+from kvstore.block_views import view_blocks
 from kvstore.codec import HEADER_BYTES
 from kvstore.layout import KvLayout
 
@@ -44,13 +45,16 @@ class Segment:
         scatter_blocks(self._payload[: len(block_ids)], pool, block_ids)
 
     def clear_after(self, slot: int, num_tokens: int) -> None:
-        """Zeroes a slot's token positions from `num_tokens` on.
+        """Zeroes a slot's token positions from `num_tokens` on, with their factors.
 
         What an earlier request left in them must not leave this process.
         """
-        dtype = getattr(torch, self._layout.dtype)
+        dtype = getattr(torch, self._layout.pool_dtype)
         block = self._payload[slot].view(dtype).view(self._layout.block_shape)
-        block[:, :, :, num_tokens:] = 0
+        views = view_blocks(block, self._layout)
+        views.states[:, :, :, num_tokens:] = 0
+        if views.scales is not None:
+            views.scales[:, :, :, num_tokens:] = 0
 
 
 class StagingBuffers:

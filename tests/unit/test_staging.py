@@ -1,0 +1,68 @@
+"""What leaves a process with a KV block, and what comes in as one: of every type of KV."""
+
+from itertools import permutations
+
+import pytest
+import torch
+
+from kvstore.block_views import view_blocks
+from kvstore.codec import HEADER_BYTES, seal, verify
+from kvstore.layout import KvLayout
+from kvstore.staging import StagingBuffers
+
+_LAYOUTS = [
+    KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype=dtype)
+    for dtype in ("float32", "bfloat16", "fp8_e4m3")
+]
+
+
+def _segment(layout):
+    """A segment all of whose payloads are 1, 2, ... 255, and so on."""
+    segment = StagingBuffers(layout, torch.device("cpu")).take()
+    count = torch.arange(layout.block_bytes) % 255 + 1
+    for slot in segment.slots:
+        slot[HEADER_BYTES:] = bytes(count.tolist())
+    return segment
+
+
+def _views(layout, slot):
+    payload = torch.frombuffer(slot[HEADER_BYTES:], dtype=torch.uint8)
+    block = payload.view(getattr(torch, layout.pool_dtype)).view(layout.block_shape)
+    views = view_blocks(block, layout)
+    parts = [views.states.view(torch.uint8)]
+    if views.scales is not None:
+        parts.append(views.scales.unsqueeze(-1).view(torch.uint8))
+    return parts  # each [num_layers, 2, num_kv_heads, block_size, bytes]
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS, ids=lambda layout: layout.dtype)
+def test_what_lies_behind_a_tail_does_not_leave_the_process(layout):
+    segment, untouched = _segment(layout), _segment(layout)
+    segment.clear_after(1, 3)
+    parts = zip(_views(layout, segment.slots[1]), _views(layout, untouched.slots[1]), strict=True)
+    for part, before in parts:
+        assert torch.equal(part[..., :3, :], before[..., :3, :])
+        assert not part[..., 3:, :].any()
+    assert bytes(segment.slots[1][:HEADER_BYTES]) == bytes(untouched.slots[1][:HEADER_BYTES])
+    assert segment.slots[0] == untouched.slots[0]
+    assert segment.slots[2] == untouched.slots[2]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), list(permutations(_LAYOUTS, 2)))
+def test_a_block_of_another_type_is_refused_under_its_own_key(ours, theirs):
+    """Should one ever lie there, which namespaces prevent."""
+    written = _segment(theirs).slots[0]
+    seal(written, b"key")
+    assert verify(written, b"key")
+    num_bytes = HEADER_BYTES + ours.block_bytes
+    read = bytes(written)[:num_bytes].ljust(num_bytes, b"\0")
+    assert not verify(memoryview(read), b"key")
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS, ids=lambda layout: layout.dtype)
+def test_a_changed_last_byte_is_found(layout):
+    """In 8 bits, a factor's."""
+    slot = _segment(layout).slots[0]
+    seal(slot, b"key")
+    slot[-1] ^= 1
+    assert not verify(slot, b"key")
