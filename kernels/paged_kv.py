@@ -29,12 +29,15 @@ class LayerKv:
 
     Attributes:
         cache: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, a view of the pool.
+        scales: `[num_blocks, 2, num_kv_heads, block_size]` float32, the factor on each vector of
+            `cache`; None without.
         written: where the step's tokens write.
         attended: what the tokens that attend read: those in `rows`.
         rows: `[num_attending]` int64; which of the step's tokens attend and go on. None for all.
     """
 
     cache: torch.Tensor
+    scales: torch.Tensor | None
     written: AttentionMetadata
     attended: AttentionMetadata
     rows: torch.Tensor | None
@@ -48,23 +51,29 @@ class PagedKv:
     group* has its own block tables, and one block holds one group's layers.
 
     Attributes:
-        pool: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size, head_dim]`.
+        pool: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size, head_dim]`, any
+            strides, of the model's type, or float8_e4m3fn with `scales`.
         groups: per layer group, what the step writes and reads.
         slots: per layer, (group, index within the group's blocks).
         asking: the tokens whose output is wanted; None for all. What follows the last
             layer's KV is nobody's but theirs.
+        scales: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size]` float32, any
+            strides, the factor on each vector of `pool`; None without.
     """
 
     pool: torch.Tensor
     groups: Sequence[AttentionMetadata]
     slots: Sequence[tuple[int, int]]
     asking: AskingTokens | None = None
+    scales: torch.Tensor | None = None
 
     def layers(self) -> Iterator[LayerKv]:
         """Each layer's part, from the first layer on."""
         for layer, (group, index) in enumerate(self.slots, 1):
             cache, written = self.pool[:, index], self.groups[group]
+            scales = None if self.scales is None else self.scales[:, index]
             if self.asking is None or layer < len(self.slots):
-                yield LayerKv(cache, written, written, None)
+                yield LayerKv(cache, scales, written, written, None)
             else:
-                yield LayerKv(cache, written, self.asking.groups[group], self.asking.rows)
+                attended, rows = self.asking.groups[group], self.asking.rows
+                yield LayerKv(cache, scales, written, attended, rows)

@@ -127,12 +127,24 @@ def cached_attention(
         `[num_attending, num_heads * head_dim]`.
     """
     query = kernels.rotate_and_write_kv(
-        query, key, value, kv.cache, kv.written, rotation=rotation, norms=norms
+        query,
+        key,
+        value,
+        kv.cache,
+        kv.written,
+        rotation=rotation,
+        norms=norms,
+        kv_scales=kv.scales,
     )
     query = going_on(query, kv)
     if len(query):
         query = kernels.paged_attention(
-            query, kv.cache, kv.attended, scale=scale, sliding_window=sliding_window
+            query,
+            kv.cache,
+            kv.attended,
+            scale=scale,
+            sliding_window=sliding_window,
+            kv_scales=kv.scales,
         )
     return query.flatten(1)
 

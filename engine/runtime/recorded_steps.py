@@ -63,9 +63,10 @@ class RecordedSteps:
 
     Args:
         model: what runs.
-        kv_pool: its KV cache, which stays where it is.
+        kv_pool: its KV cache, which stays where it is; see `PagedKv.pool`.
         slots: see `PagedKv.slots`.
         inputs: to be filled with each step. Recordings read their memory.
+        kv_scales: see `PagedKv.scales`; it stays where it is as well.
 
     Attributes:
         inputs: the same.
@@ -77,8 +78,10 @@ class RecordedSteps:
         kv_pool: torch.Tensor,
         slots: Sequence[tuple[int, int]],
         inputs: StepInputs,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
-        self._model, self._kv_pool, self._slots = model, kv_pool, slots
+        self._model, self._slots = model, slots
+        self._kv_pool, self._kv_scales = kv_pool, kv_scales
         self.inputs = inputs
         max_asking = inputs.max_seqs
         self._maxima = torch.empty(max_asking, device=kv_pool.device)
@@ -132,7 +135,9 @@ class RecordedSteps:
 
     @torch.inference_mode()
     def _run(self, inputs: BatchInputs, found: _Found) -> torch.Tensor:
-        kv = PagedKv(self._kv_pool, inputs.groups, self._slots, inputs.asking)
+        kv = PagedKv(
+            self._kv_pool, inputs.groups, self._slots, inputs.asking, scales=self._kv_scales
+        )
         logits = self._model.logits(self._model(inputs.token_ids, inputs.positions, kv))
         if len(logits):
             kernels.row_maxima(logits, found)

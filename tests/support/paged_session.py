@@ -12,6 +12,8 @@ from engine.runtime.batch_inputs import BatchInputs
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.rows import Rows
 from kernels.paged_kv import AskingTokens, PagedKv
+from kvstore.block_views import view_blocks
+from kvstore.layout import KvLayout
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.driven_requests import GREEDY
 from tests.support.paged_batches import shuffled_tables, step_metadata
@@ -34,9 +36,16 @@ class PagedSession:
         model: what runs.
         context_lens: how long each sequence may become.
         seed: of the shuffling.
+        kv_dtype: as in `KvLayout`; None: the model's.
     """
 
-    def __init__(self, model: LoadedModel, context_lens: Sequence[int], seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        context_lens: Sequence[int],
+        seed: int = 0,
+        kv_dtype: str | None = None,
+    ) -> None:
         self.model = model
         self.groups = group_layers(model.sliding_windows)
         num_groups = len(self.groups.windows)
@@ -44,10 +53,18 @@ class PagedSession:
         self.tables = [
             tables[group * len(context_lens) :][: len(context_lens)] for group in range(num_groups)
         ]
-        layers = self.groups.layers_per_block
-        block_shape = (layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
-        dtype = getattr(torch, model.dtype)
-        self.pool = torch.full((num_blocks, *block_shape), float("nan"), dtype=dtype)
+        layout = KvLayout(
+            num_layers=self.groups.layers_per_block,
+            num_kv_heads=model.num_kv_heads,
+            block_size=BLOCK_SIZE,
+            head_dim=model.head_dim,
+            dtype=kv_dtype or model.dtype,
+        )
+        # All ones: NaN in every type.
+        blocks = torch.full((num_blocks, layout.block_bytes), 0xFF, dtype=torch.uint8)
+        blocks = blocks.view(getattr(torch, layout.pool_dtype))
+        views = view_blocks(blocks.view(num_blocks, *layout.block_shape), layout)
+        self.pool, self.scales = views.states, views.scales
         self.done = [0] * len(context_lens)
 
     @torch.inference_mode()
@@ -125,6 +142,6 @@ class PagedSession:
         return AskingTokens(rows, tuple(meta for _, meta in steps))
 
     def _run(self, inputs: BatchInputs) -> torch.Tensor:
-        kv = PagedKv(self.pool, inputs.groups, self.groups.slots, inputs.asking)
+        kv = PagedKv(self.pool, inputs.groups, self.groups.slots, inputs.asking, scales=self.scales)
         model = self.model.model
         return model.logits(model(inputs.token_ids, inputs.positions, kv))

@@ -1,0 +1,82 @@
+"""K and V as 8-bit floats and a factor: how far off they may be."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.reference.cache import quantize_kv
+
+_TINY = torch.finfo(torch.float32).tiny
+# Half the distance between neighbours: of an element of 3 bits behind its first, and of the
+# smallest ones, which all have that of 2**-9.
+_RELATIVE, _SMALLEST = 2.0**-4, 2.0**-10
+_LARGE = 2.0**100
+_ROUNDINGS = 1e-6  # of the division, and of the product
+
+vectors = st.lists(st.floats(-_LARGE, _LARGE, width=32), min_size=1, max_size=40)
+
+
+def _restored(narrow, scales):
+    return narrow.double() * scales.double().unsqueeze(-1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(vectors)
+def test_every_element_comes_back_within_half_a_step(values):
+    states = torch.tensor([values])
+    narrow, scales = quantize_kv(states)
+    assert narrow.dtype is torch.float8_e4m3fn
+    assert scales.dtype is torch.float32
+    assert scales.shape == (1,)
+    assert (scales > 0).all()
+    error = (_restored(narrow, scales) - states.double()).abs()
+    bound = torch.maximum(_RELATIVE * states.double().abs(), _SMALLEST * scales.double())
+    assert (error <= bound * (1 + _ROUNDINGS) + _ROUNDINGS * states.double().abs()).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(vectors)
+def test_the_largest_element_is_kept_and_signs_are(values):
+    states = torch.tensor([values])
+    restored = _restored(*quantize_kv(states))
+    largest = states.abs().argmax()
+    if states.abs().max() > _TINY * 448:
+        assert math.isclose(restored[0, largest], states[0, largest], rel_tol=_ROUNDINGS)
+    assert (restored * states.double() >= 0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(*[st.floats(-_LARGE, _LARGE, width=32)] * 4), min_size=1, max_size=6))
+def test_a_token_depends_on_no_other(tokens):
+    together = quantize_kv(torch.tensor(tokens))
+    for index, token in enumerate(tokens):
+        alone = quantize_kv(torch.tensor([token]))
+        assert torch.equal(together[0].view(torch.uint8)[index], alone[0].view(torch.uint8)[0])
+        assert together[1][index] == alone[1][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zeros_come_back_as_zeros(dtype):
+    narrow, scales = quantize_kv(torch.zeros(2, 3, 8, dtype=dtype))
+    assert (narrow.view(torch.uint8) == 0).all()
+    assert (scales > 0).all()
+    assert scales.shape == (2, 3)
+
+
+def test_what_is_too_small_for_a_factor_of_its_own_stays_small():
+    smallest = torch.tensor([[1e-45, -1e-45, 0.0], [_TINY, -_TINY / 2, 0.0]])
+    narrow, scales = quantize_kv(smallest)
+    assert scales.isfinite().all()
+    error = (_restored(narrow, scales) - smallest.double()).abs()
+    assert (error <= _SMALLEST * _TINY + _RELATIVE * smallest.double().abs()).all()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_does_not_come_back_finite(bad):
+    states = torch.tensor([[1.0, 2.0, 3.0], [1.0, bad, 3.0]])
+    restored = _restored(*quantize_kv(states))
+    assert restored[0].isfinite().all()
+    assert not restored[1].isfinite().any()
