@@ -65,7 +65,7 @@ def _argument_options(field: dataclasses.Field[Any]) -> dict[str, Any]:
         options["required"] = True
     else:
         options["default"] = field.default
-    if field.type is bool:
+    if _parser_of(field) is bool:
         options["action"] = argparse.BooleanOptionalAction
         return options
     options["type"] = _parser_of(field)

@@ -76,7 +76,10 @@ class EngineConfig:
         "bytes on the host for swapped KV, say 4GiB (default: 4GiB; none on CPU)",
         parse="bytes",
     )
-    async_scheduling: bool = _flag(False, "schedule the next step while this one computes")
+    async_scheduling: bool | None = _flag(
+        None, "schedule the next step while this one computes (default: on a GPU)"
+    )
+    enforce_eager: bool = _flag(False, "run decode steps without CUDA graphs")
     enable_prefix_caching: bool = _flag(True, "reuse KV blocks of equal prefixes")
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory for weights and KV cache")
     kv_cache_memory: int | None = _flag(

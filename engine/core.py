@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.errors import InternalError
@@ -22,7 +21,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.kv_events import KvEvent
 from engine.request import EngineLoad, EngineRequest, RequestOutput
-from engine.runner import ModelInfo, Runner
+from engine.runner import ModelInfo, PendingOutput, Runner
 from engine.scheduler import Scheduler
 from engine.validation import check_request
 from kvstore.block_key import derive_namespace
@@ -40,7 +39,7 @@ _logger = logging.getLogger("baton.engine")
 @dataclass(frozen=True, slots=True)
 class _SubmittedStep:
     batch: ScheduledBatch
-    output: "Future[StepOutput]"
+    output: PendingOutput
 
 
 class EngineCore:
@@ -100,11 +99,13 @@ class EngineCore:
         Raises:
             ConfigurationError: the checkpoint, a flag or the connector is bad.
         """
+        from engine.runtime.device import with_device_defaults
         from engine.runtime.model_runner import ModelRunner
         from kvstore.store_connector import open_connector
 
         # The connector first: a bad URL is told before minutes of loading.
         connector = open_connector(config.kv_connector) if config.kv_connector else None
+        config = with_device_defaults(config)
         return cls(config, ModelRunner(config), connector)
 
     @property

@@ -4,14 +4,13 @@
 scheduler with a fake of these few methods; so nothing here imports torch.
 """
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.batch import ScheduledBatch, StepOutput
 from kvstore.layout import KvLayout
 
-__all__ = ["ModelInfo", "Runner", "StepCosts"]
+__all__ = ["ModelInfo", "PendingOutput", "Runner", "StepCosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,17 @@ class StepCosts:
     swapped_block_s: float
 
 
+class PendingOutput(Protocol):
+    """What a step that was submitted will bring."""
+
+    def result(self) -> StepOutput:
+        """Waits for the end of the step.
+
+        Raises:
+            Exception: whatever made the step fail.
+        """
+
+
 class Runner(Protocol):
     """Executes batches, in the order in which they come, on a model with a paged KV pool."""
 
@@ -66,7 +76,7 @@ class Runner(Protocol):
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """Runs one step; see `ScheduledBatch` for the order of its parts."""
 
-    def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
+    def submit(self, batch: ScheduledBatch) -> PendingOutput:
         """Runs one step beside the caller, after those submitted before it."""
 
     def close(self) -> None:

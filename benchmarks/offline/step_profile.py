@@ -11,9 +11,8 @@ from benchmarks.offline.offline_engine import OfflineEngine
 from benchmarks.offline.step_clock import StepClock
 from benchmarks.request import BenchRequest
 from engine.request import RequestOutput
-from engine.runtime import model_runner
 from engine.runtime.device import resolve_device, wait_for
-from engine.runtime.drawing import DecodeRows
+from engine.runtime.drawing import ChunkDraws, DecodeRows
 
 __all__ = ["PHASES", "StepProfile", "profile_steps"]
 
@@ -87,13 +86,15 @@ def _clocked(
 def _timed_functions(core: Any) -> tuple[tuple[Any, str, str], ...]:
     """(whose, name, phase). A benchmark may look where an engine may not."""
     runner = core._runner
+    recorded = runner._steps._recorded
     return (
         (core.scheduler, "schedule", "schedule"),
-        (runner._steps.inputs, "fill", "build inputs"),
-        (runner._steps, "scores", "forward"),
+        (recorded.inputs, "fill", "build inputs"),
+        (recorded, "scores", "forward"),
         (runner._model, "logits", "logits"),
         (DecodeRows, "draw", "draw"),
-        (model_runner, "draw_chunks", "draw"),
+        (ChunkDraws, "draw", "draw"),
+        (ChunkDraws, "outputs", "draw"),
         (core.scheduler, "commit", "commit"),
     )
 

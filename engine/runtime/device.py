@@ -1,11 +1,23 @@
 """The torch device that an engine computes on."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 import torch
 
 from baton.errors import ConfigurationError
+from engine.config import EngineConfig
 
-__all__ = ["resolve_device", "to_device", "used_bytes", "wait_for"]
+__all__ = [
+    "Fetched",
+    "fetch",
+    "resolve_device",
+    "to_device",
+    "used_bytes",
+    "wait_for",
+    "with_device_defaults",
+]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -25,6 +37,18 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigurationError(f"--device is {name!r}; this machine has {known}")
     torch.cuda.set_device(name)
     return torch.device(name)
+
+
+def with_device_defaults(config: EngineConfig) -> EngineConfig:
+    """The config with what depends on the device decided.
+
+    Raises:
+        ConfigurationError: there is no such device.
+    """
+    if config.async_scheduling is not None:
+        return config
+    is_on_gpu = resolve_device(config.device).type == "cuda"
+    return replace(config, async_scheduling=is_on_gpu)
 
 
 def used_bytes(device: torch.device) -> int:
@@ -47,3 +71,41 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return tensor.contiguous().pin_memory().to(device, non_blocking=True)
     return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A copy of device tensors on the host, or on its way there.
+
+    Attributes:
+        tensors: the copies; unset until `wait` has returned.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    _event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Returns once the copies are there.
+
+        Raises:
+            RuntimeError: the device failed before that.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def fetch(device: torch.device, tensors: Sequence[torch.Tensor]) -> Fetched:
+    """Copies tensors to the host, after all that their device was given so far.
+
+    Later work may overwrite them.
+    """
+    is_on_gpu = device.type == "cuda"
+    copies = tuple(
+        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_on_gpu) for tensor in tensors
+    )
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event() if is_on_gpu else None  # type: ignore[no-untyped-call]
+    if event is not None:
+        event.record()
+    return Fetched(copies, event)

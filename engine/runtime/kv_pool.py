@@ -37,6 +37,7 @@ class DeviceMemory:
         used_by_others: used on the device before the engine loaded anything.
         reserved: held by torch: the weights.
         peak_reserved: the most that torch held: weights and activations.
+        graphs: what CUDA graphs will take.
     """
 
     total: int
@@ -44,13 +45,14 @@ class DeviceMemory:
     used_by_others: int
     reserved: int
     peak_reserved: int
+    graphs: int
 
     def left_for_pool(self, utilization: float) -> int:
         """Bytes the pool may take so that the engine stays within its share."""
         outside_torch = max(0, self.total - self.free - self.reserved - self.used_by_others)
         within_share = int(self.total * utilization) - self.peak_reserved - outside_torch
         activations = self.peak_reserved - self.reserved
-        return max(0, min(within_share, self.free - activations))
+        return max(0, min(within_share, self.free - activations) - self.graphs)
 
 
 def decide_num_blocks(

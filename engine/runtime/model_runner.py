@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -11,10 +11,10 @@ from baton.errors import ConfigurationError
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.kv_cache_spec import LayerGroups, group_layers, spec_of
-from engine.runner import ModelInfo, StepCosts
-from engine.runtime.batch_inputs import StepInputs
+from engine.runner import ModelInfo, PendingOutput, StepCosts
 from engine.runtime.device import resolve_device, used_bytes, wait_for
-from engine.runtime.drawing import DecodeRows, draw_chunks
+from engine.runtime.device_steps import DeviceSteps
+from engine.runtime.host_steps import HostSteps
 from engine.runtime.kv_pool import (
     DeviceMemory,
     allocate_host_pool,
@@ -24,8 +24,7 @@ from engine.runtime.kv_pool import (
     log_pool,
 )
 from engine.runtime.loader import LoadedModel, load_model
-from engine.runtime.recorded_steps import RecordedSteps
-from engine.runtime.rows import Rows
+from engine.runtime.steps import FailedStep, FinishedStep, StepModel, Steps
 from engine.runtime.turns import Turns
 from kvstore.layout import KvLayout
 
@@ -49,6 +48,7 @@ class ModelRunner:
     Args:
         config: the flags.
         progress: whether loading shows a progress bar.
+        make_steps: what computes its steps; None: what the device takes.
 
     Attributes:
         info: the model's facts.
@@ -66,10 +66,18 @@ class ModelRunner:
     num_host_blocks: int
     costs: StepCosts
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: bool = True,
+        make_steps: type[Steps] | None = None,
+    ) -> None:
         self._config = config
         self._device = resolve_device(config.device)
-        if self._device.type == "cpu":
+        default: type[Steps] = HostSteps if self._is_on_cpu else DeviceSteps
+        self._make_steps = make_steps or default
+        if self._is_on_cpu:
             kernels.set_num_threads(config.num_threads or kernels.default_num_threads())
         used_by_others = used_bytes(self._device)
         loaded = load_model(
@@ -83,46 +91,54 @@ class ModelRunner:
         groups = group_layers(loaded.sliding_windows)
         self._layer_slots = groups.slots
         self.info = _model_info(loaded, groups, config)
-        self._turns = Turns(config.turns_folder if self._device.type == "cpu" else None)
+        self._turns = Turns(config.turns_folder if self._is_on_cpu else None)
         with self._turns.mine():  # else what is timed is a neighbour's step too
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()
             self._make_pools(free_bytes)
             self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
-        self._rows = self._new_rows()
-        self._steps = self._new_steps(self._kv_pool, self._rows)
-        self._decode_rows = DecodeRows.of((), self._rows, self._device)
+            self._steps = self._new_steps(self._whole_pool)
+            self._steps.warm_up()
         self._thread: ThreadPoolExecutor | None = None
 
     @property
     def kv_pool(self) -> torch.Tensor:
         """The pool, `[num_blocks, *info.layout.block_shape]`."""
-        return self._kv_pool
+        return self._whole_pool[: self.num_blocks]
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """Runs one step: tables, swaps, block copies, forward pass, draws."""
-        self._rows.update_tables(batch.table_updates)
-        kernels.swap_blocks(self._host_pool, self._kv_pool, batch.swap_ins)
-        kernels.swap_blocks(self._kv_pool, self._host_pool, batch.swap_outs)
-        kernels.copy_blocks(self._kv_pool, batch.block_copies)
-        if batch.decode_rows is not self._decode_rows.rows:
-            self._decode_rows = DecodeRows.of(batch.decode_rows, self._rows, self._device)
-        if not batch.num_tokens:
-            return StepOutput(batch.step)
-        with self._turns.mine():
-            return self._run(batch, self._rows, self._decode_rows, self._steps)
+        return self._launch(batch).result()
 
-    def submit(self, batch: ScheduledBatch) -> "Future[StepOutput]":
-        """Runs one step in the runner's thread, after those submitted before it."""
+    def submit(self, batch: ScheduledBatch) -> PendingOutput:
+        """Runs one step after those submitted before it: on a GPU at once, else in the
+        runner's thread.
+        """
+        if self._steps.is_asynchronous:
+            try:
+                return self._launch(batch)
+            except Exception as error:  # told to whoever asks for the output
+                return FailedStep(error)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "model-runner", initializer=self._enter_thread)
+            self._thread = ThreadPoolExecutor(1, "model-runner")
         return self._thread.submit(self.execute, batch)
 
     def close(self) -> None:
         """Waits for what was submitted, ends the thread, takes no more turns. Idempotent."""
         if self._thread is not None:
             self._thread.shutdown()
+        wait_for(self._device)
         self._turns.close()
+
+    def _launch(self, batch: ScheduledBatch) -> PendingOutput:
+        self._steps.update(batch)
+        kernels.swap_blocks(self._host_pool, self.kv_pool, batch.swap_ins)
+        kernels.swap_blocks(self.kv_pool, self._host_pool, batch.swap_outs)
+        kernels.copy_blocks(self.kv_pool, batch.block_copies)
+        if not batch.num_tokens:
+            return FinishedStep(StepOutput(batch.step))
+        with self._turns.mine():
+            return self._steps.launch(batch)
 
     def profile(self, used_by_others: int) -> int | None:
         """Runs a dummy step before there is a pool.
@@ -136,7 +152,7 @@ class ModelRunner:
         Returns:
             Bytes left for the pool; None on CPU.
         """
-        if self._device.type != "cuda":
+        if self._is_on_cpu:
             num_tokens = min(_WARM_UP_TOKENS, self._config.max_num_batched_tokens)
             self._run_dummy(num_tokens, min(2, self._config.max_running))
             return None
@@ -152,20 +168,17 @@ class ModelRunner:
             used_by_others=used_by_others,
             reserved=torch.cuda.memory_reserved(self._device),
             peak_reserved=peak_reserved,
+            graphs=self._measure_graphs(),
         )
         return memory.left_for_pool(self._config.gpu_memory_utilization)
 
-    def _run(
-        self, batch: ScheduledBatch, rows: Rows, decode: DecodeRows, steps: RecordedSteps
-    ) -> StepOutput:
-        """Forward pass and draws."""
-        steps.inputs.fill(batch, rows, decode.ids)
-        rows.advance(batch.chunks, decode.ids)
-        scores = steps.scores()
-        decoded, decoded_logprobs = decode.draw(scores, rows.positions)
-        chunks = draw_chunks(scores, batch.chunks)
-        rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
-        return StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs)
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._device.type == "cpu"
+
+    def _measure_graphs(self) -> int:
+        """Bytes that the steps' CUDA graphs will take."""
+        return self._new_steps(self._dummy_pool()).graph_bytes()
 
     def _run_dummy(self, num_tokens: int, max_seqs: int) -> int:
         """Runs a step of up to `num_tokens` tokens, all of whose KV goes to one block.
@@ -175,22 +188,26 @@ class ModelRunner:
         Returns:
             How many tokens it ran.
         """
-        rows, layout = self._new_rows(), self.info.layout
         lengths = _dummy_lengths(num_tokens, max_seqs, self.info.max_model_len)
         chunks = tuple(
             ScheduledChunk(row, (0,) * length, 0, (_DUMMY_DRAW,), wants_logprobs=True)
             for row, length in enumerate(lengths)
         )
         batch = ScheduledBatch(0, chunks)
-        pool = allocate_pool(1, layout, self._device)
-        steps = self._new_steps(pool, rows)
-        self._run(batch, rows, DecodeRows.of((), rows, self._device), steps)
+        steps = self._new_steps(self._dummy_pool())
+        steps.update(batch)
+        steps.launch(batch).result()
         return batch.num_tokens
+
+    def _dummy_pool(self) -> torch.Tensor:
+        """A block for all KV of dummy steps, and the steps' own."""
+        num_blocks = 1 + self._make_steps.num_spare_blocks
+        return allocate_pool(num_blocks, self.info.layout, self._device)
 
     def _time_prompt_token(self) -> float:
         """Seconds that one token of a long chunk takes; run after `profile`, which warms up."""
         num_tokens = self._config.max_num_batched_tokens
-        if self._device.type != "cuda":
+        if self._is_on_cpu:
             num_tokens = min(num_tokens, _TIMED_TOKENS_ON_CPU)
         start = time.perf_counter()
         num_tokens = self._run_dummy(num_tokens, max_seqs=1)
@@ -202,10 +219,10 @@ class ModelRunner:
         if not num_blocks:
             return 0.0
         pairs = tuple((block, block) for block in range(num_blocks))
-        kernels.swap_blocks(self._kv_pool, self._host_pool, pairs)  # warms up
+        kernels.swap_blocks(self.kv_pool, self._host_pool, pairs)  # warms up
         wait_for(self._device)
         start = time.perf_counter()
-        kernels.swap_blocks(self._kv_pool, self._host_pool, pairs)
+        kernels.swap_blocks(self.kv_pool, self._host_pool, pairs)
         wait_for(self._device)
         return (time.perf_counter() - start) / num_blocks
 
@@ -215,23 +232,26 @@ class ModelRunner:
         spec = spec_of(config, info.windows)
         self.num_blocks = decide_num_blocks(config, layout, spec, max_len, free_bytes)
         self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
-        self._kv_pool = allocate_pool(self.num_blocks, layout, self._device)
+        num_spare = self._make_steps.num_spare_blocks
+        self._whole_pool = allocate_pool(self.num_blocks + num_spare, layout, self._device)
         self._host_pool = allocate_host_pool(self.num_host_blocks, layout, self._device)
         log_pool(self.num_blocks, self.num_host_blocks, layout, spec, max_len)
 
-    def _new_rows(self) -> Rows:
-        info = self.info
-        max_blocks = -(-info.max_model_len // info.layout.block_size)
-        return Rows(len(info.windows), self._config.max_running, max_blocks)
-
-    def _new_steps(self, kv_pool: torch.Tensor, rows: Rows) -> RecordedSteps:
-        max_tokens, block_size = self._config.max_num_batched_tokens, self.info.layout.block_size
-        inputs = StepInputs(rows, max_tokens, block_size, self._device)
-        return RecordedSteps(self._model, kv_pool, self._layer_slots, inputs)
-
-    def _enter_thread(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+    def _new_steps(self, pool: torch.Tensor) -> Steps:
+        config, info = self._config, self.info
+        return self._make_steps(
+            StepModel(
+                model=self._model,
+                kv_pool=pool,
+                layer_slots=self._layer_slots,
+                num_groups=len(info.windows),
+                block_size=info.layout.block_size,
+                max_rows=config.max_running,
+                max_tokens=config.max_num_batched_tokens,
+                max_model_len=info.max_model_len,
+                enforce_eager=config.enforce_eager,
+            )
+        )
 
 
 def _model_info(loaded: LoadedModel, groups: LayerGroups, config: EngineConfig) -> ModelInfo:

@@ -10,7 +10,6 @@ import kernels
 from baton.errors import ConfigurationError
 from engine.batch import INVALID_TOKEN, DrawParams, ScheduledBatch, TableUpdate
 from engine.config import EngineConfig
-from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import VARIANTS, prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.driven_requests import (
     GREEDY,
@@ -19,6 +18,7 @@ from tests.support.driven_requests import (
     run_step,
     scattered_tables,
 )
+from tests.support.runner_kinds import current_kind, make_runner, use_kind
 
 _NUM_TOKENS = 8
 _NUM_BLOCKS = 160
@@ -29,10 +29,19 @@ def _config(variant="llama", **flags):
     return EngineConfig(model=str(tiny_checkpoint(variant)), **{**defaults, **flags})
 
 
+@pytest.fixture(autouse=True, params=["host", "device, eager", "device, graphs"])
+def _kind(request, monkeypatch):
+    use_kind(request.param, monkeypatch)
+
+
 @cache
-def _runner(variant="llama", block_size=16, dtype="float32"):
+def _runner_of(kind, variant, block_size, dtype):
     flags = {"block_size": block_size, "dtype": dtype, "num_gpu_blocks_override": _NUM_BLOCKS}
-    return ModelRunner(_config(variant, **flags), progress=False)
+    return make_runner(_config(variant, **flags))
+
+
+def _runner(variant="llama", block_size=16, dtype="float32"):
+    return _runner_of(current_kind(), variant, block_size, dtype)
 
 
 @cache
@@ -128,7 +137,7 @@ def test_seeded_draws_do_not_depend_on_the_batch():
 
 
 def test_poisoned_kv_spoils_only_the_sequence_that_reads_it():
-    runner = ModelRunner(_config(num_gpu_blocks_override=16), progress=False)
+    runner = make_runner(_config(num_gpu_blocks_override=16))
     prompts = [tuple(prompt_of(20, seed=seed)) for seed in (1, 2)]
     requests = [
         DrivenRequest(prompt, row, [table], wants_logprobs=True)
@@ -146,7 +155,7 @@ def test_poisoned_kv_spoils_only_the_sequence_that_reads_it():
 
 
 def test_the_runners_facts_come_from_flags_and_checkpoint():
-    runner = ModelRunner(_config(block_size=8, max_model_len=100, max_num_seqs=3), progress=False)
+    runner = make_runner(_config(block_size=8, max_model_len=100, max_num_seqs=3))
     assert runner.info.max_model_len == 100
     assert runner.info.vocab_size == 259
     assert runner.info.layout.block_shape == (3, 2, 2, 8, 16)
@@ -156,14 +165,14 @@ def test_the_runners_facts_come_from_flags_and_checkpoint():
 
 
 def test_without_a_flag_the_length_is_the_models():
-    runner = ModelRunner(_config(max_model_len=None, max_num_seqs=2), progress=False)
+    runner = make_runner(_config(max_model_len=None, max_num_seqs=2))
     assert runner.info.max_model_len == 2048
 
 
 def test_the_number_of_threads_is_set():
     before = kernels.num_threads()
     try:
-        ModelRunner(_config(num_threads=before + 1), progress=False)
+        make_runner(_config(num_threads=before + 1))
         assert kernels.num_threads() == before + 1
     finally:
         kernels.set_num_threads(before)
@@ -179,4 +188,4 @@ def test_the_number_of_threads_is_set():
 )
 def test_bad_flags_are_told_at_start(flags, message):
     with pytest.raises(ConfigurationError, match=message):
-        ModelRunner(_config(**flags), progress=False)
+        make_runner(_config(**flags))

@@ -18,7 +18,7 @@ from engine.batch import (
 )
 from engine.config import EngineConfig
 from engine.kv_cache_spec import KvCacheSpec
-from engine.runtime.model_runner import ModelRunner
+from engine.runtime.host_steps import HostSteps
 from tests.support.checkpoints import (
     SMALL_WINDOW,
     VOCAB_SIZE,
@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
     tiny_checkpoint,
 )
 from tests.support.driven_requests import GREEDY, DrivenRequest, generate, run_step
+from tests.support.runner_kinds import current_kind, make_runner, use_kind
 
 BLOCK_SIZE = 8
 PROMPT = tuple(prompt_of(21, seed=7))
@@ -48,9 +49,18 @@ def _config(variant="llama", **flags):
     return EngineConfig(model=str(tiny_checkpoint(variant)), **(defaults | flags))
 
 
+@pytest.fixture(autouse=True, params=["host", "device, eager", "device, graphs"])
+def _kind(request, monkeypatch):
+    use_kind(request.param, monkeypatch)
+
+
 @cache
+def _runner_of(kind, variant):
+    return make_runner(_config(variant))
+
+
 def _runner(variant="llama"):
-    return ModelRunner(_config(variant), progress=False)
+    return _runner_of(current_kind(), variant)
 
 
 @pytest.fixture
@@ -167,7 +177,10 @@ def test_rows_are_where_they_should_be_after_a_step_that_failed(runner, monkeypa
     _prefill(runner, row=1, prompt=OTHER, table=OTHER_TABLE)
     expected = runner.kv_pool.clone()
     with monkeypatch.context() as broken:
-        broken.setattr(runner._steps, "scores", lambda: 1 / 0)
+        if isinstance(runner._steps, HostSteps):
+            broken.setattr(runner._steps._recorded, "scores", lambda: 1 / 0)
+        else:
+            broken.setattr(runner._steps, "_scores_of", lambda inputs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             _prefill(runner, row=1)
     runner.execute(ScheduledBatch(3, decode_rows=(1,)))
@@ -250,7 +263,7 @@ def test_log_probabilities_are_of_the_raw_logits_and_for_who_wants_them(runner):
 
 
 def test_what_is_asked_of_logits_that_are_not_finite_is_invalid():
-    runner = ModelRunner(_config(), progress=False)
+    runner = make_runner(_config())
     runner.kv_pool[4] = math.nan
     chunks = (
         ScheduledChunk(0, PROMPT[8:], 8, (GREEDY, DrawParams(1.0, 5, 0.5, 1)), wants_logprobs=True),
@@ -281,7 +294,7 @@ def _block_bytes(runner, blocks):
 
 
 def test_swapped_blocks_come_back_bit_for_bit_to_other_places():
-    runner = ModelRunner(_config(dtype="float16"), progress=False)
+    runner = make_runner(_config(dtype="float16"))
     _random_pool(runner)
     before = _block_bytes(runner, (3, 1, 60)).clone()
     assert runner.execute(ScheduledBatch(1, swap_outs=((3, 0), (1, 5), (60, 2)))) == StepOutput(1)
@@ -291,7 +304,7 @@ def test_swapped_blocks_come_back_bit_for_bit_to_other_places():
 
 
 def test_a_batch_swaps_in_then_out_then_copies():
-    runner = ModelRunner(_config(), progress=False)
+    runner = make_runner(_config())
     _random_pool(runner)
     blocks = _block_bytes(runner, range(64)).clone()
     runner.execute(ScheduledBatch(1, swap_outs=((0, 0),)))
@@ -332,7 +345,7 @@ def test_a_sequence_decodes_on_after_a_swap_to_other_blocks_and_another_row(runn
 )
 def test_blocks_behind_the_windows_are_not_read(variant, chunk_size):
     """They are poisoned as soon as the layer groups' windows have moved past them."""
-    runner, prompt = ModelRunner(_config(variant), progress=False), tuple(prompt_of(61, seed=3))
+    runner, prompt = make_runner(_config(variant)), tuple(prompt_of(61, seed=3))
     spec = KvCacheSpec(BLOCK_SIZE, runner.info.windows)
     tables = [tuple(range(9 * g, 9 * g + 9)) for g in range(spec.num_groups)]
     request = DrivenRequest(prompt, 0, tables, chunk_size=chunk_size)
@@ -356,25 +369,25 @@ def test_groups_follow_the_checkpoint():
 
 def test_a_windowed_model_needs_a_smaller_pool():
     flags = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 16}
-    assert ModelRunner(_config("mistral_sliding", **flags), progress=False).num_blocks == 16
+    assert make_runner(_config("mistral_sliding", **flags)).num_blocks == 16
     smaller = flags | {"num_gpu_blocks_override": 5}
-    assert ModelRunner(_config("mistral_sliding", **smaller), progress=False).num_blocks == 5
+    assert make_runner(_config("mistral_sliding", **smaller)).num_blocks == 5
     with pytest.raises(ConfigurationError, match="--num-gpu-blocks-override 16"):
-        ModelRunner(_config(**smaller), progress=False)
+        make_runner(_config(**smaller))
 
 
 # -- submit, costs
 
 
 def test_submitted_batches_run_in_order_each_on_the_tokens_of_the_last():
-    runner = ModelRunner(_config(), progress=False)
+    runner = make_runner(_config())
     chunk = ScheduledChunk(0, PROMPT, 0, (GREEDY,))
     rows = (0,)
     futures = [
         runner.submit(ScheduledBatch(1, (chunk,), table_updates=(TableUpdate(0, 0, 0, TABLE),)))
     ]
     futures += [runner.submit(ScheduledBatch(step, decode_rows=rows)) for step in range(2, 9)]
-    outputs = [future.result(timeout=60) for future in futures]
+    outputs = [future.result() for future in futures]
     assert [output.step for output in outputs] == list(range(1, 9))
     drawn = [outputs[0].chunks[0].token_ids[0], *(output.decoded[0] for output in outputs[1:])]
     assert drawn == _greedy(PROMPT)
@@ -383,27 +396,28 @@ def test_submitted_batches_run_in_order_each_on_the_tokens_of_the_last():
 
 
 def test_a_failed_submission_tells_and_does_not_stop_the_next():
-    runner = ModelRunner(_config(), progress=False)
+    runner = make_runner(_config())
     bad = runner.submit(ScheduledBatch(1, table_updates=(TableUpdate(99, 0, 0, (1,)),)))
     good = runner.submit(ScheduledBatch(2))
-    assert isinstance(bad.exception(timeout=60), IndexError)
-    assert good.result(timeout=60) == StepOutput(2)
+    with pytest.raises(IndexError):
+        bad.result()
+    assert good.result() == StepOutput(2)
     runner.close()
 
 
 def test_closing_without_submissions_is_fine():
-    ModelRunner(_config(), progress=False).close()
+    make_runner(_config()).close()
 
 
 def test_costs_are_measured(runner):
     assert 0 < runner.costs.prompt_token_s < 1
     assert 0 < runner.costs.swapped_block_s < 1
     assert runner.num_host_blocks == min(64, 2**20 // runner.info.layout.block_bytes)
-    without = ModelRunner(_config(swap_space=None), progress=False)
+    without = make_runner(_config(swap_space=None))
     assert without.num_host_blocks == 0
     assert without.costs.swapped_block_s == 0
 
 
 def test_swapping_without_a_host_pool_is_refused():
     with pytest.raises(ConfigurationError, match="--preemption-mode swap needs room"):
-        ModelRunner(_config(swap_space=0, preemption_mode="swap"), progress=False)
+        make_runner(_config(swap_space=0, preemption_mode="swap"))

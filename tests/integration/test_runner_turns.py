@@ -71,7 +71,7 @@ def test_a_step_that_fails_ends_its_turn(make, tmp_path, monkeypatch):
         held.append(is_held(tmp_path / "turn"))
         raise ZeroDivisionError
 
-    monkeypatch.setattr(runner, "_run", fail)
+    monkeypatch.setattr(runner._steps, "launch", fail)
     with pytest.raises(ZeroDivisionError):
         runner.execute(step_with_prompt(1))
     assert held == [True]

@@ -50,6 +50,7 @@ def test_every_field_can_be_given(tmp_path):
         preemption_mode="swap",
         swap_space=4321,
         async_scheduling=True,
+        enforce_eager=True,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.5,
         kv_cache_memory=1234,

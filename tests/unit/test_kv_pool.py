@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,9 +176,14 @@ def test_the_log_tells_of_windows_and_the_host_pool(caplog):
 
 
 def test_memory_left_for_the_pool_is_the_share_less_all_else():
-    memory = DeviceMemory(total=1000, free=500, used_by_others=100, reserved=350, peak_reserved=420)
+    memory = DeviceMemory(
+        total=1000, free=500, used_by_others=100, reserved=350, peak_reserved=420, graphs=0
+    )
     # 50 outside torch (context, libraries): 1000 - 500 - 100 - 350.
     assert memory.left_for_pool(0.8) == 800 - 420 - 50
     # 430 are free beside activations, however large the share.
     assert memory.left_for_pool(1.0) == 430
     assert memory.left_for_pool(0.4) == 0
+    with_graphs = replace(memory, graphs=30)
+    assert with_graphs.left_for_pool(0.8) == 800 - 420 - 50 - 30
+    assert with_graphs.left_for_pool(1.0) == 400

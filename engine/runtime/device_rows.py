@@ -1,0 +1,132 @@
+"""`DeviceRows`: the rows' state on the device, kept up to date by small messages.
+
+What a decode step changes by itself, positions and the tokens drawn, the device changes; the
+host sends what it decides: new blocks, and the rows of chunks.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+import kernels
+from engine.batch import ScheduledChunk, TableUpdate
+from engine.runtime.device import to_device
+from engine.runtime.rows import Rows
+from engine.runtime.sampler import DRAW_RECORD
+from kernels import DrawTable, RowState
+
+__all__ = ["DeviceRows", "draw_table"]
+
+
+class DeviceRows:
+    """The rows, on host and device.
+
+    Args:
+        num_groups: layer groups.
+        num_rows: the most sequences that run at once.
+        max_blocks: the most blocks of one sequence in one group.
+        spare_block: a block of the pool for `spare_row`.
+        device: where `state` is.
+
+    Attributes:
+        host: what the host knows beforehand: all but the tokens drawn.
+        state: on the device, `num_rows` and the spare row.
+        spare_row: a row without a sequence, whose KV all goes to the spare block.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_rows: int,
+        max_blocks: int,
+        spare_block: int,
+        device: torch.device,
+    ) -> None:
+        self.host = Rows(num_groups, num_rows, max_blocks)
+        self.spare_row = num_rows
+        num_rows += 1
+        tables = torch.zeros((num_groups, num_rows, max_blocks), dtype=torch.int32, device=device)
+        tables[:, self.spare_row] = spare_block
+        self.state = RowState(
+            tables=tables,
+            positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            last_tokens=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            draws=draw_table(np.zeros(num_rows, DRAW_RECORD), device),
+        )
+
+    def update_tables(self, updates: Sequence[TableUpdate]) -> None:
+        """Enters new block ids."""
+        if not updates:
+            return
+        self.host.update_tables(updates)
+        indices, block_ids = _last_entries(updates, tuple(self.state.tables.shape))
+        sent = to_device(np.stack((indices, block_ids)), self.state.tables.device)
+        kernels.write_table_entries(self.state.tables, sent[0], sent[1].int())
+
+    def advance(self, chunks: Sequence[ScheduledChunk], decode_ids: np.ndarray) -> None:
+        """Moves rows past a step, as `Rows.advance`; those that decode the device moves itself."""
+        self.host.advance(chunks, decode_ids)
+        if not chunks:
+            return
+        ids = np.array([chunk.row for chunk in chunks], np.int64)
+        positions = self.state.positions
+        sent = to_device(np.stack((ids, self.host.positions[ids])), positions.device)
+        positions.index_copy_(0, sent[0], sent[1])
+
+    def keep_drawn(
+        self, drawing: Sequence[tuple[int, ScheduledChunk]], tokens: torch.Tensor
+    ) -> None:
+        """Remembers what chunks drew, and how, for their rows to go on.
+
+        Args:
+            drawing: (index in `tokens`, chunk).
+            tokens: `[n]` int64 on the device.
+        """
+        state = self.state
+        ids = np.array([chunk.row for _, chunk in drawing], np.int64)
+        which = np.array([index for index, _ in drawing], np.int64)
+        words = np.concatenate((np.stack((ids, which)), _words(self.host.draws[ids])))
+        sent = to_device(words, state.positions.device)
+        rows, table = sent[0], _table(sent[2:])
+        state.last_tokens.index_copy_(0, rows, tokens.index_select(0, sent[1]).clamp(min=0))
+        for name in ("temperature", "top_k", "top_p", "seed"):
+            getattr(state.draws, name).index_copy_(0, rows, getattr(table, name))
+
+
+def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
+    """`[n]` of `DRAW_RECORD` on the device, in memory of its own."""
+    return _table(to_device(_words(records), device))
+
+
+def _words(records: np.ndarray) -> np.ndarray:
+    """`[4, n]` int64: the records' fields, bit for bit."""
+    return np.ascontiguousarray(records.view(np.int64).reshape(len(records), -1).T)
+
+
+def _table(words: torch.Tensor) -> DrawTable:
+    """From `[4, n]` int64, in the order of `DRAW_RECORD`."""
+    return DrawTable(
+        temperature=words[0].view(torch.float64),
+        top_k=words[1],
+        top_p=words[2].view(torch.float64),
+        seed=words[3],
+    )
+
+
+def _last_entries(
+    updates: Iterable[TableUpdate], shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Flat indices into tables of that shape, all different, and block ids, both int64.
+
+    Of several updates of an entry the last one counts.
+    """
+    _, num_rows, max_blocks = shape
+    indices, block_ids = [], []
+    for update in updates:
+        first = (update.group * num_rows + update.row) * max_blocks + update.first_index
+        indices.append(np.arange(first, first + len(update.block_ids)))
+        block_ids.append(np.array(update.block_ids, np.int64))
+    all_indices, all_ids = np.concatenate(indices), np.concatenate(block_ids)
+    unique, from_end = np.unique(all_indices[::-1], return_index=True)
+    return unique, all_ids[::-1][from_end]

@@ -1,0 +1,202 @@
+"""`DeviceSteps`: steps on a GPU, launched ahead of what they bring.
+
+The host only ever launches: a step that decodes is one CUDA graph, or without graphs the same
+calls, on state that lives on the device. What a step drew is copied to the host behind it and
+read when somebody asks; until then the next step may have been launched.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import kernels
+from engine.batch import ScheduledBatch, StepOutput
+from engine.runtime.batch_inputs import BatchInputs, StepInputs
+from engine.runtime.decode_graphs import DecodeGraphs, GraphRecorder, capture_sizes, padded_size
+from engine.runtime.device import Fetched, fetch, to_device
+from engine.runtime.device_decode import DeviceDecode
+from engine.runtime.device_rows import DeviceRows, draw_table
+from engine.runtime.drawing import ChunkDraws
+from engine.runtime.sampler import Scores
+from engine.runtime.steps import StepModel, Steps
+from kernels import CudaGraphRecorder, PagedKv
+
+__all__ = ["DeviceSteps"]
+
+_MEBIBYTE = 2**20
+
+_logger = logging.getLogger("baton.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    """A step that the device has been given."""
+
+    fetched: Fetched
+    read: Callable[[Sequence[torch.Tensor]], StepOutput]
+
+    def result(self) -> StepOutput:
+        """Waits for the device, then reads what the step brought."""
+        self.fetched.wait()
+        return self.read(self.fetched.tensors)
+
+
+class DeviceSteps(Steps):
+    """See `Steps`.
+
+    Args:
+        model: what runs.
+        record: records graphs of decode steps.
+    """
+
+    num_spare_blocks = 1  # for the KV of rows that pad a step
+    is_asynchronous = True
+
+    def __init__(self, model: StepModel, record: GraphRecorder | None = None) -> None:
+        self._model = model
+        spare_block = len(model.kv_pool) - 1
+        self._rows = DeviceRows(
+            model.num_groups, model.max_rows, model.max_blocks, spare_block, model.device
+        )
+        self._inputs = StepInputs(self._rows.host, model.max_tokens, model.block_size, model.device)
+        self._decode = DeviceDecode(model, self._rows)
+        sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
+        self._graphs = DecodeGraphs(sizes, self._decode.run, record or CudaGraphRecorder())
+        self._decode_rows: tuple[int, ...] = ()
+        self._decode_ids = np.zeros(0, np.int64)
+        self._wanting = np.zeros(0, bool)
+
+    @torch.inference_mode()
+    def update(self, batch: ScheduledBatch) -> None:
+        """See `Steps.update`."""
+        self._rows.update_tables(batch.table_updates)
+        if batch.decode_rows is not self._decode_rows:
+            self._decode_rows = batch.decode_rows
+            self._decode_ids = np.array(batch.decode_rows, np.int64)
+            self._wanting = self._rows.host.wants_logprobs[self._decode_ids]
+            self._decode.set_rows(self._decode_ids)
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch) -> _LaunchedStep:
+        """See `Steps.launch`; does not wait for the device."""
+        num_decodes = len(self._decode_ids)
+        scores = self._run_chunks(batch) if batch.chunks else self._run_decode()
+        draws = ChunkDraws(batch.chunks)
+        of_chunks = draws.draw(scores, _draw)
+        if draws.single:
+            self._rows.keep_drawn(draws.single, of_chunks[0])
+        of_decodes = self._drawn(scores.last(num_decodes)) if num_decodes else []
+        wanting = self._wanting
+
+        def read(tensors: Sequence[torch.Tensor]) -> StepOutput:
+            decoded = _read_decoded(tensors[: len(of_decodes)], wanting)
+            chunks = draws.outputs(tensors[len(of_decodes) :])
+            return StepOutput(batch.step, tuple(chunks), *decoded)
+
+        return _LaunchedStep(fetch(self._model.device, [*of_decodes, *of_chunks]), read)
+
+    def graph_bytes(self) -> int:
+        """See `Steps.graph_bytes`: what the two largest take, one of them for each other."""
+        largest_first = self._graphs.sizes[::-1]
+        taken = [self._bytes_of_graph(size) for size in largest_first[:2]]
+        return sum(taken[:1]) + sum(taken[1:]) * (len(largest_first) - 1)
+
+    def warm_up(self) -> None:
+        """Compiles what decode steps launch, and captures their graphs."""
+        start, free_before = time.perf_counter(), _free_bytes(self._model.device)
+        with torch.inference_mode():
+            self._decode.run(1)
+            self._graphs.capture()
+        if self._graphs.sizes:
+            _logger.info(
+                "captured %d CUDA graphs of up to %d rows in %.1f s, %.0f MiB",
+                len(self._graphs.sizes),
+                self._graphs.sizes[-1],
+                time.perf_counter() - start,
+                (free_before - _free_bytes(self._model.device)) / _MEBIBYTE,
+            )
+
+    def _bytes_of_graph(self, size: int) -> int:
+        device = self._model.device
+        with torch.inference_mode():
+            self._decode.run(size)  # what torch keeps of it is no graph's
+            free_before = _free_bytes(device)
+            self._graphs.capture_one(size)
+        return max(0, free_before - _free_bytes(device))
+
+    def _run_decode(self) -> Scores:
+        """A step that only decodes."""
+        num_rows = len(self._decode_ids)
+        self._rows.advance((), self._decode_ids)
+        size = padded_size(self._graphs.sizes, num_rows)
+        logits = self._decode.run(num_rows) if size is None else self._graphs.run(size)
+        return self._decode.scores(logits[:num_rows])
+
+    def _run_chunks(self, batch: ScheduledBatch) -> Scores:
+        """A step of chunks, and of rows that decode, whose tokens only the device knows."""
+        self._inputs.fill(batch, self._rows.host, self._decode_ids)
+        self._rows.advance(batch.chunks, self._decode_ids)
+        inputs, num_decodes = self._inputs.tensors(), len(self._decode_ids)
+        first = len(inputs.token_ids) - num_decodes
+        last_tokens, row_ids = self._rows.state.last_tokens, self._decode.row_ids[:num_decodes]
+        inputs.token_ids[first:] = last_tokens.index_select(0, row_ids)
+        scores = self._scores_of(inputs)
+        if num_decodes:
+            self._decode.draw(scores.last(num_decodes), inputs.positions[first:] + 1)
+        return scores
+
+    def _scores_of(self, inputs: BatchInputs) -> Scores:
+        model = self._model
+        kv = PagedKv(model.kv_pool, inputs.groups, model.layer_slots, inputs.asking)
+        logits = model.model.logits(model.model(inputs.token_ids, inputs.positions, kv))
+        if not len(logits):
+            nothing = logits.new_empty(0)
+            return Scores(logits, nothing, nothing.long())
+        return Scores(logits, *kernels.row_maxima(logits))
+
+    def _drawn(self, scores: Scores) -> list[torch.Tensor]:
+        """Tokens of the rows that decode, and log-probabilities if any of them wants some."""
+        tokens = self._decode.tokens[: len(self._decode_ids)]
+        if not self._wanting.any():
+            return [tokens]
+        return [tokens, kernels.token_logprobs(scores.logits, scores.maxima, tokens, None)]
+
+
+def _draw(
+    scores: Scores, records: np.ndarray, rows: list[int], positions: np.ndarray
+) -> torch.Tensor:
+    """A `Draw` without waiting for the device."""
+    device = scores.logits.device
+    order = np.stack((np.arange(len(records)), positions, np.array(rows, np.int64)))
+    draw_ids, sent_positions, logit_rows = to_device(order, device)
+    return kernels.draw_tokens(
+        scores.logits,
+        scores.maxima,
+        scores.likeliest,
+        draw_table(records, device),
+        draw_ids=draw_ids,
+        positions=sent_positions,
+        logit_rows=logit_rows,
+    )
+
+
+def _read_decoded(
+    tensors: Sequence[torch.Tensor], wanting: np.ndarray
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Tokens; log-probabilities if there are any, NaN for rows that do not want them."""
+    if not tensors:
+        return (), ()
+    tokens = tuple(tensors[0].tolist())
+    if len(tensors) == 1:
+        return tokens, ()
+    return tokens, tuple(np.where(wanting, tensors[1].numpy(), math.nan).tolist())
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of a GPU; 0 on CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

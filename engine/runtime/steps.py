@@ -1,0 +1,106 @@
+"""`Steps`: how a runner's batches are computed; on a CPU and on a GPU in two ways."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from engine.batch import ScheduledBatch, StepOutput
+from engine.models.layers import CausalModel
+from engine.runner import PendingOutput
+
+__all__ = ["FailedStep", "FinishedStep", "StepModel", "Steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """What runs, on which KV cache, and how large steps get.
+
+    Attributes:
+        model: what runs.
+        kv_pool: its KV cache, which stays where it is; the last
+            `Steps.num_spare_blocks` of it are the steps' own.
+        layer_slots: see `PagedKv.slots`.
+        num_groups: layer groups.
+        block_size: tokens per KV block.
+        max_rows: the most sequences that run at once.
+        max_tokens: the most tokens of a step.
+        max_model_len: the most tokens of a sequence.
+        enforce_eager: whether to do without CUDA graphs.
+    """
+
+    model: CausalModel
+    kv_pool: torch.Tensor
+    layer_slots: Sequence[tuple[int, int]]
+    num_groups: int
+    block_size: int
+    max_rows: int
+    max_tokens: int
+    max_model_len: int
+    enforce_eager: bool
+
+    @property
+    def max_blocks(self) -> int:
+        """The most blocks of one sequence in one group."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.kv_pool.device
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """The pending output of a step that is over."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        """The output."""
+        return self.output
+
+
+@dataclass(frozen=True, slots=True)
+class FailedStep:
+    """The pending output of a step that could not be launched."""
+
+    error: Exception
+
+    def result(self) -> StepOutput:
+        """Raises what made it fail."""
+        raise self.error
+
+
+class Steps(ABC):
+    """Computes batches, one after the other, and remembers the rows between them.
+
+    Args:
+        model: what runs.
+    """
+
+    num_spare_blocks: ClassVar[int]
+    """Blocks of the pool, behind the scheduler's, that it needs for itself."""
+    is_asynchronous: ClassVar[bool]
+    """Whether `launch` returns before the step is over."""
+
+    @abstractmethod
+    def __init__(self, model: StepModel) -> None: ...
+
+    @abstractmethod
+    def update(self, batch: ScheduledBatch) -> None:
+        """Takes over what a batch changes in the rows, before it is launched."""
+
+    @abstractmethod
+    def launch(self, batch: ScheduledBatch) -> PendingOutput:
+        """Starts the forward pass and the draws of a batch of at least one token."""
+
+    @abstractmethod
+    def graph_bytes(self) -> int:
+        """Bytes of the device that what `warm_up` records will take; steps cannot run then."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Prepares what would hold up the first steps. Before any step."""

@@ -1,0 +1,102 @@
+"""What a CUDA graph does, on the CPU: the same operations on the same memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine.runtime.device_steps import DeviceSteps
+from kernels.recorded_step import RecordedStep
+
+__all__ = ["RerunDeviceSteps", "TracedDeviceSteps", "TracedStep"]
+
+
+@dataclass(frozen=True)
+class _Operation:
+    function: Any
+    args: Any
+    kwargs: Any
+    results: list[torch.Tensor]  # fresh memory that it filled
+
+    def run(self) -> None:
+        again = tree_leaves(self.function(*self.args, **self.kwargs))
+        for result, value in zip(self.results, _tensors(again), strict=True):
+            result.copy_(value)
+
+
+class TracedStep(RecordedStep):
+    """A function's operations, to be run again without it.
+
+    Reading a value on the host fails, as it does while a graph is captured. What only views
+    memory is not run again: the views are there.
+    """
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self.operations: list[_Operation] = []
+        with _Tracing(self.operations):
+            self._output = run()
+
+    def run(self) -> torch.Tensor:
+        for operation in self.operations:
+            operation.run()
+        return self._output
+
+
+class _Tracing(TorchDispatchMode):
+    def __init__(self, operations: list[_Operation]) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            raise AssertionError("the step waits for the device")
+        kwargs = kwargs or {}
+        given = {_place(tensor) for tensor in _tensors(tree_leaves((args, kwargs)))}
+        result = function(*args, **kwargs)
+        results = _tensors(tree_leaves(result))
+        is_view = all(_place(tensor) in given for tensor in results)
+        if not is_view:
+            self._operations.append(_Operation(function, args, kwargs, results))
+        elif function._schema.is_mutable:
+            self._operations.append(_Mutation(function, args, kwargs, []))
+        return result
+
+
+class _Mutation(_Operation):
+    def run(self) -> None:
+        self.function(*self.args, **self.kwargs)
+
+
+def _tensors(leaves: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class TracedDeviceSteps(DeviceSteps):
+    """On kernels made of torch's operations."""
+
+    def __init__(self, model) -> None:
+        super().__init__(model, TracedStep)
+
+
+class _Rerun(RecordedStep):
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self._run = run
+
+    def run(self) -> torch.Tensor:
+        return self._run()
+
+
+class RerunDeviceSteps(DeviceSteps):
+    """For kernels whose launches cannot be traced: calls what a graph would have recorded."""
+
+    def __init__(self, model) -> None:
+        super().__init__(model, _Rerun)
