@@ -10,6 +10,9 @@ Who owns what:
 - Blocks named in a `LoadJob` or `SaveJob` stay referenced in the engine's
   pool until the job's result comes back, whatever happens to the request. So
   a peer may read or write them at any time in between.
+- The device is done with them: what a `SaveJob` names was computed by steps
+  whose outputs the engine has, and no step in flight touches what a `LoadJob`
+  names. So bytes may move beside the steps, without waiting for any.
 - Every job ends in exactly one result, within the connector's own deadline.
 - Cancelling a load only makes its result come sooner.
 
@@ -218,7 +221,7 @@ class KvConnectorWorker(ABC):
     def start(self, work: ConnectorWork) -> None:
         """Starts jobs; returns without waiting for them. Engine thread only.
 
-        Called after the step that computed the saved blocks.
+        Called while steps may be in flight, but not those that computed the saved blocks.
         """
 
     @abstractmethod

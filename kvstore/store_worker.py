@@ -1,13 +1,16 @@
 """The store connector's worker half: moves blocks between the pool and a `KvStore`.
 
 Blocks are copied between the engine's pool and preallocated staging segments
-in the engine's thread; I/O threads move bytes between segments and the store
-and never touch the pool. So a store that answers late can overwrite nothing.
+by a `BlockCopier`, in an order that the engine's thread gives; I/O threads
+move bytes between segments and the store and never touch the pool. So a store
+that answers late can overwrite nothing.
 
-A save: the engine's thread gathers a piece of blocks into a segment; an I/O
-thread seals each slot and puts it. A load: an I/O thread reads into a segment
-and verifies each slot; the engine's thread scatters the verified ones into
-the pool.
+A save: the engine's thread starts the copy of a piece of blocks into a
+segment; an I/O thread waits for its end, seals each slot and puts it. A load:
+an I/O thread reads into a segment and verifies each slot; the engine's thread
+starts the copy of the verified ones into the pool, unless the load was
+cancelled meanwhile; where that takes time, a thread waits for its end. Only
+then is the piece over and its segment free.
 """
 
 import logging
@@ -15,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.breaker import BreakerStore
@@ -33,9 +36,11 @@ from kvstore.connector import (
 )
 from kvstore.layout import KvLayout
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
+from kvstore.transfer_jobs import CANCELLED, JobState, Piece, PieceEnd, PieceRead
 
 if TYPE_CHECKING:
-    from kvstore.staging import Segment, StagingBuffers
+    from kvstore.copier import BlockCopier, Copy
+    from kvstore.staging import StagingBuffers
 
 __all__ = ["StoreConnectorWorker"]
 
@@ -45,55 +50,10 @@ _MAX_LOOKUP_WAIT_S = 0.25
 _logger = logging.getLogger("baton.kvstore")
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A load or save under way; moved in pieces of one segment each.
+def _copier_for(pool: Any, layout: KvLayout) -> "BlockCopier":
+    from kvstore.copier import make_copier
 
-    Attributes:
-        next_block: blocks before it have been given to pieces.
-        num_open: pieces that have not ended.
-        good_blocks: indices of blocks that were put, or verified and scattered.
-        error: why it will not be whole; no further pieces are started then.
-    """
-
-    job: LoadJob | SaveJob
-    next_block: int = 0
-    num_open: int = 0
-    good_blocks: set[int] = field(default_factory=set)
-    error: str = ""
-
-    @property
-    def is_over(self) -> bool:
-        all_started = self.next_block >= len(self.job.keys) or self.error != ""
-        return all_started and self.num_open == 0
-
-    @property
-    def num_good_prefix(self) -> int:
-        """Leading good blocks: pieces end in any order, only an unbroken prefix counts."""
-        count = 0
-        while count in self.good_blocks:
-            count += 1
-        return count
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The blocks `[first, first + len(keys))` of a job, in one segment."""
-
-    job: _Job
-    first: int
-    keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-    segment: "Segment"
-
-
-@dataclass(frozen=True, slots=True)
-class _PieceEnd:
-    """What an I/O thread says of a piece: its good leading blocks, and why not all."""
-
-    piece: _Piece
-    num_good: int
-    error: str
+    return make_copier(pool, layout)
 
 
 class StoreConnectorWorker(KvConnectorWorker):
@@ -101,27 +61,35 @@ class StoreConnectorWorker(KvConnectorWorker):
 
     Args:
         store: where blocks go; closed with the worker.
+        make_copier: what copies the blocks of a pool of that layout.
     """
 
-    def __init__(self, store: KvStore) -> None:
+    def __init__(
+        self,
+        store: KvStore,
+        make_copier: "Callable[[Any, KvLayout], BlockCopier]" = _copier_for,
+    ) -> None:
         self._store = BreakerStore(store)
+        self._make_copier = make_copier
         self._io = ThreadPoolExecutor(_NUM_IO_THREADS, thread_name_prefix="baton-kv-io")
         # Look-ups get a thread of their own: they must not queue behind bulk.
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-lookup")
-        self._ends: deque[LookupResult | _PieceEnd] = deque()
+        # Copies into the pool get one as well: they end in the order in which they start.
+        self._landings = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
+        self._news: deque[LookupResult | PieceRead | PieceEnd] = deque()
         self._open_lookups: dict[int, LookupJob] = {}
-        self._jobs: dict[int, _Job] = {}
-        self._waiting: deque[_Job] = deque()  # jobs with blocks not in any piece yet
+        self._jobs: dict[int, JobState] = {}
+        self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
         self._wake: Callable[[], None] = lambda: None
-        self._pool: Any = None
+        self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
 
     def register_pool(self, pool: Any, layout: KvLayout) -> None:
         """See `KvConnectorWorker.register_pool`."""
         from kvstore.staging import StagingBuffers
 
-        self._pool = pool
         self._staging = StagingBuffers(layout, device=pool.device)
+        self._copier = self._make_copier(pool, layout)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `KvConnectorWorker.set_waker`."""
@@ -138,30 +106,34 @@ class StoreConnectorWorker(KvConnectorWorker):
             self._lookups.submit(self._delete, work.deletes)
         jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
         for job in jobs:
-            self._jobs[job.job_id] = state = _Job(job)
+            self._jobs[job.job_id] = state = JobState(job)
             self._waiting.append(state)
         for job_id in work.cancelled_loads:
             if job_id in self._jobs:
-                self._jobs[job_id].error = "cancelled"
+                self._jobs[job_id].error = CANCELLED
                 self._wake()
         self._start_pieces()
 
     def poll(self) -> TransferResults:
         """See `KvConnectorWorker.poll`."""
         lookups: list[LookupResult] = []
-        while self._ends:
-            end = self._ends.popleft()
-            if isinstance(end, LookupResult):
-                lookups.append(end)
+        while self._news:
+            news = self._news.popleft()
+            if isinstance(news, LookupResult):
+                lookups.append(news)
+            elif isinstance(news, PieceRead):
+                self._land(news)
             else:
-                self._finish_piece(end)
+                self._finish_piece(news)
         self._start_pieces()
         return self._collect(lookups)
 
     def close(self) -> None:
         """See `KvConnectorWorker.close`."""
-        for executor in (self._io, self._lookups):
+        for executor in (self._io, self._landings, self._lookups):
             executor.shutdown(wait=True, cancel_futures=True)
+        if self._copier is not None:
+            self._copier.close()
         self._store.close()
 
     # Engine thread.
@@ -170,37 +142,54 @@ class StoreConnectorWorker(KvConnectorWorker):
         """Gives free segments to the jobs that wait, oldest first."""
         while self._waiting:
             job = self._waiting[0]
-            if job.error or job.next_block >= len(job.job.keys):
+            if job.is_started:
                 self._waiting.popleft()
                 continue
             segment = self._staging.take()
             if segment is None:
                 return
-            self._start_piece(job, segment)
+            piece = job.start_piece(segment)
+            if isinstance(job.job, LoadJob):
+                self._io.submit(self._run, partial(self._read, piece), piece)
+            else:
+                self._start_save(piece)
 
-    def _start_piece(self, job: _Job, segment: "Segment") -> None:
-        first, end = job.next_block, job.next_block + segment.num_slots
-        keys, block_ids = job.job.keys[first:end], job.job.block_ids[first:end]
-        piece = _Piece(job, first, keys, block_ids, segment)
-        job.next_block += len(keys)
-        job.num_open += 1
-        if isinstance(job.job, LoadJob):
-            self._io.submit(self._run, self._load_piece, piece)
+    def _start_save(self, piece: Piece) -> None:
+        assert self._copier is not None
+        try:
+            copy = self._copier.gather(piece.block_ids, piece.segment)
+        except Exception:
+            _logger.exception("KV blocks cannot be copied out of the pool")
+            piece.job.error = "failed"
+            self._tell(PieceEnd(piece, 0))
+        else:
+            self._io.submit(self._run, partial(self._put, piece, copy), piece)
+
+    def _land(self, read: PieceRead) -> None:
+        """Starts the copy of a load's good blocks into the pool, unless nobody wants them.
+
+        A load that is cancelled later still lands: its blocks stay held until its result.
+        """
+        assert self._copier is not None
+        piece, num_good = read.piece, read.num_good
+        if piece.job.error == CANCELLED or not num_good:
+            self._finish_piece(PieceEnd(piece, 0, read.error))
             return
-        segment.gather(self._pool, block_ids)
-        if job.job.num_tail_tokens and job.next_block == len(job.job.keys):
-            segment.clear_after(len(keys) - 1, job.job.num_tail_tokens)
-        self._io.submit(self._run, self._save_piece, piece)
+        try:
+            copy = self._copier.scatter(piece.segment, piece.block_ids[:num_good])
+        except Exception:
+            _logger.exception("KV blocks cannot be copied into the pool")
+            self._finish_piece(PieceEnd(piece, 0, "failed"))
+            return
+        end = PieceEnd(piece, num_good, read.error)
+        if copy is None:
+            self._finish_piece(end)
+        else:
+            self._landings.submit(self._run, partial(self._await, copy, end), piece)
 
-    def _finish_piece(self, end: _PieceEnd) -> None:
-        """Scatters what a load brought, unless nobody wants it, and frees the segment."""
-        piece, job = end.piece, end.piece.job
-        if isinstance(job.job, LoadJob) and job.error != "cancelled" and end.num_good:
-            piece.segment.scatter(self._pool, piece.block_ids[: end.num_good])
-        job.good_blocks.update(range(piece.first, piece.first + end.num_good))
-        job.error = job.error or end.error
-        job.num_open -= 1
-        self._staging.give_back(piece.segment)
+    def _finish_piece(self, end: PieceEnd) -> None:
+        end.piece.job.end_piece(end)
+        self._staging.give_back(end.piece.segment)
 
     def _collect(self, lookups: list[LookupResult]) -> TransferResults:
         over = [job for job in self._jobs.values() if job.is_over]
@@ -226,8 +215,7 @@ class StoreConnectorWorker(KvConnectorWorker):
         num_blocks = 0
         if time.monotonic() - submitted_at < _MAX_LOOKUP_WAIT_S:
             num_blocks = self._try("look-up", lambda: self._store.contains_prefix(job.keys)) or 0
-        self._ends.append(LookupResult(job_id, num_blocks))
-        self._wake()
+        self._tell(LookupResult(job_id, num_blocks))
 
     def _delete(self, keys: tuple[bytes, ...]) -> None:
         """What cannot be deleted stays until its TTL."""
@@ -242,34 +230,45 @@ class StoreConnectorWorker(KvConnectorWorker):
             _logger.exception("KV store: %s failed", name)
         return None
 
-    def _run(self, move: Callable[[_Piece], tuple[int, str]], piece: _Piece) -> None:
-        """Runs a piece; whatever happens, its end is told."""
-        num_good, error = 0, "failed"
+    def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
+        """Does a thread's part of a piece; whatever happens, something is told."""
+        news: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
         try:
-            num_good, error = move(piece)
+            news = move()
         except StoreUnavailableError as cause:
-            error = "unavailable"
+            news = PieceEnd(piece, 0, "unavailable")
             _logger.warning("KV store: %s", cause)
         except Exception:
             _logger.exception("KV transfer failed")
-        self._ends.append(_PieceEnd(piece, num_good, error))
+        self._tell(news)
+
+    def _tell(self, news: LookupResult | PieceRead | PieceEnd) -> None:
+        """Leaves news for the engine's thread. Any thread may call it."""
+        self._news.append(news)
         self._wake()
 
-    def _save_piece(self, piece: _Piece) -> tuple[int, str]:
-        slots = piece.segment.slots[: len(piece.keys)]
-        for slot, key in zip(slots, piece.keys, strict=True):
+    def _put(self, piece: Piece, copy: "Copy | None") -> PieceEnd:
+        if copy is not None:
+            copy.wait()
+        if piece.num_tail_tokens:
+            piece.segment.clear_after(len(piece.keys) - 1, piece.num_tail_tokens)
+        for slot, key in zip(piece.slots, piece.keys, strict=True):
             seal(slot, key)
-        self._store.put_many(piece.keys, slots)
-        return len(piece.keys), ""
+        self._store.put_many(piece.keys, piece.slots)
+        return PieceEnd(piece, len(piece.keys))
 
-    def _load_piece(self, piece: _Piece) -> tuple[int, str]:
-        slots = piece.segment.slots[: len(piece.keys)]
+    def _read(self, piece: Piece) -> PieceRead:
+        slots = piece.slots
         statuses = self._store.get_many_into(piece.keys, slots)
         for index, (status, slot, key) in enumerate(zip(statuses, slots, piece.keys, strict=True)):
             if status is GetStatus.MISSING:
-                return index, "missing"
+                return PieceRead(piece, index, "missing")
             if status is not GetStatus.HIT or not verify(slot, key):
                 self._store.delete([key])
                 _logger.error("KV object %s is corrupt; deleted", key.hex())
-                return index, "corrupt"
-        return len(piece.keys), ""
+                return PieceRead(piece, index, "corrupt")
+        return PieceRead(piece, len(piece.keys))
+
+    def _await(self, copy: "Copy", end: PieceEnd) -> PieceEnd:
+        copy.wait()
+        return end

@@ -1,7 +1,6 @@
 """The store connector's worker half on real tensors: bytes, faults, cancels, bounds."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,73 +11,24 @@ import torch
 from kvstore.breaker import BreakerStore
 from kvstore.codec import HEADER_BYTES
 from kvstore.connector import (
-    ConnectorWork,
     LoadJob,
     LoadResult,
     LookupJob,
     LookupResult,
     SaveJob,
     SaveResult,
-    TransferResults,
 )
-from kvstore.layout import KvLayout
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
-from kvstore.store_worker import StoreConnectorWorker
-
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype="float32")
-NUM_BLOCKS = 64
-TIMEOUT_S = 10.0
-
-
-def keys(count: int, first: int = 0) -> tuple[bytes, ...]:
-    return tuple(index.to_bytes(32, "big") for index in range(first, first + count))
-
-
-class Rig:
-    """A worker with a pool of random blocks, driven as the engine's thread drives it."""
-
-    def __init__(self, store: KvStore) -> None:
-        self.store = store
-        self.worker = StoreConnectorWorker(store)
-        self.pool = torch.randn(NUM_BLOCKS, *LAYOUT.block_shape)
-        self.woken = threading.Event()
-        self.worker.register_pool(self.pool, LAYOUT)
-        self.worker.set_waker(self.woken.set)
-
-    def start(self, **work: object) -> None:
-        self.worker.start(ConnectorWork(**work))
-
-    def results(self, count: int) -> list[LookupResult | LoadResult | SaveResult]:
-        """The next `count` results, in a bounded time."""
-        found: list[LookupResult | LoadResult | SaveResult] = []
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(found) < count:
-            assert time.monotonic() < deadline, f"only {found}"
-            self.woken.wait(0.05)
-            self.woken.clear()
-            polled: TransferResults = self.worker.poll()
-            found += (*polled.lookups, *polled.loads, *polled.saves)
-        return found
-
-    def save(self, block_ids: Sequence[int], first_key: int = 0, num_tail_tokens: int = 0) -> None:
-        job = SaveJob(0, keys(len(block_ids), first_key), tuple(block_ids), num_tail_tokens)
-        self.start(saves=(job,))
-        assert self.results(1) == [SaveResult(0, committed=True)]
-
-    def load(self, block_ids: Sequence[int], first_key: int = 0) -> LoadResult:
-        self.start(loads=(LoadJob(1, keys(len(block_ids), first_key), tuple(block_ids)),))
-        (result,) = self.results(1)
-        assert isinstance(result, LoadResult)
-        return result
+from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys
 
 
 @pytest.fixture
-def make_rig(tmp_path: Path) -> Iterator[Callable[[KvStore | None], Rig]]:
-    rigs: list[Rig] = []
+def make_rig(tmp_path: Path) -> Iterator[Callable[[KvStore | None], ConnectorRig]]:
+    rigs: list[ConnectorRig] = []
 
-    def make(store: KvStore | None = None) -> Rig:
-        rigs.append(Rig(store or open_store(f"memory://{tmp_path.name}")))
+    def make(store: KvStore | None = None) -> ConnectorRig:
+        rigs.append(ConnectorRig(store or open_store(f"memory://{tmp_path.name}")))
         return rigs[-1]
 
     yield make
@@ -86,7 +36,7 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[[KvStore | None], Rig]]:
         rig.worker.close()
 
 
-def test_blocks_come_back_as_they_were(make_rig: Callable[..., Rig]) -> None:
+def test_blocks_come_back_as_they_were(make_rig: Callable[..., ConnectorRig]) -> None:
     rig = make_rig()
     rig.save(range(10, 30))
 
@@ -94,7 +44,9 @@ def test_blocks_come_back_as_they_were(make_rig: Callable[..., Rig]) -> None:
     assert torch.equal(rig.pool[40:60], rig.pool[10:30])
 
 
-def test_what_lies_behind_a_tail_does_not_leave_the_process(make_rig: Callable[..., Rig]) -> None:
+def test_what_lies_behind_a_tail_does_not_leave_the_process(
+    make_rig: Callable[..., ConnectorRig],
+) -> None:
     rig = make_rig()
     rig.save([1, 2], num_tail_tokens=3)
     rig.load([11, 12])
@@ -104,7 +56,7 @@ def test_what_lies_behind_a_tail_does_not_leave_the_process(make_rig: Callable[.
     assert not rig.pool[12, ..., 3:, :].any()
 
 
-def test_more_jobs_than_staging_holds_all_end(make_rig: Callable[..., Rig]) -> None:
+def test_more_jobs_than_staging_holds_all_end(make_rig: Callable[..., ConnectorRig]) -> None:
     rig = make_rig()
     jobs = tuple(SaveJob(i, keys(8, 8 * i), tuple(range(8))) for i in range(50))
     rig.start(saves=jobs)
@@ -115,7 +67,7 @@ def test_more_jobs_than_staging_holds_all_end(make_rig: Callable[..., Rig]) -> N
     assert all(result.committed for result in results)
 
 
-def test_a_missing_block_ends_the_prefix(make_rig: Callable[..., Rig]) -> None:
+def test_a_missing_block_ends_the_prefix(make_rig: Callable[..., ConnectorRig]) -> None:
     rig = make_rig()
     rig.save(range(4))
     rig.store.delete(keys(1, 2))
@@ -167,7 +119,7 @@ class FaultyStore(KvStore):
 
 @pytest.mark.parametrize("byte", [0, HEADER_BYTES - 1, HEADER_BYTES, -1])
 def test_a_flipped_byte_is_never_scattered(
-    make_rig: Callable[..., Rig], byte: int, tmp_path: Path
+    make_rig: Callable[..., ConnectorRig], byte: int, tmp_path: Path
 ) -> None:
     def corrupt(buffers: list[memoryview]) -> None:
         if len(buffers) > 2:
@@ -183,7 +135,7 @@ def test_a_flipped_byte_is_never_scattered(
     assert store.contains_prefix(keys(4)) == 2, "the corrupt object is gone"
 
 
-def test_an_object_under_a_foreign_key_is_refused(make_rig: Callable[..., Rig]) -> None:
+def test_an_object_under_a_foreign_key_is_refused(make_rig: Callable[..., ConnectorRig]) -> None:
     rig = make_rig()
     rig.save([3])
     stolen = bytearray(HEADER_BYTES + LAYOUT.block_bytes)
@@ -193,14 +145,16 @@ def test_an_object_under_a_foreign_key_is_refused(make_rig: Callable[..., Rig]) 
     assert rig.load([9], first_key=7) == LoadResult(1, 0, "corrupt")
 
 
-def test_an_object_of_another_size_is_refused(make_rig: Callable[..., Rig]) -> None:
+def test_an_object_of_another_size_is_refused(make_rig: Callable[..., ConnectorRig]) -> None:
     rig = make_rig()
     rig.store.put_many(keys(1), [memoryview(bytes(100))])
 
     assert rig.load([9]) == LoadResult(1, 0, "corrupt")
 
 
-def test_a_cancelled_load_writes_nothing(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+def test_a_cancelled_load_writes_nothing(
+    make_rig: Callable[..., ConnectorRig], tmp_path: Path
+) -> None:
     reading, go_on = threading.Event(), threading.Event()
 
     def wait(buffers: list[memoryview]) -> None:
@@ -219,13 +173,12 @@ def test_a_cancelled_load_writes_nothing(make_rig: Callable[..., Rig], tmp_path:
 
     (result,) = rig.results(1)
 
-    assert isinstance(result, LoadResult)
-    assert result.error == "cancelled"
+    assert result == LoadResult(1, 0, "cancelled")
     assert torch.equal(rig.pool, before)
 
 
 def test_an_outage_fails_jobs_and_trips_the_breaker(
-    make_rig: Callable[..., Rig], tmp_path: Path
+    make_rig: Callable[..., ConnectorRig], tmp_path: Path
 ) -> None:
     def refuse(buffers: list[memoryview]) -> None:
         raise StoreUnavailableError("down")
@@ -308,7 +261,7 @@ def test_a_store_that_takes_no_more_still_serves(tmp_path: Path) -> None:
 
 
 def test_a_look_up_that_nobody_wants_is_not_made(
-    make_rig: Callable[..., Rig], tmp_path: Path
+    make_rig: Callable[..., ConnectorRig], tmp_path: Path
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
 

@@ -1,0 +1,74 @@
+"""A store connector's worker with a pool of random blocks, driven as an engine does."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvstore.connector import (
+    ConnectorWork,
+    LoadJob,
+    LoadResult,
+    LookupResult,
+    SaveJob,
+    SaveResult,
+    TransferResults,
+)
+from kvstore.copier import BlockCopier, make_copier
+from kvstore.layout import KvLayout
+from kvstore.store import KvStore
+from kvstore.store_worker import StoreConnectorWorker
+
+__all__ = ["LAYOUT", "TIMEOUT_S", "ConnectorRig", "keys"]
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype="float32")
+TIMEOUT_S = 10.0
+_NUM_BLOCKS = 64
+
+
+def keys(count: int, first: int = 0) -> tuple[bytes, ...]:
+    return tuple(index.to_bytes(32, "big") for index in range(first, first + count))
+
+
+class ConnectorRig:
+    """The worker, its pool of 64 blocks, and who is woken when it has news."""
+
+    def __init__(
+        self,
+        store: KvStore,
+        copier_of: Callable[[torch.Tensor, KvLayout], BlockCopier] = make_copier,
+        device: str = "cpu",
+    ) -> None:
+        self.store = store
+        self.worker = StoreConnectorWorker(store, copier_of)
+        self.pool = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(device)
+        self.woken = threading.Event()
+        self.worker.register_pool(self.pool, LAYOUT)
+        self.worker.set_waker(self.woken.set)
+
+    def start(self, **work: object) -> None:
+        self.worker.start(ConnectorWork(**work))
+
+    def results(self, count: int) -> list[LookupResult | LoadResult | SaveResult]:
+        """The next `count` results, in a bounded time."""
+        found: list[LookupResult | LoadResult | SaveResult] = []
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(found) < count:
+            assert time.monotonic() < deadline, f"only {found}"
+            self.woken.wait(0.05)
+            self.woken.clear()
+            polled: TransferResults = self.worker.poll()
+            found += (*polled.lookups, *polled.loads, *polled.saves)
+        return found
+
+    def save(self, block_ids: Sequence[int], first_key: int = 0, num_tail_tokens: int = 0) -> None:
+        job = SaveJob(0, keys(len(block_ids), first_key), tuple(block_ids), num_tail_tokens)
+        self.start(saves=(job,))
+        assert self.results(1) == [SaveResult(0, committed=True)]
+
+    def load(self, block_ids: Sequence[int], first_key: int = 0) -> LoadResult:
+        self.start(loads=(LoadJob(1, keys(len(block_ids), first_key), tuple(block_ids)),))
+        (result,) = self.results(1)
+        assert isinstance(result, LoadResult)
+        return result

@@ -1,0 +1,64 @@
+"""A `BlockCopier` whose copies move their bytes when the test says so, and not before."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvstore.copier import BlockCopier, HostCopier
+from kvstore.layout import KvLayout
+from kvstore.staging import Segment
+from tests.support.connector_rig import TIMEOUT_S
+
+__all__ = ["HeldCopier", "HeldCopy"]
+
+
+class HeldCopy:
+    """One copy; its events are set once somebody waits for it, and once it is over."""
+
+    def __init__(self, move: Callable[[], None]) -> None:
+        self.is_awaited = threading.Event()
+        self._move = move
+        self.is_over = threading.Event()
+        self._error: Exception | None = None
+
+    def end(self, error: Exception | None = None) -> None:
+        """Moves the bytes, or fails."""
+        if error is None:
+            self._move()
+        self._error = error
+        self.is_over.set()
+
+    def wait(self) -> None:
+        self.is_awaited.set()
+        assert self.is_over.wait(TIMEOUT_S), "nobody ended the copy"
+        if self._error is not None:
+            raise self._error
+
+
+class HeldCopier(BlockCopier):
+    """Holds every copy in `copies`, the oldest first; raises `refusal` instead if it is set."""
+
+    def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
+        self.copies: list[HeldCopy] = []
+        self.refusal: Exception | None = None
+        self.is_closed = False
+        self._host = HostCopier(pool)
+
+    def gather(self, block_ids: Sequence[int], segment: Segment) -> HeldCopy:
+        segment.payload.fill_(0xAA)  # what is read too early is not what was gathered
+        return self._hold(lambda: self._host.gather(block_ids, segment))
+
+    def scatter(self, segment: Segment, block_ids: Sequence[int]) -> HeldCopy:
+        return self._hold(lambda: self._host.scatter(segment, block_ids))
+
+    def close(self) -> None:
+        for copy in self.copies:
+            assert copy.is_over.wait(TIMEOUT_S)
+        self.is_closed = True
+
+    def _hold(self, move: Callable[[], None]) -> HeldCopy:
+        if self.refusal is not None:
+            raise self.refusal
+        self.copies.append(HeldCopy(move))
+        return self.copies[-1]

@@ -1,0 +1,111 @@
+"""The bytes that `SideStreamCopier` moves, with streams that do what they are given at once.
+
+`tests/gpu/test_side_streams.py` has real ones.
+"""
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kvstore.codec import HEADER_BYTES
+from kvstore.side_streams import SideStreamCopier
+from kvstore.staging import Segment
+from tests.support.connector_rig import LAYOUT
+
+
+class Stream:
+    """Counts how often it was made the current one and waited for; `every` is all there are."""
+
+    every: ClassVar[list["Stream"]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_waits = 0
+        self.num_entered = 0
+        self.error: RuntimeError | None = None
+        Stream.every.append(self)
+
+    def __enter__(self) -> None:
+        self.num_entered += 1
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        if self.error is not None:
+            raise self.error
+
+
+class Event:
+    def __init__(self, blocking: bool) -> None:
+        self.is_recorded = False
+
+    def record(self) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+
+
+@pytest.fixture
+def streams(monkeypatch) -> list[Stream]:
+    monkeypatch.setattr(Stream, "every", [])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return Stream.every
+
+
+@pytest.fixture
+def pool() -> torch.Tensor:
+    return torch.randn(16, *LAYOUT.block_shape)
+
+
+def test_blocks_go_out_and_come_back_as_they_were(streams: list[Stream], pool) -> None:
+    before = pool.clone()
+    copier, segment = SideStreamCopier(pool, LAYOUT), Segment(LAYOUT, pinned=False)
+    assert torch.equal(pool, before), "warming up changes nothing"
+
+    copier.gather([7, 0, 12], segment).wait()
+    copier.scatter(segment, [3, 4, 5]).wait()
+    assert torch.equal(pool[3:6], before[[7, 0, 12]])
+    rest = [0, 1, 2, *range(6, 16)]
+    assert torch.equal(pool[rest], before[rest])
+
+
+def test_each_direction_has_its_stream(streams: list[Stream], pool) -> None:
+    copier, segment = SideStreamCopier(pool, LAYOUT), Segment(LAYOUT, pinned=False)
+    out, into = (stream.num_entered for stream in streams)
+    copier.gather([1], segment)
+    copier.gather([2], segment)
+    copier.scatter(segment, [3])
+
+    assert [stream.num_entered for stream in streams] == [out + 2, into + 1]
+
+
+def test_a_slot_that_is_not_gathered_keeps_its_bytes(streams: list[Stream], pool) -> None:
+    copier, segment = SideStreamCopier(pool, LAYOUT), Segment(LAYOUT, pinned=False)
+    segment.frames.fill_(7)
+    copier.gather([5, 6], segment).wait()
+
+    assert torch.equal(segment.payload[:2], pool[5:7].view(2, -1).view(torch.uint8))
+    assert segment.slots[1][HEADER_BYTES:].tobytes() == pool[6].numpy().tobytes()
+    assert segment.frames[2:].eq(7).all()
+
+
+def test_a_copy_that_cannot_start_leaves_nothing_under_way(streams: list[Stream], pool) -> None:
+    copier, segment = SideStreamCopier(pool, LAYOUT), Segment(LAYOUT, pinned=False)
+    with pytest.raises(RuntimeError):
+        copier.gather(range(segment.num_slots + 1), segment)
+
+    assert [stream.num_waits for stream in streams] == [1, 0]
+
+
+def test_closing_waits_for_both_streams_even_of_a_lost_device(streams: list[Stream], pool) -> None:
+    copier = SideStreamCopier(pool, LAYOUT)
+    streams[0].error = RuntimeError("the device is lost")
+    copier.close()
+
+    assert [stream.num_waits for stream in streams] == [1, 1]
