@@ -52,7 +52,8 @@ class PendingOutput(Protocol):
     """What a step that was submitted will bring."""
 
     def result(self) -> StepOutput:
-        """Waits for the end of the step.
+        """Waits until the device is done with the step, whatever becomes of it: the blocks
+        that it touched may be given to others, and moved beside later steps.
 
         Raises:
             Exception: whatever made the step fail.

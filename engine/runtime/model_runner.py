@@ -12,7 +12,7 @@ from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.kv_cache_spec import LayerGroups, group_layers, spec_of
 from engine.runner import ModelInfo, PendingOutput, StepCosts
-from engine.runtime.device import resolve_device, used_bytes, wait_for
+from engine.runtime.device import fetch, resolve_device, used_bytes, wait_for
 from engine.runtime.device_steps import DeviceSteps
 from engine.runtime.host_steps import HostSteps
 from engine.runtime.kv_pool import (
@@ -24,7 +24,7 @@ from engine.runtime.kv_pool import (
     log_pool,
 )
 from engine.runtime.loader import LoadedModel, load_model
-from engine.runtime.steps import FailedStep, FinishedStep, StepModel, Steps
+from engine.runtime.steps import FailedStep, MovingStep, StepModel, Steps
 from engine.runtime.turns import Turns
 from kvstore.layout import KvLayout
 
@@ -131,12 +131,22 @@ class ModelRunner:
         self._turns.close()
 
     def _launch(self, batch: ScheduledBatch) -> PendingOutput:
+        """Gives the device a step. If that fails, the device has done what it was given: the
+        step's blocks may go to others next, and to loads, which wait for no stream.
+        """
+        try:
+            return self._start(batch)
+        except Exception:
+            wait_for(self._device)
+            raise
+
+    def _start(self, batch: ScheduledBatch) -> PendingOutput:
         self._steps.update(batch)
         kernels.swap_blocks(self._host_pool, self.kv_pool, batch.swap_ins)
         kernels.swap_blocks(self.kv_pool, self._host_pool, batch.swap_outs)
         kernels.copy_blocks(self.kv_pool, batch.block_copies)
         if not batch.num_tokens:
-            return FinishedStep(StepOutput(batch.step))
+            return MovingStep(StepOutput(batch.step), fetch(self._device, ()))
         with self._turns.mine():
             return self._steps.launch(batch)
 

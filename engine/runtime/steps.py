@@ -10,8 +10,9 @@ import torch
 from engine.batch import ScheduledBatch, StepOutput
 from engine.models.layers import CausalModel
 from engine.runner import PendingOutput
+from engine.runtime.device import Fetched
 
-__all__ = ["FailedStep", "FinishedStep", "StepModel", "Steps"]
+__all__ = ["FailedStep", "FinishedStep", "MovingStep", "StepModel", "Steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,19 @@ class FinishedStep:
 
     def result(self) -> StepOutput:
         """The output."""
+        return self.output
+
+
+@dataclass(frozen=True, slots=True)
+class MovingStep:
+    """The pending output of a step that only moves blocks, which the device may be at."""
+
+    output: StepOutput
+    moves: Fetched
+
+    def result(self) -> StepOutput:
+        """Waits for the device."""
+        self.moves.wait()
         return self.output
 
 
