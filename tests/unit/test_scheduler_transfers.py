@@ -341,3 +341,41 @@ def _check(asked: EngineRequest) -> None:
         num_blocks=3,
         namespace=NAMESPACE,
     )
+
+
+def test_only_what_is_committed_is_saved() -> None:
+    """Saves run beside steps in flight, and wait for none."""
+    driven = DrivenScheduler(with_connector=True, role="prefill", max_num_batched_tokens=4)
+    driven.add(request("a", 12))
+    driven.step()
+    driven.answer()
+    first = driven.begin()
+    second = driven.begin()
+    assert [batch.chunks[0].start_position for batch in (first, second)] == [0, 4]
+    assert not driven.work().saves
+    driven.end(first)
+
+    (save,) = driven.work().saves
+    assert save.block_ids == first.table_updates[0].block_ids[:1]
+    driven.end(second)
+    (save,) = driven.work().saves
+    assert len(save.block_ids) == 1
+
+
+def test_nothing_is_loaded_into_blocks_of_a_step_in_flight() -> None:
+    """Loads run beside steps in flight, and wait for none."""
+    driven = decode_engine(num_blocks=4)
+    driven.add(request("a", 12, max_tokens=2))
+    driven.step()
+    driven.answer()
+    batch = driven.begin()
+    assert driven.shares == {"a": 12}
+    driven.scheduler.abort(["a"])
+    driven.add(handed_over("b"))
+    assert driven.begin() is None
+    assert not driven.work().loads, "three blocks are fenced"
+
+    driven.end(batch)
+    assert driven.begin() is None
+    (load,) = driven.work().loads
+    assert len(load.block_ids) == 3
