@@ -2,19 +2,21 @@
 #
 # The virtual environment .venv is made on first use with Python 3.11 or newer.
 # Variables:
-#   PYTHON=python3.12     interpreter to make .venv with
+#   PYTHON=python3.12     interpreter to make .venv with; that of test-gpu and bench-gpu,
+#                         which run without .venv (default: python3)
 #   PIP_ARGS="..."        more arguments to every pip install. On Linux, PyPI's
 #                         torch brings gigabytes of CUDA packages; a machine
 #                         without a GPU is served faster by
 #                         PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-#   ARGS="..."            more arguments to baton up (run, up), pytest (test) or
-#                         baton bench (bench)
+#   ARGS="..."            more arguments to baton up (run, up), pytest (test, test-slow)
+#                         or baton bench (bench, bench-gpu)
 
 VENV := .venv
 BIN := $(VENV)/bin
+GPU_PYTHON = $(or $(PYTHON),python3)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: help run up test lint type proto bench check clean
+.PHONY: help run up test test-slow test-gpu lint type proto bench bench-gpu check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -25,9 +27,16 @@ run: $(VENV)/.base $(VENV)/.native ## start a cluster on the demo model and stre
 up: $(VENV)/.base $(VENV)/.native ## start a cluster; ARGS="--model ... --decode 2"
 	@$(BIN)/baton up $(ARGS)
 
-test: $(VENV)/.test $(VENV)/.native ## run the tests
+test: $(VENV)/.test $(VENV)/.native ## run the tests, but for slow ones
 	@scripts/ensure_redis.sh
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.test $(VENV)/.native ## run the slow tests: rarer combinations of what `test` covers
+	@scripts/ensure_redis.sh
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-gpu: ## run the Triton kernels' and the device runtime's tests on this machine's GPU
+	$(GPU_PYTHON) -m scripts.test_gpu
 
 lint: $(VENV)/.dev ## check style, layers, protos, stubs and the Dockerfile
 	$(BIN)/ruff check
@@ -46,7 +55,10 @@ proto: $(VENV)/.dev ## generate baton/v1 from protos/
 bench: $(VENV)/.bench $(VENV)/.native ## measure; ARGS="serve --target grpc://127.0.0.1:8000", ARGS=--help
 	$(BIN)/baton bench $(ARGS)
 
-check: lint type test ## lint, type and test
+bench-gpu: ## measure this machine's GPU: kernels, steps, tiers; see docs/gpu.md
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+check: lint type test test-slow ## lint, type and test
 
 clean: ## remove .venv and everything generated outside git
 	rm -rf $(VENV) kernels/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build

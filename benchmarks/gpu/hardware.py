@@ -1,0 +1,79 @@
+"""What a GPU run ran on: hardware, versions, commit. To be written beside every figure."""
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.machine import name_machine
+
+__all__ = ["describe_gpu_machine", "find_problem", "slug"]
+
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "safetensors")
+_CAPACITY_UNIT = 2**20
+_QUERY_TIMEOUT_S = 20
+
+
+def find_problem() -> str | None:
+    """Why nothing can be run on a GPU here, in a line; None if it can."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported: {error}"
+    if not torch.cuda.is_available():
+        return f"no CUDA device: torch {torch.__version__} sees none"
+    return None
+
+
+def describe_gpu_machine(device: str = "cuda") -> dict[str, object]:
+    """The machine's names and versions; the GPU's only where `device` is one."""
+    known = name_machine()
+    return {
+        "device": _gpu() if device.startswith("cuda") else {"name": "cpu"},
+        "cpu": known["cpu"],
+        "cores": known["cores"],
+        "os": platform.platform(),
+        "python": known["python"],
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "commit": known["commit"],
+    }
+
+
+def slug(name: str) -> str:
+    """A device's name as part of a file's: "NVIDIA H200" is "nvidia_h200"."""
+    words = "".join(letter if letter.isalnum() else " " for letter in name.lower()).split()
+    return "_".join(words)
+
+
+def _gpu() -> dict[str, object]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": properties.name,
+        "memory_mib": properties.total_memory // _CAPACITY_UNIT,
+        "multiprocessors": properties.multi_processor_count,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _driver() -> str:
+    """Its version, as the driver's own tool or the kernel has it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=_QUERY_TIMEOUT_S
+        )
+        return result.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        kernel_module = Path("/proc/driver/nvidia/version")
+        return kernel_module.read_text().split("\n")[0] if kernel_module.exists() else "unknown"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,219 @@
+"""Runs the tests of the Triton kernels and of the device runtime on this machine's GPU.
+
+    python3 -m scripts.test_gpu        # from the repository's root
+
+Each file of tests has a process of its own: a kernel that faults spoils the CUDA context of its
+own file only. The kernels' files run side by side, since compiling them takes the CPU longer than
+running takes the GPU; the runtime's run alone, since they measure memory. Tests marked slow come
+last. Writes benchmarks/results/gpu_tests.json. Exit status: 0 where all passed, 1 where some did
+not or time ran out, 2 without a CUDA device.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.hardware import describe_gpu_machine, find_problem
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
+DEADLINE_S = 450.0  # a little below the eight minutes that the whole may take
+_MAX_PROCESSES = 6
+_QUICK, _SLOW = "not slow", "slow"  # of pytest's marks
+# Exit statuses of pytest; with the second, a file could not even be read as tests.
+_FAILED, _INTERRUPTED, _NO_TESTS = 1, 2, 5
+_LAST_CHARACTERS = 2000
+_NUM_SLOWEST = 10
+
+
+@dataclass
+class FileRun:
+    """What became of one process.
+
+    Attributes:
+        file: of tests.
+        marks: which of its tests were asked for.
+        seconds: that it took.
+        tests: one entry per test that began: its name, outcome, seconds, and message.
+        problem: why it did not come to its end; None if it did.
+    """
+
+    file: str
+    marks: str
+    seconds: float = 0.0
+    tests: list[dict[str, Any]] = field(default_factory=list)
+    problem: str | None = None
+
+
+def main() -> int:
+    """See the module."""
+    problem = find_problem()
+    if problem is not None:
+        print(f"test-gpu: {problem}; nothing was run")
+        return 2
+    report = run_suite(ROOT / "tests" / "triton", ROOT / "tests" / "gpu", "cuda", DEADLINE_S)
+    REPORT.write_text(json.dumps(report, indent=1) + "\n")
+    print(in_words(report))
+    print(f"written: {REPORT.relative_to(ROOT)}")
+    return 0 if report["all_passed"] else 1
+
+
+def run_suite(kernels: Path, runtime: Path, device: str, deadline_s: float) -> dict[str, Any]:
+    """Runs two folders of tests.
+
+    Args:
+        kernels: whose files run side by side.
+        runtime: whose files run one after another.
+        device: "cuda", or "cpu" for Triton's interpreter.
+        deadline_s: seconds after which what still runs is ended.
+
+    Returns:
+        The report that is written as JSON.
+    """
+    began, began_at = time.monotonic(), datetime.now(UTC)
+    runs: list[FileRun] = []
+    for folder, marks, width in (
+        (kernels, _QUICK, _MAX_PROCESSES),
+        (runtime, _QUICK, 1),
+        (kernels, _SLOW, _MAX_PROCESSES),
+        (runtime, _SLOW, 1),
+    ):
+        run = partial(run_file, marks=marks, device=device, ends_at=began + deadline_s)
+        with ThreadPoolExecutor(width) as threads:
+            for done in threads.map(run, _files(folder, marks)):
+                runs.append(done)
+                print(_line(done), flush=True)
+    return {
+        "what": "tests of the Triton kernels and of the device runtime",
+        "machine": describe_gpu_machine(device),
+        "began": began_at.isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - began, 1),
+        **summarize(runs),
+    }
+
+
+def run_file(file: Path, *, marks: str, device: str, ends_at: float) -> FileRun:
+    """Runs a file's tests in a process of their own, which is ended at `ends_at` (monotonic)."""
+    run = FileRun(str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file), marks)
+    began = time.monotonic()
+    if began >= ends_at:
+        run.problem = "not begun: no time was left"
+        return run
+    with tempfile.TemporaryDirectory() as folder:
+        lines, output = Path(folder, "results"), Path(folder, "output")
+        lines.touch()
+        with output.open("wb") as stream:
+            status = _run_process(file, marks, device, lines, stream, ends_at)
+        run.seconds = round(time.monotonic() - began, 2)
+        run.tests, unfinished = _read_lines(lines.read_text().splitlines())
+        run.problem = _problem_of(status, run, output.read_text(errors="replace"))
+    if unfinished is not None:
+        message = f"the process ended in it: {run.problem}"
+        run.tests.append(
+            {"test": unfinished, "outcome": "failed", "seconds": 0.0, "message": message}
+        )
+    return run
+
+
+def summarize(runs: Iterable[FileRun]) -> dict[str, Any]:
+    """Counts, failures and skipped tests by name, and what each process took."""
+    runs = [run for run in runs if run.tests or run.problem]
+    tests = [test for run in runs for test in run.tests]
+    counts = Counter(test["outcome"] for test in tests)
+    problems = {f"{run.file} ({run.marks})": run.problem for run in runs if run.problem}
+    slowest = sorted(tests, key=lambda test: -test["seconds"])[:_NUM_SLOWEST]
+    return {
+        "all_passed": bool(counts["passed"]) and not counts["failed"] and not problems,
+        "counts": {outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+        "failures": _messages(tests, "failed"),
+        "problems": problems,
+        "skipped": _messages(tests, "skipped"),
+        "files": [
+            {"file": run.file, "marks": run.marks, "tests": len(run.tests), "seconds": run.seconds}
+            for run in runs
+        ],
+        "slowest": {test["test"]: round(test["seconds"], 2) for test in slowest},
+    }
+
+
+def in_words(report: dict[str, Any]) -> str:
+    """A report's closing lines."""
+    failures = [f"FAILED {name}\n    {text}" for name, text in report["failures"].items()]
+    problems = [f"PROBLEM {name}\n    {text}" for name, text in report["problems"].items()]
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in report["counts"].items())
+    device = report["machine"]["device"]["name"]
+    return "\n".join([*failures, *problems, f"{counts} in {report['seconds']} s on {device}"])
+
+
+def _files(folder: Path, marks: str) -> list[Path]:
+    """Files of tests; the slow ones are looked for only where the mark is used."""
+    files = sorted(folder.glob("test_*.py"))
+    return [file for file in files if marks != _SLOW or "mark.slow" in file.read_text()]
+
+
+def _run_process(
+    file: Path, marks: str, device: str, lines: Path, output: Any, ends_at: float
+) -> int | None:
+    """Its exit status; None if it had to be ended."""
+    from tests.support.result_lines import RESULTS_VARIABLE
+
+    settings = ["-c", "tests/gpu.ini", "--rootdir", ".", "-p", "tests.support.result_lines"]
+    command = [sys.executable, "-m", "pytest", *settings, "-m", marks, str(file)]
+    environment = os.environ | {"BATON_TEST_DEVICE": device, RESULTS_VARIABLE: str(lines)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+    )
+    try:
+        return process.wait(max(0.0, ends_at - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
+        process.wait()
+        return None
+
+
+def _read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]:
+    """The tests that ended, and the name of one that began and did not."""
+    entries = [json.loads(line) for line in lines]
+    ended = [entry for entry in entries if "test" in entry]
+    last = entries[-1] if entries else {}
+    return ended, last.get("begins")
+
+
+def _problem_of(status: int | None, run: FileRun, output: str) -> str | None:
+    if status is None:
+        return "ended: time ran out"
+    has_failed = any(test["outcome"] == "failed" for test in run.tests)
+    if status in (0, _NO_TESTS) or (status in (_FAILED, _INTERRUPTED) and has_failed):
+        return None
+    return f"pytest ended with status {status}: {output[-_LAST_CHARACTERS:].strip()}"
+
+
+def _messages(tests: Iterable[dict[str, Any]], outcome: str) -> dict[str, str]:
+    return {
+        test["test"]: test.get("message", "")[:_LAST_CHARACTERS]
+        for test in tests
+        if test["outcome"] == outcome
+    }
+
+
+def _line(run: FileRun) -> str:
+    counts = Counter(test["outcome"] for test in run.tests)
+    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    end = f"; {run.problem.splitlines()[0]}" if run.problem else ""
+    return f"{run.file} ({run.marks}): {told or 'no tests'}, {run.seconds} s{end}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Weights on the device: those of a checkpoint, and random ones."""
+
+import shutil
+
+import pytest
+import torch
+
+from engine.runtime.loader import LoadedModel, load_model
+from tests.support.checkpoints import tiny_checkpoint
+from tests.support.devices import DEVICE
+
+_VARIANTS = ("llama", "llama_sharded", "llama_tied_biased", "qwen3", "opt", "gpt2")
+
+
+def _load(folder, dtype="auto", device=DEVICE, **options) -> LoadedModel:
+    return load_model(str(folder), dtype, device, progress=False, **options)
+
+
+def _parameters(loaded):
+    """Norms and biases, and the weights of layers whose order in memory is that of their rows."""
+    weights = {
+        name: module.weight.data
+        for name, module in loaded.model.named_modules()
+        if hasattr(module, "allocate")
+    }
+    return weights | {name: value.data for name, value in loaded.model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("variant", _VARIANTS)
+def test_every_weight_arrives(variant, dtype, monkeypatch):
+    folder = tiny_checkpoint(variant)
+    there, here = _load(folder, dtype), _load(folder, dtype, "cpu")
+    token_ids = torch.arange(0, 200, 7)
+    names = ("embed_tokens", "wte")
+    (name,) = (name for name in names if hasattr(there.model, name))
+    embedded = getattr(there.model, name)(token_ids.to(DEVICE))
+    assert torch.equal(embedded.cpu(), getattr(here.model, name)(token_ids))
+    assert there.fingerprint == here.fingerprint
+    hidden = embedded[:, : here.model.config.hidden_size]
+    expected = here.model.logits(hidden.cpu())
+    torch.testing.assert_close(there.model.logits(hidden).cpu(), expected, atol=0.05, rtol=0.02)
+
+
+def test_all_of_it_is_on_the_device():
+    loaded = _load(tiny_checkpoint("llama"))
+    assert {value.device.type for value in _parameters(loaded).values()} == {DEVICE.type}
+    buffers = {buffer.device.type for buffer in loaded.model.buffers()}
+    assert buffers <= {DEVICE.type}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_weights_are_drawn_there(tmp_path, dtype):
+    shutil.copy(tiny_checkpoint("llama") / "config.json", tmp_path)
+    first, second = (_load(tmp_path, dtype, load_format="dummy") for _ in range(2))
+    assert first.fingerprint == second.fingerprint
+    pairs = zip(_parameters(first).values(), _parameters(second).values(), strict=True)
+    for one, other in pairs:
+        assert one.device.type == DEVICE.type
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, other)

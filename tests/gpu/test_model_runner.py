@@ -1,0 +1,143 @@
+"""`ModelRunner` on the device against `transformers`: chunks, decode steps, draws, pools, swaps."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+
+from engine.batch import DrawParams, ScheduledBatch
+from engine.config import EngineConfig
+from engine.runtime.model_runner import ModelRunner
+from tests.support.checkpoints import (
+    prompt_of,
+    reference_greedy,
+    reference_model,
+    tiny_checkpoint,
+)
+from tests.support.devices import DEVICE, IS_CUDA
+from tests.support.driven_requests import DrivenRequest, generate, run_step, scattered_tables
+
+_NUM_TOKENS = 6
+_NUM_BLOCKS = 96
+_BF16_LOGPROB = 0.25
+"""How far log-probabilities of a three-layer model may be from float32's."""
+_VARIANTS = ("llama", "llama_sharded", "qwen2_alternating", "qwen3", "opt", "gpt2")
+
+
+def _config(variant, **flags):
+    defaults = {"dtype": "float32", "device": str(DEVICE), "max_model_len": 256, "max_num_seqs": 8}
+    return EngineConfig(model=str(tiny_checkpoint(variant)), **{**defaults, **flags})
+
+
+@pytest.fixture
+def make_runner():
+    runners = []
+
+    def make(variant="llama", **flags):
+        flags.setdefault("num_gpu_blocks_override", _NUM_BLOCKS)
+        runners.append(ModelRunner(_config(variant, **flags), progress=False))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+@cache
+def _reference(variant, length):
+    return reference_greedy(tiny_checkpoint(variant), prompt_of(length, seed=length), _NUM_TOKENS)
+
+
+def _requests(runner, lengths, **fields):
+    groups = len(runner.info.windows)
+    tables = scattered_tables(len(lengths), 5, groups, _NUM_BLOCKS)
+    return [
+        DrivenRequest(tuple(prompt_of(length, seed=length)), row, own, first_step=row, **fields)
+        for row, (length, own) in enumerate(zip(lengths, tables, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("variant", _VARIANTS)
+def test_mixed_batches_give_the_tokens_of_transformers(variant, make_runner):
+    runner, lengths = make_runner(variant), (1, 16, 33)
+    requests = _requests(runner, lengths, chunk_size=12)
+    expected = [_reference(variant, length) for length in lengths]
+    assert generate(runner, requests, _NUM_TOKENS) == expected
+
+
+def test_graphs_and_eager_steps_draw_the_same(make_runner):
+    drawn = []
+    for enforce_eager in (False, True):
+        runner = make_runner(enforce_eager=enforce_eager)
+        requests = _requests(runner, (9, 20, 31), draw=DrawParams(0.9, 20, 0.95, 11))
+        drawn.append(generate(runner, requests, _NUM_TOKENS))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("variant", ["llama", "gpt2"])
+def test_bfloat16_stays_near_float32s_probabilities(variant, make_runner):
+    runner, length = make_runner(variant, dtype="bfloat16"), 37
+    (request,) = _requests(runner, (length,), wants_logprobs=True)
+    run_step(runner, 1, [request])
+    prompt = torch.tensor([prompt_of(length, seed=length)])
+    with torch.inference_mode():
+        logits = reference_model(tiny_checkpoint(variant))(prompt).logits[0, -1]
+    expected = logits.log_softmax(-1)
+    assert request.drawn[0] == int(expected.argmax())
+    assert abs(request.logprobs[0] - float(expected.max())) < _BF16_LOGPROB
+
+
+def test_a_step_may_be_handed_over_before_the_one_before_it_is_read(make_runner):
+    runner, length = make_runner(), 33
+    (request,) = _requests(runner, (length,))
+    chunk = ScheduledBatch(1, (request.next_chunk(),), table_updates=request.table_updates())
+    decode_rows = (request.row,)
+    pending = [runner.submit(chunk)]
+    pending += [
+        runner.submit(ScheduledBatch(step, decode_rows=decode_rows))
+        for step in range(2, _NUM_TOKENS + 1)
+    ]
+    first, *others = [step.result() for step in pending]
+    tokens = [*first.chunks[0].token_ids, *(token for output in others for token in output.decoded)]
+    assert tokens == _reference("llama", length)
+
+
+def test_blocks_swapped_out_and_in_elsewhere_are_as_good(make_runner):
+    runner, length = make_runner(preemption_mode="swap", swap_space=2**20), 33
+    (request,) = _requests(runner, (length,))
+    generate(runner, [request], num_tokens=3)
+    (blocks,) = request.tables
+    free = [block for block in range(_NUM_BLOCKS) if block not in blocks][: len(blocks)]
+    hosts = range(3, 3 + len(blocks))
+    runner.execute(ScheduledBatch(10, swap_outs=tuple(zip(blocks, hosts, strict=True))))
+    runner.kv_pool[list(blocks)] = math.nan
+    request.tables = [tuple(free)]
+    resumed = ScheduledBatch(
+        11,
+        decode_rows=(request.row,),
+        table_updates=request.table_updates(),
+        swap_ins=tuple(zip(hosts, free, strict=True)),
+    )
+    tokens = [*request.drawn, *runner.execute(resumed).decoded]
+    tokens += runner.execute(ScheduledBatch(12, decode_rows=(request.row,))).decoded
+    assert tokens == _reference("llama", length)[:5]
+    assert runner.costs.swapped_block_s > 0
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="a CPU's memory is not profiled")
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_the_pool_fills_the_share_of_the_gpu_and_no_more(share, make_runner):
+    torch.cuda.empty_cache()
+    free_before, total = torch.cuda.mem_get_info()
+    runner = make_runner(num_gpu_blocks_override=None, gpu_memory_utilization=share, swap_space=0)
+    torch.cuda.synchronize()
+    taken = free_before - torch.cuda.mem_get_info()[0]
+    assert taken <= share * total
+    assert runner.kv_pool.nbytes > 0.7 * share * total
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="host pools are pinned beside a GPU only")
+def test_the_host_pool_is_pinned(make_runner):
+    runner = make_runner(preemption_mode="swap", swap_space=2**20)
+    assert runner._host_pool.is_pinned()

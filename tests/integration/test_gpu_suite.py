@@ -1,0 +1,128 @@
+"""`make test-gpu`'s runner, on tests that pass, fail, crash and hang, here on the CPU."""
+
+import time
+
+import pytest
+
+from scripts import test_gpu as gpu_suite
+
+_MIXED = """
+import os
+import pytest
+
+def test_device():
+    assert os.environ["BATON_TEST_DEVICE"] == "cpu"
+
+def test_wrong():
+    assert 1 == 2
+
+@pytest.mark.skip(reason="needs a comet")
+def test_rare():
+    pass
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("no such thing")
+
+def test_set_up(broken):
+    pass
+
+@pytest.mark.slow
+def test_combination():
+    pass
+"""
+_CRASH = """
+import os
+
+def test_before():
+    pass
+
+def test_fatal():
+    os.abort()
+"""
+
+
+def write(folder, **contents):
+    folder.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (folder / f"test_{name}.py").write_text(content)
+    return folder
+
+
+def names_of(messages):
+    return sorted(name.rpartition("::")[2] for name in messages)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("suite")
+    kernels = write(folder / "kernels", mixed=_MIXED, crash=_CRASH)
+    runtime = write(folder / "runtime", syntax="def test_(:")
+    return gpu_suite.run_suite(kernels, runtime, "cpu", deadline_s=100)
+
+
+def test_every_outcome_is_counted(report):
+    assert report["counts"] == {"passed": 3, "failed": 4, "skipped": 1}
+    assert not report["all_passed"]
+
+
+def test_failures_are_named_with_their_messages(report):
+    assert names_of(report["failures"]) == ["", "test_fatal", "test_set_up", "test_wrong"]
+    messages = "\n".join(report["failures"].values())
+    for part in (
+        "assert 1 == 2",
+        "no such thing",
+        "SyntaxError",
+        "in it: pytest ended with status -6",
+    ):
+        assert part in messages
+
+
+def test_a_process_that_ends_early_is_a_problem_of_its_file(report):
+    crashed = [name for name, text in report["problems"].items() if "status -6" in text]
+    assert len(crashed) == 1
+    assert "test_crash.py (not slow)" in crashed[0]
+
+
+def test_skipped_tests_are_named_with_their_reasons(report):
+    assert names_of(report["skipped"]) == ["test_rare"]
+    assert "needs a comet" in "".join(report["skipped"].values())
+
+
+def test_slow_tests_run_too(report):
+    assert {run["marks"] for run in report["files"]} == {"slow", "not slow"}
+
+
+def test_the_report_names_the_machine(report):
+    machine = report["machine"]
+    assert machine["device"] == {"name": "cpu"}
+    assert machine["packages"]["torch"]
+    assert machine["commit"]
+    assert "failed" in gpu_suite.in_words(report)
+
+
+def test_files_that_nobody_had_time_for(tmp_path):
+    (file,) = write(tmp_path, quick="def test_one(): pass").glob("*.py")
+    run = gpu_suite.run_file(file, marks="not slow", device="cpu", ends_at=time.monotonic())
+    assert run.problem == "not begun: no time was left"
+    assert not gpu_suite.summarize([run])["all_passed"]
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_is_ended_and_named(tmp_path):
+    hangs = "import threading\ndef test_stuck():\n    threading.Event().wait()\n"
+    (file,) = write(tmp_path, hangs=hangs).glob("*.py")
+    ends_at = time.monotonic() + 20
+    run = gpu_suite.run_file(file, marks="not slow", device="cpu", ends_at=ends_at)
+    assert run.problem == "ended: time ran out"
+    (test,) = run.tests
+    assert test["test"].endswith("test_stuck")
+    assert test["outcome"] == "failed"
+
+
+def test_without_a_device_nothing_is_run(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gpu_suite, "find_problem", lambda: "no CUDA device")
+    monkeypatch.setattr(gpu_suite, "REPORT", tmp_path / "report.json")
+    assert gpu_suite.main() == 2
+    assert capsys.readouterr().out == "test-gpu: no CUDA device; nothing was run\n"
+    assert not (tmp_path / "report.json").exists()
