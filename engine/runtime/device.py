@@ -1,6 +1,7 @@
 """The torch device that an engine computes on."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from engine.config import EngineConfig
 
 __all__ = [
     "Fetched",
+    "current",
     "fetch",
     "resolve_device",
     "to_device",
@@ -57,6 +59,11 @@ def used_bytes(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the thread's current one, where kernels are launched; nothing on CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def wait_for(device: torch.device) -> None:

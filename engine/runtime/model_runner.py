@@ -12,7 +12,7 @@ from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.kv_cache_spec import LayerGroups, group_layers, spec_of
 from engine.runner import ModelInfo, PendingOutput, StepCosts
-from engine.runtime.device import fetch, resolve_device, used_bytes, wait_for
+from engine.runtime.device import current, fetch, resolve_device, used_bytes, wait_for
 from engine.runtime.device_steps import DeviceSteps
 from engine.runtime.host_steps import HostSteps
 from engine.runtime.kv_pool import (
@@ -48,7 +48,6 @@ class ModelRunner:
     Args:
         config: the flags.
         progress: whether loading shows a progress bar.
-        make_steps: what computes its steps; None: what the device takes.
 
     Attributes:
         info: the model's facts.
@@ -66,17 +65,10 @@ class ModelRunner:
     num_host_blocks: int
     costs: StepCosts
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        progress: bool = True,
-        make_steps: type[Steps] | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
         self._config = config
         self._device = resolve_device(config.device)
-        default: type[Steps] = HostSteps if self._is_on_cpu else DeviceSteps
-        self._make_steps = make_steps or default
+        self._steps_type: type[Steps] = HostSteps if self._is_on_cpu else DeviceSteps
         if self._is_on_cpu:
             kernels.set_num_threads(config.num_threads or kernels.default_num_threads())
         used_by_others = used_bytes(self._device)
@@ -135,7 +127,8 @@ class ModelRunner:
         step's blocks may go to others next, and to loads, which wait for no stream.
         """
         try:
-            return self._start(batch)
+            with current(self._device):
+                return self._start(batch)
         except Exception:
             wait_for(self._device)
             raise
@@ -211,7 +204,7 @@ class ModelRunner:
 
     def _dummy_pool(self) -> torch.Tensor:
         """A block for all KV of dummy steps, and the steps' own."""
-        num_blocks = 1 + self._make_steps.num_spare_blocks
+        num_blocks = 1 + self._steps_type.num_spare_blocks
         return allocate_pool(num_blocks, self.info.layout, self._device)
 
     def _time_prompt_token(self) -> float:
@@ -242,14 +235,14 @@ class ModelRunner:
         spec = spec_of(config, info.windows)
         self.num_blocks = decide_num_blocks(config, layout, spec, max_len, free_bytes)
         self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
-        num_spare = self._make_steps.num_spare_blocks
+        num_spare = self._steps_type.num_spare_blocks
         self._whole_pool = allocate_pool(self.num_blocks + num_spare, layout, self._device)
         self._host_pool = allocate_host_pool(self.num_host_blocks, layout, self._device)
         log_pool(self.num_blocks, self.num_host_blocks, layout, spec, max_len)
 
     def _new_steps(self, pool: torch.Tensor) -> Steps:
         config, info = self._config, self.info
-        return self._make_steps(
+        return self._steps_type(
             StepModel(
                 model=self._model,
                 kv_pool=pool,

@@ -1,7 +1,7 @@
 """The ways in which a `ModelRunner` computes its steps, all of them on the CPU."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType, ModuleType
 
@@ -9,10 +9,11 @@ import torch
 
 import kernels
 from engine.config import EngineConfig
-from engine.runtime.device_steps import DeviceSteps
+from engine.runtime import model_runner
+from engine.runtime.host_steps import HostSteps
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.steps import Steps
-from tests.support.traced_graphs import RerunDeviceSteps, TracedDeviceSteps
+from tests.support.traced_graphs import EagerDeviceSteps, RerunDeviceSteps, TracedDeviceSteps
 
 __all__ = ["KINDS", "RunnerKind", "current_kind", "make_runner", "use_kind"]
 
@@ -24,25 +25,19 @@ class RunnerKind:
     """How steps are computed, and by which kernels.
 
     Attributes:
-        steps: None: what the device takes.
+        steps: what computes them.
         kernels: None: what serves the CPU; "torch" or "triton".
-        enforce_eager: without graphs.
     """
 
-    steps: type[Steps] | None = None
+    steps: type[Steps] = HostSteps
     kernels: str | None = None
-    enforce_eager: bool = False
 
     def enter(self, monkeypatch) -> None:
-        """Makes its kernels serve the CPU until the test ends."""
+        """Makes runners compute so until the test ends."""
+        monkeypatch.setattr(model_runner, "HostSteps", self.steps)
         if self.kernels is not None:
             modules = _modules(self.kernels)
             monkeypatch.setattr(kernels, "_modules", lambda: modules)
-
-    def make(self, config: EngineConfig) -> ModelRunner:
-        """A runner; to be made, and used, in tests that entered."""
-        config = replace(config, enforce_eager=self.enforce_eager)
-        return ModelRunner(config, progress=False, make_steps=self.steps)
 
 
 def _modules(name: str) -> Mapping[tuple[str, torch.dtype], ModuleType]:
@@ -54,26 +49,25 @@ def _modules(name: str) -> Mapping[tuple[str, torch.dtype], ModuleType]:
 
 KINDS = {
     "host": RunnerKind(),
-    "device, eager": RunnerKind(DeviceSteps, enforce_eager=True),
+    "device, eager": RunnerKind(EagerDeviceSteps),
     "device, graphs": RunnerKind(TracedDeviceSteps, kernels="torch"),
     "device, triton": RunnerKind(RerunDeviceSteps, kernels="triton"),
 }
-
 
 _current = {"kind": "host"}
 
 
 def use_kind(name: str, monkeypatch) -> None:
-    """Makes runners of that kind, and its kernels serve the CPU, until the test ends."""
+    """Makes runners of that kind until the test ends."""
     monkeypatch.setitem(_current, "kind", name)
     KINDS[name].enter(monkeypatch)
 
 
 def current_kind() -> str:
-    """The name of what `make_runner` makes."""
+    """The kind of runners that are made."""
     return _current["kind"]
 
 
 def make_runner(config: EngineConfig) -> ModelRunner:
     """A runner of the current kind."""
-    return KINDS[current_kind()].make(config)
+    return ModelRunner(config, progress=False)

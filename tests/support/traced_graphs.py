@@ -1,7 +1,7 @@
 """What a CUDA graph does, on the CPU: the same operations on the same memory."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.runtime.device_steps import DeviceSteps
+from engine.runtime.steps import StepModel
 from kernels.recorded_step import RecordedStep
 
-__all__ = ["RerunDeviceSteps", "TracedDeviceSteps", "TracedStep"]
+__all__ = ["EagerDeviceSteps", "RerunDeviceSteps", "TracedDeviceSteps", "TracedStep"]
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,17 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+class EagerDeviceSteps(DeviceSteps):
+    """As with `--enforce-eager`."""
+
+    def __init__(self, model: StepModel) -> None:
+        super().__init__(replace(model, enforce_eager=True))
+
+
 class TracedDeviceSteps(DeviceSteps):
     """On kernels made of torch's operations."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model: StepModel) -> None:
         super().__init__(model, TracedStep)
 
 
@@ -98,5 +106,5 @@ class _Rerun(RecordedStep):
 class RerunDeviceSteps(DeviceSteps):
     """For kernels whose launches cannot be traced: calls what a graph would have recorded."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model: StepModel) -> None:
         super().__init__(model, _Rerun)

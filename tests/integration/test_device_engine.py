@@ -1,0 +1,132 @@
+"""Engines whose steps run as on a GPU, overlapped, against `transformers`: greedy, float32."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from engine.batch import DrawParams
+from engine.request import BeamSearchParams, EngineRequest
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
+from tests.support.runner_kinds import use_kind
+
+NUM_TOKENS = 20
+LENGTHS = (1, 7, 16, 33, 50)
+TIGHT = {"max_model_len": 72, "num_gpu_blocks_override": 12}
+FEATURES = {
+    "plain": {"async_scheduling": False},
+    "overlap": {},
+    "overlap, chunks": {"max_num_batched_tokens": 9},
+    "overlap, recompute": {"preemption_mode": "recompute", **TIGHT},
+    "overlap, swap": {"preemption_mode": "swap", "swap_space": 2**26, **TIGHT},
+}
+
+
+@cache
+def _reference(variant, length):
+    prompt = prompt_of(length, seed=length % 2)
+    return reference_greedy(tiny_checkpoint(variant), prompt, NUM_TOKENS)
+
+
+def _requests(lengths=LENGTHS, num_tokens=NUM_TOKENS, **fields):
+    return [
+        EngineRequest(
+            request_id=str(length),
+            prompt_token_ids=tuple(prompt_of(length, seed=length % 2)),
+            draw=GREEDY,
+            max_tokens=num_tokens,
+            **fields,
+        )
+        for length in lengths
+    ]
+
+
+def _build(variant="llama", **flags):
+    defaults = {"block_size": 8, "num_gpu_blocks_override": 160, "async_scheduling": True}
+    return build_core(tiny_checkpoint(variant), "both", **(defaults | flags))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("kind", ["device, eager", "device, graphs"])
+def test_features_change_no_token(kind, feature, monkeypatch):
+    use_kind(kind, monkeypatch)
+    core = _build(**FEATURES[feature])
+    for _ in range(2):  # the second time from the prefix cache
+        outputs = run_all(core, _requests())
+        for length in LENGTHS:
+            assert tokens_of(outputs[str(length)]) == _reference("llama", length)
+    core.close()
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "mistral_sliding", "qwen2_alternating"])
+def test_families_on_graphs(variant, monkeypatch):
+    use_kind("device, graphs", monkeypatch)
+    core = _build(variant, max_num_batched_tokens=24)
+    outputs = run_all(core, _requests())
+    for length in LENGTHS:
+        assert tokens_of(outputs[str(length)]) == _reference(variant, length)
+    core.close()
+
+
+def test_more_sequences_than_any_graph_holds_and_all_numbers_below(monkeypatch):
+    """From 13 rows down to one, as requests end: graphs of 1, 2, 4, 8 and 13 rows, padded."""
+    use_kind("device, graphs", monkeypatch)
+    core = _build(max_num_seqs=13, max_num_batched_tokens=64, num_gpu_blocks_override=200)
+    requests = [
+        EngineRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(prompt_of(16, seed=0)),
+            draw=GREEDY,
+            max_tokens=4 + index,
+        )
+        for index in range(14)
+    ]
+    outputs = run_all(core, requests)
+    for index in range(14):
+        assert tokens_of(outputs[str(index)]) == _reference("llama", 16)[: 4 + index]
+    core.close()
+
+
+_DRAWS = (
+    DrawParams(1.0, 0, 1.0, 2**63 + 5),
+    DrawParams(0.7, 20, 1.0, 6),
+    GREEDY,
+    DrawParams(1.3, 0, 0.8, 7),
+    DrawParams(2.0, 30, 0.9, 8),
+)
+
+
+def _mixed_requests():
+    """Draws of all kinds, candidates of one prompt, beams."""
+    alone = [
+        EngineRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(prompt_of(9 + index, seed=index)),
+            draw=draw,
+            max_tokens=NUM_TOKENS,
+        )
+        for index, draw in enumerate(_DRAWS)
+    ]
+    several = replace(alone[0], request_id="several", num_candidates=3, num_returned=3)
+    beams = replace(several, request_id="beams", beam_search=BeamSearchParams())
+    return [*alone, several, beams]
+
+
+@pytest.mark.parametrize("kind", ["device, eager", "device, graphs"])
+def test_draws_candidates_and_beams_are_those_of_the_host(kind, monkeypatch):
+    results = []
+    for one in ("host", kind):
+        with monkeypatch.context() as patched:
+            use_kind(one, patched)
+            core = _build(max_num_batched_tokens=24, max_num_seqs=11)
+            outputs = run_all(core, _mixed_requests())
+            results.append(
+                {
+                    name: [tokens_of(of_one, index) for index in range(3)]
+                    for name, of_one in outputs.items()
+                }
+            )
+            core.close()
+    assert results[0] == results[1]
+    assert all(len(tokens) == NUM_TOKENS for tokens in results[0]["several"])

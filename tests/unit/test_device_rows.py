@@ -1,0 +1,66 @@
+"""The rows' state on the device is what the host's rows say, changed by small messages."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch import DrawParams, ScheduledChunk, TableUpdate
+from engine.runtime.device_rows import DeviceRows, draw_table
+from engine.runtime.sampler import DRAW_RECORD, draw_record
+
+_CPU = torch.device("cpu")
+_GROUPS, _ROWS, _BLOCKS = 2, 5, 6
+_SPARE_BLOCK = 77
+
+
+def _rows():
+    return DeviceRows(_GROUPS, _ROWS, _BLOCKS, _SPARE_BLOCK, _CPU)
+
+
+@st.composite
+def _updates(draw):
+    first = draw(st.integers(0, _BLOCKS - 1))
+    block_ids = draw(st.lists(st.integers(0, 999), max_size=_BLOCKS - first))
+    row, group = draw(st.integers(0, _ROWS - 1)), draw(st.integers(0, _GROUPS - 1))
+    return TableUpdate(row, group, first, tuple(block_ids))
+
+
+@given(st.lists(st.lists(_updates(), max_size=8), max_size=4))
+def test_tables_are_the_hosts_after_any_updates(steps):
+    """Of several updates of one entry the last one counts, as on the host."""
+    rows = _rows()
+    for updates in steps:
+        rows.update_tables(updates)
+        assert rows.state.tables[:, :_ROWS].tolist() == rows.host.tables.tolist()
+        assert (rows.state.tables[:, rows.spare_row] == _SPARE_BLOCK).all()
+
+
+def test_chunks_set_positions_and_decoding_rows_are_the_devices_own():
+    rows = _rows()
+    rows.advance((ScheduledChunk(3, (5, 6, 7), 10), ScheduledChunk(0, (1,), 4)), np.array([2]))
+    assert rows.state.positions.tolist() == [5, 0, 0, 13, 0, 0]
+    assert rows.host.positions.tolist() == [5, 0, 1, 13, 0]
+
+
+def test_rows_go_on_as_their_chunks_drew():
+    draws = (DrawParams(0.5, 7, 0.9, 2**64 - 3), DrawParams(1.5, 0, 1.0, 11))
+    chunks = (ScheduledChunk(4, (1, 2), 0, draws[:1]), ScheduledChunk(1, (3,), 0, draws[1:]))
+    rows = _rows()
+    rows.advance(chunks, np.zeros(0, np.int64))
+    rows.keep_drawn([(2, chunks[0]), (0, chunks[1])], torch.tensor([31, 99, -1]))
+    state = rows.state
+    assert state.last_tokens.tolist() == [0, 31, 0, 0, 0, 0]  # not the invalid -1
+    assert state.draws.temperature.tolist() == [0, 1.5, 0, 0, 0.5, 0]
+    assert state.draws.top_k.tolist() == [0, 0, 0, 0, 7, 0]
+    assert state.draws.top_p.tolist()[4] == 0.9
+    assert state.draws.seed.tolist()[4] == -3  # the bits of 2**64 - 3
+
+
+def test_a_table_of_draws_is_the_records_bit_for_bit():
+    draws = [DrawParams(0.25, 3, 0.5, 2**63), DrawParams(0.0, 0, 1.0, 1)]
+    table = draw_table(np.array([draw_record(draw) for draw in draws], DRAW_RECORD), _CPU)
+    assert table.temperature.tolist() == [0.25, 0.0]
+    assert table.top_k.tolist() == [3, 0]
+    assert table.top_p.tolist() == [0.5, 1.0]
+    assert table.seed.tolist() == [-(2**63), 1]
