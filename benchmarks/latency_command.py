@@ -56,11 +56,12 @@ def main(args: argparse.Namespace) -> None:
     with OfflineEngine(config) as engine:
         runs = _run_cases(engine, cases, args.repeats)
         peak_bytes = peak_memory_bytes()
-        floors = measure_floors(config, engine.core)
+        floors = measure_floors(config)
     results = [summarize(case, runs[case], floors.shape, floors.ceilings) for case in cases]
     facts = {
         "machine": in_words(floors.machine),
-        "type": engine.core.info.layout.dtype,
+        "type": floors.dtype,
+        "type of KV": engine.core.info.layout.dtype,
         "load and warm up, s": f"{engine.start_up_s:.2f}",
         "peak memory, MiB": f"{peak_bytes / 2**20:,.0f}",
     }

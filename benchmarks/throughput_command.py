@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
         workload = workload_from_args(args, engine.core.info.vocab_size)
         records = _run(engine, workload)
         peak_bytes = peak_memory_bytes()
-        floors = measure_floors(config, engine.core)
+        floors = measure_floors(config)
     metrics = compute_metrics(records, None)
     floor = floor_s(workload.requests, floors.shape, floors.ceilings)
     cost = {
@@ -59,7 +59,8 @@ def main(args: argparse.Namespace) -> int:
             title=f"Throughput of {config.model_name}: {workload.name}",
             facts={
                 "machine": in_words(floors.machine),
-                "type": engine.core.info.layout.dtype,
+                "type": floors.dtype,
+                "type of KV": engine.core.info.layout.dtype,
             },
             tables=(
                 throughput_table(metrics),

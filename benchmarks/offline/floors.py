@@ -7,10 +7,10 @@ from benchmarks.machine import describe_machine
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import num_weights
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import open_checkpoint
 from engine.runtime.device import resolve_device
+from engine.runtime.loader import resolve_dtype
 from kvstore.layout import DTYPE_BYTES
 
 __all__ = ["Floors", "measure_floors"]
@@ -24,37 +24,41 @@ class Floors:
         machine: what it is, and its ceilings, as measured now.
         ceilings: those that this model meets.
         shape: the model's size.
+        dtype: of weights and activations.
     """
 
     machine: dict[str, Any]
     ceilings: Ceilings
     shape: ModelShape
+    dtype: str
 
 
-def measure_floors(config: EngineConfig, core: EngineCore) -> Floors:
+def measure_floors(config: EngineConfig) -> Floors:
     """Measures the ceilings and reads the model's size.
 
     Call it after `peak_memory_bytes`: it takes half a GiB.
     """
-    dtype = core.info.layout.dtype
+    shape, dtype = _shape_and_dtype(config)
     machine = describe_machine(str(resolve_device(config.device)), config.num_threads)
     # float16 products are as fast as bfloat16 ones, where either is fast.
     product = "float32" if dtype == "float32" else "bfloat16"
-    return Floors(machine, Ceilings.of_machine(machine, product), _shape_of(config.model, dtype))
+    return Floors(machine, Ceilings.of_machine(machine, product), shape, dtype)
 
 
-def _shape_of(model: str, dtype: str) -> ModelShape:
+def _shape_and_dtype(config: EngineConfig) -> tuple[ModelShape, str]:
     from transformers import AutoConfig
 
-    checkpoint = open_checkpoint(model)
-    family = family_of(checkpoint.architecture)
-    config = family.read_config(AutoConfig.from_pretrained(checkpoint.folder))
-    head = config.vocab_size * config.hidden_size
-    num_tables = 1 if config.tie_word_embeddings else 2
-    return ModelShape(
+    checkpoint = open_checkpoint(config.model)
+    source = AutoConfig.from_pretrained(checkpoint.folder)
+    model = family_of(checkpoint.architecture).read_config(source)
+    dtype = resolve_dtype(config.dtype, source)
+    head = model.vocab_size * model.hidden_size
+    num_tables = 1 if model.tie_word_embeddings else 2
+    shape = ModelShape(
         num_body_weights=num_weights(checkpoint.folder) - num_tables * head,
-        num_layers=config.num_layers,
+        num_layers=model.num_layers,
         num_head_weights=head,
-        num_attention_features=config.num_layers * config.num_heads * config.head_dim,
+        num_attention_features=model.num_layers * model.num_heads * model.head_dim,
         bytes_per_weight=DTYPE_BYTES[dtype],
     )
+    return shape, dtype

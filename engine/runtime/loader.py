@@ -28,7 +28,7 @@ from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, one_line, open_checkpoint
 from engine.runtime.dummy_weights import draw_weights, dummy_fingerprint
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "load_model", "resolve_dtype"]
 
 _MEBIBYTE = 2**20
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names
@@ -90,7 +90,7 @@ def load_model(
     checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
     family = family_of(checkpoint.architecture)
     source = _parse_config(checkpoint, family.model_type)
-    dtype_name = _resolve_dtype(dtype, source)
+    dtype_name = resolve_dtype(dtype, source)
     with torch.device("meta"):
         model = family.build(family.read_config(source))
     weights_dtype = getattr(torch, dtype_name)
@@ -129,8 +129,16 @@ def _parse_config(checkpoint: Checkpoint, model_type: str) -> Any:
         raise ConfigurationError(f"{file}: {one_line(error)}") from error
 
 
-def _resolve_dtype(dtype: str, source: Any) -> str:
-    """The name of the type to load in; "auto" is config.json's, float32 where it has none."""
+def resolve_dtype(dtype: str, source: Any) -> str:
+    """The name of the type that a model's weights are loaded in.
+
+    Args:
+        dtype: `EngineConfig.dtype`; "auto" is config.json's, float32 where it has none.
+        source: config.json as `transformers` reads it.
+
+    Raises:
+        ConfigurationError: weights are not loaded in that type.
+    """
     name = str(source.dtype or "float32").removeprefix("torch.") if dtype == "auto" else dtype
     if name not in DTYPES[1:]:
         raise ConfigurationError(

@@ -1,11 +1,13 @@
 """`baton bench latency` and `throughput`: an engine in this process, on a tiny model."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from baton.cli import main
 from benchmarks import ceilings
+from benchmarks.offline.floors import measure_floors
 from benchmarks.offline.offline_engine import OfflineEngine
 from benchmarks.offline.step_profile import profile_steps
 from benchmarks.request import BenchRequest
@@ -74,6 +76,15 @@ def test_latency_prints_floors(tmp_path, capsys):
     assert all(case["step_ms"] > 0 and case["step_floor_ms"] > 0 for case in report["cases"])
     assert report["peak_memory_bytes"] > 2**20
     assert "floor" in capsys.readouterr().out
+
+
+def test_floors_are_of_the_weights_whatever_the_kv_is_rounded_to():
+    config = EngineConfig(model=str(tiny_checkpoint("llama")), num_threads=1)
+    plain = measure_floors(config)
+    rounded = measure_floors(replace(config, kv_cache_dtype="fp8_e4m3"))
+    assert plain.dtype == rounded.dtype == "float32"
+    assert plain.shape == rounded.shape
+    assert plain.shape.bytes_per_weight == 4
 
 
 def test_throughput_runs_any_workload(tmp_path, capsys):
