@@ -12,9 +12,10 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 
-__all__ = ["DTYPES", "ROLES", "EngineConfig"]
+__all__ = ["DTYPES", "KV_CACHE_DTYPES", "ROLES", "EngineConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 ROLES = ("prefill", "decode", "both")
 LOAD_FORMATS = ("auto", "dummy")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
@@ -44,6 +45,11 @@ class EngineConfig:
         "auto",
         "auto: the checkpoint's weights; dummy: random ones in the shape of config.json",
         choices=LOAD_FORMATS,
+    )
+    kv_cache_dtype: str = _flag(
+        "auto",
+        "type of KV; auto is --dtype's, fp8_e4m3 about half of its bytes",
+        choices=KV_CACHE_DTYPES,
     )
     device: str = _flag("auto", "torch device; auto is cuda where there is one, else cpu")
     num_threads: int | None = _flag(None, "CPU threads for compute (default: the cores it may use)")
@@ -101,6 +107,7 @@ class EngineConfig:
             ("role", ROLES),
             ("dtype", DTYPES),
             ("load_format", LOAD_FORMATS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("kv_load_failure_policy", LOAD_FAILURE_POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
         ):

@@ -14,7 +14,7 @@ from engine.runtime.device import to_device
 from engine.runtime.device_rows import DeviceRows
 from engine.runtime.sampler import Scores
 from engine.runtime.steps import StepModel
-from kernels import AttentionMetadata, DecodeInputs, PagedKv
+from kernels import AttentionMetadata, DecodeInputs
 
 __all__ = ["DeviceDecode"]
 
@@ -50,7 +50,7 @@ class DeviceDecode:
         """Runs the first `size` of `row_ids`; returns the logits, `[size, vocab]` float32."""
         model, inputs = self._model, _first(self._inputs, size)
         kernels.lay_out_decode(self._rows.state, self.row_ids[:size], model.block_size, inputs)
-        kv = PagedKv(model.kv_pool, _metadata(inputs, model.max_model_len), model.layer_slots)
+        kv = model.paged_kv(_metadata(inputs, model.max_model_len))
         logits = model.model.logits(model.model(inputs.token_ids, inputs.positions, kv))
         scores = self.scores(logits)
         kernels.row_maxima(logits, (scores.maxima, scores.likeliest))

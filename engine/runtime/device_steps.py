@@ -24,7 +24,7 @@ from engine.runtime.device_rows import DeviceRows, draw_table
 from engine.runtime.drawing import ChunkDraws
 from engine.runtime.sampler import Scores
 from engine.runtime.steps import StepModel, Steps
-from kernels import CudaGraphRecorder, PagedKv
+from kernels import CudaGraphRecorder
 
 __all__ = ["DeviceSteps"]
 
@@ -59,7 +59,7 @@ class DeviceSteps(Steps):
 
     def __init__(self, model: StepModel, record: GraphRecorder | None = None) -> None:
         self._model = model
-        spare_block = len(model.kv_pool) - 1
+        spare_block = model.num_blocks - 1
         self._rows = DeviceRows(
             model.num_groups, model.max_rows, model.max_blocks, spare_block, model.device
         )
@@ -152,7 +152,7 @@ class DeviceSteps(Steps):
 
     def _scores_of(self, inputs: BatchInputs) -> Scores:
         model = self._model
-        kv = PagedKv(model.kv_pool, inputs.groups, model.layer_slots, inputs.asking)
+        kv = model.paged_kv(inputs.groups, inputs.asking)
         logits = model.model.logits(model.model(inputs.token_ids, inputs.positions, kv))
         if not len(logits):
             nothing = logits.new_empty(0)

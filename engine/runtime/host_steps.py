@@ -24,7 +24,7 @@ class HostSteps(Steps):
         self._device = model.device
         self._rows = Rows(model.num_groups, model.max_rows, model.max_blocks)
         inputs = StepInputs(self._rows, model.max_tokens, model.block_size, model.device)
-        self._recorded = RecordedSteps(model.model, model.kv_pool, model.layer_slots, inputs)
+        self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
         self._decode_rows = DecodeRows.of((), self._rows, self._device)
 
     def update(self, batch: ScheduledBatch) -> None:

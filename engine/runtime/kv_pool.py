@@ -1,6 +1,7 @@
 """Sizes and allocates the KV pool and the host pool, each `[blocks, *layout.block_shape]`."""
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,14 @@ import kernels
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 from engine.kv_cache_spec import KvCacheSpec
-from kvstore.layout import KvLayout
+from engine.runtime.loader import LoadedModel
+from kvstore.layout import FP8, SCALE_BYTES, KvLayout
 
 __all__ = [
     "DeviceMemory",
     "allocate_host_pool",
     "allocate_pool",
+    "decide_layout",
     "decide_num_blocks",
     "decide_num_host_blocks",
     "log_pool",
@@ -53,6 +56,29 @@ class DeviceMemory:
         within_share = int(self.total * utilization) - self.peak_reserved - outside_torch
         activations = self.peak_reserved - self.reserved
         return max(0, min(within_share, self.free - activations) - self.graphs)
+
+
+def decide_layout(config: EngineConfig, loaded: LoadedModel, layers_per_block: int) -> KvLayout:
+    """What a block is.
+
+    Raises:
+        ConfigurationError: 8-bit heads do not fill whole words; says which flag to change.
+    """
+    dtype = loaded.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    whole = SCALE_BYTES // math.gcd(SCALE_BYTES, loaded.head_dim)
+    if dtype == FP8 and config.block_size % whole:
+        raise ConfigurationError(
+            f"--kv-cache-dtype {FP8} with --block-size {config.block_size} and heads of "
+            f"{loaded.head_dim} leaves part of a 4-byte word; set --block-size to a multiple "
+            f"of {whole}"
+        )
+    return KvLayout(
+        num_layers=layers_per_block,
+        num_kv_heads=loaded.num_kv_heads,
+        block_size=config.block_size,
+        head_dim=loaded.head_dim,
+        dtype=dtype,
+    )
 
 
 def decide_num_blocks(
@@ -121,7 +147,7 @@ def allocate_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> to
     Raises:
         ConfigurationError: the device has not that much memory.
     """
-    shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
+    shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.pool_dtype)
     try:
         if device.type == "cpu":
             return kernels.fresh_zeros(shape, dtype)
@@ -139,7 +165,7 @@ def allocate_host_pool(num_blocks: int, layout: KvLayout, device: torch.device) 
     Raises:
         ConfigurationError: the host has not that much memory.
     """
-    shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.dtype)
+    shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.pool_dtype)
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
     except (RuntimeError, MemoryError) as error:

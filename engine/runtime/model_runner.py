@@ -19,6 +19,7 @@ from engine.runtime.kv_pool import (
     DeviceMemory,
     allocate_host_pool,
     allocate_pool,
+    decide_layout,
     decide_num_blocks,
     decide_num_host_blocks,
     log_pool,
@@ -26,7 +27,7 @@ from engine.runtime.kv_pool import (
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.steps import FailedStep, MovingStep, StepModel, Steps
 from engine.runtime.turns import Turns
-from kvstore.layout import KvLayout
+from kvstore.block_views import view_blocks
 
 __all__ = ["ModelRunner"]
 
@@ -245,7 +246,7 @@ class ModelRunner:
         return self._steps_type(
             StepModel(
                 model=self._model,
-                kv_pool=pool,
+                kv=view_blocks(pool, info.layout),
                 layer_slots=self._layer_slots,
                 num_groups=len(info.windows),
                 block_size=info.layout.block_size,
@@ -268,13 +269,7 @@ def _model_info(loaded: LoadedModel, groups: LayerGroups, config: EngineConfig) 
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint,
-        layout=KvLayout(
-            num_layers=groups.layers_per_block,
-            num_kv_heads=loaded.num_kv_heads,
-            block_size=config.block_size,
-            head_dim=loaded.head_dim,
-            dtype=loaded.dtype,
-        ),
+        layout=decide_layout(config, loaded, groups.layers_per_block),
         windows=groups.windows,
     )
 

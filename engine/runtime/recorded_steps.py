@@ -16,6 +16,7 @@ from engine.models.layers import CausalModel
 from engine.runtime.batch_inputs import BatchInputs, StepInputs
 from engine.runtime.sampler import Scores
 from kernels import Arena, PagedKv, RecordedStep
+from kvstore.block_views import BlockViews
 
 __all__ = ["RecordedSteps"]
 
@@ -63,10 +64,9 @@ class RecordedSteps:
 
     Args:
         model: what runs.
-        kv_pool: its KV cache, which stays where it is; see `PagedKv.pool`.
+        kv: its KV cache, which stays where it is.
         slots: see `PagedKv.slots`.
         inputs: to be filled with each step. Recordings read their memory.
-        kv_scales: see `PagedKv.scales`; it stays where it is as well.
 
     Attributes:
         inputs: the same.
@@ -75,17 +75,16 @@ class RecordedSteps:
     def __init__(
         self,
         model: CausalModel,
-        kv_pool: torch.Tensor,
+        kv: BlockViews,
         slots: Sequence[tuple[int, int]],
         inputs: StepInputs,
-        kv_scales: torch.Tensor | None = None,
     ) -> None:
-        self._model, self._slots = model, slots
-        self._kv_pool, self._kv_scales = kv_pool, kv_scales
+        self._model, self._kv, self._slots = model, kv, slots
         self.inputs = inputs
         max_asking = inputs.max_seqs
-        self._maxima = torch.empty(max_asking, device=kv_pool.device)
-        self._likeliest = torch.empty(max_asking, dtype=torch.int64, device=kv_pool.device)
+        self._device = kv.states.device
+        self._maxima = torch.empty(max_asking, device=self._device)
+        self._likeliest = torch.empty(max_asking, dtype=torch.int64, device=self._device)
         self._arena = Arena()
         # The longest unused first, both.
         self._recordings: dict[_Size, _Recording] = {}
@@ -118,7 +117,7 @@ class RecordedSteps:
         self._seen.pop(size, None)
         inputs, found = self.inputs.tensors(), self._found(size)
         logits, step = kernels.record_step(
-            self._kv_pool.device, self._arena, lambda: self._run(inputs, found)
+            self._device, self._arena, lambda: self._run(inputs, found)
         )
         scores = Scores(logits, *found)
         if step is None:
@@ -135,9 +134,8 @@ class RecordedSteps:
 
     @torch.inference_mode()
     def _run(self, inputs: BatchInputs, found: _Found) -> torch.Tensor:
-        kv = PagedKv(
-            self._kv_pool, inputs.groups, self._slots, inputs.asking, scales=self._kv_scales
-        )
+        states, scales = self._kv.states, self._kv.scales
+        kv = PagedKv(states, inputs.groups, self._slots, inputs.asking, scales=scales)
         logits = self._model.logits(self._model(inputs.token_ids, inputs.positions, kv))
         if len(logits):
             kernels.row_maxima(logits, found)

@@ -11,6 +11,8 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.models.layers import CausalModel
 from engine.runner import PendingOutput
 from engine.runtime.device import Fetched
+from kernels import AskingTokens, AttentionMetadata, PagedKv
+from kvstore.block_views import BlockViews
 
 __all__ = ["FailedStep", "FinishedStep", "MovingStep", "StepModel", "Steps"]
 
@@ -21,8 +23,8 @@ class StepModel:
 
     Attributes:
         model: what runs.
-        kv_pool: its KV cache, which stays where it is; the last
-            `Steps.num_spare_blocks` of it are the steps' own.
+        kv: its KV cache, of `num_blocks` blocks, which stays where it is; the last
+            `Steps.num_spare_blocks` of them are the steps' own.
         layer_slots: see `PagedKv.slots`.
         num_groups: layer groups.
         block_size: tokens per KV block.
@@ -33,7 +35,7 @@ class StepModel:
     """
 
     model: CausalModel
-    kv_pool: torch.Tensor
+    kv: BlockViews
     layer_slots: Sequence[tuple[int, int]]
     num_groups: int
     block_size: int
@@ -50,7 +52,18 @@ class StepModel:
     @property
     def device(self) -> torch.device:
         """Where all of it is."""
-        return self.kv_pool.device
+        return self.kv.states.device
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache, the steps' own included."""
+        return len(self.kv.states)
+
+    def paged_kv(
+        self, groups: Sequence[AttentionMetadata], asking: AskingTokens | None = None
+    ) -> PagedKv:
+        """The KV cache in one step; see `PagedKv`."""
+        return PagedKv(self.kv.states, groups, self.layer_slots, asking, scales=self.kv.scales)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def decode_work(step, sequences):
 def recorder_of(session):
     model = CountingModel(session.model.model)
     inputs = StepInputs(session.rows(), SEQUENCE_LEN, BLOCK_SIZE, session.pool.device)
-    return model, RecordedSteps(model, session.pool, session.groups.slots, inputs)
+    return model, RecordedSteps(model, session.views, session.groups.slots, inputs)
 
 
 def is_recorded(variant):

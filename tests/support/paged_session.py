@@ -63,8 +63,8 @@ class PagedSession:
         # All ones: NaN in every type.
         blocks = torch.full((num_blocks, layout.block_bytes), 0xFF, dtype=torch.uint8)
         blocks = blocks.view(getattr(torch, layout.pool_dtype))
-        views = view_blocks(blocks.view(num_blocks, *layout.block_shape), layout)
-        self.pool, self.scales = views.states, views.scales
+        self.views = view_blocks(blocks.view(num_blocks, *layout.block_shape), layout)
+        self.pool, self.scales = self.views.states, self.views.scales
         self.done = [0] * len(context_lens)
 
     @torch.inference_mode()

@@ -36,6 +36,7 @@ def test_every_field_can_be_given(tmp_path):
         role="prefill",
         dtype="bfloat16",
         load_format="dummy",
+        kv_cache_dtype="fp8_e4m3",
         device="cpu",
         num_threads=3,
         turns_folder=str(tmp_path),
@@ -79,6 +80,7 @@ def test_bytes_take_units():
         (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a byte size"),
         (["--block-size", "big"], "--block-size: invalid int value: 'big'"),
         (["--role", "chef"], "--role: invalid choice: 'chef'"),
+        (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: invalid choice: 'int3'"),
         (["--blocksize", "4"], "unrecognized arguments: --blocksize"),
     ],
 )

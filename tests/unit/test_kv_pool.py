@@ -14,10 +14,12 @@ from engine.runtime.kv_pool import (
     DeviceMemory,
     allocate_host_pool,
     allocate_pool,
+    decide_layout,
     decide_num_blocks,
     decide_num_host_blocks,
     log_pool,
 )
+from engine.runtime.loader import LoadedModel
 from kvstore.layout import KvLayout
 
 _LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=16, head_dim=4, dtype="float16")
@@ -96,6 +98,48 @@ def test_the_pool_is_zeroed_in_the_layouts_shape(dtype):
     assert pool.nbytes == 5 * layout.block_bytes
     assert pool.is_contiguous()
     assert (pool == 0).all()
+
+
+def test_the_pool_of_8_bit_kv_is_of_bytes():
+    layout = KvLayout(num_layers=2, num_kv_heads=3, block_size=8, head_dim=4, dtype="fp8_e4m3")
+    for pool in (allocate_pool(5, layout, _CPU), allocate_host_pool(5, layout, _CPU)):
+        assert pool.shape == (5, 2, 2, 3, 8 * 4 + 8 * 4)
+        assert pool.dtype is torch.uint8
+        assert pool.nbytes == 5 * layout.block_bytes
+
+
+def _layout(head_dim=16, **flags):
+    model = LoadedModel(
+        model=None,
+        max_model_len=100,
+        vocab_size=10,
+        eos_token_ids=(),
+        fingerprint=b"",
+        sliding_windows=(None,) * 3,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        dtype="bfloat16",
+    )
+    return decide_layout(EngineConfig(model="m", **flags), model, 3)
+
+
+def test_blocks_are_of_the_models_type_unless_a_flag_says_otherwise():
+    assert _layout(block_size=8) == KvLayout(3, 2, 8, 16, "bfloat16")
+    assert _layout(block_size=8, kv_cache_dtype="fp8_e4m3") == KvLayout(3, 2, 8, 16, "fp8_e4m3")
+
+
+def test_an_unknown_type_of_kv_is_refused():
+    with pytest.raises(ConfigurationError, match="--kv-cache-dtype is 'int3'; it must be one of"):
+        EngineConfig(model="m", kv_cache_dtype="int3")
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "multiple"), [(6, 3, 2), (5, 6, 4)])
+def test_8_bit_heads_fill_whole_words(head_dim, block_size, multiple):
+    with pytest.raises(ConfigurationError, match=f"--block-size to a multiple of {multiple}$"):
+        _layout(head_dim, kv_cache_dtype="fp8_e4m3", block_size=block_size)
+    layout = _layout(head_dim, kv_cache_dtype="fp8_e4m3", block_size=3 * multiple)
+    assert layout.block_size * layout.head_dim % 4 == 0
+    assert _layout(head_dim, block_size=block_size).dtype == "bfloat16"
 
 
 def test_a_pool_beyond_memory_is_a_configuration_error():

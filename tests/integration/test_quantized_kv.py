@@ -1,0 +1,201 @@
+"""`--kv-cache-dtype fp8_e4m3`: the same tokens however a prompt is cut, cached, moved or split.
+
+A token's KV is rounded by itself, so they are those of `transformers` with a cache that rounds
+each token's K and V the same way.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from baton.errors import AbortedError, FailedPreconditionError
+from engine.core import EngineCore
+from engine.request import EngineRequest, FinishReason
+from kernels.reference.cache import quantize_kv
+from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
+from tests.support.paged_session import PagedSession, loaded
+from tests.support.real_engines import (
+    GREEDY,
+    Outputs,
+    build_core,
+    hand_over,
+    run_all,
+    tokens_of,
+)
+
+BLOCK_SIZE = 8
+NUM_TOKENS = 12
+LENGTHS = (1, 7, 8, 9, 43)
+VARIANTS = ("llama", "qwen3", "gpt2", "opt")
+
+
+class RoundingCache(DynamicCache):
+    """Keeps each token's K and V of a head as 8-bit floats and a factor would."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(_rounded(key_states), _rounded(value_states), *args, **kwargs)
+
+
+def _rounded(states: torch.Tensor) -> torch.Tensor:
+    narrow, scales = quantize_kv(states)
+    return narrow.float() * scales.unsqueeze(-1)
+
+
+@cache
+def expected_tokens(variant: str, prompt: tuple[int, ...]) -> list[int]:
+    """What `transformers` draws greedily over a rounded cache."""
+    model, state = reference_model(tiny_checkpoint(variant)), RoundingCache()
+    token_ids, drawn = torch.tensor([prompt]), []
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            output = model(token_ids, past_key_values=state, use_cache=True)
+            token_ids = output.logits[:, -1:].argmax(-1)
+            drawn.append(int(token_ids))
+    return drawn
+
+
+def make_requests(lengths: Sequence[int] = LENGTHS) -> list[EngineRequest]:
+    return [
+        EngineRequest(
+            request_id=f"{length} tokens",
+            prompt_token_ids=tuple(prompt_of(length, seed=length)),
+            draw=GREEDY,
+            max_tokens=NUM_TOKENS,
+        )
+        for length in lengths
+    ]
+
+
+def build(variant: str, role: str = "both", **flags: object) -> EngineCore:
+    defaults = {"block_size": BLOCK_SIZE, "kv_cache_dtype": "fp8_e4m3", "num_threads": 1}
+    return build_core(tiny_checkpoint(variant), role, **(defaults | flags))
+
+
+def check_tokens(variant: str, requests: Sequence[EngineRequest], outputs: Outputs) -> None:
+    for request in requests:
+        tokens = tokens_of(outputs[request.request_id])
+        assert tokens == expected_tokens(variant, request.prompt_token_ids), request.request_id
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_are_those_over_a_rounded_cache(variant: str) -> None:
+    core, requests = build(variant), make_requests()
+    layout = core.info.layout
+    assert layout.dtype == "fp8_e4m3"
+    for _ in range(2):  # the second time from the prefix cache
+        outputs = run_all(core, requests)
+        check_tokens(variant, requests, outputs)
+    cached = outputs["43 tokens"][0].cached_tokens
+    assert cached == 43 // BLOCK_SIZE * BLOCK_SIZE
+    core.close()
+
+
+@pytest.mark.parametrize("flags", [{"block_size": 16}, {"enable_prefix_caching": False}])
+@pytest.mark.parametrize("chunk_size", [5, 200])
+def test_blocks_and_chunks_change_nothing(chunk_size: int, flags: dict[str, object]) -> None:
+    core = build("llama", max_num_batched_tokens=chunk_size, **flags)
+    requests = make_requests()
+    check_tokens("llama", requests, run_all(core, requests))
+    core.close()
+
+
+def test_swapped_requests_go_on_where_they_were() -> None:
+    core = build(
+        "llama",
+        max_model_len=64,
+        num_gpu_blocks_override=9,
+        preemption_mode="swap",
+        swap_space=2**20,
+        enable_prefix_caching=False,
+    )
+    requests = make_requests((14, 15, 16, 22))
+    check_tokens("llama", requests, run_all(core, requests))
+    assert core.load().num_preemptions > 0
+    core.close()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_split_equals_whole(variant: str, tmp_path: Path) -> None:
+    flags = {"kv_connector": f"file://{tmp_path}/kv"}
+    prefill, decode = build(variant, "prefill", **flags), build(variant, "decode", **flags)
+    requests = make_requests()
+    prefilled = run_all(prefill, requests)
+    handed = [hand_over(request, prefilled[request.request_id]) for request in requests]
+    decoded = run_all(decode, handed)
+    for core in (prefill, decode):
+        core.close()
+    for request in handed:
+        outputs = decoded[request.request_id]
+        tokens = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
+        assert tokens == expected_tokens(variant, request.prompt_token_ids)
+        assert outputs[0].cached_tokens == len(request.prompt_token_ids)
+
+
+def test_a_changed_factor_in_the_store_is_not_attended_to(tmp_path: Path) -> None:
+    flags = {"kv_connector": f"file://{tmp_path}/kv"}
+    prefill = build("llama", "prefill", **flags)
+    decode = build("llama", "decode", kv_load_failure_policy="fail", **flags)
+    (request,) = make_requests((43,))
+    handed = hand_over(request, run_all(prefill, [request])[request.request_id])
+    block_bytes = decode.info.layout.block_bytes
+    objects = [path for path in tmp_path.rglob("*") if path.is_file()]
+    objects = [path for path in objects if path.stat().st_size >= block_bytes]
+    assert len(objects) == 6
+    for path in objects:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 0x40  # the last factor's exponent
+        path.write_bytes(content)
+    (output,) = run_all(decode, [handed])[request.request_id]
+    assert output.finish_reason is FinishReason.ERROR
+    assert isinstance(output.error, AbortedError)
+    for core in (prefill, decode):
+        core.close()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("auto", "fp8_e4m3"), ("fp8_e4m3", "auto")])
+def test_tiers_of_unlike_types_refuse_each_others_handoffs(
+    ours: str, theirs: str, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/kv"
+    prefill = build("llama", "prefill", kv_cache_dtype=theirs, kv_connector=url)
+    decode = build("llama", "decode", kv_cache_dtype=ours, kv_connector=url)
+    (request,) = make_requests((20,))
+    handed = hand_over(request, run_all(prefill, [request])[request.request_id])
+    with pytest.raises(FailedPreconditionError) as caught:
+        decode.check(handed)
+    assert decode.namespace.hex() in caught.value.message
+    assert prefill.namespace.hex() in caught.value.message
+    for core in (prefill, decode):
+        core.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_near_those_over_an_unrounded_cache(variant: str, dtype: str) -> None:
+    prompt, rest = prompt_of(43, seed=1), prompt_of(6, seed=2)
+    steps = [[(0, prompt)], *([(0, [token])] for token in rest)]
+    plain, narrow = (
+        PagedSession(loaded(variant, dtype), [49], kv_dtype=kv_dtype)
+        for kv_dtype in (None, "fp8_e4m3")
+    )
+    for step in steps:
+        (exact,), (rounded,) = plain.step(step), narrow.step(step)
+        distance = (rounded[-1] - exact[-1]).square().mean().sqrt() / exact[-1].std()
+        assert 0 < distance < 0.25
+
+
+def test_poisoned_kv_spoils_only_the_sequence_that_reads_it() -> None:
+    session = PagedSession(loaded("llama"), [30, 30], kv_dtype="fp8_e4m3")
+    prompt, other = prompt_of(20, seed=1), prompt_of(21, seed=2)
+    session.step([(0, prompt), (1, other)])
+    block = session.tables[0][1][0]
+    session.scales[block, 1, 1, 0, 3] = torch.nan
+    good, bad = session.step([(0, [5]), (1, [6])])
+    assert good.isfinite().all()
+    assert bad.isnan().all()
