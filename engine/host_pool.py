@@ -27,8 +27,9 @@ class SwappedTables:
 class HostPool:
     """Moves block tables between a pool and `num_blocks` host blocks.
 
-    Host blocks need no fence: only steps touch them, which run in order and
-    swap in before they swap out.
+    Host blocks need no fence: only steps touch them, which run in order, on a
+    GPU in one stream, and swap in before they swap out. The host never reads
+    them itself, so nobody waits for the copies.
     """
 
     def __init__(self, num_blocks: int, blocks: FencedPool) -> None:

@@ -124,9 +124,9 @@ class SideStreamCopier(BlockCopier):
                 _logger.warning("closing the KV copies: %s", error)
 
     def _warm_up(self, segment: Segment) -> None:
-        """Has the kernels compiled, which would hold up the engine's thread at the first copy.
+        """Has the kernels compiled and loaded, which would hold up the engine's thread later.
 
-        Both for one block and for many: Triton tells a size of one from others. Blocks are
+        Once for a block and once for many: which kernel runs may depend on it. The blocks are
         written back as they were.
         """
         for count in sorted({1, min(segment.num_slots, len(self._pool))}):
