@@ -5,6 +5,7 @@ differs, the rows and their state, lies in tensors that stay where they are. So 
 captured once per size; steps of other sizes are padded up to the next one.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -55,6 +56,7 @@ class DecodeGraphs:
 
     def capture(self) -> None:
         """Captures every size, the largest first: the others fit in the memory that it takes."""
+        gc.collect()  # what garbage frees while a graph is captured may end the capture
         for size in reversed(self.sizes):
             self.capture_one(size)
 
