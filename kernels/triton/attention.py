@@ -1,0 +1,157 @@
+"""Paged attention in Triton: its launch."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention_metadata import AttentionMetadata
+from kernels.triton.attention_kernels import attend_kernel
+from kernels.triton.attention_plan import AttentionSizes, Pass, padded_dim, plan_passes
+from kernels.triton.attention_splits import Splits
+from kernels.triton.launch import AttentionLaunch, DecodeAttentionLaunch, launch_table
+
+__all__ = ["paged_attention"]
+
+_LOG2_E = math.log2(math.e)
+_NO_WINDOW = (1 << 31) - 1
+# The interpreter runs programs one after another, but should see several splits.
+_INTERPRETED_PROCESSORS = 8
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference.paged_attention`; a head's elements must lie side by side."""
+    step = _Step(query, kv_layer, meta, scale, sliding_window, soft_cap, kv_scales)
+    step.check()
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if len(query) == 0:
+        return output
+    passes = plan_passes(step.sizes(), *_launches(query))
+    splits = Splits.for_passes(query, passes)
+    for part in passes:
+        _attend(step, part, splits, output)
+    splits.combine(output)
+    return output
+
+
+def _launches(query: torch.Tensor) -> tuple[DecodeAttentionLaunch, AttentionLaunch]:
+    """Launch parameters of few rows, and of many."""
+    table = launch_table(query.device)
+    num_bytes = query.shape[2] * query.element_size()
+    decode = table.decode_attention.for_size(num_bytes)
+    if query.dtype == torch.float32:
+        # No tensor core multiplies it exactly: large tiles would not fit the registers.
+        return decode, decode
+    return decode, table.prefill_attention.for_size(num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The arguments of `paged_attention`."""
+
+    query: torch.Tensor
+    kv_layer: torch.Tensor
+    meta: AttentionMetadata
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    kv_scales: torch.Tensor | None
+
+    def check(self) -> None:
+        """Asserts what the kernels take for granted."""
+        query, kv_layer, meta = self.query, self.kv_layer, self.meta
+        assert query.shape[2] == kv_layer.shape[4]
+        assert query.shape[1] % kv_layer.shape[2] == 0
+        assert query.stride(2) == 1 or query.shape[2] == 1
+        assert kv_layer.stride(4) == 1 or kv_layer.shape[4] == 1
+        assert meta.block_tables.stride(1) == 1 or meta.block_tables.shape[1] == 1
+        assert meta.query_starts.is_contiguous()
+        assert meta.context_lens.is_contiguous()
+        if self.kv_scales is None:
+            assert kv_layer.dtype == query.dtype
+        else:
+            assert kv_layer.dtype == torch.float8_e4m3fn
+            assert self.kv_scales.dtype == torch.float32
+            assert self.kv_scales.shape == kv_layer.shape[:4]
+
+    def sizes(self) -> AttentionSizes:
+        """What the division into programs depends on."""
+        num_tokens, num_heads, _ = self.query.shape
+        meta, num_kv_heads = self.meta, self.kv_layer.shape[2]
+        reach = _NO_WINDOW
+        if self.sliding_window is not None:
+            reach = self.sliding_window + meta.max_query_len - 1
+        return AttentionSizes(
+            num_tokens=num_tokens,
+            num_seqs=len(meta.context_lens),
+            max_query_len=meta.max_query_len,
+            max_context_len=min(meta.max_context_len, reach),
+            num_kv_heads=num_kv_heads,
+            group_size=num_heads // num_kv_heads,
+            num_processors=_num_processors(self.query.device),
+        )
+
+    def factors(self) -> tuple[float, float]:
+        """Of the scores, and of what caps them, so that weights are powers of 2."""
+        if self.soft_cap is None:
+            return self.scale * _LOG2_E, 0.0
+        return 2.0 * _LOG2_E * self.scale / self.soft_cap, self.soft_cap * _LOG2_E
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _attend(step: _Step, part: Pass, splits: Splits, output: torch.Tensor) -> None:
+    """Attends the sequences of one pass, all splits of them."""
+    query, kv_layer, kv_scales, meta = step.query, step.kv_layer, step.kv_scales, step.meta
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = kv_layer.shape[2:4]
+    attend_kernel[(part.num_blocks, num_kv_heads, part.num_splits)](
+        query,
+        kv_layer,
+        kv_scales,
+        meta.block_tables,
+        meta.query_starts,
+        meta.context_lens,
+        output,
+        splits.partials,
+        splits.log_sums,
+        splits.split_counts,
+        splits.max_splits,
+        *step.factors(),
+        _NO_WINDOW if step.sliding_window is None else step.sliding_window,
+        num_heads // num_kv_heads,
+        len(meta.context_lens),
+        part.min_rows,
+        part.max_rows,
+        part.min_tokens_per_split,
+        *query.stride()[:2],
+        meta.block_tables.stride(0),
+        *kv_layer.stride()[:4],
+        *((0, 0, 0, 0) if kv_scales is None else kv_scales.stride()),
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim(head_dim),
+        BLOCK_SIZE=block_size,
+        BLOCK_M=part.block_m,
+        BLOCK_N=part.block_n,
+        HAS_SOFT_CAP=step.soft_cap is not None,
+        HAS_MANY_BLOCKS=part.has_many_blocks,
+        HAS_FULL_TILES=part.has_many_blocks and step.sliding_window is None,
+        num_warps=part.num_warps,
+        num_stages=part.num_stages,
+    )

@@ -1,0 +1,274 @@
+"""Paged attention in Triton: the kernel; `kernels.triton.attention` launches it.
+
+The *rows* of a sequence are its query tokens times the heads that share a KV head: row r is token
+`r // group_size`, head `r % group_size` of the group. A program attends a *block* of rows, which
+so read each cached K and V once. One kernel serves prompts and decoding: they differ in how many
+rows a block has, and in how many *splits* of a context, programs that share it, are worth while.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["attend_kernel"]
+
+# The interpreter has no matrix products of bfloat16; widened, the numbers are the same.
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+# What changes from step to step must not have the kernel compiled again.
+@triton.jit(
+    do_not_specialize=[
+        "max_splits",
+        "window",
+        "group_size",
+        "num_seqs",
+        "min_rows",
+        "max_rows",
+        "min_tokens_per_split",
+        "table_stride",
+    ]
+)
+def attend_kernel(
+    query,
+    kv_layer,
+    kv_scales,
+    block_tables,
+    query_starts,
+    context_lens,
+    output,
+    partials,
+    log_sums,
+    split_counts,
+    max_splits,
+    score_factor,
+    cap_factor,
+    window,
+    group_size,
+    num_seqs,
+    min_rows,
+    max_rows,
+    min_tokens_per_split,
+    query_token_stride,
+    query_head_stride,
+    table_stride,
+    kv_block_stride,
+    kv_kind_stride,
+    kv_head_stride,
+    kv_slot_stride,
+    scale_block_stride,
+    scale_kind_stride,
+    scale_head_stride,
+    scale_slot_stride,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_MANY_BLOCKS: tl.constexpr,
+    HAS_FULL_TILES: tl.constexpr,
+):
+    """`softmax(score(query @ K^T)) @ V` of one block of rows, over one split of what it sees.
+
+    Program (i, j, k) attends block i of rows with KV head j to split k, in sequences of
+    `min_rows` to `max_rows` rows. With HAS_MANY_BLOCKS the blocks of all sequences are counted
+    together, the last first; else i is the sequence, and it has one.
+
+    A block with one split goes to `output`; one with several leaves what `Splits` says. If any of
+    the step may (`max_splits` above 1), all leave their number of splits.
+
+    HAS_FULL_TILES: `window` hides nothing, so that tiles all rows see need no mask.
+    """
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    sequence = block
+    first_row = 0
+    if HAS_MANY_BLOCKS:
+        # The end of a prompt sees the most: it begins first.
+        block = tl.num_programs(0) - 1 - block
+        sequence = _sequence_of_block(block, query_starts, num_seqs, group_size, BLOCK_M)
+        first_row = block - _first_block(sequence, query_starts, group_size, BLOCK_M)
+        first_row *= BLOCK_M
+    query_start = tl.load(query_starts + sequence)
+    query_len = tl.load(query_starts + sequence + 1) - query_start
+    num_rows = query_len * group_size
+    if (first_row >= num_rows) | (num_rows < min_rows) | (num_rows > max_rows):
+        return
+
+    # The block's rows see no keys but those from `low` to `high`.
+    num_before = tl.load(context_lens + sequence) - query_len
+    first_position = num_before + first_row // group_size
+    last_position = num_before + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // group_size
+    low = tl.maximum(first_position - window + 1, 0)
+    high = tl.maximum(last_position + 1, 0)
+    start = low // BLOCK_N * BLOCK_N
+    per_split = tl.maximum(tl.cdiv(high - start, num_splits), min_tokens_per_split)
+    per_split = tl.cdiv(per_split, BLOCK_N) * BLOCK_N
+    num_used_splits = tl.maximum(tl.cdiv(high - start, per_split), 1)
+    if split >= num_used_splits:
+        return
+    begin = start + split * per_split
+    end = tl.minimum(begin + per_split, high)
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, PADDED_DIM)
+    tokens = rows // group_size
+    heads = kv_head * group_size + rows % group_size
+    is_row = rows < num_rows
+    is_element = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    query_offsets = (query_start + tokens).to(tl.int64) * query_token_stride
+    query_offsets += heads.to(tl.int64) * query_head_stride
+    queries = tl.load(query + query_offsets[:, None] + dims[None, :], mask=is_element, other=0.0)
+
+    results = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    sums = tl.zeros([BLOCK_M], tl.float32)
+    maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if HAS_FULL_TILES:
+        full_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
+        full_end = tl.maximum(full_end, begin)
+        results, sums, maxima = _attend_tiles(
+            results, sums, maxima, queries, num_before + tokens, begin, full_end, low, window,
+            kv_layer, kv_scales, block_tables, sequence, kv_head, score_factor, cap_factor,
+            table_stride, kv_block_stride, kv_kind_stride, kv_head_stride, kv_slot_stride,
+            scale_block_stride, scale_kind_stride, scale_head_stride, scale_slot_stride,
+            HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, HAS_SOFT_CAP, False,
+        )  # fmt: skip
+        begin = full_end
+    results, sums, maxima = _attend_tiles(
+        results, sums, maxima, queries, num_before + tokens, begin, end, low, window,
+        kv_layer, kv_scales, block_tables, sequence, kv_head, score_factor, cap_factor,
+        table_stride, kv_block_stride, kv_kind_stride, kv_head_stride, kv_slot_stride,
+        scale_block_stride, scale_kind_stride, scale_head_stride, scale_slot_stride,
+        HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, HAS_SOFT_CAP, True,
+    )  # fmt: skip
+
+    # A row that sees nothing has sums of 0, and results of 0.
+    results /= tl.where(sums == 0.0, 1.0, sums)[:, None]
+    num_heads = tl.num_programs(1) * group_size
+    out_rows = (query_start + tokens).to(tl.int64) * num_heads + heads
+    if num_used_splits == 1:
+        out_offsets = out_rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(output + out_offsets, results.to(output.dtype.element_ty), mask=is_element)
+    else:
+        parts = out_rows * max_splits + split
+        tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], results, mask=is_element)
+        tl.store(log_sums + parts, maxima + tl.log2(sums), mask=is_row)
+    if (split == 0) & (max_splits > 1):
+        tl.store(split_counts + out_rows, rows * 0 + num_used_splits, mask=is_row)
+
+
+@triton.jit
+def _first_block(sequence, query_starts, group_size, BLOCK_M: tl.constexpr):
+    """Where a sequence's blocks of rows begin if each may leave one block partly empty.
+
+    The next sequence's begin no earlier than they end: `floor(a) + ceil(b) <= floor(a + b) + 1`.
+    """
+    return tl.load(query_starts + sequence) * group_size // BLOCK_M + sequence
+
+
+@triton.jit
+def _sequence_of_block(block, query_starts, num_seqs, group_size, BLOCK_M: tl.constexpr):
+    """The last sequence whose blocks begin at `block` or before."""
+    low = block * 0
+    high = low + num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_later = _first_block(middle, query_starts, group_size, BLOCK_M) > block
+        low = tl.where(is_later, low, middle)
+        high = tl.where(is_later, middle, high)
+    return low
+
+
+@triton.jit
+def _attend_tiles(
+    results,
+    sums,
+    maxima,
+    queries,
+    positions,
+    begin,
+    end,
+    low,
+    window,
+    kv_layer,
+    kv_scales,
+    block_tables,
+    sequence,
+    kv_head,
+    score_factor,
+    cap_factor,
+    table_stride,
+    kv_block_stride,
+    kv_kind_stride,
+    kv_head_stride,
+    kv_slot_stride,
+    scale_block_stride,
+    scale_kind_stride,
+    scale_head_stride,
+    scale_slot_stride,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Carries the softmax of a block of rows on over the keys `begin` to `end`.
+
+    Softmax runs along the tiles (Milakov and Gimelshein, arXiv:1805.02867), in powers of 2:
+    `results` and `sums` are relative to `2 ** maxima`. What is not read may be NaN.
+    """
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    keys = kv_layer + kv_head.to(tl.int64) * kv_head_stride
+    dims = tl.arange(0, PADDED_DIM)
+    # Weights times scales may be too small for float16.
+    is_too_narrow: tl.constexpr = kv_scales is not None and queries.dtype == tl.float16
+    weight_type: tl.constexpr = tl.bfloat16 if is_too_narrow else queries.dtype
+    for tile in range(begin, end, BLOCK_N):
+        tile_positions = tile + tl.arange(0, BLOCK_N)
+        is_read = (tile_positions >= low) & (tile_positions < end)
+        block_ids = tl.load(table + tile_positions // BLOCK_SIZE, mask=is_read, other=0)
+        block_ids = block_ids.to(tl.int64)
+        slots = tile_positions % BLOCK_SIZE
+        is_element = is_read[:, None] & (dims < HEAD_DIM)[None, :]
+        offsets = block_ids * kv_block_stride + slots * kv_slot_stride
+        pointers = keys + offsets[:, None] + dims[None, :]
+        key = tl.load(pointers, mask=is_element, other=0.0)
+        value = tl.load(pointers + kv_kind_stride, mask=is_element, other=0.0)
+
+        key = tl.trans(key.to(queries.dtype))
+        scores = _product(queries, key, tl.zeros([queries.shape[0], BLOCK_N], tl.float32))
+        scores *= score_factor
+        if kv_scales is not None:
+            scale_pointers = kv_scales + kv_head.to(tl.int64) * scale_head_stride
+            scale_pointers += block_ids * scale_block_stride + slots * scale_slot_stride
+            scores *= tl.load(scale_pointers, mask=is_read, other=0.0)[None, :]
+        if HAS_SOFT_CAP:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), without overflow.
+            scores = cap_factor - 2.0 * cap_factor / (tl.exp2(scores) + 1.0)
+        if IS_MASKED:
+            distances = positions[:, None] - tile_positions[None, :]
+            scores = tl.where((distances >= 0) & (distances < window), scores, float("-inf"))
+
+        new_maxima = tl.maximum(maxima, tl.max(scores, 1))
+        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(maxima - shift)
+        sums = sums * decay + tl.sum(weights, 1)
+        if kv_scales is not None:
+            weights *= tl.load(scale_pointers + scale_kind_stride, mask=is_read, other=0.0)[None, :]
+        value = value.to(weight_type)
+        results = _product(weights.to(weight_type), value, results * decay[:, None])
+        maxima = new_maxima
+    return results, sums, maxima
+
+
+@triton.jit
+def _product(left, right, addend):
+    """`left @ right + addend` in float32."""
+    if _IS_INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, addend, input_precision="ieee")

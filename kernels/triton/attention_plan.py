@@ -1,0 +1,149 @@
+"""How a step's attention is divided among programs: from Python's numbers alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kernels.triton.launch import AttentionLaunch, DecodeAttentionLaunch
+
+__all__ = ["AttentionSizes", "Pass", "padded_dim", "plan_passes"]
+
+# More rows are worth the tiles of prompts.
+_MAX_DECODE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSizes:
+    """What is known of a step without asking the device.
+
+    Attributes:
+        num_tokens: query tokens of all sequences.
+        num_seqs: sequences.
+        max_query_len: query tokens of the longest.
+        max_context_len: cached tokens of the longest, as far as a window reaches.
+        num_kv_heads: KV heads.
+        group_size: query heads per KV head.
+        num_processors: streaming multiprocessors of the device.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    max_query_len: int
+    max_context_len: int
+    num_kv_heads: int
+    group_size: int
+    num_processors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One launch: the sequences of `min_rows` to `max_rows` rows, in blocks of rows.
+
+    Attributes:
+        min_rows: query tokens times `group_size`.
+        max_rows: as `min_rows`.
+        has_many_blocks: whether a sequence may have more than one block.
+        num_blocks: of all sequences, or more.
+        num_splits: programs among which a block's context is divided, at most.
+        min_tokens_per_split: cached tokens that are worth a program.
+        block_m: rows of a block.
+        block_n: cached tokens of a tile.
+        num_warps: of a program.
+        num_stages: how many tiles of KV are on their way.
+    """
+
+    min_rows: int
+    max_rows: int
+    has_many_blocks: bool
+    num_blocks: int
+    num_splits: int
+    min_tokens_per_split: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def plan_passes(
+    sizes: AttentionSizes, decode: DecodeAttentionLaunch, prefill: AttentionLaunch
+) -> Sequence[Pass]:
+    """The passes that together attend every sequence of a step once.
+
+    Few rows and many want different tiles. Where both may be, which only the device knows, each
+    gets a pass, in which the other's programs end at once.
+    """
+    most_rows = sizes.max_query_len * sizes.group_size
+    fewest_rows = most_rows if _is_uniform(sizes) else sizes.group_size
+    few_rows = _decode_block_m(sizes, decode)
+    passes = []
+    if fewest_rows <= few_rows:
+        passes.append(_decode_pass(sizes, decode, few_rows))
+    if most_rows > few_rows:
+        min_rows = few_rows + 1 if passes else 1
+        passes.append(_prefill_pass(sizes, decode, prefill, min_rows))
+    return passes
+
+
+def _decode_pass(sizes: AttentionSizes, decode: DecodeAttentionLaunch, few_rows: int) -> Pass:
+    num_wanted = sizes.num_processors * decode.programs_per_sm
+    return Pass(
+        min_rows=1,
+        max_rows=few_rows,
+        has_many_blocks=False,
+        num_blocks=sizes.num_seqs,
+        num_splits=_num_splits(sizes, decode, sizes.num_seqs, num_wanted),
+        min_tokens_per_split=decode.min_tokens_per_split,
+        block_m=few_rows,
+        block_n=decode.block_n,
+        num_warps=decode.num_warps,
+        num_stages=decode.num_stages,
+    )
+
+
+def _prefill_pass(
+    sizes: AttentionSizes,
+    decode: DecodeAttentionLaunch,
+    prefill: AttentionLaunch,
+    min_rows: int,
+) -> Pass:
+    # Each sequence may leave a block partly empty.
+    num_blocks = sizes.num_tokens * sizes.group_size // prefill.block_m + sizes.num_seqs
+    return Pass(
+        min_rows=min_rows,
+        max_rows=sizes.max_query_len * sizes.group_size,
+        has_many_blocks=True,
+        num_blocks=num_blocks,
+        num_splits=_num_splits(sizes, decode, num_blocks, sizes.num_processors),
+        min_tokens_per_split=decode.min_tokens_per_split,
+        block_m=prefill.block_m,
+        block_n=prefill.block_n,
+        num_warps=prefill.num_warps,
+        num_stages=prefill.num_stages,
+    )
+
+
+def _is_uniform(sizes: AttentionSizes) -> bool:
+    """Whether all sequences must have the longest query."""
+    return sizes.num_tokens == sizes.num_seqs * sizes.max_query_len
+
+
+def _decode_block_m(sizes: AttentionSizes, decode: DecodeAttentionLaunch) -> int:
+    """Rows of a decode block: those of the longest query if few, else those of one token."""
+    for num_rows in (sizes.max_query_len * sizes.group_size, sizes.group_size):
+        block_m = max(decode.block_m, 1 << (num_rows - 1).bit_length())
+        if block_m <= _MAX_DECODE_ROWS:
+            return block_m
+    return 0
+
+
+def _num_splits(
+    sizes: AttentionSizes, decode: DecodeAttentionLaunch, num_blocks: int, num_wanted: int
+) -> int:
+    """How many programs a context is worth, to have `num_wanted` of them in all."""
+    useful = -(-sizes.max_context_len // decode.min_tokens_per_split)
+    for_all = -(-num_wanted // (num_blocks * sizes.num_kv_heads))
+    return max(1, min(useful, for_all, decode.max_splits))
+
+
+def padded_dim(head_dim: int) -> int:
+    """The least power of two that holds it and is the side of a matrix product."""
+    return max(16, 1 << (head_dim - 1).bit_length())
