@@ -19,7 +19,6 @@ __all__ = [
     "RandomDraws",
     "Scores",
     "draw_record",
-    "draw_table",
     "prepare_draws",
     "sample",
 ]
@@ -100,7 +99,7 @@ def draw_record(draw: DrawParams) -> tuple[float, int, float, int]:
     return draw.temperature, draw.top_k, draw.top_p, draw.seed
 
 
-def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
+def _draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
     """Puts `[n]` of `DRAW_RECORD` on the device."""
 
     def column(name: str) -> torch.Tensor:
@@ -149,7 +148,7 @@ def _random_draws(
     return RandomDraws(
         draws=to_device(chosen, device),
         rows=to_device(row_ids[chosen], device),
-        table=draw_table(records[chosen], device),
+        table=_draw_table(records[chosen], device),
         filtered=filtered,
     )
 

@@ -6,11 +6,8 @@ operations do as fast, or nobody waits for, is the reference's.
 
 from kernels.reference import (
     copy_blocks,
-    draw_tokens,
     embed,
     gather_blocks,
-    keep_drawn,
-    lay_out_decode,
     linear,
     linear_silu_and_mul,
     make_weight,
@@ -24,9 +21,10 @@ from kernels.reference import (
     scatter_blocks,
     swap_blocks,
     take_rows,
-    token_logprobs,
     write_table_entries,
 )
+from kernels.triton.row_state import keep_drawn, lay_out_decode
+from kernels.triton.sampling import draw_tokens, token_logprobs
 
 __all__ = [
     "copy_blocks",

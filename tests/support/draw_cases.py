@@ -1,0 +1,96 @@
+"""Logits and ways of drawing from them, for tests of `draw_tokens` and `token_logprobs`."""
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from kernels import DrawTable, reference
+
+__all__ = ["LOGIT_KINDS", "DrawCase", "draw_table", "make_draws", "make_logits"]
+
+LOGIT_KINDS = ("normal", "ties", "equal", "masked", "huge", "peaked", "negative", "near")
+
+_TEMPERATURES = (0.0, 1e-3, 0.3, 1.0, 1.0, 2.5, 100.0)
+_TOP_PS = (1.0, 1.0, 1e-12, 0.2, 0.5, 0.9, 0.999999, math.nextafter(1.0, 0.0))
+
+
+@dataclass(frozen=True)
+class DrawCase:
+    """Arguments of `draw_tokens`, on the CPU."""
+
+    logits: torch.Tensor
+    draws: DrawTable
+    draw_ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor | None = None
+
+    def expected(self):
+        """What the reference draws."""
+        return self.draw(reference, torch.device("cpu"))
+
+    def draw(self, module, device, out=None):
+        """Draws by `module`, on `device`; the tokens come back to the CPU."""
+        maxima, likeliest = reference.row_maxima(self.logits)
+        rows = None if self.logit_rows is None else self.logit_rows.to(device)
+        table = {field.name: getattr(self.draws, field.name) for field in fields(DrawTable)}
+        tokens = module.draw_tokens(
+            self.logits.to(device),
+            maxima.to(device),
+            likeliest.to(device),
+            DrawTable(**{name: values.to(device) for name, values in table.items()}),
+            draw_ids=self.draw_ids.to(device),
+            positions=self.positions.to(device),
+            logit_rows=rows,
+            out=out,
+        )
+        return tokens.cpu()
+
+    def replace(self, **changes):
+        """The same with other arguments."""
+        return replace(self, **changes)
+
+
+def draw_table(*records):
+    """A table of (temperature, top_k, top_p, seed); seeds are unsigned."""
+    temperatures, top_ks, top_ps, seeds = zip(*records, strict=True)
+    return DrawTable(
+        temperature=torch.tensor(temperatures, dtype=torch.float64),
+        top_k=torch.tensor(top_ks),
+        top_p=torch.tensor(top_ps, dtype=torch.float64),
+        seed=torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds]),
+    )
+
+
+def make_draws(count, vocab_size, seed=0):
+    """`count` ways of drawing, all kinds among them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(values):
+        return values[int(torch.randint(len(values), (), generator=generator))]
+
+    top_ks = (0, 0, 1, 2, 7, vocab_size - 1, vocab_size, vocab_size + 9)
+    bits = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator).tolist()
+    return draw_table(
+        *((pick(_TEMPERATURES), pick(top_ks), pick(_TOP_PS), seed % 2**64) for seed in bits)
+    )
+
+
+def make_logits(kind, rows, vocab_size, seed=0):
+    """`[rows, vocab_size]` float32 of one of `LOGIT_KINDS`."""
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    if kind == "ties":
+        return (logits / 2).round()  # zeros of both signs among them
+    if kind == "equal":
+        return torch.full_like(logits, -7.25)
+    if kind == "masked":
+        return logits.masked_fill(logits < logits.median(dim=-1, keepdim=True).values, -math.inf)
+    if kind == "huge":
+        return (logits * 1e38).clamp(-3.4e38, 3.4e38)
+    if kind == "peaked":
+        return logits.scatter(-1, logits.argmin(dim=-1, keepdim=True), 40.0)
+    if kind == "negative":
+        return -logits.abs() - 1e-3
+    if kind == "near":  # float64 cannot tell the distances of many from the largest
+        return (logits * 1e-20).scatter(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    return logits

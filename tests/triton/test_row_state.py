@@ -1,0 +1,94 @@
+"""Rows' state on the device, by Triton and by the reference: read for a step, and moved on."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import reference
+from kernels.triton import ops, row_state
+from tests.support.devices import DEVICE
+from tests.support.row_cases import RowCase
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.parametrize("module", [ops, reference], ids=["triton", "reference"]),
+]
+
+
+def _ids(row_ids):
+    return torch.tensor(row_ids, dtype=torch.int64, device=DEVICE)
+
+
+def _check_layout(module, case, row_ids, spare=0):
+    before = case.state()
+    inputs = case.new_inputs(len(row_ids), spare)
+    module.lay_out_decode(case.rows, _ids(row_ids), case.block_size, inputs)
+    case.check_laid_out(row_ids, inputs)
+    assert case.state() == before
+    return inputs
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), block_size=st.sampled_from([1, 3, 8, 16]), seed=st.integers(0, 2**20))
+def test_inputs_of_any_rows(module, data, block_size, seed):
+    case = RowCase.make(DEVICE, block_size=block_size, seed=seed)
+    row_ids = data.draw(st.permutations(range(6)))[: data.draw(st.integers(1, 6))]
+    _check_layout(module, case, row_ids, spare=data.draw(st.integers(0, 3)))
+
+
+def test_padding_names_the_spare_row_many_times(module):
+    case = RowCase.make(DEVICE)
+    inputs = _check_layout(module, case, [2, 5, 5, 5, 0])
+    assert inputs.positions[1:4].tolist() == [0, 0, 0]
+
+
+def test_tables_of_several_programs(module):
+    columns = 2 * row_state._COLUMNS + 5
+    case = RowCase.make(DEVICE, num_groups=1, num_rows=4, max_blocks=columns, block_size=2)
+    _check_layout(module, case, [0, 3, 1, 2])
+
+
+def test_no_rows(module):
+    case = RowCase.make(DEVICE)
+    before = case.state()
+    module.lay_out_decode(case.rows, _ids([]), case.block_size, case.new_inputs(0))
+    module.keep_drawn(case.rows, _ids([]), _ids([]))
+    assert case.state() == before
+
+
+def test_rows_move_on_by_the_token_drawn(module):
+    case = RowCase.make(DEVICE)
+    before = case.state()
+    module.keep_drawn(case.rows, _ids([4, 0, 3]), _ids([17, -1, 0]))
+    after = case.state()
+    assert after["tables"] == before["tables"]
+    moved = {4: 17, 0: 0, 3: 0}  # an invalid token goes on as 0
+    for row in range(6):
+        assert after["positions"][row] == before["positions"][row] + (row in moved)
+        assert after["last_tokens"][row] == moved.get(row, before["last_tokens"][row])
+
+
+def test_the_spare_row_stays_at_its_first_position(module):
+    case = RowCase.make(DEVICE, num_rows=200)
+    before = case.state()
+    row_ids = [7, 3] + [199] * 150 + [11]
+    module.keep_drawn(case.rows, _ids(row_ids), _ids(list(range(len(row_ids)))))
+    after = case.state()
+    assert after["positions"][199] == 0
+    moved = {7: 0, 3: 1, 11: 152}
+    for row in range(199):
+        assert after["positions"][row] == before["positions"][row] + (row in moved)
+        assert after["last_tokens"][row] == moved.get(row, before["last_tokens"][row])
+
+
+def test_table_entries_go_where_they_shall(module):
+    case = RowCase.make(DEVICE)
+    expected = case.rows.tables.clone()
+    entries = [(0, 0, 0, 5), (1, 5, 8, 2**31 - 1), (1, 2, 3, 7)]
+    for group, row, column, block_id in entries:
+        expected[group, row, column] = block_id
+    indices = [(group * 6 + row) * 9 + column for group, row, column, _ in entries]
+    block_ids = torch.tensor([entry[-1] for entry in entries], dtype=torch.int32, device=DEVICE)
+    module.write_table_entries(case.rows.tables, _ids(indices), block_ids)
+    assert torch.equal(case.rows.tables, expected)

@@ -1,0 +1,176 @@
+"""Tokens drawn by Triton are those of the reference, in every row and for every way of drawing."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import INVALID_TOKEN
+from kernels.triton import ops, sampling
+from tests.support.devices import DEVICE
+from tests.support.draw_cases import LOGIT_KINDS, DrawCase, draw_table, make_draws, make_logits
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+_TOKENS_PER_SPLIT = sampling._DRAW_BLOCK * sampling._DRAW_TILES
+
+
+def _case(logits, draws, positions=None, **options):
+    ids = torch.arange(len(draws.seed))
+    positions = ids * 12_345 if positions is None else torch.tensor(positions)
+    return DrawCase(logits, draws, ids, positions, **options)
+
+
+def _check(case):
+    assert case.draw(ops, DEVICE).tolist() == case.expected().tolist()
+
+
+@pytest.mark.parametrize("kind", LOGIT_KINDS)
+@pytest.mark.parametrize("vocab_size", [5, 700])
+def test_same_tokens(kind, vocab_size):
+    seed = LOGIT_KINDS.index(kind)
+    logits = make_logits(kind, 6, vocab_size, seed)
+    _check(_case(logits, make_draws(6, vocab_size, seed)))
+
+
+@pytest.mark.parametrize(
+    "vocab_size",
+    [
+        _TOKENS_PER_SPLIT + 1,
+        pytest.param(_TOKENS_PER_SPLIT, marks=pytest.mark.slow),
+        pytest.param(5 * _TOKENS_PER_SPLIT - 3, marks=pytest.mark.slow),
+    ],
+)
+def test_vocabularies_of_several_splits(vocab_size):
+    draws = draw_table((1.0, 0, 1.0, 1), (0.8, 50, 0.9, 2), (0.0, 0, 1.0, 3))
+    logits = make_logits("normal", 3, vocab_size)
+    _check(_case(logits, draws))
+    # The only one left is the last one, which is in a split of its own where there is one more.
+    logits[:2] = -math.inf
+    logits[:2, -1] = -5.0
+    assert _case(logits, draws).draw(ops, DEVICE)[:2].tolist() == [vocab_size - 1] * 2
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary():
+    draws = draw_table((1.3, 0, 0.95, 2**63 + 5), (1.0, 1000, 1.0, 6))
+    _check(_case(make_logits("normal", 2, 256_001), draws))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    kind=st.sampled_from(LOGIT_KINDS),
+    vocab_size=st.integers(1, 1200),
+    seed=st.integers(0, 2**20),
+)
+def test_same_tokens_whatever_the_logits(kind, vocab_size, seed):
+    _check(_case(make_logits(kind, 3, vocab_size, seed), make_draws(3, vocab_size, seed)))
+
+
+def test_every_noise_word_and_the_whole_seed_and_position_count():
+    """Of equal logits only the noise decides: tokens differ, and are the reference's."""
+    seeds = (0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
+    draws = draw_table(*((1.0, 0, 1.0, seed) for seed in seeds))
+    case = _case(make_logits("equal", 7, 1030), draws, positions=[0, 1, 2, 3, 2**20, 2**31, 77])
+    _check(case)
+    assert len(set(case.draw(ops, DEVICE).tolist())) > 5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
+def test_a_bad_row_is_invalid_and_hurts_no_other(bad):
+    logits = make_logits("normal", 6, 300)
+    draws = draw_table(*[(0.0, 0, 1.0, 1), (1.0, 0, 1.0, 2), (1.0, 5, 0.5, 3)] * 2)
+    expected = _case(logits, draws).expected().tolist()
+    logits[:3] = -math.inf
+    if bad != "all -inf":
+        logits[:3, 20] = bad
+    tokens = _case(logits, draws).draw(ops, DEVICE).tolist()
+    assert tokens == [INVALID_TOKEN] * 3 + expected[3:]
+
+
+def test_several_draws_of_one_row_follow_entries_of_a_larger_table():
+    draws = make_draws(9, 400, seed=3)
+    case = DrawCase(
+        make_logits("normal", 4, 400),
+        draws,
+        draw_ids=torch.tensor([8, 0, 3, 3, 5]),
+        positions=torch.tensor([5, 9, 9, 10, 2**20]),
+        logit_rows=torch.tensor([3, 0, 0, 0, 2]),
+    )
+    _check(case)
+
+
+def test_fewer_draws_than_rows_take_the_first():
+    draws = draw_table((1.0, 0, 1.0, 4), (0.0, 0, 1.0, 0))
+    _check(_case(make_logits("normal", 5, 90), draws))
+
+
+def test_rows_may_lie_apart():
+    wide = torch.full((4, 900), math.nan)
+    wide[:, :333] = make_logits("normal", 4, 333)
+    case = _case(wide[:, :333], draw_table(*((1.0, 20, 0.9, seed) for seed in range(4))))
+    logits = wide.to(DEVICE)[:, :333]
+    maxima, likeliest = ops.row_maxima(logits)
+    draws = draw_table(*((1.0, 20, 0.9, seed) for seed in range(4)))
+    on_device = type(draws)(
+        **{name: getattr(draws, name).to(DEVICE) for name in draws.__dataclass_fields__}
+    )
+    tokens = ops.draw_tokens(
+        logits,
+        maxima,
+        likeliest,
+        on_device,
+        draw_ids=case.draw_ids.to(DEVICE),
+        positions=case.positions.to(DEVICE),
+    )
+    assert tokens.tolist() == case.expected().tolist()
+
+
+def test_tokens_go_where_they_shall():
+    case = _case(make_logits("normal", 3, 50), make_draws(3, 50))
+    whole = torch.full((5,), -7, device=DEVICE)
+    case.draw(ops, DEVICE, out=whole[1:4])
+    assert whole.tolist() == [-7, *case.expected().tolist(), -7]
+
+
+def test_no_draws():
+    case = _case(torch.zeros(0, 10), make_draws(1, 10)).replace(
+        draw_ids=torch.zeros(0).long(), positions=torch.zeros(0).long()
+    )
+    assert case.draw(ops, DEVICE).tolist() == []
+    assert (
+        ops.token_logprobs(
+            torch.zeros(0, 10, device=DEVICE),
+            torch.zeros(0, device=DEVICE),
+            torch.zeros(0, device=DEVICE).long(),
+        ).tolist()
+        == []
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 100, 2048, 9001])
+def test_logprobs(vocab_size):
+    logits = make_logits("normal", 4, vocab_size)
+    rows = torch.tensor([3, 0, 0, 1, 2])
+    tokens = torch.tensor([0, vocab_size - 1, vocab_size // 2, 0, -1])
+    exact = logits.double().log_softmax(dim=-1)[rows, tokens.clamp(min=0)]
+    found = ops.token_logprobs(
+        logits.to(DEVICE), logits.amax(dim=-1).to(DEVICE), tokens.to(DEVICE), rows.to(DEVICE)
+    ).cpu()
+    assert found.dtype == torch.float32
+    assert found[4].isnan()
+    torch.testing.assert_close(found[:4].double(), exact[:4], rtol=1e-6, atol=2e-6)
+
+
+def test_logprobs_of_bad_rows_masked_tokens_and_huge_logits():
+    logits = make_logits("normal", 5, 77)
+    logits[0, 5], logits[1, 5], logits[2] = math.nan, math.inf, -math.inf
+    logits[3, 9] = -math.inf
+    logits[4], logits[4, 30] = -1e38, 1e38
+    maxima, likeliest = ops.row_maxima(logits.to(DEVICE))
+    tokens = torch.tensor([1, 5, 0, 9, int(likeliest[4])], device=DEVICE)
+    found = ops.token_logprobs(logits.to(DEVICE), maxima, tokens).tolist()
+    assert [math.isnan(value) for value in found] == [True] * 3 + [False] * 2
+    assert found[3:] == [-math.inf, 0.0]
