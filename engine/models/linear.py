@@ -84,7 +84,10 @@ class Linear(PackedModule):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[rows, in_features]` to `[rows, out_features]`, plus `residual` of that shape."""
+        """`[rows, in_features]` to `[rows, out_features]`, plus `residual` of that shape.
+
+        The residual is undefined afterwards: its memory may be the result's.
+        """
         return kernels.linear(hidden, self.weight, self.bias, residual)
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:

@@ -60,7 +60,7 @@ def swap_blocks(
 ) -> None:
     """Copies blocks from one pool to another, on any two devices: `target[t] = source[s]`.
 
-    Each block is one transfer. Between a GPU and pinned memory it does not wait
+    Each block, or run of blocks, is one transfer. Between a GPU and pinned memory it does not wait
     for the device: later work of the device's stream sees the copies, the host
     only once it has waited.
 

@@ -67,7 +67,7 @@ def linear(
         hidden: `[rows, num_columns]`.
         weight: for this use.
         bias: `[num_rows]`.
-        residual: `[rows, num_rows]`.
+        residual: `[rows, num_rows]`, apart from `hidden`; its memory may be reused for the result.
         out_dtype: of the result; None: of `hidden`.
 
     Returns:

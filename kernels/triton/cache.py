@@ -1,0 +1,261 @@
+"""What is written to the KV cache, in Triton: one kernel from projections to attention."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_metadata import AttentionMetadata
+from kernels.rotary import QkNorms, Rotation
+from kernels.triton.launch import launch_table
+
+__all__ = ["rotate_and_write_kv"]
+
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+_BITS_OF_16384 = tl.constexpr(0x46800000)  # as float32
+_BITS_OF_448, _BITS_OF_NAN = tl.constexpr(0x7E), tl.constexpr(0x7F)  # as float8_e4m3fn
+
+
+def rotate_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    rotation: Rotation | None = None,
+    norms: QkNorms | None = None,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference.rotate_and_write_kv`; a query of dense heads is turned where it is."""
+    query, key, value = (_with_dense_heads(states) for states in (query, key, value))
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    assert key.shape == value.shape == (num_tokens, num_kv_heads, head_dim)
+    assert rotation is None or rotation.cos.shape == (num_tokens, head_dim // 2)
+    launch = launch_table(query.device).rotate_and_write_kv.for_size(head_dim)
+    half_block = triton.next_power_of_2((head_dim + 1) // 2)
+    heads_block = max(1, launch.block_size // (2 * half_block))
+    is_query_changed = rotation is not None or norms is not None
+    num_query_parts = triton.cdiv(num_heads, heads_block) if is_query_changed else 0
+    num_parts = num_query_parts + triton.cdiv(num_kv_heads, heads_block)
+    # As bytes: the kernel makes the 8-bit floats itself.
+    cache = kv_layer if kv_scales is None else kv_layer.view(torch.uint8)
+    _rotate_and_write_kv_kernel[(num_tokens, num_parts)](
+        query,
+        key,
+        value,
+        cache,
+        kv_scales,
+        meta.slot_mapping,
+        rotation.cos.contiguous() if rotation else None,
+        rotation.sin.contiguous() if rotation else None,
+        norms.query_weight.contiguous() if norms else None,
+        norms.key_weight.contiguous() if norms else None,
+        norms.eps if norms else 0.0,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *cache.stride(),
+        *(kv_scales.stride() if kv_scales is not None else (0, 0, 0, 0)),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        kv_layer.shape[3],
+        num_query_parts,
+        HEADS=heads_block,
+        HALF=half_block,
+        num_warps=launch.num_warps,
+    )
+    return query
+
+
+@triton.jit
+def _rotate_and_write_kv_kernel(
+    query,
+    key,
+    value,
+    cache,
+    scales,
+    slot_mapping,
+    cos,
+    sin,
+    query_weight,
+    key_weight,
+    eps,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    cache_block_stride,
+    cache_kv_stride,
+    cache_head_stride,
+    cache_slot_stride,
+    cache_dim_stride,
+    scale_block_stride,
+    scale_kv_stride,
+    scale_head_stride,
+    scale_slot_stride,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    block_size,
+    num_query_parts,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """`query = turn(norm(query))`, `cache[slot] = turn(norm(key)), value`.
+
+    Program (i, j) takes token i: for j < num_query_parts the j-th `HEADS` heads of its query,
+    from there on as many of its key and value. Norms where there are weights, rotation where
+    there are cosines, 8-bit floats where there are scales.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if part < num_query_parts:
+        heads = (part * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+        starts = query + token * query_token_stride + heads * query_head_stride
+        is_head = heads < num_heads
+        first, second = _load(starts, is_head, head_dim, HALF)
+        first, second = _norm(first, second, query_weight, eps, query, head_dim, HALF)
+        first, second = _turn(first, second, cos, sin, token, head_dim, HALF)
+        _store(first, second, starts, 1, is_head, head_dim, HALF)
+    else:
+        heads = ((part - num_query_parts) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+        starts = key + token * key_token_stride + heads * key_head_stride
+        is_head = heads < num_kv_heads
+        first, second = _load(starts, is_head, head_dim, HALF)
+        first, second = _norm(first, second, key_weight, eps, key, head_dim, HALF)
+        first, second = _turn(first, second, cos, sin, token, head_dim, HALF)
+
+        slot = tl.load(slot_mapping + token)
+        block, offset = slot // block_size, slot % block_size
+        place = block * cache_block_stride + offset * cache_slot_stride
+        targets = cache + place + heads * cache_head_stride
+        scale_place = block * scale_block_stride + offset * scale_slot_stride
+        scale_offsets = scale_place + heads * scale_head_stride
+        first, second = _round(first, key), _round(second, key)
+        _store_scaled(
+            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, head_dim, HALF
+        )
+
+        starts = value + token * value_token_stride + heads * value_head_stride
+        first, second = _load(starts, is_head, head_dim, HALF)
+        targets += cache_kv_stride
+        scale_offsets += scale_kv_stride
+        _store_scaled(
+            first, second, targets, cache_dim_stride, scales, scale_offsets, is_head, head_dim, HALF
+        )
+
+
+@triton.jit
+def _load(starts, is_head, head_dim, HALF: tl.constexpr):
+    """The halves of heads that begin at `starts`, `[HEADS, HALF]` float32 each.
+
+    Halves as rotation pairs them; of an odd width, the second is shorter by one.
+    """
+    columns, half = tl.arange(0, HALF), (head_dim + 1) // 2
+    places = starts[:, None] + columns[None, :]
+    first_mask = is_head[:, None] & (columns < half)[None, :]
+    second_mask = is_head[:, None] & (columns + half < head_dim)[None, :]
+    first = tl.load(places, mask=first_mask, other=0.0)
+    second = tl.load(places + half, mask=second_mask, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _store(first, second, starts, dim_stride, is_head, head_dim, HALF: tl.constexpr):
+    """Writes what `_load` reads, in the type that lies there."""
+    columns, half = tl.arange(0, HALF), (head_dim + 1) // 2
+    first_mask = is_head[:, None] & (columns < half)[None, :]
+    second_mask = is_head[:, None] & (columns + half < head_dim)[None, :]
+    places = starts[:, None] + columns[None, :] * dim_stride
+    dtype = starts.dtype.element_ty
+    tl.store(places, first.to(dtype), mask=first_mask)
+    tl.store(places + half * dim_stride, second.to(dtype), mask=second_mask)
+
+
+@triton.jit
+def _norm(first, second, weight, eps, like, head_dim, HALF: tl.constexpr):
+    """`states / sqrt(mean(states^2) + eps) * weight` of each head, where there is a weight."""
+    if weight is not None:
+        columns, half = tl.arange(0, HALF), (head_dim + 1) // 2
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        factors = tl.rsqrt(squares / head_dim + eps)[:, None]
+        first_weight = tl.load(weight + columns, mask=columns < half, other=0.0)
+        second_weight = tl.load(weight + half + columns, mask=columns + half < head_dim, other=0.0)
+        # Rounded before the weight comes, as the models were trained with.
+        first = _round(first * factors, like) * first_weight.to(tl.float32)[None, :]
+        second = _round(second * factors, like) * second_weight.to(tl.float32)[None, :]
+    return first, second
+
+
+@triton.jit
+def _turn(first, second, cos, sin, token, head_dim, HALF: tl.constexpr):
+    """Rotates each head's halves by the token's angles, where there are cosines."""
+    if cos is not None:
+        columns, half = tl.arange(0, HALF), head_dim // 2
+        place, mask = token * half + columns, columns < half
+        cosines = tl.load(cos + place, mask=mask, other=0.0)[None, :]
+        sines = tl.load(sin + place, mask=mask, other=0.0)[None, :]
+        turned = first * cosines - second * sines
+        second = second * cosines + first * sines
+        first = turned
+    return first, second
+
+
+@triton.jit
+def _store_scaled(
+    first, second, starts, dim_stride, scales, offsets, is_head, head_dim, HALF: tl.constexpr
+):
+    """As `_store`; where there are scales, as bytes of 8-bit floats, and a factor of each head.
+
+    As `reference.cache.quantize_kv`: `scale = max(max |states| / 448, tiny)`,
+    `narrow = states / scale`.
+    """
+    if scales is None:
+        _store(first, second, starts, dim_stride, is_head, head_dim, HALF)
+    else:
+        largest = tl.maximum(_largest(first), _largest(second))
+        scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), _TINY)
+        tl.store(scales + offsets, scale, mask=is_head)
+        first_bits, second_bits = _narrow(first, scale), _narrow(second, scale)
+        _store(first_bits, second_bits, starts, dim_stride, is_head, head_dim, HALF)
+
+
+@triton.jit
+def _largest(states):
+    """The largest magnitude of each head; infinity where one is NaN: a reduction may pass it by."""
+    magnitudes = tl.where(states == states, tl.abs(states), float("inf"))
+    return tl.max(magnitudes, axis=1)
+
+
+@triton.jit
+def _narrow(states, scale):
+    """The bits of `states / scale` as float8_e4m3fn, rounded to nearest, ties to even.
+
+    By hand: the instruction for it is not on every GPU, and the interpreter's is not exact.
+    """
+    quotients = tl.div_rn(states, tl.broadcast_to(scale[:, None], states.shape))
+    magnitudes = tl.abs(quotients)
+    wide = magnitudes.to(tl.int32, bitcast=True)
+    # 3 of 23 bits of the mantissa stay, and the exponent's bias is 7 instead of 127: what is
+    # added carries into the last bit kept, and on into the exponent.
+    normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Below 2^-6 numbers lie 2^-9 apart, as those of float32 from 2^14 on: adding rounds.
+    subnormal = (magnitudes + 16384.0).to(tl.int32, bitcast=True) - _BITS_OF_16384
+    bits = tl.minimum(tl.where(magnitudes < 0.015625, subnormal, normal), _BITS_OF_448)
+    bits = tl.where(quotients == quotients, bits, _BITS_OF_NAN)
+    sign = (quotients.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (bits | sign).to(tl.uint8)
+
+
+@triton.jit
+def _round(states, like):
+    """`states` rounded to the type that `like` points to."""
+    return states.to(like.dtype.element_ty).to(tl.float32)
+
+
+def _with_dense_heads(states: torch.Tensor) -> torch.Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()

@@ -1,0 +1,193 @@
+"""Norms, rotary angles, the gate of an MLP and maxima, in Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.rotary import Rotation
+from kernels.triton.launch import launch_table
+
+__all__ = ["rms_norm", "rotary_angles", "row_maxima", "silu_and_mul"]
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `reference.rms_norm`."""
+    size = hidden.shape[-1]
+    rows = _with_dense_columns(hidden.flatten(0, -2))
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    launch = launch_table(hidden.device).row_norm.for_size(size)
+    _rms_norm_kernel[(len(rows),)](
+        rows,
+        weight.contiguous(),
+        out,
+        rows.stride(0),
+        size,
+        eps,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=launch.num_warps,
+    )
+    return out
+
+
+@triton.jit
+def _rms_norm_kernel(hidden, weight, out, row_stride, size, eps, BLOCK: tl.constexpr):
+    """`out = hidden / sqrt(mean(hidden^2) + eps) * weight`; program i computes row i."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < size
+    wide = tl.load(hidden + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    # Rounded before the weight comes, as the models were trained with.
+    normed = wide.to(out.dtype.element_ty).to(tl.float32) * scale
+    tl.store(out + row * size + columns, normed.to(out.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, with gate and up side by side: `[rows, 2 * size] -> [rows, size]`.
+
+    Args:
+        gate_up: contiguous rows, any distance between them.
+    """
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    gate_up = _with_dense_columns(gate_up)
+    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    launch = launch_table(gate_up.device).pointwise.for_size(size)
+    _silu_and_mul_kernel[(num_rows, triton.cdiv(size, launch.block_size))](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        size,
+        BLOCK=launch.block_size,
+        num_warps=launch.num_warps,
+    )
+    return out
+
+
+@triton.jit
+def _silu_and_mul_kernel(gate_up, out, row_stride, size, BLOCK: tl.constexpr):
+    """`out = gate * sigmoid(gate) * up`; program (i, j) computes block j of row i."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    start = gate_up + row * row_stride
+    gate = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(start + size + columns, mask=mask, other=0.0).to(tl.float32)
+    power = tl.exp(-tl.abs(gate))  # never overflows
+    sigmoid = tl.where(gate < 0, power, 1.0) / (1.0 + power)
+    tl.store(out + row * size + columns, (gate * sigmoid * up).to(out.dtype.element_ty), mask=mask)
+
+
+def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
+    """See `reference.rotary_angles`."""
+    shape = len(positions), len(frequencies)
+    cos, sin = torch.empty((2, *shape), dtype=torch.float32, device=positions.device).unbind()
+    num_angles = cos.numel()
+    launch = launch_table(positions.device).pointwise.for_size(num_angles)
+    _rotary_angles_kernel[(triton.cdiv(num_angles, launch.block_size),)](
+        positions,
+        frequencies.contiguous(),
+        cos,
+        sin,
+        positions.stride(0),
+        len(frequencies),
+        num_angles,
+        amplitude,
+        BLOCK=launch.block_size,
+        num_warps=launch.num_warps,
+    )
+    return Rotation(cos, sin)
+
+
+@triton.jit
+def _rotary_angles_kernel(
+    positions,
+    frequencies,
+    cos,
+    sin,
+    position_stride,
+    num_frequencies,
+    num_angles,
+    amplitude,
+    BLOCK: tl.constexpr,
+):
+    """`cos = cos(position * frequency) * amplitude`, `sin` likewise; program i: block i of both."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < num_angles
+    tokens = offsets // num_frequencies
+    position = tl.load(positions + tokens * position_stride, mask=mask, other=0)
+    frequency = tl.load(frequencies + offsets % num_frequencies, mask=mask, other=0.0)
+    angle = position.to(tl.float32) * frequency
+    tl.store(cos + offsets, tl.cos(angle) * amplitude, mask=mask)
+    tl.store(sin + offsets, tl.sin(angle) * amplitude, mask=mask)
+
+
+def row_maxima(
+    logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.row_maxima`; `out` is contiguous."""
+    num_rows, size = logits.shape
+    if out is None:
+        maxima = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+        out = maxima, torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    assert all(tensor.is_contiguous() and len(tensor) == num_rows for tensor in out)
+    launch = launch_table(logits.device).row_maxima.for_size(size)
+    num_parts = triton.cdiv(size, launch.block_size)
+    maxima = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
+    indices = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
+    _part_maxima_kernel[(num_rows, num_parts)](
+        logits,
+        maxima,
+        indices,
+        *logits.stride(),
+        size,
+        BLOCK=launch.block_size,
+        num_warps=launch.num_warps,
+    )
+    _join_maxima_kernel[(num_rows,)](
+        maxima, indices, *out, num_parts, BLOCK=triton.next_power_of_2(num_parts), num_warps=1
+    )
+    return out
+
+
+@triton.jit
+def _part_maxima_kernel(
+    logits, maxima, indices, row_stride, column_stride, size, BLOCK: tl.constexpr
+):
+    """Each part's largest value and its first index; program (i, j): part j of row i."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    places = logits + row * row_stride + columns.to(tl.int64) * column_stride
+    values = tl.load(places, mask=columns < size, other=float("-inf"))
+    maximum, index = _maximum(values, columns)
+    place = row * tl.num_programs(1) + part
+    tl.store(maxima + place, maximum)
+    tl.store(indices + place, index)
+
+
+@triton.jit
+def _join_maxima_kernel(maxima, indices, maximum_out, index_out, num_parts, BLOCK: tl.constexpr):
+    """A row's largest value and its first index from those of its parts; program i: row i."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, BLOCK)
+    mask = parts < num_parts
+    values = tl.load(maxima + row * num_parts + parts, mask=mask, other=float("-inf"))
+    columns = tl.load(indices + row * num_parts + parts, mask=mask, other=2147483647)
+    maximum, index = _maximum(values, columns)
+    is_finite = tl.abs(maximum) < float("inf")  # NaN is not
+    tl.store(maximum_out + row, maximum)
+    tl.store(index_out + row, tl.where(is_finite, index, -1).to(tl.int64))
+
+
+@triton.jit
+def _maximum(values, columns):
+    """The largest of `values`, NaN if one is, and the least of `columns` that holds it."""
+    is_nan = values != values
+    maximum = tl.max(tl.where(is_nan, float("-inf"), values))
+    index = tl.min(tl.where(values == maximum, columns, 2147483647))
+    has_nan = tl.max(is_nan.to(tl.int32)) > 0
+    return tl.where(has_nan, float("nan"), maximum), index
+
+
+def _with_dense_columns(rows: torch.Tensor) -> torch.Tensor:
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
