@@ -32,3 +32,16 @@ def unread_pipe():
     os.close(reading)
     yield writing
     os.close(writing)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """Fresh tensors are full of NaN, or of the largest integer, until something writes them."""
+    import torch
+
+    # Without it, torch refuses matrix products on CUDA in this mode.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -19,6 +19,7 @@ __all__ = [
     "normal",
     "on_threads",
     "product_bound",
+    "spacing_at_zero",
 ]
 
 CPU = torch.device("cpu")
@@ -52,6 +53,11 @@ def filled_weight(matrix, use=kernels.WeightUse.LINEAR):
 def eps_of(dtype):
     """The distance of 1 from the next number: twice the error of a rounding."""
     return torch.finfo(dtype).eps
+
+
+def spacing_at_zero(dtype):
+    """The distance of 0 from the next number: below the normal ones, errors are shares of it."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def product_bound(hidden, matrix):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -53,3 +54,9 @@ def step_metadata(
         max_context_len=max(contexts, default=0),
     )
     return torch.tensor([position for span in positions for position in span]), meta
+
+
+def meta_on(device: torch.device, meta: AttentionMetadata) -> AttentionMetadata:
+    """The same step on `device`."""
+    names = ("block_tables", "query_starts", "context_lens", "slot_mapping")
+    return replace(meta, **{name: getattr(meta, name).to(device) for name in names})
