@@ -134,7 +134,7 @@ def choose(libraries: Sequence[Library], features: frozenset[str], wish: str) ->
     Args:
         libraries: the variants of the machine's architecture, the fastest first.
         features: what the CPU has, in the words of /proc/cpuinfo.
-        wish: "auto", "torch" or a variant's name.
+        wish: "auto", "torch", "triton" or a variant's name.
 
     Raises:
         ConfigurationError: see `select`.

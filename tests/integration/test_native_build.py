@@ -187,6 +187,8 @@ def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
     assert not wheel.name.endswith("-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert "kernels/native/src/answer.cpp" in archive.namelist()
+        # Data of the package that is no Python comes along too.
+        assert "kernels/triton/launch_tables/default.json" in archive.namelist()
 
 
 def test_without_a_compiler_the_wheel_is_pure_and_says_what_it_lacks(checkout, tmp_path):

@@ -97,6 +97,29 @@ def test_torch_can_be_forced_whatever_was_built():
     assert selection.reason == "forced by BATON_CPU_KERNELS=torch"
 
 
+def test_triton_can_be_forced_where_it_interprets(monkeypatch):
+    monkeypatch.setenv(library.INTERPRET_VARIABLE, "1")
+    selection = choose(EVERYTHING, FEATURES["avx2"], "triton")
+    assert (selection.variant, selection.path) == ("triton", None)
+    assert selection.reason == "forced by BATON_CPU_KERNELS=triton"
+
+
+@pytest.mark.parametrize("value", [None, "0", ""])
+def test_triton_is_refused_where_it_would_compile(monkeypatch, value):
+    monkeypatch.delenv(library.INTERPRET_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(library.INTERPRET_VARIABLE, value)
+    with pytest.raises(ConfigurationError, match=r"'triton': on a CPU that needs TRITON_INTERPRET"):
+        choose(EVERYTHING, FEATURES["avx2"], "triton")
+
+
+def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setenv(library.INTERPRET_VARIABLE, "1")
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="`pip install triton`"):
+        choose(EVERYTHING, FEATURES["avx2"], "triton")
+
+
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
@@ -140,7 +163,7 @@ def test_an_empty_variable_asks_for_nothing(monkeypatch):
 def test_every_variant_has_its_own_name_and_no_faster_one_needs_less():
     names = [variant.name for variant in VARIANTS]
     assert len(set(names)) == len(names)
-    assert not {"auto", "torch"} & set(names)
+    assert not {"auto", "torch", "triton"} & set(names)
     for faster, slower in itertools.pairwise(X86_64):
         assert slower.cpu_features < faster.cpu_features
 

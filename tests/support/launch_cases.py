@@ -1,0 +1,141 @@
+"""Every Triton kernel launched as models launch it, compiled ahead of time for a GPU.
+
+`python -m tests.support.launch_cases DEVICE_NAME CASE...` prints a JSON object: case -> the kernels
+it compiled, each with its name and the shared memory of a program in bytes. It must not run where
+`triton` interprets.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from kernels import DrawTable, WeightUse
+from kernels.triton import ops
+from tests.support.ahead_of_time import compiling
+from tests.support.attention_cases import make_case as attention_case
+from tests.support.preparation_cases import make_case as preparation_case
+from tests.support.row_cases import RowCase
+
+__all__ = ["CASES"]
+
+CPU = torch.device("cpu")
+DECODE, PROMPTS = [(300, 1), (17, 1)], [(300, 1), (0, 70), (33, 40)]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _prepare(dtype=BF16, *, is_narrow=False, **options) -> None:
+    case = preparation_case(
+        num_heads=8, num_kv_heads=2, head_dim=128, block_size=16, dtype=dtype, **options
+    )
+    pool, scales = case.pool[:, 1], None
+    if is_narrow:
+        pool, scales = pool.to(torch.float8_e4m3fn), torch.empty(pool.shape[:4])
+    ops.rotate_and_write_kv(
+        *case.parts(), pool, case.meta, rotation=case.rotation, norms=case.norms, kv_scales=scales
+    )
+
+
+def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, soft_cap=None):
+    case = attention_case(
+        spans,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        block_size=16,
+        dtype=dtype,
+        soft_cap=soft_cap,
+    )
+    case = case.quantized() if is_narrow else case
+    case.attend(window, module=ops)
+
+
+def _pointwise(dtype=BF16) -> None:
+    ops.rms_norm(torch.empty(3, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-6)
+    ops.rms_norm(torch.empty(3, 100, dtype=dtype), torch.empty(100, dtype=dtype), 1e-6)
+    weight = ops.make_weight(2 * 1024, 16, dtype, CPU, WeightUse.GATED_LINEAR)
+    ops.linear_silu_and_mul(torch.zeros(3, 16, dtype=dtype), weight)
+
+
+def _angles_and_maxima() -> None:
+    ops.rotary_angles(torch.arange(7), torch.ones(64), 1.0)
+    ops.row_maxima(torch.empty(3, 128_256))
+    ops.row_maxima(torch.empty(60, 3).t())
+
+
+def _blocks() -> None:
+    pool, ids = torch.empty(9, 2, 4096), [5, 3]
+    ops.gather_blocks(pool, ids, torch.empty(2, 8192))
+    ops.scatter_blocks(torch.empty(2, 8192), pool, torch.tensor(ids))
+    ops.copy_blocks(pool, [(1, 2), (3, 4)])
+    ops.gather_blocks(torch.empty(9, 90), ids, torch.empty(2, 4 + 360, dtype=torch.uint8)[:, 4:])
+
+
+def _draws() -> None:
+    logits, ids = torch.empty(3, 128_256), torch.arange(3)
+    vectors = {
+        field.name: torch.empty(3, dtype=torch.int64) for field in dataclasses.fields(DrawTable)
+    }
+    for name in ("temperature", "top_p"):
+        vectors[name] = vectors[name].double()
+    for rows in (None, ids):
+        ops.draw_tokens(
+            logits,
+            torch.empty(3),
+            ids,
+            DrawTable(**vectors),
+            draw_ids=ids,
+            positions=ids,
+            logit_rows=rows,
+        )
+        ops.token_logprobs(logits, torch.empty(3), ids, rows)
+
+
+def _rows() -> None:
+    case, ids = RowCase.make(CPU, block_size=16), torch.tensor([2, 0])
+    ops.lay_out_decode(case.rows, ids, 16, case.new_inputs(2))
+    ops.keep_drawn(case.rows, ids, ids)
+
+
+CASES: Mapping[str, Callable[[], None]] = {
+    "pointwise": _pointwise,
+    "pointwise, float16": partial(_pointwise, FP16),
+    "pointwise, float32": partial(_pointwise, FP32),
+    "angles and maxima": _angles_and_maxima,
+    "blocks": _blocks,
+    "prepare": _prepare,
+    "prepare, norms": partial(_prepare, has_norms=True),
+    "prepare, no rotation, float16": partial(_prepare, FP16, rotates=False),
+    "prepare, 8 bits": partial(_prepare, is_narrow=True, has_norms=True),
+    "prepare, float32": partial(_prepare, FP32),
+    "decode": partial(_attend, DECODE),
+    "decode, window and cap": partial(_attend, DECODE, window=100, soft_cap=30.0),
+    "decode, 8 bits": partial(_attend, DECODE, is_narrow=True),
+    "decode, wide heads": partial(_attend, DECODE, head_dim=256),
+    "decode, wide heads, float32": partial(_attend, DECODE, FP32, head_dim=256),
+    "decode, odd heads, float16": partial(_attend, DECODE, FP16, head_dim=80),
+    "prompts": partial(_attend, PROMPTS),
+    "prompts, 8 bits": partial(_attend, PROMPTS, is_narrow=True),
+    "prompts, wide heads": partial(_attend, PROMPTS, head_dim=256),
+    "prompts, float32": partial(_attend, PROMPTS, FP32),
+    "draws": _draws,
+    "rows": _rows,
+}
+
+
+def main() -> None:
+    """Compiles the cases; see the module's docstring."""
+    device_name, *names = sys.argv[1:]
+    compiled = {}
+    for name in names:
+        with compiling(device_name) as kernels:
+            CASES[name]()
+        compiled[name] = [(kernel.name, kernel.shared_bytes) for kernel in kernels]
+    print(json.dumps(compiled))
+
+
+if __name__ == "__main__":
+    main()

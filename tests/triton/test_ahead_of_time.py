@@ -1,0 +1,52 @@
+"""Every kernel compiles for Hopper cards, as models launch it: the interpreter takes more.
+
+Needs no GPU; where there is one, the other tests compile.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.devices import IS_CUDA
+from tests.support.launch_cases import CASES
+
+ROOT = Path(__file__).parents[2]
+MAX_SHARED_BYTES = 227 * 1024  # of a Hopper card's program
+FEW = ["pointwise", "blocks", "prepare, 8 bits", "decode"]
+
+pytestmark = pytest.mark.skipif(IS_CUDA, reason="the other tests compile here")
+
+
+def compiled(names, tmp_path):
+    """Case -> (kernel, shared bytes) of each that it compiled, in a process that can compile."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    del environment["TRITON_INTERPRET"]
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.support.launch_cases", "NVIDIA H200", *names],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FEW, id="few"),
+        pytest.param([*CASES], id="all", marks=[pytest.mark.slow, pytest.mark.timeout(510)]),
+    ],
+)
+def test_kernels_compile_and_fit(names, tmp_path):
+    for name, kernels in compiled(names, tmp_path).items():
+        assert kernels, name
+        for kernel, shared_bytes in kernels:
+            assert shared_bytes <= MAX_SHARED_BYTES, (name, kernel)
