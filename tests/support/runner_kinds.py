@@ -51,7 +51,8 @@ KINDS = {
     "host": RunnerKind(),
     "device, eager": RunnerKind(EagerDeviceSteps),
     "device, graphs": RunnerKind(TracedDeviceSteps, kernels="torch"),
-    "device, triton": RunnerKind(RerunDeviceSteps, kernels="triton"),
+    "triton, eager": RunnerKind(EagerDeviceSteps, kernels="triton"),
+    "triton, graphs": RunnerKind(RerunDeviceSteps, kernels="triton"),
 }
 
 _current = {"kind": "host"}

@@ -1,0 +1,96 @@
+"""Whole engines on the Triton kernels, through the interpreter: tiny models give the tokens of
+`transformers`, and draws those of torch's kernels.
+"""
+
+import pytest
+
+from engine.batch import DrawParams
+from engine.request import EngineRequest
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
+from tests.support.runner_kinds import use_kind
+
+NUM_TOKENS = 4
+LENGTHS = (7, 33)
+FLAGS = {
+    "block_size": 8,
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 24,  # so that the longer prompt is chunked, beside a row that decodes
+    "num_gpu_blocks_override": 32,
+    "async_scheduling": True,
+}
+
+
+def _tokens(variant, draws, **flags):
+    """The tokens of a prompt per draw."""
+    core = build_core(tiny_checkpoint(variant), "both", **(FLAGS | flags))
+    requests = [
+        EngineRequest(
+            request_id=str(length),
+            prompt_token_ids=tuple(prompt_of(length, seed=length)),
+            draw=draw,
+            max_tokens=NUM_TOKENS,
+        )
+        for length, draw in zip(LENGTHS, draws, strict=True)
+    ]
+    outputs = run_all(core, requests)
+    core.close()
+    return [tokens_of(outputs[str(length)]) for length in LENGTHS]
+
+
+def _reference(variant):
+    path = tiny_checkpoint(variant)
+    return [
+        reference_greedy(path, prompt_of(length, seed=length), NUM_TOKENS) for length in LENGTHS
+    ]
+
+
+def _slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        ("qwen3", "triton, eager"),
+        _slow("llama", "triton, eager"),
+        _slow("llama_sharded", "triton, eager"),  # heads whose width is no power of two
+        _slow("mistral_sliding", "triton, eager"),
+        _slow("qwen2_alternating", "triton, graphs"),
+        _slow("gpt2", "triton, eager"),
+        _slow("opt", "triton, eager"),
+    ],
+)
+def test_tokens_are_those_of_transformers(variant, kind, monkeypatch):
+    use_kind(kind, monkeypatch)
+    assert _tokens(variant, (GREEDY, GREEDY)) == _reference(variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_keeps_to_the_first_choice(dtype, monkeypatch):
+    use_kind("triton, eager", monkeypatch)
+    drawn = _tokens("llama", (GREEDY, GREEDY), dtype=dtype)
+    assert [tokens[0] for tokens in drawn] == [tokens[0] for tokens in _reference("llama")]
+
+
+@pytest.mark.slow
+def test_draws_are_those_of_torch(monkeypatch):
+    draws = (DrawParams(1.0, 20, 0.9, 2**63 + 1), DrawParams(1.5, 0, 1.0, 7))
+    drawn = []
+    for kind in ("device, eager", "triton, graphs"):
+        with monkeypatch.context() as patched:
+            use_kind(kind, patched)
+            drawn.append(_tokens("llama", draws))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.slow
+def test_an_8_bit_cache_gives_the_tokens_of_torch(monkeypatch):
+    drawn = []
+    for kind in ("device, eager", "triton, graphs"):
+        with monkeypatch.context() as patched:
+            use_kind(kind, patched)
+            drawn.append(_tokens("llama", (GREEDY, GREEDY), kv_cache_dtype="fp8_e4m3"))
+    assert drawn[0] == drawn[1]
