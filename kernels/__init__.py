@@ -293,23 +293,23 @@ def gather_blocks(
     pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor, out: torch.Tensor
 ) -> None:
     """Copies blocks out of the pool; see `reference.gather_blocks`."""
-    _kernels_for(pool).gather_blocks(pool, block_ids, out)
+    _kernels_on(pool.device).gather_blocks(pool, block_ids, out)
 
 
 def scatter_blocks(
     source: torch.Tensor, pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor
 ) -> None:
     """Copies blocks into the pool; see `reference.scatter_blocks`."""
-    _kernels_for(pool).scatter_blocks(source, pool, block_ids)
+    _kernels_on(pool.device).scatter_blocks(source, pool, block_ids)
 
 
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copies whole blocks within the pool; see `reference.copy_blocks`."""
-    _kernels_for(pool).copy_blocks(pool, pairs)
+    _kernels_on(pool.device).copy_blocks(pool, pairs)
 
 
 def swap_blocks(
     source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:
     """Copies blocks from one pool to another; see `reference.swap_blocks`."""
-    _kernels_for(source).swap_blocks(source, target, pairs)
+    _kernels_on(source.device).swap_blocks(source, target, pairs)

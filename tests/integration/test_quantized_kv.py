@@ -26,6 +26,7 @@ from tests.support.real_engines import (
     run_all,
     tokens_of,
 )
+from tests.support.runner_kinds import use_kind
 
 BLOCK_SIZE = 8
 NUM_TOKENS = 12
@@ -117,6 +118,15 @@ def test_swapped_requests_go_on_where_they_were() -> None:
     requests = make_requests((14, 15, 16, 22))
     check_tokens("llama", requests, run_all(core, requests))
     assert core.load().num_preemptions > 0
+    core.close()
+
+
+@pytest.mark.parametrize("kind", ["device, eager", "device, graphs"])
+def test_steps_launched_ahead_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kind(kind, monkeypatch)
+    core = build("llama", async_scheduling=True)
+    requests = make_requests()
+    check_tokens("llama", requests, run_all(core, requests))
     core.close()
 
 

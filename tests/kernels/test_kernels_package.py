@@ -5,8 +5,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import baton
 import kernels
@@ -20,6 +22,20 @@ def test_dispatch_has_the_references_signature(name):
     assert name in kernels.__all__
     dispatched = inspect.signature(getattr(kernels, name))
     assert dispatched == inspect.signature(getattr(reference, name))
+
+
+def test_copies_of_blocks_are_the_devices_whatever_a_pool_is_of(monkeypatch):
+    """A pool of 8-bit KV is of bytes, which nothing computes with."""
+    names = ("gather_blocks", "scatter_blocks", "copy_blocks", "swap_blocks")
+    module = SimpleNamespace(**{name: lambda *_, name=name: called.append(name) for name in names})
+    monkeypatch.setattr(kernels, "_modules", lambda: {("cpu", torch.float32): module})
+    called = []
+    pool = torch.zeros(2, 3, dtype=torch.uint8)
+    kernels.gather_blocks(pool, [0], pool)
+    kernels.scatter_blocks(pool, pool, [0])
+    kernels.copy_blocks(pool, [(0, 1)])
+    kernels.swap_blocks(pool, pool, [(0, 1)])
+    assert tuple(called) == names
 
 
 def test_importing_kernels_brings_torch_and_nothing_heavy():
