@@ -21,18 +21,56 @@ the same threshold.
 Sums are of whole numbers, below 2**53 in all: exact in any order.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-__all__ = ["draw_thresholds_kernel", "scale_logits"]
+from kernels.draws import DrawTable
+from kernels.triton.launch import launch_table
+
+__all__ = ["find_thresholds", "scale_logits"]
 
 _WEIGHT_SCALE = tl.constexpr(2.0**32)
 _ROUNDS_TO_WHOLE = tl.constexpr(2.0**52)  # the float64 numbers from here on are whole
 _BELOW_ALL_KEYS = tl.constexpr(-(2**31))  # the key of a NaN, which no row that is drawn from holds
 
 
+def find_thresholds(
+    logits: torch.Tensor,
+    maxima: torch.Tensor,
+    likeliest: torch.Tensor,
+    draws: DrawTable,
+    draw_ids: torch.Tensor,
+    logit_rows: torch.Tensor | None,
+) -> torch.Tensor:
+    """The lowest scaled logit that each draw keeps: `[n]` float64.
+
+    Anything where a draw is greedy or its likeliest token invalid. Arguments are as those of
+    `reference.draw_tokens`.
+    """
+    vocab_size = logits.shape[-1]
+    thresholds = torch.empty(len(draw_ids), dtype=torch.float64, device=logits.device)
+    launch = launch_table(logits.device).draw_thresholds.for_size(vocab_size)
+    _thresholds_kernel[(len(draw_ids),)](
+        logits,
+        maxima,
+        likeliest,
+        draws.temperature,
+        draws.top_k,
+        draws.top_p,
+        draw_ids,
+        logit_rows,
+        thresholds,
+        logits.stride(0),
+        vocab_size,
+        BLOCK=launch.block_size,
+        num_warps=launch.num_warps,
+    )
+    return thresholds
+
+
 @triton.jit
-def draw_thresholds_kernel(
+def _thresholds_kernel(
     logits,
     maxima,
     likeliest,

@@ -115,6 +115,9 @@ class LaunchTable:
         row_maxima: by elements of a row.
         rotate_and_write_kv: by elements of a head.
         block_copy: by words of a block.
+        draw_thresholds: by elements of a row.
+        draw_tokens: by elements of a row.
+        token_logprobs: by elements of a row.
     """
 
     decode_attention: Rows[DecodeAttentionLaunch]
@@ -124,6 +127,9 @@ class LaunchTable:
     row_maxima: Rows[BlockLaunch]
     rotate_and_write_kv: Rows[BlockLaunch]
     block_copy: Rows[BlockLaunch]
+    draw_thresholds: Rows[BlockLaunch]
+    draw_tokens: Rows[BlockLaunch]
+    token_logprobs: Rows[BlockLaunch]
 
 
 _KERNELS: Mapping[str, type[RowLaunch]] = {
@@ -134,6 +140,9 @@ _KERNELS: Mapping[str, type[RowLaunch]] = {
     "row_maxima": BlockLaunch,
     "rotate_and_write_kv": BlockLaunch,
     "block_copy": BlockLaunch,
+    "draw_thresholds": BlockLaunch,
+    "draw_tokens": BlockLaunch,
+    "token_logprobs": BlockLaunch,
 }
 
 

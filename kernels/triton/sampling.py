@@ -8,13 +8,12 @@ import triton
 import triton.language as tl
 
 from kernels.draws import DrawTable
-from kernels.triton.draw_thresholds import draw_thresholds_kernel, scale_logits
+from kernels.triton.draw_thresholds import find_thresholds, scale_logits
+from kernels.triton.launch import launch_table
 
 __all__ = ["draw_tokens", "token_logprobs"]
 
-_THRESHOLD_BLOCK, _THRESHOLD_WARPS = 512, 16  # a program has a row to itself
-_DRAW_BLOCK, _DRAW_TILES = 1024, 8
-_SUM_BLOCK, _SUM_TILES = 2048, 4
+_TILES = 8  # of a program: as many blocks as the launch table says, or to the end of the row
 
 
 def draw_tokens(
@@ -37,25 +36,11 @@ def draw_tokens(
     table = (draws.temperature, draws.top_k, draws.top_p, draws.seed)
     vectors = (maxima, likeliest, *table, draw_ids, positions, tokens)
     assert all(vector.is_contiguous() for vector in vectors)
-    num_splits = triton.cdiv(vocab_size, _DRAW_BLOCK * _DRAW_TILES)
-    thresholds = torch.empty(count, dtype=torch.float64, device=device)
+    thresholds = find_thresholds(logits, maxima, likeliest, draws, draw_ids, logit_rows)
+    launch = launch_table(device).draw_tokens.for_size(vocab_size)
+    num_splits = triton.cdiv(vocab_size, launch.block_size * _TILES)
     best_scores = torch.empty((count, num_splits), dtype=torch.float64, device=device)
     best_tokens = torch.empty((count, num_splits), dtype=torch.int32, device=device)
-    draw_thresholds_kernel[(count,)](
-        logits,
-        maxima,
-        likeliest,
-        draws.temperature,
-        draws.top_k,
-        draws.top_p,
-        draw_ids,
-        logit_rows,
-        thresholds,
-        logits.stride(0),
-        vocab_size,
-        BLOCK=_THRESHOLD_BLOCK,
-        num_warps=_THRESHOLD_WARPS,
-    )
     _draw_kernel[(count, num_splits)](
         logits,
         maxima,
@@ -70,8 +55,9 @@ def draw_tokens(
         best_tokens,
         logits.stride(0),
         vocab_size,
-        BLOCK=_DRAW_BLOCK,
-        TILES=_DRAW_TILES,
+        BLOCK=launch.block_size,
+        TILES=_TILES,
+        num_warps=launch.num_warps,
     )
     _choose_kernel[(count,)](
         likeliest,
@@ -186,7 +172,8 @@ def token_logprobs(
     _check_rows(logits, count, logit_rows)
     assert maxima.is_contiguous()
     assert tokens.is_contiguous()
-    num_splits = triton.cdiv(vocab_size, _SUM_BLOCK * _SUM_TILES)
+    launch = launch_table(device).token_logprobs.for_size(vocab_size)
+    num_splits = triton.cdiv(vocab_size, launch.block_size * _TILES)
     sums = torch.empty((count, num_splits), dtype=torch.float32, device=device)
     _exp_sums_kernel[(count, num_splits)](
         logits,
@@ -196,8 +183,9 @@ def token_logprobs(
         sums,
         logits.stride(0),
         vocab_size,
-        BLOCK=_SUM_BLOCK,
-        TILES=_SUM_TILES,
+        BLOCK=launch.block_size,
+        TILES=_TILES,
+        num_warps=launch.num_warps,
     )
     _logprobs_kernel[(count,)](
         logits,

@@ -7,7 +7,7 @@ import torch
 
 from kernels import DrawTable, reference
 
-__all__ = ["LOGIT_KINDS", "DrawCase", "draw_table", "make_draws", "make_logits"]
+__all__ = ["LOGIT_KINDS", "DrawCase", "draw_table", "make_draws", "make_logits", "table_on"]
 
 LOGIT_KINDS = ("normal", "ties", "equal", "masked", "huge", "peaked", "negative", "near")
 
@@ -33,12 +33,11 @@ class DrawCase:
         """Draws by `module`, on `device`; the tokens come back to the CPU."""
         maxima, likeliest = reference.row_maxima(self.logits)
         rows = None if self.logit_rows is None else self.logit_rows.to(device)
-        table = {field.name: getattr(self.draws, field.name) for field in fields(DrawTable)}
         tokens = module.draw_tokens(
-            self.logits.to(device),
+            _to_device(self.logits, device),
             maxima.to(device),
             likeliest.to(device),
-            DrawTable(**{name: values.to(device) for name, values in table.items()}),
+            table_on(device, self.draws),
             draw_ids=self.draw_ids.to(device),
             positions=self.positions.to(device),
             logit_rows=rows,
@@ -49,6 +48,18 @@ class DrawCase:
     def replace(self, **changes):
         """The same with other arguments."""
         return replace(self, **changes)
+
+
+def _to_device(logits, device):
+    """In memory laid out as on the CPU."""
+    copy = torch.empty_strided(logits.shape, logits.stride(), device=device)
+    return copy.copy_(logits)
+
+
+def table_on(device, draws):
+    """A table's copy on `device`."""
+    columns = {field.name: getattr(draws, field.name) for field in fields(DrawTable)}
+    return DrawTable(**{name: column.to(device) for name, column in columns.items()})
 
 
 def draw_table(*records):
