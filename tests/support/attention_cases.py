@@ -7,9 +7,9 @@ import torch
 
 import kernels
 from kernels.attention_metadata import AttentionMetadata
-from kernels.reference.cache import write_kv
-from tests.support.kernel_checks import IS_NATIVE, assert_within, eps_of
-from tests.support.paged_batches import shuffled_tables, step_metadata
+from kernels.reference.cache import quantize_kv, write_kv
+from tests.support.kernel_checks import CPU, IS_NATIVE, assert_within, eps_of
+from tests.support.paged_batches import meta_on, shuffled_tables, step_metadata
 
 __all__ = ["AttentionCase", "make_case"]
 
@@ -30,6 +30,8 @@ class AttentionCase:
         contexts: per sequence K and V, `[context, num_kv_heads, head_dim]`.
         spans: (start, query length) of each sequence.
         scale: factor on the scores.
+        soft_cap: of the scores.
+        scales_pool: factors of a pool of 8-bit floats, laid out as its tokens.
     """
 
     query: torch.Tensor
@@ -39,25 +41,76 @@ class AttentionCase:
     spans: Sequence[tuple[int, int]]
     scale: float
 
+    soft_cap: float | None = None
+    scales_pool: torch.Tensor | None = None
+
     @property
     def kv_layer(self) -> torch.Tensor:
         return self.pool[:, _LAYER]
 
     def attend(self, sliding_window: int | None = None, *, module=kernels) -> torch.Tensor:
         return module.paged_attention(
-            self.query, self.kv_layer, self.meta, scale=self.scale, sliding_window=sliding_window
+            self.query,
+            self.kv_layer,
+            self.meta,
+            scale=self.scale,
+            sliding_window=sliding_window,
+            soft_cap=self.soft_cap,
+            kv_scales=None if self.scales_pool is None else self.scales_pool[:, _LAYER],
         )
 
     def expected(self, sliding_window: int | None = None) -> torch.Tensor:
-        """`[num_tokens, num_heads, head_dim]` float64."""
-        return self._expected_and_bound(sliding_window)[0]
+        """`[num_tokens, num_heads, head_dim]` float64, on the CPU."""
+        return self._expected_and_errors(sliding_window)[0]
 
-    def check(self, sliding_window: int | None = None) -> torch.Tensor:
-        """Attends with `kernels`, and compares with the oracle."""
-        output = self.attend(sliding_window)
+    def check(
+        self,
+        sliding_window: int | None = None,
+        *,
+        module=kernels,
+        rounding: float | None = None,
+    ) -> torch.Tensor:
+        """Attends with a module's kernels, and compares with the oracle.
+
+        Args:
+            sliding_window: how many tokens a query sees.
+            module: has `paged_attention`.
+            rounding: by which share of itself a number may change when it is stored as the
+                type; that of the CPU's kernels if None.
+        """
+        output = self.attend(sliding_window, module=module)
         assert output.dtype == self.query.dtype
-        assert_within(output, *self._expected_and_bound(sliding_window))
+        assert output.device == self.query.device
+        expected, magnitudes, relative = self._expected_and_errors(sliding_window)
+        if self.query.dtype != torch.float32:
+            if rounding is None:
+                rounding = (
+                    (1 if IS_NATIVE else _NARROW_SCORES_FACTOR) * eps_of(self.query.dtype) / 2
+                )
+            # Each weight is rounded to the type, and the result.
+            relative = relative + 2 * rounding
+        assert_within(output.cpu(), expected, relative * magnitudes)
         return output
+
+    def on(self, device: torch.device) -> "AttentionCase":
+        """The case with what kernels read on `device`."""
+        scales_pool = None if self.scales_pool is None else self.scales_pool.to(device)
+        return replace(
+            self,
+            query=self.query.to(device),
+            pool=self.pool.to(device),
+            meta=meta_on(device, self.meta),
+            scales_pool=scales_pool,
+        )
+
+    def quantized(self) -> "AttentionCase":
+        """The case with a pool of 8-bit floats; what it expects is what these say."""
+        narrow, scales_pool = quantize_kv(self.pool)
+        contexts = [
+            tuple(narrow.double() * scales.double().unsqueeze(-1) for narrow, scales in pair)
+            for pair in ([quantize_kv(states) for states in pair] for pair in self.contexts)
+        ]
+        return replace(self, pool=narrow, scales_pool=scales_pool, contexts=contexts)
 
     def forgetting(self, sliding_window: int) -> "AttentionCase":
         """The case without what lies before the windows: NaN, and block tables of zeros."""
@@ -71,20 +124,18 @@ class AttentionCase:
                 pool[table[num_blocks], :, :, :, :num_slots] = torch.nan
         return replace(self, pool=pool, meta=replace(self.meta, block_tables=tables))
 
-    def _expected_and_bound(self, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks = self.query.double().split([length for _, length in self.spans])
+    def _expected_and_errors(
+        self, sliding_window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The result, the same sums of magnitudes, and by which share of these float32 may err."""
+        chunks = self.query.to(CPU).double().split([length for _, length in self.spans])
         parts = [
-            _attend(query, start, *context, self.scale, sliding_window)
+            _attend(query, start, *context, self.scale, sliding_window, self.soft_cap)
             for query, (start, _), context in zip(chunks, self.spans, self.contexts, strict=True)
         ]
         expected, magnitudes, score_bounds = (torch.cat(part) for part in zip(*parts, strict=True))
         num_eps = 8 + self.meta.max_context_len**0.5 / 4
-        relative = num_eps * _EPS32 + score_bounds
-        if self.query.dtype != torch.float32:
-            # Each weight is rounded to the type, and the result.
-            factor = 1 if IS_NATIVE else _NARROW_SCORES_FACTOR
-            relative = relative + factor * eps_of(self.query.dtype)
-        return expected, relative * magnitudes
+        return expected, magnitudes, num_eps * _EPS32 + score_bounds
 
 
 def make_case(
@@ -96,6 +147,7 @@ def make_case(
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     scale: float = 0.3,
+    soft_cap: float | None = None,
     seed: int = 0,
 ) -> AttentionCase:
     """A case of random KV in shuffled blocks."""
@@ -115,7 +167,7 @@ def make_case(
         write_kv(keys, values, pool[:, _LAYER], whole.slot_mapping)
     _, meta = step_metadata(spans, tables, block_size)
     query = normal(sum(length for _, length in spans), num_heads, head_dim)
-    return AttentionCase(query, pool, meta, contexts, spans, scale)
+    return AttentionCase(query, pool, meta, contexts, spans, scale, soft_cap)
 
 
 def _attend(
@@ -125,6 +177,7 @@ def _attend(
     values: torch.Tensor,
     scale: float,
     sliding_window: int | None,
+    soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One sequence's tokens.
 
@@ -137,6 +190,8 @@ def _attend(
     group_size = query.shape[1] // keys.shape[1]
     keys, values = (kv.double().repeat_interleave(group_size, dim=1) for kv in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     magnitudes = torch.einsum("qhd,khd->hqk", query.abs(), keys.abs()) * scale
     largest = magnitudes.masked_fill(~seen, 0).amax(-1).T.unsqueeze(-1)
@@ -144,5 +199,5 @@ def _attend(
     return (
         torch.einsum("hqk,khd->qhd", weights, values),
         torch.einsum("hqk,khd->qhd", weights, values.abs()),
-        num_eps * _EPS32 * largest,
+        num_eps * _EPS32 * (largest + 2 * (soft_cap or 0.0)),
     )

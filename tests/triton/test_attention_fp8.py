@@ -1,0 +1,76 @@
+"""Triton's paged attention over a cache of 8-bit floats."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import reference
+from tests.support.devices import DEVICE
+from tests.support.triton_attention import attend, check, make_case
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DECODE = [(0, 1), (30, 1), (300, 1), (130, 3)]
+MIXED = [(120, 1), (0, 29), (30, 1), (65, 6), (0, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spans", [DECODE, MIXED])
+def test_what_is_stored_is_attended(spans, dtype):
+    check(make_case(spans, dtype=dtype).quantized())
+
+
+@pytest.mark.parametrize("spans", [DECODE, MIXED])
+def test_a_window_and_a_soft_cap(spans):
+    case = make_case(spans, soft_cap=5.0, dtype=torch.bfloat16)
+    check(case.forgetting(40).quantized(), 40)
+
+
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_head_sizes(head_dim):
+    check(make_case(MIXED, head_dim=head_dim, block_size=8, dtype=torch.bfloat16).quantized())
+
+
+def test_matches_the_reference():
+    case = make_case(MIXED).quantized()
+    expected = case.attend(module=reference)
+    torch.testing.assert_close(attend(case).cpu(), expected, atol=2e-6, rtol=2e-5)
+
+
+def test_is_close_to_what_was_not_quantized():
+    case = make_case([(300, 1), (50, 40)], dtype=torch.bfloat16)
+    expected = case.expected()
+    error = attend(case.quantized()).double().cpu() - expected
+    # Three bits of mantissa: each number is off by up to 1/16 of itself, and they average out.
+    assert error.norm() < expected.norm() / 16
+
+
+def test_factors_may_lie_in_another_order():
+    case = make_case(MIXED, dtype=torch.bfloat16).quantized()
+    expected = attend(case)
+    scales_pool = case.scales_pool.transpose(2, 4).contiguous().transpose(2, 4)
+    moved = replace(case.on(DEVICE), scales_pool=scales_pool.to(DEVICE))
+    assert moved.scales_pool.stride() == scales_pool.stride()
+    assert torch.equal(attend(moved), expected)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("spans", [DECODE, MIXED])
+def test_a_sequence_that_is_not_finite_spoils_no_other(spans):
+    case = make_case(spans, dtype=torch.bfloat16)
+    expected = attend(case.quantized())
+    first, last = case.meta.query_starts[3:5].tolist()
+    case.pool[case.meta.block_tables[3, 0].long()] = torch.nan
+    output = attend(case.quantized())
+    assert output[first:last].isnan().all()
+    others = [row for row in range(len(output)) if not first <= row < last]
+    torch.testing.assert_close(output[others], expected[others], atol=0, rtol=0)
+
+
+def test_factors_are_asked_for():
+    quantized = make_case(DECODE, dtype=torch.bfloat16).quantized()
+    with pytest.raises(AssertionError):
+        attend(replace(quantized, scales_pool=None))
