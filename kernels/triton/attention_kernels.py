@@ -144,8 +144,9 @@ def attend_kernel(
         HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, HAS_SOFT_CAP, True,
     )  # fmt: skip
 
-    # A row that sees nothing has sums of 0, and results of 0.
-    results /= tl.where(sums == 0.0, 1.0, sums)[:, None]
+    # A row that sees nothing has a sum of 0, and results of 0.
+    sums = tl.where(sums == 0.0, 1.0, sums)
+    results /= sums[:, None]
     num_heads = tl.num_programs(1) * group_size
     out_rows = (query_start + tokens).to(tl.int64) * num_heads + heads
     if num_used_splits == 1:
@@ -239,15 +240,17 @@ def _attend_tiles(
         value = tl.load(pointers + kv_kind_stride, mask=is_element, other=0.0)
 
         key = tl.trans(key.to(queries.dtype))
-        scores = _product(queries, key, tl.zeros([queries.shape[0], BLOCK_N], tl.float32))
-        scores *= score_factor
+        scores = tl.full([queries.shape[0], BLOCK_N], 0.0, tl.float32)
+        scores = _product(queries, key, scores) * score_factor
         if kv_scales is not None:
             scale_pointers = kv_scales + kv_head.to(tl.int64) * scale_head_stride
             scale_pointers += block_ids * scale_block_stride + slots * scale_slot_stride
             scores *= tl.load(scale_pointers, mask=is_read, other=0.0)[None, :]
         if HAS_SOFT_CAP:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1), without overflow.
-            scores = cap_factor - 2.0 * cap_factor / (tl.exp2(scores) + 1.0)
+            # tanh(|x|) = (1 - exp(-2 |x|)) / (1 + exp(-2 |x|)), and nothing overflows.
+            powers = tl.exp2(-tl.abs(scores))
+            capped = cap_factor * ((1.0 - powers) / (1.0 + powers))
+            scores = tl.where(scores < 0.0, -capped, capped)
         if IS_MASKED:
             distances = positions[:, None] - tile_positions[None, :]
             scores = tl.where((distances >= 0) & (distances < window), scores, float("-inf"))
