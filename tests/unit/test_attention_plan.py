@@ -1,0 +1,115 @@
+"""How Triton's attention is divided among programs."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.triton.attention_plan import AttentionSizes, padded_dim, plan_passes
+from kernels.triton.launch import AttentionLaunch, DecodeAttentionLaunch
+
+DECODE = DecodeAttentionLaunch(
+    block_m=16,
+    block_n=64,
+    num_warps=4,
+    num_stages=3,
+    min_tokens_per_split=256,
+    max_splits=64,
+    programs_per_sm=2,
+)
+PREFILL = AttentionLaunch(block_m=128, block_n=64, num_warps=8, num_stages=3)
+
+
+def sizes_of(query_lens, *, max_context_len=4096, group_size=4, num_kv_heads=8, num_processors=132):
+    return AttentionSizes(
+        num_tokens=sum(query_lens),
+        num_seqs=len(query_lens),
+        max_query_len=max(query_lens),
+        max_context_len=max_context_len,
+        num_kv_heads=num_kv_heads,
+        group_size=group_size,
+        num_processors=num_processors,
+    )
+
+
+def plan(query_lens, **options):
+    return plan_passes(sizes_of(query_lens, **options), DECODE, PREFILL)
+
+
+@given(
+    query_lens=st.lists(st.integers(0, 700), min_size=1, max_size=20).filter(any),
+    group_size=st.integers(1, 200),
+)
+def test_every_sequence_is_attended_by_one_pass_that_has_its_blocks(query_lens, group_size):
+    passes = plan(query_lens, group_size=group_size)
+    for query_len in filter(None, query_lens):
+        rows = query_len * group_size
+        (own,) = [part for part in passes if part.min_rows <= rows <= part.max_rows]
+        assert own.has_many_blocks or rows <= own.block_m
+    for part in passes:
+        num_blocks = len(query_lens)
+        if part.has_many_blocks:
+            num_blocks = sum(-(-length * group_size // part.block_m) for length in query_lens)
+        assert part.num_blocks >= num_blocks
+
+
+def test_tokens_alone_take_the_smallest_tiles():
+    (decode,) = plan([1] * 5)
+    assert (decode.block_m, decode.has_many_blocks, decode.num_blocks) == (16, False, 5)
+
+
+@pytest.mark.parametrize(("query_len", "block_m"), [(4, 16), (5, 32), (8, 32), (16, 64)])
+def test_several_tokens_take_tiles_that_hold_them(query_len, block_m):
+    (decode,) = plan([1, query_len])
+    assert decode.block_m == block_m
+
+
+def test_prompts_alone_take_no_pass_for_tokens():
+    (prefill,) = plan([512, 512])
+    assert prefill.has_many_blocks
+    assert (prefill.min_rows, prefill.block_m) == (1, 128)
+
+
+def test_prompts_beside_tokens_take_a_pass_each():
+    decode, prefill = plan([1, 1, 512])
+    assert (decode.max_rows, prefill.min_rows) == (16, 17)
+
+
+def test_groups_larger_than_decode_tiles_take_those_of_prompts():
+    (prefill,) = plan([1, 1], group_size=100)
+    assert prefill.has_many_blocks
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "max_context_len", "num_splits"),
+    [
+        (1, 100_000, 33),  # 264 programs wanted, 8 there
+        (16, 100_000, 3),
+        (33, 100_000, 1),
+        (34, 100_000, 1),
+        (1, 256, 1),
+        (1, 257, 2),
+        (1, 0, 1),
+    ],
+)
+def test_contexts_are_divided_until_processors_are_busy(num_seqs, max_context_len, num_splits):
+    (decode,) = plan([1] * num_seqs, max_context_len=max_context_len)
+    assert decode.num_splits == num_splits
+
+
+def test_contexts_are_not_divided_further_than_the_table_says():
+    sizes = sizes_of([1], max_context_len=1 << 20, num_kv_heads=1)
+    (decode,) = plan_passes(sizes, replace(DECODE, max_splits=7), PREFILL)
+    assert decode.num_splits == 7
+
+
+def test_a_small_chunk_of_a_long_context_is_divided_too():
+    (small,) = plan([64], max_context_len=30_000)
+    (large,) = plan([8192], max_context_len=30_000)
+    assert small.num_splits == 6  # of 3 blocks with 8 heads each
+    assert large.num_splits == 1
+
+
+def test_heads_are_padded_to_what_products_take():
+    assert [padded_dim(size) for size in (1, 16, 17, 64, 80, 256)] == [16, 16, 32, 64, 128, 256]
