@@ -24,14 +24,18 @@ _GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 class OfflineEngine:
     """An engine that decodes greedily and ignores the end of sequence.
 
+    Args:
+        config: its flags.
+        core: the engine, where there is one already.
+
     Attributes:
         core: the engine.
         start_up_s: seconds to load the model, profile it and allocate; without importing torch.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, core: EngineCore | None = None) -> None:
         started = time.perf_counter()
-        self.core = EngineCore.build(config)
+        self.core = core or EngineCore.build(config)
         self.start_up_s = time.perf_counter() - started
         self._numbers = count()
 

@@ -1,0 +1,120 @@
+"""`baton bench gpu`: a GPU's ceilings, then Baton's kernels, steps and tiers beside them."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigurationError
+from benchmarks.gpu.hardware import describe_gpu_machine, find_problem, slug
+from benchmarks.gpu.parts.registry import Part, parts_of
+from benchmarks.gpu.plan import FULL, SMOKE
+
+__all__ = ["add_args", "main"]
+
+_RESULTS = Path(__file__).resolve().parents[1] / "results"
+_DEADLINE_S = 450.0  # a little below the eight minutes that the whole may take
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--smoke", action="store_true", help="run all of it once, tiny, on the CPU: no figures"
+    )
+    parser.add_argument(
+        "--part",
+        action="append",
+        metavar="NAME",
+        help=f"repeatable; all by default: {', '.join(part.name for part in parts_of(FULL))}",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=_DEADLINE_S,
+        metavar="SECONDS",
+        help="for the whole (default: %(default).0f)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="where the figures go (default: benchmarks/results/gpu_DEVICE.json; "
+        "with --smoke, nowhere)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures copy bandwidth and matrix rate; kernels, each checked against the reference first;
+    decode steps, prompts, two tiers on one card; and the continuous batching of transformers on
+    the same requests. Random weights. Exit status: 1 where something failed, 2 without a GPU.
+    """
+    parts = _chosen(args)
+    problem = None if args.smoke else find_problem()
+    if problem is not None:
+        print(f"bench gpu: {problem}; nothing was measured")
+        return 2
+
+    from benchmarks.gpu.run import run_parts
+    from benchmarks.gpu.tables import failures_of, make_tables, with_ratios
+    from benchmarks.report.text import format_table
+
+    plan = SMOKE if args.smoke else FULL
+    machine, began = describe_gpu_machine(plan.device), datetime.now(UTC)
+    reports = run_parts(parts, is_smoke=args.smoke, deadline_s=args.deadline)
+    results = with_ratios([result for report in reports for result in report["results"]])
+    for table in make_tables(results):
+        print(f"\n{format_table(table)}")
+    failures = failures_of(reports)
+    print("\n" + "\n".join(failures or ["everything was measured"]))
+    path = args.json or (None if args.smoke else _default_path(machine))
+    if path is not None:
+        content = _content(machine, began, reports, results, is_smoke=args.smoke)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"written: {path}")
+    return int(bool(failures))
+
+
+def _chosen(args: argparse.Namespace) -> list[Part]:
+    """The parts asked for, in their order.
+
+    Raises:
+        ConfigurationError: a flag's value is bad; names it.
+    """
+    known = parts_of(SMOKE if args.smoke else FULL)
+    for name in args.part or ():
+        if name not in [part.name for part in known]:
+            names = ", ".join(part.name for part in known)
+            raise ConfigurationError(f"--part is {name!r}; it must be one of {names}")
+    if not args.deadline > 0:
+        raise ConfigurationError(f"--deadline is {args.deadline}; it must be > 0")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigurationError(f"--json is {args.json}; there is no folder {args.json.parent}")
+    return [part for part in known if not args.part or part.name in args.part]
+
+
+def _default_path(machine: Mapping[str, Any]) -> Path:
+    return _RESULTS / f"gpu_{slug(machine['device']['name'])}.json"
+
+
+def _content(
+    machine: Mapping[str, Any],
+    began: datetime,
+    reports: Sequence[Mapping[str, Any]],
+    results: Sequence[Mapping[str, Any]],
+    *,
+    is_smoke: bool,
+) -> dict[str, Any]:
+    """What is written: the parts without their results, which follow in one list."""
+    return {
+        "what": "baton bench gpu",
+        "is_smoke": is_smoke,
+        "machine": machine,
+        "began": began.isoformat(timespec="seconds"),
+        "parts": [
+            {name: value for name, value in report.items() if name != "results"}
+            for report in reports
+        ],
+        "results": results,
+    }

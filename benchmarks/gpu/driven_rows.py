@@ -1,0 +1,80 @@
+"""Drives a runner without a scheduler: rows of any context, that decode from then on."""
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, pairwise
+
+from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput, TableUpdate
+from engine.runner import PendingOutput, Runner
+
+__all__ = ["DrivenRows"]
+
+_GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+
+
+class DrivenRows:
+    """Rows of a runner, each in blocks of its own, scattered over the pool.
+
+    What they attend to is whatever the pool holds: reading it takes the same time.
+
+    Args:
+        runner: of a model whose layers all see everything.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._steps = count(1)
+        self._rows: tuple[int, ...] = ()
+
+    def blocks_short(self, num_rows: int, num_tokens: int) -> int:
+        """How many blocks the pool lacks for rows of so many tokens each."""
+        return max(0, num_rows * self._blocks_of(num_tokens) - self._runner.num_blocks)
+
+    def begin(self, num_rows: int, context: int, num_tokens: int) -> None:
+        """Puts rows at a context, from where they decode up to `num_tokens`."""
+        self._rows = ()
+        chunks = [
+            ScheduledChunk(row, (row + 1,), context - 1, (_GREEDY,)) for row in range(num_rows)
+        ]
+        self._runner.execute(self._batch(chunks, self._tables(num_rows, num_tokens)))
+        self._rows = tuple(range(num_rows))
+
+    def compute_prompts(self, num_prompts: int, length: int) -> StepOutput:
+        """Computes prompts in one step, and draws a token of each."""
+        self._rows = ()
+        chunks = [
+            ScheduledChunk(row, tuple(range(1, length + 1)), 0, (_GREEDY,))
+            for row in range(num_prompts)
+        ]
+        return self._runner.execute(self._batch(chunks, self._tables(num_prompts, length)))
+
+    def submit(self) -> PendingOutput:
+        """Hands over a decode step of all rows."""
+        return self._runner.submit(self._batch())
+
+    def overlapped(self, num_steps: int) -> list[float]:
+        """Seconds of each step, where the next is handed over before one is read."""
+        pending, times_s = self.submit(), []
+        for _ in range(num_steps):
+            following = self.submit()
+            pending.result()
+            times_s.append(time.perf_counter())
+            pending = following
+        pending.result()
+        times_s.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times_s)]
+
+    def _batch(
+        self, chunks: Sequence[ScheduledChunk] = (), tables: Iterable[TableUpdate] = ()
+    ) -> ScheduledBatch:
+        return ScheduledBatch(next(self._steps), tuple(chunks), self._rows, tuple(tables))
+
+    def _tables(self, num_rows: int, num_tokens: int) -> Iterator[TableUpdate]:
+        each = self._blocks_of(num_tokens)
+        ids = random.Random(0).sample(range(self._runner.num_blocks), num_rows * each)
+        for row in range(num_rows):
+            yield TableUpdate(row, 0, 0, tuple(ids[row * each : (row + 1) * each]))
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._runner.info.layout.block_size)

@@ -1,0 +1,123 @@
+"""How long calls take on the device: CUDA events around graphs of calls; on a CPU its clock."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["Call", "busy_call_s", "synchronize", "time_calls"]
+
+_LEAST_SAMPLES = 8
+_MAX_SAMPLES = 200
+_EVENTS_AT_ONCE = 8
+_HEADSTART_SIZE = 8192
+_HEADSTART_CALLS = 12  # about 20 ms of products: as long as launching takes what is timed
+
+Call = Callable[[], object]
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_calls(
+    calls: Sequence[Call], device: torch.device, sample_s: float, *, captured: bool = True
+) -> list[float]:
+    """Seconds of a call, sampled over about `sample_s`.
+
+    Args:
+        calls: of equal work on inputs of their own, so that a call finds none of its own in a
+            cache; a sample is their mean.
+        device: where they compute.
+        sample_s: seconds to spend.
+        captured: whether a CUDA graph launches them, as in decoding, so that only the device
+            counts; if not, Python does.
+    """
+    for call in calls:
+        call()  # compiles, and allocates
+    synchronize(device)
+    if device.type != "cuda":
+        return _sampled(lambda: _host_s(calls), sample_s)
+    run = _graph_of(calls) if captured else lambda: _run_all(calls)
+    run()
+    torch.cuda.synchronize()
+    return _device_samples(run, len(calls), sample_s)
+
+
+def busy_call_s(launch: Call, finish: Call, num_calls: int, device: torch.device) -> float:
+    """Seconds that the device works on one of several calls, the host being far ahead.
+
+    Args:
+        launch: a call, which does not wait for the device.
+        finish: waits for all calls.
+        num_calls: how many.
+        device: where they compute; on a CPU, what they take with `finish` counts.
+    """
+    if device.type != "cuda":
+        started = time.perf_counter()
+        _run_all([launch] * num_calls)
+        finish()
+        return (time.perf_counter() - started) / num_calls
+    headstart = torch.zeros(_HEADSTART_SIZE, _HEADSTART_SIZE, dtype=torch.bfloat16, device=device)
+    start, end = _event(), _event()
+    torch.cuda.synchronize()
+    for _ in range(_HEADSTART_CALLS):
+        torch.mm(headstart, headstart)
+    start.record()
+    _run_all([launch] * num_calls)
+    end.record()
+    finish()
+    torch.cuda.synchronize()
+    return _seconds_between(start, end) / num_calls
+
+
+def _device_samples(run: Call, num_calls: int, sample_s: float) -> list[float]:
+    samples: list[float] = []
+    ends_at = time.perf_counter() + sample_s
+    while len(samples) < _LEAST_SAMPLES or time.perf_counter() < ends_at:
+        pairs = [(_event(), _event()) for _ in range(_EVENTS_AT_ONCE)]
+        for start, end in pairs:
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        samples += [_seconds_between(start, end) / num_calls for start, end in pairs]
+        if len(samples) >= _MAX_SAMPLES:
+            break
+    return samples
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _sampled(measure: Callable[[], float], sample_s: float) -> list[float]:
+    ends_at = time.perf_counter() + sample_s
+    samples = [measure()]
+    while time.perf_counter() < ends_at and len(samples) < _MAX_SAMPLES:
+        samples.append(measure())
+    return samples
+
+
+def _host_s(calls: Sequence[Call]) -> float:
+    started = time.perf_counter()
+    _run_all(calls)
+    return (time.perf_counter() - started) / len(calls)
+
+
+def _graph_of(calls: Sequence[Call]) -> Call:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _run_all(calls)
+    return graph.replay
+
+
+def _run_all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()

@@ -1,0 +1,146 @@
+"""`baton bench gpu --smoke`: each part, tiny, on the CPU; and the command around them."""
+
+import argparse
+import json
+
+import pytest
+
+import kernels
+from baton.errors import ConfigurationError
+from benchmarks.gpu import command
+from benchmarks.gpu import run as run_module
+from benchmarks.gpu.parts import kernels as kernels_part
+from benchmarks.gpu.parts import model as model_part
+from benchmarks.gpu.parts import rates, tiers, transformers
+from benchmarks.gpu.parts.registry import Part
+from benchmarks.gpu.plan import SMOKE
+from benchmarks.gpu.record import Record, TimeLeft, read_record
+from benchmarks.model_cost import Ceilings
+
+_CEILINGS = Ceilings(1e10, 1e11)
+
+
+@pytest.fixture
+def record(tmp_path):
+    (tmp_path / "record").touch()
+    return Record(tmp_path / "record", TimeLeft.of(100.0))
+
+
+def results_of(record):
+    results = read_record(record._path)
+    for result in results:
+        assert "failed" not in result, result
+        assert "skipped" not in result, result
+    return results
+
+
+def arguments(*flags):
+    parser = argparse.ArgumentParser()
+    command.add_args(parser)
+    return parser.parse_args(flags)
+
+
+def test_rates_become_ceilings(record):
+    rates.measure(SMOKE, None, record)
+    ceilings = rates.ceilings_of(results_of(record))
+    assert ceilings.read_bytes_per_s > 1e6
+    assert ceilings.operations_per_s > 1e6
+
+
+def test_every_kernel_is_checked_and_timed(record):
+    kernels_part.measure(SMOKE, _CEILINGS, record)
+    results = results_of(record)
+    names = {result["name"].partition(",")[0] for result in results}
+    assert names == {
+        "decode attention", "prefill attention", "rotate and write KV", "gather blocks",
+        "scatter blocks", "sample", "rms norm", "silu and mul", "gated layer",
+    }  # fmt: skip
+    assert all(result["share_of_ceiling"] > 0 for result in results)
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "rms_norm", "rotate_and_write_kv"])
+def test_a_wrong_kernel_gets_no_figure(record, monkeypatch, name):
+    right = getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *a, **k: right(*a, **k) * 1.01)
+    kernels_part.measure(SMOKE, _CEILINGS, record)
+    wrong = [result for result in read_record(record._path) if "failed" in result]
+    assert wrong
+    for result in wrong:
+        assert result["failed"].startswith("not what the reference gives")
+        assert "median_us" not in result
+
+
+def test_a_model_is_measured_beside_its_floors(record):
+    model_part.measure(SMOKE, _CEILINGS, record, "tiny")
+    results = results_of(record)
+    kinds = [result["kind"] for result in results]
+    assert kinds.count("decode step") == len(SMOKE.batch_sizes) * len(SMOKE.contexts)
+    assert kinds.count("engine step") == len(SMOKE.batch_sizes)
+    assert kinds.count("prefill") == len(SMOKE.prompts)
+    assert kinds.count("served") == 1
+    for result in results:
+        if result["kind"] in ("decode step", "engine step"):
+            ratio = result["median_us"] / result["floor_us"]
+            assert result["times_floor"] == pytest.approx(ratio, rel=1e-3)
+        if result["kind"] == "engine step":
+            assert 0 <= result["idle_share"] < 1
+
+
+def test_two_tiers_and_one_engine_serve_the_same_requests(record):
+    tiers.measure(SMOKE, _CEILINGS, record, "tiny")
+    undivided, split = results_of(record)
+    assert "undivided" in undivided["name"]
+    assert "two tiers" in split["name"]
+    for result in (undivided, split):
+        assert result["first_token_ms"] <= result["second_token_ms"]
+        assert result["output_tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_transformers_serves_the_same(record):
+    transformers.measure(SMOKE, None, record, "tiny")
+    (result,) = results_of(record)
+    assert result["output_tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_the_whole_command(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    flags = ["--smoke", "--part", "rates", "--part", "kernels", "--json", str(path)]
+    assert command.main(arguments(*flags)) == 0
+    content = json.loads(path.read_text())
+    assert content["is_smoke"]
+    assert [part["part"] for part in content["parts"]] == ["rates", "kernels"]
+    shares = [r["share_of_ceiling"] for r in content["results"] if r["kind"] == "kernel"]
+    assert shares
+    assert all(share > 0 for share in shares)
+    assert "everything was measured" in capsys.readouterr().out
+
+
+def test_a_part_that_dies_or_is_late_is_told():
+    dies = Part("dies", "benchmarks.gpu.no_such_module", 1)
+    (report,) = run_module.run_parts([dies], is_smoke=True, deadline_s=60.0)
+    assert "No module named 'benchmarks.gpu.no_such_module'" in report["problem"]
+    late = Part("late", "benchmarks.gpu.parts.rates", 1)  # before its interpreter is up
+    (report,) = run_module.run_parts([late], is_smoke=True, deadline_s=0.01)
+    assert report["problem"] == "ended: its 0 s were over"
+    assert report["results"] == []
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_problem", lambda: "no CUDA device")
+    assert command.main(arguments()) == 2
+    assert capsys.readouterr().out == "bench gpu: no CUDA device; nothing was measured\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--part", "lunch"], "--part is 'lunch'; it must be one of rates, kernels"),
+        (["--deadline", "0"], "--deadline is 0.0; it must be > 0"),
+        (["--json", "/no/such/file"], "--json is /no/such/file; there is no folder /no/such"),
+    ],
+)
+def test_bad_flags(flags, message):
+    with pytest.raises(ConfigurationError, match=message):
+        command.main(arguments("--smoke", *flags))
