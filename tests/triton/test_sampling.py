@@ -102,6 +102,17 @@ def _kept(logits, draws):
     return scaled >= found.cpu().unsqueeze(-1), scaled >= expected
 
 
+@pytest.mark.parametrize(("top_k", "sign"), [(1, 1.0), (4, -1.0)])
+def test_neighbouring_numbers_are_told_apart(top_k, sign):
+    """Wherever in the search's sixteenths the threshold and the largest number lie."""
+    first = int(torch.tensor(1.5).view(torch.int32))
+    bits = first + torch.arange(16).unsqueeze(-1) + torch.arange(7)
+    logits = bits.int().view(torch.float32) * sign
+    kept, expected = _kept(logits, draw_table(*[(1.0, top_k, 1.0, 0)] * 16))
+    assert torch.equal(kept, expected)
+    assert kept.sum(dim=-1).tolist() == [top_k] * 16
+
+
 def test_what_lies_exactly_at_the_share_is_not_kept():
     """The first token alone makes up `top_p` of the weight, to the last unit of 2**-32."""
     second = round(math.exp(-0.5) * 2**32)
