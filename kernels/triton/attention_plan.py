@@ -48,7 +48,7 @@ class Pass:
         block_m: rows of a block.
         block_n: cached tokens of a tile.
         num_warps: of a program.
-        num_stages: how many tiles of KV are on their way.
+        num_stages: as in `AttentionLaunch`.
     """
 
     min_rows: int
@@ -73,7 +73,7 @@ def plan_passes(
     """
     most_rows = sizes.max_query_len * sizes.group_size
     fewest_rows = most_rows if _is_uniform(sizes) else sizes.group_size
-    few_rows = _decode_block_m(sizes, decode)
+    few_rows = _decode_block_m(sizes, decode, min(_MAX_DECODE_ROWS, prefill.block_m))
     passes = []
     if fewest_rows <= few_rows:
         passes.append(_decode_pass(sizes, decode, few_rows))
@@ -126,11 +126,14 @@ def _is_uniform(sizes: AttentionSizes) -> bool:
     return sizes.num_tokens == sizes.num_seqs * sizes.max_query_len
 
 
-def _decode_block_m(sizes: AttentionSizes, decode: DecodeAttentionLaunch) -> int:
-    """Rows of a decode block: those of the longest query if few, else those of one token."""
+def _decode_block_m(sizes: AttentionSizes, decode: DecodeAttentionLaunch, largest: int) -> int:
+    """Rows of a decode block: those of the longest query if few, else those of one token.
+
+    0 if these are too many, too.
+    """
     for num_rows in (sizes.max_query_len * sizes.group_size, sizes.group_size):
         block_m = max(decode.block_m, 1 << (num_rows - 1).bit_length())
-        if block_m <= _MAX_DECODE_ROWS:
+        if block_m <= largest:
             return block_m
     return 0
 

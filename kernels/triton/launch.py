@@ -66,7 +66,8 @@ class AttentionLaunch(RowLaunch):
     Attributes:
         block_m: rows of a tile: query tokens times the heads of a group.
         block_n: cached tokens of a tile.
-        num_stages: how many tiles of KV are on their way.
+        num_stages: of Triton's pipeline. Block ids, which KV's addresses come from, take some:
+            with 5 a tile of KV is on its way while another is attended, with 7 two, with 4 none.
     """
 
     block_m: int

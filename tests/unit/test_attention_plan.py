@@ -81,6 +81,14 @@ def test_groups_larger_than_decode_tiles_take_those_of_prompts():
     assert prefill.has_many_blocks
 
 
+def test_tiles_of_tokens_are_no_larger_than_those_of_prompts():
+    small = replace(PREFILL, block_m=16)
+    (few,) = plan_passes(sizes_of([4, 4]), DECODE, small)
+    assert not few.has_many_blocks
+    (many,) = plan_passes(sizes_of([5, 5]), DECODE, small)
+    assert (many.has_many_blocks, many.block_m) == (True, 16)
+
+
 @pytest.mark.parametrize(
     ("num_seqs", "max_context_len", "num_splits"),
     [
