@@ -4,8 +4,8 @@
 
 Nothing is allocated until the files' headers agree with the model. Each
 parameter is allocated once, in its final type and memory order; each checkpoint
-tensor is copied from the memory-mapped file into its part. There is never a
-second copy of the model.
+tensor is copied from the memory-mapped file into its part, or to a GPU through
+two small buffers (`weight_upload`). There is never a second copy of the model.
 """
 
 import math
@@ -27,10 +27,13 @@ from engine.models.linear import PackedModule, WeightTarget
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, one_line, open_checkpoint
 from engine.runtime.dummy_weights import draw_weights, dummy_fingerprint
+from engine.runtime.weight_upload import StoredTensor, locate_tensors, upload
 
 __all__ = ["LoadedModel", "load_model", "resolve_dtype"]
 
 _MEBIBYTE = 2**20
+_UPLOADED_TO = ("cuda",)
+"""Devices whose memory files are not read into directly."""
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names
 # Tensors that checkpoints carry and no model needs: constants of the code that wrote them.
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
@@ -100,7 +103,7 @@ def load_model(
     else:
         names = _match_tensors(model, checkpoint)
         _allocate(model, weights_dtype, device, path_or_name)
-        _copy_weights(model.checkpoint_tensors(), names, progress=progress)
+        _copy_weights(model.checkpoint_tensors(), names, device, progress=progress)
     return LoadedModel(
         model=model.eval(),
         max_model_len=model.config.max_model_len,
@@ -224,15 +227,31 @@ def _allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device
 
 
 def _copy_weights(
-    targets: dict[str, WeightTarget], matches: list[_Match], *, progress: bool
+    targets: dict[str, WeightTarget],
+    matches: list[_Match],
+    device: torch.device,
+    *,
+    progress: bool,
 ) -> None:
     num_bytes = sum(target.nbytes for target in targets.values())
     with tqdm(
         total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
     ) as bar:
+        if device.type in _UPLOADED_TO:
+            upload(_stored(targets, matches), device, lambda target: bar.update(target.nbytes))
+            return
         for target, tensor in _read_tensors(targets, matches):
             target.copy_(tensor)
             bar.update(target.nbytes)
+
+
+def _stored(
+    targets: dict[str, WeightTarget], matches: list[_Match]
+) -> list[tuple[StoredTensor, WeightTarget]]:
+    """What is read from where, and what takes it over, as it lies in the files."""
+    places = {file: locate_tensors(file) for file in dict.fromkeys(match[0] for match in matches)}
+    found = [(places[file][name], targets[target]) for file, name, target in matches]
+    return sorted(found, key=lambda pair: (str(pair[0].file), pair[0].offset))
 
 
 def _read_tensors(

@@ -4,12 +4,32 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.runtime.loader import LoadedModel, load_model
+from engine.runtime.weight_upload import locate_tensors, upload
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.devices import DEVICE
 
 _VARIANTS = ("llama", "llama_sharded", "llama_tied_biased", "qwen3", "opt", "gpt2")
+
+
+def test_tensors_larger_than_the_buffers(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "large": torch.randn(1001, 1003, generator=generator),
+        "narrow": torch.randn(700_001, generator=generator).bfloat16(),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    places = locate_tensors(tmp_path / "model.safetensors")
+    targets = {
+        "large": torch.empty(1003, 1001, dtype=torch.bfloat16, device=DEVICE).t(),
+        "narrow": torch.empty(700_001, device=DEVICE),
+    }
+    weights = [(places[name], target) for name, target in targets.items()]
+    upload(weights, DEVICE, lambda _: None, buffer_bytes=2**18)
+    for name, target in targets.items():
+        assert torch.equal(target.cpu(), tensors[name].to(target.dtype)), name
 
 
 def _load(folder, dtype="auto", device=DEVICE, **options) -> LoadedModel:
@@ -28,7 +48,7 @@ def _parameters(loaded):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("variant", _VARIANTS)
-def test_every_weight_arrives(variant, dtype, monkeypatch):
+def test_every_weight_arrives(variant, dtype):
     folder = tiny_checkpoint(variant)
     there, here = _load(folder, dtype), _load(folder, dtype, "cpu")
     token_ids = torch.arange(0, 200, 7)
