@@ -232,7 +232,7 @@ def _attend_tiles(
         is_read = (tile_positions >= low) & (tile_positions < end)
         block_ids = tl.load(table + tile_positions // BLOCK_SIZE, mask=is_read, other=0)
         block_ids = block_ids.to(tl.int64)
-        slots = tile_positions % BLOCK_SIZE
+        slots = (tile_positions % BLOCK_SIZE).to(tl.int64)
         is_element = is_read[:, None] & (dims < HEAD_DIM)[None, :]
         offsets = block_ids * kv_block_stride + slots * kv_slot_stride
         pointers = keys + offsets[:, None] + dims[None, :]
