@@ -13,7 +13,7 @@ from tests.support.devices import DEVICE, rounding_error
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SPANS = [(30, 1), (0, 6), (13, 3), (0, 1)]
+SPANS = [(30, 1), (0, 2), (13, 2)]  # few tokens: each is slow to interpret
 
 
 def make_case(*, dtype=torch.float32, spans=SPANS, **options):
@@ -36,7 +36,7 @@ def test_rotated(head_dim, has_norms, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("head_dim", [1, 5, 64])
+@pytest.mark.parametrize("head_dim", [1, 5])
 def test_not_rotated(head_dim, has_norms, dtype):
     make_case(head_dim=head_dim, has_norms=has_norms, dtype=dtype, rotates=False).check()
 
@@ -52,7 +52,7 @@ def test_more_heads_than_a_program_takes():
 
 @settings(max_examples=15, deadline=None)
 @given(
-    spans=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 4)), min_size=1, max_size=3),
+    spans=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 2)), min_size=1, max_size=2),
     heads=st.sampled_from([(1, 1), (4, 4), (6, 2), (5, 1)]),
     half_dim=st.integers(1, 40),
     block_size=st.integers(1, 50),
@@ -65,10 +65,9 @@ def test_any_shape(heads, half_dim, **options):
     make_case(num_heads=heads[0], num_kv_heads=heads[1], head_dim=2 * half_dim, **options).check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_that_lie_otherwise(dtype):
+def test_parts_that_lie_otherwise():
     """Copies, as of GPT-2's parts, and heads that do not lie side by side."""
-    case = make_case(dtype=dtype, has_norms=True)
+    case = make_case(has_norms=True)
     parts = [part.clone() for part in case.parts()]
     case.check([part.clone() for part in parts])
     case.check([part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts])
@@ -95,14 +94,14 @@ def test_values_and_the_rest_of_a_wider_tensor_stay():
 
 def test_a_token_that_is_not_finite_spoils_no_other():
     case, spoiled = make_case(has_norms=True), make_case(has_norms=True)
-    spoiled.qkv[4, 1:7, 3] = torch.nan  # some heads of its query and a key
+    spoiled.qkv[3, 1:7, 3] = torch.nan  # some heads of its query and a key
     expected, prepared = case.run(*case.parts()), spoiled.run(*spoiled.parts())
-    assert prepared[4, 1:6].isnan().all()
-    prepared[4, 1:6] = expected[4, 1:6]
+    assert prepared[3, 1:6].isnan().all()
+    prepared[3, 1:6] = expected[3, 1:6]
     assert torch.equal(prepared, expected)
     keys, poisoned = case.take_written(), spoiled.take_written()
-    assert poisoned[4, 0, 0].isnan().all()
-    poisoned[4, 0, 0] = keys[4, 0, 0]
+    assert poisoned[3, 0, 0].isnan().all()
+    poisoned[3, 0, 0] = keys[3, 0, 0]
     assert torch.equal(poisoned, keys)
 
 

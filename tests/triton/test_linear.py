@@ -11,7 +11,7 @@ from tests.support.kernel_checks import assert_within, eps_of, normal, product_b
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 16, 24), (3, 33, 17), (40, 96, 50)]
+SHAPES = [(0, 16, 24), (1, 16, 24), (3, 33, 17), (40, 96, 50)]
 
 
 @pytest.fixture(autouse=True)

@@ -97,7 +97,8 @@ def test_silu_and_mul(size, dtype):
     expected = gate * torch.sigmoid(gate) * up
     assert out.dtype == dtype
     assert out.is_contiguous()
-    bound = (rounding_error(dtype) + 8 * EPS32) * expected.abs()
+    # A GPU's exponential of x errs by the rounding of x as a power of 2.
+    bound = (rounding_error(dtype) + (8 + 2 * gate.abs()) * EPS32) * expected.abs()
     assert_within(out, expected, bound + spacing_at_zero(dtype))
 
 
