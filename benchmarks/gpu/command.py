@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         return 2
 
     from benchmarks.gpu.run import run_parts
-    from benchmarks.gpu.tables import failures_of, make_tables, with_ratios
+    from benchmarks.gpu.tables import failures_of, make_tables, skipped_of, with_ratios
     from benchmarks.report.text import format_table
 
     plan = SMOKE if args.smoke else FULL
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     for table in make_tables(results):
         print(f"\n{format_table(table)}")
     failures = failures_of(reports)
-    print("\n" + "\n".join(failures or ["everything was measured"]))
+    print("\n" + "\n".join([*skipped_of(reports), *(failures or ["nothing failed"])]))
     path = args.json or (None if args.smoke else _default_path(machine))
     if path is not None:
         content = _content(machine, began, reports, results, is_smoke=args.smoke)

@@ -18,8 +18,9 @@ def find_problem() -> str | None:
     """Why nothing can be run on a GPU here, in a line; None if it can."""
     try:
         import torch
+        import triton  # noqa: F401 - without it kernels would be torch's own
     except ImportError as error:
-        return f"torch cannot be imported: {error}"
+        return f"{error}; on a GPU machine: pip install 'baton-llm[gpu]'"
     if not torch.cuda.is_available():
         return f"no CUDA device: torch {torch.__version__} sees none"
     return None

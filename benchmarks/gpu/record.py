@@ -51,13 +51,13 @@ class Record:
             lines.write(json.dumps({"kind": kind, "name": name, **fields}) + "\n")
 
     def attempt(self, kind: str, name: str, measure: Callable[[], dict[str, Any]]) -> bool:
-        """Adds what `measure` returns, or why it failed; without time left, that.
+        """Adds what `measure` returns, or why it failed: without time left, that.
 
         Returns:
             Whether there is a figure.
         """
         if not self.left.seconds:
-            self.add(kind, name, skipped="no time was left")
+            self.add(kind, name, failed="no time was left")
             return False
         started = time.perf_counter()
         try:

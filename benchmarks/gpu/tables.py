@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.report.report import Table
 
-__all__ = ["failures_of", "make_tables", "with_ratios"]
+__all__ = ["failures_of", "make_tables", "skipped_of", "with_ratios"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,21 @@ def failures_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
         for report in reports
         if report["problem"]
     ]
-    figures = [
+    return parts + _marked("failed", reports)
+
+
+def skipped_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What this device has no room for, in a line each."""
+    return _marked("skipped", reports)
+
+
+def _marked(how: str, reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
         f"{result['kind']}, {result['name']}: {result[how]}"
         for report in reports
         for result in report["results"]
-        for how in ("failed", "skipped")
         if how in result
     ]
-    return parts + figures
 
 
 def _ratio(result: Mapping[str, Any], rates: Mapping[str, float]) -> dict[str, float]:

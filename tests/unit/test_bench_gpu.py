@@ -14,7 +14,7 @@ from benchmarks.gpu.parts.rates import ceilings_of
 from benchmarks.gpu.parts.registry import parts_of, time_for
 from benchmarks.gpu.plan import FULL, MODELS, SMOKE
 from benchmarks.gpu.record import Record, TimeLeft, read_record, summary
-from benchmarks.gpu.tables import failures_of, make_tables, with_ratios
+from benchmarks.gpu.tables import failures_of, make_tables, skipped_of, with_ratios
 from benchmarks.kernels.cost import Cost
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.report.text import format_table
@@ -144,7 +144,7 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path):
 def test_nothing_begins_when_no_time_is_left(tmp_path):
     record = make_record(tmp_path / "record", seconds=0.0)
     assert not record.attempt("kernel", "late", pytest.fail)
-    assert read_record(tmp_path / "record")[0]["skipped"] == "no time was left"
+    assert read_record(tmp_path / "record")[0]["failed"] == "no time was left"
 
 
 def test_a_record_that_was_cut_off_keeps_its_whole_lines(tmp_path):
@@ -188,12 +188,14 @@ def test_failures_are_told_with_their_parts():
         {"part": "rates", "problem": None, "results": [{"kind": "rate", "name": "copy"}]},
         {"part": "kernels", "problem": "ended with status -9: \nkilled", "results": [
             {"kind": "kernel", "name": "rms norm", "failed": "not what the reference gives"},
+            {"kind": "decode step", "name": "m, 256 x 8192", "skipped": "the pool lacks 9 blocks"},
         ]},
     ]  # fmt: skip
     assert failures_of(reports) == [
         "kernels: killed",
         "kernel, rms norm: not what the reference gives",
     ]
+    assert skipped_of(reports) == ["decode step, m, 256 x 8192: the pool lacks 9 blocks"]
 
 
 def test_the_benchmark_is_a_subcommand():
