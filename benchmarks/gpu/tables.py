@@ -30,8 +30,8 @@ _KINDS = {
             "share of ceiling": "share_of_ceiling",
             "limit": "limit",
         },
-        "Launched by a CUDA graph; each was checked against the reference. Calls take turns on up to "
-        "256 copies of their inputs: all but a few rows of hidden states come from memory.",
+        "Launched by a CUDA graph; each was checked against the reference. Calls take turns on up "
+        "to 256 copies of their inputs: all but a few rows of hidden states come from memory.",
     ),
     "decode step": _Kind(
         "Decode steps of the runner",
