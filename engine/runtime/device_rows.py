@@ -13,10 +13,10 @@ import kernels
 from engine.batch import ScheduledChunk, TableUpdate
 from engine.runtime.device import to_device
 from engine.runtime.rows import Rows
-from engine.runtime.sampler import DRAW_RECORD
-from kernels import DrawTable, RowState
+from engine.runtime.sampler import DRAW_RECORD, draw_table, draw_words, table_of_words
+from kernels import RowState
 
-__all__ = ["DeviceRows", "draw_table"]
+__all__ = ["DeviceRows"]
 
 
 class DeviceRows:
@@ -86,32 +86,12 @@ class DeviceRows:
         state = self.state
         ids = np.array([chunk.row for _, chunk in drawing], np.int64)
         which = np.array([index for index, _ in drawing], np.int64)
-        words = np.concatenate((np.stack((ids, which)), _words(self.host.draws[ids])))
+        words = np.concatenate((np.stack((ids, which)), draw_words(self.host.draws[ids])))
         sent = to_device(words, state.positions.device)
-        rows, table = sent[0], _table(sent[2:])
+        rows, table = sent[0], table_of_words(sent[2:])
         state.last_tokens.index_copy_(0, rows, tokens.index_select(0, sent[1]).clamp(min=0))
         for name in ("temperature", "top_k", "top_p", "seed"):
             getattr(state.draws, name).index_copy_(0, rows, getattr(table, name))
-
-
-def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
-    """`[n]` of `DRAW_RECORD` on the device, in memory of its own."""
-    return _table(to_device(_words(records), device))
-
-
-def _words(records: np.ndarray) -> np.ndarray:
-    """`[4, n]` int64: the records' fields, bit for bit."""
-    return np.ascontiguousarray(records.view(np.int64).reshape(len(records), -1).T)
-
-
-def _table(words: torch.Tensor) -> DrawTable:
-    """From `[4, n]` int64, in the order of `DRAW_RECORD`."""
-    return DrawTable(
-        temperature=words[0].view(torch.float64),
-        top_k=words[1],
-        top_p=words[2].view(torch.float64),
-        seed=words[3],
-    )
 
 
 def _last_entries(

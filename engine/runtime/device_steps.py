@@ -20,9 +20,9 @@ from engine.runtime.batch_inputs import BatchInputs, StepInputs
 from engine.runtime.decode_graphs import DecodeGraphs, GraphRecorder, capture_sizes, padded_size
 from engine.runtime.device import Fetched, fetch, to_device
 from engine.runtime.device_decode import DeviceDecode
-from engine.runtime.device_rows import DeviceRows, draw_table
+from engine.runtime.device_rows import DeviceRows
 from engine.runtime.drawing import ChunkDraws
-from engine.runtime.sampler import Scores
+from engine.runtime.sampler import Scores, draw_table
 from engine.runtime.steps import StepModel, Steps
 from kernels import CudaGraphRecorder
 

@@ -19,8 +19,11 @@ __all__ = [
     "RandomDraws",
     "Scores",
     "draw_record",
+    "draw_table",
+    "draw_words",
     "prepare_draws",
     "sample",
+    "table_of_words",
 ]
 
 DRAW_RECORD = np.dtype(
@@ -99,18 +102,20 @@ def draw_record(draw: DrawParams) -> tuple[float, int, float, int]:
     return draw.temperature, draw.top_k, draw.top_p, draw.seed
 
 
-def _draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
-    """Puts `[n]` of `DRAW_RECORD` on the device."""
+def draw_words(records: np.ndarray) -> np.ndarray:
+    """`[n]` of `DRAW_RECORD` as `[4, n]` int64, a row per field, bit for bit."""
+    return np.ascontiguousarray(records.view(np.int64).reshape(len(records), -1).T)
 
-    def column(name: str) -> torch.Tensor:
-        return to_device(np.ascontiguousarray(records[name]), device)
 
-    return DrawTable(
-        temperature=column("temperature"),
-        top_k=column("top_k"),
-        top_p=column("top_p"),
-        seed=to_device(records["seed"].astype(np.uint64).view(np.int64), device),
-    )
+def table_of_words(words: torch.Tensor) -> DrawTable:
+    """What `draw_words` gave, on a device, in the same memory."""
+    temperature, top_k, top_p, seed = words
+    return DrawTable(temperature.view(torch.float64), top_k, top_p.view(torch.float64), seed)
+
+
+def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
+    """`[n]` of `DRAW_RECORD` on the device, in memory of its own."""
+    return table_of_words(to_device(draw_words(records), device))
 
 
 def prepare_draws(
@@ -148,7 +153,7 @@ def _random_draws(
     return RandomDraws(
         draws=to_device(chosen, device),
         rows=to_device(row_ids[chosen], device),
-        table=_draw_table(records[chosen], device),
+        table=draw_table(records[chosen], device),
         filtered=filtered,
     )
 
