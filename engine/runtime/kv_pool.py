@@ -17,6 +17,7 @@ __all__ = [
     "DeviceMemory",
     "allocate_host_pool",
     "allocate_pool",
+    "check_kv_cache_dtype",
     "decide_layout",
     "decide_num_blocks",
     "decide_num_host_blocks",
@@ -26,6 +27,7 @@ __all__ = [
 _DEFAULT_CPU_BYTES = 2**30
 _DEFAULT_SWAP_BYTES = 4 * 2**30  # beside a GPU
 _MEBIBYTE = 2**20
+_FP8_CAPABILITY = (8, 9)  # Ada
 
 logger = logging.getLogger("baton.engine")
 
@@ -56,6 +58,22 @@ class DeviceMemory:
         within_share = int(self.total * utilization) - self.peak_reserved - outside_torch
         activations = self.peak_reserved - self.reserved
         return max(0, min(within_share, self.free - activations) - self.graphs)
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device) -> None:
+    """Refuses a type of KV that a GPU cannot read, before a model is loaded.
+
+    Raises:
+        ConfigurationError: names the flag, the GPU and what it would take.
+    """
+    if kv_cache_dtype != FP8 or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FP8_CAPABILITY:
+        raise ConfigurationError(
+            f"--kv-cache-dtype {FP8} needs a GPU of compute capability 8.9 or newer; "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+        )
 
 
 def decide_layout(config: EngineConfig, loaded: LoadedModel, layers_per_block: int) -> KvLayout:

@@ -19,6 +19,7 @@ from engine.runtime.kv_pool import (
     DeviceMemory,
     allocate_host_pool,
     allocate_pool,
+    check_kv_cache_dtype,
     decide_layout,
     decide_num_blocks,
     decide_num_host_blocks,
@@ -69,6 +70,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
         self._config = config
         self._device = resolve_device(config.device)
+        check_kv_cache_dtype(config.kv_cache_dtype, self._device)
         self._steps_type: type[Steps] = HostSteps if self._is_on_cpu else DeviceSteps
         if self._is_on_cpu:
             kernels.set_num_threads(config.num_threads or kernels.default_num_threads())

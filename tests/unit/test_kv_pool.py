@@ -14,6 +14,7 @@ from engine.runtime.kv_pool import (
     DeviceMemory,
     allocate_host_pool,
     allocate_pool,
+    check_kv_cache_dtype,
     decide_layout,
     decide_num_blocks,
     decide_num_host_blocks,
@@ -231,3 +232,19 @@ def test_memory_left_for_the_pool_is_the_share_less_all_else():
     with_graphs = replace(memory, graphs=30)
     assert with_graphs.left_for_pool(0.8) == 800 - 420 - 50 - 30
     assert with_graphs.left_for_pool(1.0) == 400
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (7, 5)])
+def test_a_gpu_without_8_bit_floats_is_told_before_the_model_is_loaded(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of old")
+    message = rf"--kv-cache-dtype fp8_e4m3 needs .* 8\.9 or newer; GPU of old has {capability[0]}"
+    with pytest.raises(ConfigurationError, match=message):
+        check_kv_cache_dtype("fp8_e4m3", torch.device("cuda"))
+    check_kv_cache_dtype("auto", torch.device("cuda"))
+    check_kv_cache_dtype("fp8_e4m3", torch.device("cpu"))
+
+
+def test_a_gpu_with_8_bit_floats_takes_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_kv_cache_dtype("fp8_e4m3", torch.device("cuda"))
