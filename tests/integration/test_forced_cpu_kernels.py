@@ -32,6 +32,7 @@ def test_every_variant_is_built_and_the_best_is_chosen(monkeypatch):
     assert select().variant == RUNNABLE[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("wish", [TORCH, *RUNNABLE[1:]])
 @needs_libraries
