@@ -218,9 +218,11 @@ class EngineCore:
 
     def close(self) -> None:
         """Ends the runner and closes the connector. Idempotent."""
-        self._runner.close()
-        if self._connector is not None:
-            self._connector.close()
+        try:
+            self._runner.close()
+        finally:
+            if self._connector is not None:
+                self._connector.close()
 
     def _run(self, batch: ScheduledBatch | None) -> list[RequestOutput]:
         """The readable loop: execute, then commit."""
@@ -230,23 +232,38 @@ class EngineCore:
     def _overlap(self, batch: ScheduledBatch | None) -> list[RequestOutput]:
         """The overlapped loop: hand this step over, then commit the one before it."""
         before, self._in_flight = self._in_flight, None
-        if batch is not None:
+        error = self._submit(batch) if batch is not None else None
+        outputs = self._finish(before.batch, before.output.result) if before else []
+        if batch is not None and error is not None:
+            # At once: the next step must not build on what this one left undone.
+            outputs += self._fail(batch, error)
+        return outputs
+
+    def _submit(self, batch: ScheduledBatch) -> Exception | None:
+        """Hands a step over; returns why that failed."""
+        try:
             self._in_flight = _SubmittedStep(batch, self._runner.submit(batch))
-        return self._finish(before.batch, before.output.result) if before else []
+        except Exception as error:
+            return error
+        return None
 
     def _finish(
         self, batch: ScheduledBatch, get_output: Callable[[], StepOutput]
     ) -> list[RequestOutput]:
         try:
             output = get_output()
-        except Exception:
-            self._num_failed_steps += 1
-            if self._num_failed_steps >= _MAX_FAILED_STEPS:
-                raise
-            _logger.exception("step %d failed", batch.step)
-            return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
+        except Exception as error:
+            return self._fail(batch, error)
         self._num_failed_steps = 0
         return self.scheduler.commit(batch, output)
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
+        """Ends what a step was for; raises the error where several failed in a row."""
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= _MAX_FAILED_STEPS:
+            raise error
+        _logger.error("step %d failed", batch.step, exc_info=error)
+        return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
 
     def _start_transfers(self) -> None:
         if self._connector is not None and (work := self.scheduler.build_work()):

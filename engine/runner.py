@@ -78,7 +78,11 @@ class Runner(Protocol):
         """Runs one step; see `ScheduledBatch` for the order of its parts."""
 
     def submit(self, batch: ScheduledBatch) -> PendingOutput:
-        """Runs one step beside the caller, after those submitted before it."""
+        """Runs one step beside the caller, after those submitted before it.
+
+        Raises:
+            Exception: why the step could not be started; nothing of it runs any more.
+        """
 
     def close(self) -> None:
         """Ends what `submit` started. Idempotent."""

@@ -312,4 +312,5 @@ def swap_blocks(
     source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:
     """Copies blocks from one pool to another; see `reference.swap_blocks`."""
-    _kernels_on(source.device).swap_blocks(source, target, pairs)
+    device = target.device if source.device.type == "cpu" else source.device
+    _kernels_on(device).swap_blocks(source, target, pairs)

@@ -5,6 +5,7 @@ they were recorded with, so everything that changes must lie in memory that stay
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -26,7 +27,8 @@ class _CapturedStep(RecordedStep):
 class CudaGraphRecorder:
     """Records graphs that share memory, of which one runs at a time.
 
-    What a graph returns lies in that memory until another one runs.
+    What a graph returns is kept for as long as the graph: it had better lie in memory of the
+    caller's.
     """
 
     def __init__(self) -> None:
@@ -50,6 +52,9 @@ class CudaGraphRecorder:
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
                 output = run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # what went wrong tells more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return _CapturedStep(graph, output)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -26,8 +27,17 @@ def resolve_device(name: str) -> torch.device:
     """The device a flag names; "auto" is CUDA's current one where there is one, else the CPU.
 
     Raises:
-        ConfigurationError: there is no such device.
+        ConfigurationError: there is no such device, or it is a GPU and Triton is missing.
     """
+    device = _find_device(name)
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ConfigurationError(
+            f"--device {name} is a GPU, whose kernels need Triton: pip install 'baton-llm[gpu]'"
+        )
+    return device
+
+
+def _find_device(name: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not has_cuda):
         return torch.device("cpu")

@@ -5,17 +5,18 @@ calls, on state that lives on the device. What a step drew is copied to the host
 read when somebody asks; until then the next step may have been launched.
 """
 
+import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 import kernels
-from engine.batch import ScheduledBatch, StepOutput
+from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.runtime.batch_inputs import BatchInputs, StepInputs
 from engine.runtime.decode_graphs import DecodeGraphs, GraphRecorder, capture_sizes, padded_size
 from engine.runtime.device import Fetched, fetch, to_device
@@ -29,6 +30,8 @@ from kernels import CudaGraphRecorder
 __all__ = ["DeviceSteps"]
 
 _MEBIBYTE = 2**20
+_MAX_WARM_UP_TOKENS = 64  # the longest step of the profile run compiles what longer ones launch
+_WARM_UP_DRAW = DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
 
 _logger = logging.getLogger("baton.engine")
 
@@ -66,7 +69,10 @@ class DeviceSteps(Steps):
         self._inputs = StepInputs(self._rows.host, model.max_tokens, model.block_size, model.device)
         self._decode = DeviceDecode(model, self._rows)
         sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
-        self._graphs = DecodeGraphs(sizes, self._decode.run, record or CudaGraphRecorder())
+        vocab_size = model.model.config.vocab_size
+        # Of all graphs, which would keep memory of their own for them.
+        self._logits = torch.empty((max(sizes, default=0), vocab_size), device=model.device)
+        self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
         self._wanting = np.zeros(0, bool)
@@ -76,10 +82,10 @@ class DeviceSteps(Steps):
         """See `Steps.update`."""
         self._rows.update_tables(batch.table_updates)
         if batch.decode_rows is not self._decode_rows:
-            self._decode_rows = batch.decode_rows
             self._decode_ids = np.array(batch.decode_rows, np.int64)
             self._wanting = self._rows.host.wants_logprobs[self._decode_ids]
             self._decode.set_rows(self._decode_ids)
+            self._decode_rows = batch.decode_rows
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> _LaunchedStep:
@@ -102,15 +108,18 @@ class DeviceSteps(Steps):
 
     def graph_bytes(self) -> int:
         """See `Steps.graph_bytes`: what the two largest take, one of them for each other."""
+        gc.collect()
         largest_first = self._graphs.sizes[::-1]
         taken = [self._bytes_of_graph(size) for size in largest_first[:2]]
         return sum(taken[:1]) + sum(taken[1:]) * (len(largest_first) - 1)
 
     def warm_up(self) -> None:
-        """Compiles what decode steps launch, and captures their graphs."""
+        """Compiles what steps launch, whatever is in them, and captures graphs of decode steps."""
+        for batch in _warm_up_batches(self._model):
+            self._run_to_the_end(batch)
+        self.update(ScheduledBatch(0))  # so that what is captured moves no row but the spare one
         start, free_before = time.perf_counter(), _free_bytes(self._model.device)
         with torch.inference_mode():
-            self._decode.run(1)
             self._graphs.capture()
         if self._graphs.sizes:
             _logger.info(
@@ -121,6 +130,13 @@ class DeviceSteps(Steps):
                 (free_before - _free_bytes(self._model.device)) / _MEBIBYTE,
             )
 
+        self._run_to_the_end(_warm_up_batch(0, 1, ()))
+        self._run_to_the_end(ScheduledBatch(0, decode_rows=(0,)))
+
+    def _run_to_the_end(self, batch: ScheduledBatch) -> None:
+        self.update(batch)
+        self.launch(batch).result()
+
     def _bytes_of_graph(self, size: int) -> int:
         device = self._model.device
         with torch.inference_mode():
@@ -128,6 +144,10 @@ class DeviceSteps(Steps):
             free_before = _free_bytes(device)
             self._graphs.capture_one(size)
         return max(0, free_before - _free_bytes(device))
+
+    def _run_in_place(self, size: int) -> torch.Tensor:
+        """As `DeviceDecode.run`, with the logits where those of all graphs are."""
+        return self._logits[:size].copy_(self._decode.run(size))
 
     def _run_decode(self) -> Scores:
         """A step that only decodes."""
@@ -165,6 +185,24 @@ class DeviceSteps(Steps):
         if not self._wanting.any():
             return [tokens]
         return [tokens, kernels.token_logprobs(scores.logits, scores.maxima, tokens, None)]
+
+
+def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:
+    """Short chunks of every kind of length, alone and beside a row that decodes.
+
+    All KV goes to the blocks that unset tables name; nobody reads it.
+    """
+    longest = min(model.max_tokens - 1, model.max_model_len - 1, _MAX_WARM_UP_TOKENS)
+    num_tokens = 1
+    while num_tokens <= longest and model.max_rows > 1:
+        yield _warm_up_batch(0, num_tokens, ())
+        yield _warm_up_batch(1, num_tokens, (0,))
+        num_tokens *= 2
+
+
+def _warm_up_batch(row: int, num_tokens: int, decode_rows: tuple[int, ...]) -> ScheduledBatch:
+    chunk = ScheduledChunk(row, (0,) * num_tokens, 0, (_WARM_UP_DRAW,), wants_logprobs=True)
+    return ScheduledBatch(0, (chunk,), decode_rows)
 
 
 def _draw(

@@ -26,7 +26,7 @@ from engine.runtime.kv_pool import (
     log_pool,
 )
 from engine.runtime.loader import LoadedModel, load_model
-from engine.runtime.steps import FailedStep, MovingStep, StepModel, Steps
+from engine.runtime.steps import MovingStep, StepModel, Steps
 from engine.runtime.turns import Turns
 from kvstore.block_views import view_blocks
 
@@ -99,7 +99,7 @@ class ModelRunner:
     @property
     def kv_pool(self) -> torch.Tensor:
         """The pool, `[num_blocks, *info.layout.block_shape]`."""
-        return self._whole_pool[: self.num_blocks]
+        return self._kv_pool
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
         """Runs one step: tables, swaps, block copies, forward pass, draws."""
@@ -110,10 +110,7 @@ class ModelRunner:
         runner's thread.
         """
         if self._steps.is_asynchronous:
-            try:
-                return self._launch(batch)
-            except Exception as error:  # told to whoever asks for the output
-                return FailedStep(error)
+            return self._launch(batch)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "model-runner")
         return self._thread.submit(self.execute, batch)
@@ -184,7 +181,9 @@ class ModelRunner:
 
     def _measure_graphs(self) -> int:
         """Bytes that the steps' CUDA graphs will take."""
-        return self._new_steps(self._dummy_pool()).graph_bytes()
+        num_bytes = self._new_steps(self._dummy_pool()).graph_bytes()
+        torch.cuda.empty_cache()  # torch keeps the memory of graphs that are gone, too
+        return num_bytes
 
     def _run_dummy(self, num_tokens: int, max_seqs: int) -> int:
         """Runs a step of up to `num_tokens` tokens, all of whose KV goes to one block.
@@ -240,6 +239,8 @@ class ModelRunner:
         self.num_host_blocks = decide_num_host_blocks(config, layout, self.num_blocks, self._device)
         num_spare = self._steps_type.num_spare_blocks
         self._whole_pool = allocate_pool(self.num_blocks + num_spare, layout, self._device)
+        self._kv_pool = self._whole_pool[: self.num_blocks]
+        kernels.copy_blocks(self._kv_pool, ((0, self.num_blocks - 1),))  # compiles it
         self._host_pool = allocate_host_pool(self.num_host_blocks, layout, self._device)
         log_pool(self.num_blocks, self.num_host_blocks, layout, spec, max_len)
 
@@ -255,7 +256,8 @@ class ModelRunner:
                 max_rows=config.max_running,
                 max_tokens=config.max_num_batched_tokens,
                 max_model_len=info.max_model_len,
-                enforce_eager=config.enforce_eager,
+                # A prefill engine hands every request over before it would decode.
+                enforce_eager=config.enforce_eager or config.role == "prefill",
             )
         )
 

@@ -14,7 +14,7 @@ from engine.runtime.device import Fetched
 from kernels import AskingTokens, AttentionMetadata, PagedKv
 from kvstore.block_views import BlockViews
 
-__all__ = ["FailedStep", "FinishedStep", "MovingStep", "StepModel", "Steps"]
+__all__ = ["FinishedStep", "MovingStep", "StepModel", "Steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,6 @@ class MovingStep:
         """Waits for the device."""
         self.moves.wait()
         return self.output
-
-
-@dataclass(frozen=True, slots=True)
-class FailedStep:
-    """The pending output of a step that could not be launched."""
-
-    error: Exception
-
-    def result(self) -> StepOutput:
-        """Raises what made it fail."""
-        raise self.error
 
 
 class Steps(ABC):

@@ -26,7 +26,8 @@ _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
         "max_rows",
         "min_tokens_per_split",
         "table_stride",
-    ]
+    ],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lens"],
 )
 def attend_kernel(
     query,

@@ -103,7 +103,8 @@ def _copy_rows(
     )
 
 
-@triton.jit
+# Where these begin changes from step to step, which must not have the kernel compiled again.
+@triton.jit(do_not_specialize_on_alignment=["source_ids", "target_ids"])
 def _copy_rows_kernel(
     source,
     source_ids,

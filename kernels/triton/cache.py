@@ -69,7 +69,8 @@ def rotate_and_write_kv(
     return query
 
 
-@triton.jit
+# Where these begin changes from step to step, which must not have the kernel compiled again.
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _rotate_and_write_kv_kernel(
     query,
     key,

@@ -69,7 +69,18 @@ def find_thresholds(
     return thresholds
 
 
-@triton.jit
+# Where these begin changes from step to step, which must not have the kernel compiled again.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "maxima",
+        "likeliest",
+        "temperatures",
+        "top_ks",
+        "top_ps",
+        "draw_ids",
+        "logit_rows",
+    ]
+)
 def _thresholds_kernel(
     logits,
     maxima,

@@ -74,7 +74,18 @@ def draw_tokens(
     return tokens
 
 
-@triton.jit
+# Where these begin changes from step to step, which must not have the kernel compiled again.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "maxima",
+        "likeliest",
+        "temperatures",
+        "seeds",
+        "draw_ids",
+        "positions",
+        "logit_rows",
+    ]
+)
 def _draw_kernel(
     logits,
     maxima,
@@ -130,7 +141,10 @@ def _draw_kernel(
     tl.store(best_tokens + place, tl.min(tl.where(best_score == best, best_token, vocab_size)))
 
 
-@triton.jit
+# Where these begin changes from step to step, which must not have the kernel compiled again.
+@triton.jit(
+    do_not_specialize_on_alignment=["likeliest", "temperatures", "draw_ids", "logit_rows", "out"]
+)
 def _choose_kernel(
     likeliest,
     temperatures,
@@ -202,7 +216,8 @@ def token_logprobs(
     return logprobs
 
 
-@triton.jit
+# Where these begin changes from step to step, which must not have the kernel compiled again.
+@triton.jit(do_not_specialize_on_alignment=["maxima", "logit_rows", "tokens"])
 def _exp_sums_kernel(
     logits,
     maxima,
@@ -231,7 +246,8 @@ def _exp_sums_kernel(
     tl.store(sums + index * tl.num_programs(1) + split, tl.sum(partial))
 
 
-@triton.jit
+# Where these begin changes from step to step, which must not have the kernel compiled again.
+@triton.jit(do_not_specialize_on_alignment=["maxima", "logit_rows", "tokens", "out"])
 def _logprobs_kernel(
     logits,
     maxima,

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import count
 
 import pytest
+import torch
 
+import kernels
 from engine.batch import DrawParams
-from engine.request import BeamSearchParams, EngineRequest
+from engine.request import BeamSearchParams, EngineRequest, FinishReason
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
 from tests.support.runner_kinds import use_kind
@@ -130,3 +133,34 @@ def test_draws_candidates_and_beams_are_those_of_the_host(kind, monkeypatch):
             core.close()
     assert results[0] == results[1]
     assert all(len(tokens) == NUM_TOKENS for tokens in results[0]["several"])
+
+
+@pytest.mark.parametrize("name", ["write_table_entries", "keep_drawn", "draw_tokens"])
+def test_no_step_builds_on_a_launch_that_failed(name, monkeypatch):
+    """Else it would write KV to blocks that the device's tables name and the host's do not."""
+    use_kind("device, eager", monkeypatch)
+    core = _build(num_gpu_blocks_override=64)
+    failing = _requests((13, 14), 40)
+    for request in failing:
+        core.add_request(request)
+    for _ in range(9):
+        core.step()
+    with monkeypatch.context() as broken:
+        function = getattr(kernels, name)
+        calls = count()
+
+        def fail_once(*arguments, **named):
+            if next(calls) == 0:
+                raise torch.OutOfMemoryError("none is left")
+            return function(*arguments, **named)
+
+        broken.setattr(kernels, name, fail_once)
+        outputs = [output for _ in range(80) for output in core.step()]
+    assert next(calls) > 0
+    reasons = {output.request_id: output.finish_reason for output in outputs}
+    assert set(reasons) == {"13", "14"}
+    assert FinishReason.LENGTH not in reasons.values()
+    outputs = run_all(core, _requests((13, 14)))
+    for length in (13, 14):
+        assert tokens_of(outputs[str(length)]) == _reference("llama", length)
+    core.close()

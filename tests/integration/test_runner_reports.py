@@ -63,9 +63,7 @@ def test_a_step_that_fails_half_way_leaves_nothing_under_way(runner, device, mon
 
     monkeypatch.setattr(runner._steps, "launch", launch)
     chunk = ScheduledChunk(0, (1, 2), 0, (DrawParams(0.0, 0, 1.0, 0),))
-    pending = runner.submit(
-        ScheduledBatch(1, (chunk,), table_updates=(TableUpdate(0, 0, 0, (3,)),))
-    )
-    assert device.num_waits == 1
+    batch = ScheduledBatch(1, (chunk,), table_updates=(TableUpdate(0, 0, 0, (3,)),))
     with pytest.raises(RuntimeError, match="as the test asked"):
-        pending.result()
+        runner.submit(batch)
+    assert device.num_waits == 1
