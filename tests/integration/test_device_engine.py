@@ -164,3 +164,25 @@ def test_no_step_builds_on_a_launch_that_failed(name, monkeypatch):
     for length in (13, 14):
         assert tokens_of(outputs[str(length)]) == _reference("llama", length)
     core.close()
+
+
+def test_a_prefill_engine_captures_no_graphs(monkeypatch):
+    use_kind("device, graphs", monkeypatch)
+    core = build_core(tiny_checkpoint("llama"), "prefill", kv_connector="memory://no-graphs")
+    assert core._runner._steps._graphs.sizes == ()
+    core.close()
+
+
+def test_a_runner_that_fails_to_close_leaves_no_connector_open(monkeypatch):
+    use_kind("device, eager", monkeypatch)
+    core = _build(kv_connector="memory://closing")
+    closed = []
+    monkeypatch.setattr(core._connector, "close", lambda: closed.append(True))
+
+    def fail():
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(core._runner, "close", fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        core.close()
+    assert closed == [True]

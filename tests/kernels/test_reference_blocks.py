@@ -120,3 +120,17 @@ def test_silu_and_mul():
     torch.testing.assert_close(
         silu_and_mul(torch.cat([gate, up], -1)).double(), expected, atol=1e-6, rtol=1e-6
     )
+
+
+def test_swaps_are_for_the_kernels_of_whichever_pool_is_on_a_gpu(monkeypatch):
+    asked = []
+
+    def serving(device):
+        asked.append(device.type)
+        return reference
+
+    monkeypatch.setattr(kernels, "_kernels_on", serving)
+    host, other = torch.zeros(2, 4), torch.zeros(2, 4, device="meta")
+    for source, target in ((host, other), (other, host), (host, host)):
+        kernels.swap_blocks(source, target, ())
+    assert asked == ["meta", "meta", "cpu"]

@@ -1,0 +1,47 @@
+"""The device that a flag names, and what follows from it."""
+
+import pytest
+import torch
+
+from baton.errors import ConfigurationError
+from engine.config import EngineConfig
+from engine.runtime import device as device_module
+from engine.runtime.device import fetch, resolve_device, with_device_defaults
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """A machine with a GPU, as far as asking torch goes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda name: None)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_gpu_without_triton_is_refused_with_the_command_that_installs_it(monkeypatch):
+    assert resolve_device("auto") == torch.device("cuda", 0)
+    monkeypatch.setattr(device_module, "find_spec", lambda name: None)
+    for name in ("auto", "cuda", "cuda:0"):
+        with pytest.raises(ConfigurationError, match=rf"--device {name} .* pip install 'baton-llm"):
+            resolve_device(name)
+    assert resolve_device("cpu") == CPU
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_steps_overlap_on_a_gpu_unless_a_flag_says_otherwise():
+    assert with_device_defaults(EngineConfig(model="m")).async_scheduling is True
+    assert with_device_defaults(EngineConfig(model="m", device="cpu")).async_scheduling is False
+    for chosen in (False, True):
+        config = EngineConfig(model="m", async_scheduling=chosen)
+        assert with_device_defaults(config).async_scheduling is chosen
+
+
+def test_what_is_fetched_is_a_copy():
+    tensor = torch.arange(3)
+    fetched = fetch(CPU, [tensor])
+    tensor.zero_()
+    fetched.wait()
+    assert fetched.tensors[0].tolist() == [0, 1, 2]
