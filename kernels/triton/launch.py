@@ -109,7 +109,8 @@ class LaunchTable:
     """Launch parameters of one device.
 
     Attributes:
-        decode_attention: by bytes of a head's vector of K.
+        decode_attention: by bytes of a head's vector of the query. K of 8 bits is widened to its
+            type before products: larger tiles of it would not fit the registers.
         prefill_attention: as `decode_attention`.
         row_norm: by elements of a row.
         pointwise: by elements of a row.
