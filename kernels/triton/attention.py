@@ -36,11 +36,10 @@ def paged_attention(
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if len(query) == 0:
         return output
-    passes = plan_passes(step.sizes(), *_launches(query))
-    splits = Splits.for_passes(query, passes)
-    for part in passes:
+    for part in plan_passes(step.sizes(), *_launches(query)):
+        splits = Splits.for_pass(part, query)
         _attend(step, part, splits, output)
-    splits.combine(output)
+        splits.combine(part, meta, step.window, output)
     return output
 
 
@@ -83,6 +82,11 @@ class _Step:
             assert kv_layer.dtype == torch.float8_e4m3fn
             assert self.kv_scales.dtype == torch.float32
             assert self.kv_scales.shape == kv_layer.shape[:4]
+
+    @property
+    def window(self) -> int:
+        """How many tokens a query sees."""
+        return _NO_WINDOW if self.sliding_window is None else self.sliding_window
 
     def sizes(self) -> AttentionSizes:
         """What the division into programs depends on."""
@@ -131,14 +135,13 @@ def _attend(step: _Step, part: Pass, splits: Splits, output: torch.Tensor) -> No
         output,
         splits.partials,
         splits.log_sums,
-        splits.split_counts,
-        splits.max_splits,
         *step.factors(),
-        _NO_WINDOW if step.sliding_window is None else step.sliding_window,
+        step.window,
         num_heads // num_kv_heads,
         len(meta.context_lens),
         part.min_rows,
         part.max_rows,
+        part.rows_per_block,
         part.min_tokens_per_split,
         *query.stride()[:2],
         meta.block_tables.stride(0),

@@ -9,6 +9,8 @@ rows a block has, and in how many *splits* of a context, programs that share it,
 import triton
 import triton.language as tl
 
+from kernels.triton.attention_blocks import divide_context, locate_block
+
 __all__ = ["attend_kernel"]
 
 # The interpreter has no matrix products of bfloat16; widened, the numbers are the same.
@@ -18,12 +20,12 @@ _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # What changes from step to step must not have the kernel compiled again.
 @triton.jit(
     do_not_specialize=[
-        "max_splits",
         "window",
         "group_size",
         "num_seqs",
         "min_rows",
         "max_rows",
+        "rows_per_block",
         "min_tokens_per_split",
         "table_stride",
     ],
@@ -39,8 +41,6 @@ def attend_kernel(
     output,
     partials,
     log_sums,
-    split_counts,
-    max_splits,
     score_factor,
     cap_factor,
     window,
@@ -48,6 +48,7 @@ def attend_kernel(
     num_seqs,
     min_rows,
     max_rows,
+    rows_per_block,
     min_tokens_per_split,
     query_token_stride,
     query_head_stride,
@@ -75,8 +76,8 @@ def attend_kernel(
     `min_rows` to `max_rows` rows. With HAS_MANY_BLOCKS the blocks of all sequences are counted
     together, the last first; else i is the sequence, and it has one.
 
-    A block with one split goes to `output`; one with several leaves what `Splits` says. If any of
-    the step may (`max_splits` above 1), all leave their number of splits.
+    A block with one split goes to `output`; one with several leaves what `Splits` says, which has
+    `rows_per_block` rows for it.
 
     HAS_FULL_TILES: `window` hides nothing, so that tiles all rows see need no mask.
     """
@@ -84,33 +85,24 @@ def attend_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
-    sequence = block
-    first_row = 0
     if HAS_MANY_BLOCKS:
         # The end of a prompt sees the most: it begins first.
         block = tl.num_programs(0) - 1 - block
-        sequence = _sequence_of_block(block, query_starts, num_seqs, group_size, BLOCK_M)
-        first_row = block - _first_block(sequence, query_starts, group_size, BLOCK_M)
-        first_row *= BLOCK_M
-    query_start = tl.load(query_starts + sequence)
-    query_len = tl.load(query_starts + sequence + 1) - query_start
+    sequence, first_row, query_start, query_len = locate_block(
+        block, query_starts, num_seqs, group_size, BLOCK_M, HAS_MANY_BLOCKS
+    )
     num_rows = query_len * group_size
     if (first_row >= num_rows) | (num_rows < min_rows) | (num_rows > max_rows):
         return
 
-    # The block's rows see no keys but those from `low` to `high`.
     num_before = tl.load(context_lens + sequence) - query_len
-    first_position = num_before + first_row // group_size
-    last_position = num_before + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // group_size
-    low = tl.maximum(first_position - window + 1, 0)
-    high = tl.maximum(last_position + 1, 0)
-    start = low // BLOCK_N * BLOCK_N
-    per_split = tl.maximum(tl.cdiv(high - start, num_splits), min_tokens_per_split)
-    per_split = tl.cdiv(per_split, BLOCK_N) * BLOCK_N
-    num_used_splits = tl.maximum(tl.cdiv(high - start, per_split), 1)
+    low, high, per_split, num_used_splits = divide_context(
+        first_row, num_rows, num_before, group_size, window,
+        num_splits, min_tokens_per_split, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
     if split >= num_used_splits:
         return
-    begin = start + split * per_split
+    begin = low // BLOCK_N * BLOCK_N + split * per_split
     end = tl.minimum(begin + per_split, high)
 
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -127,6 +119,7 @@ def attend_kernel(
     sums = tl.zeros([BLOCK_M], tl.float32)
     maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_FULL_TILES:
+        first_position = num_before + first_row // group_size
         full_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
         full_end = tl.maximum(full_end, begin)
         results, sums, maxima = _attend_tiles(
@@ -148,39 +141,16 @@ def attend_kernel(
     # A row that sees nothing has a sum of 0, and results of 0.
     sums = tl.where(sums == 0.0, 1.0, sums)
     results /= sums[:, None]
-    num_heads = tl.num_programs(1) * group_size
-    out_rows = (query_start + tokens).to(tl.int64) * num_heads + heads
     if num_used_splits == 1:
+        num_heads = tl.num_programs(1) * group_size
+        out_rows = (query_start + tokens).to(tl.int64) * num_heads + heads
         out_offsets = out_rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(output + out_offsets, results.to(output.dtype.element_ty), mask=is_element)
     else:
-        parts = out_rows * max_splits + split
+        first_part = (block.to(tl.int64) * tl.num_programs(1) + kv_head) * rows_per_block
+        parts = (first_part + tl.arange(0, BLOCK_M)) * num_splits + split
         tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], results, mask=is_element)
         tl.store(log_sums + parts, maxima + tl.log2(sums), mask=is_row)
-    if (split == 0) & (max_splits > 1):
-        tl.store(split_counts + out_rows, rows * 0 + num_used_splits, mask=is_row)
-
-
-@triton.jit
-def _first_block(sequence, query_starts, group_size, BLOCK_M: tl.constexpr):
-    """Where a sequence's blocks of rows begin if each may leave one block partly empty.
-
-    The next sequence's begin no earlier than they end: `floor(a) + ceil(b) <= floor(a + b) + 1`.
-    """
-    return tl.load(query_starts + sequence) * group_size // BLOCK_M + sequence
-
-
-@triton.jit
-def _sequence_of_block(block, query_starts, num_seqs, group_size, BLOCK_M: tl.constexpr):
-    """The last sequence whose blocks begin at `block` or before."""
-    low = block * 0
-    high = low + num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_later = _first_block(middle, query_starts, group_size, BLOCK_M) > block
-        low = tl.where(is_later, low, middle)
-        high = tl.where(is_later, middle, high)
-    return low
 
 
 @triton.jit

@@ -43,9 +43,12 @@ class Pass:
         max_rows: as `min_rows`.
         has_many_blocks: whether a sequence may have more than one block.
         num_blocks: of all sequences, or more.
+        num_kv_heads: each of which has programs of its own.
+        rows_per_block: the most rows that a block has.
         num_splits: programs among which a block's context is divided, at most.
+        padded_splits: a power of two that `num_splits` exceeds in no step.
         min_tokens_per_split: cached tokens that are worth a program.
-        block_m: rows of a block.
+        block_m: rows of a block, as padded.
         block_n: cached tokens of a tile.
         num_warps: of a program.
         num_stages: as in `AttentionLaunch`.
@@ -55,12 +58,26 @@ class Pass:
     max_rows: int
     has_many_blocks: bool
     num_blocks: int
+    num_kv_heads: int
+    rows_per_block: int
     num_splits: int
+    padded_splits: int
     min_tokens_per_split: int
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+
+    @property
+    def num_split_rows(self) -> int:
+        """Rows of which splits leave results, at most; 0 if no context is divided.
+
+        Contexts are divided only until processors are busy, so that rows times splits are fewer
+        than `2 * num_processors * programs_per_sm * block_m`, however many tokens a step has.
+        """
+        if self.num_splits == 1:
+            return 0
+        return self.num_blocks * self.num_kv_heads * self.rows_per_block
 
 
 def plan_passes(
@@ -90,7 +107,10 @@ def _decode_pass(sizes: AttentionSizes, decode: DecodeAttentionLaunch, few_rows:
         max_rows=few_rows,
         has_many_blocks=False,
         num_blocks=sizes.num_seqs,
+        num_kv_heads=sizes.num_kv_heads,
+        rows_per_block=min(few_rows, sizes.max_query_len * sizes.group_size),
         num_splits=_num_splits(sizes, decode, sizes.num_seqs, num_wanted),
+        padded_splits=_next_power_of_2(decode.max_splits),
         min_tokens_per_split=decode.min_tokens_per_split,
         block_m=few_rows,
         block_n=decode.block_n,
@@ -112,7 +132,10 @@ def _prefill_pass(
         max_rows=sizes.max_query_len * sizes.group_size,
         has_many_blocks=True,
         num_blocks=num_blocks,
+        num_kv_heads=sizes.num_kv_heads,
+        rows_per_block=min(prefill.block_m, sizes.max_query_len * sizes.group_size),
         num_splits=_num_splits(sizes, decode, num_blocks, sizes.num_processors),
+        padded_splits=_next_power_of_2(decode.max_splits),
         min_tokens_per_split=decode.min_tokens_per_split,
         block_m=prefill.block_m,
         block_n=prefill.block_n,
@@ -132,7 +155,7 @@ def _decode_block_m(sizes: AttentionSizes, decode: DecodeAttentionLaunch, larges
     0 if these are too many, too.
     """
     for num_rows in (sizes.max_query_len * sizes.group_size, sizes.group_size):
-        block_m = max(decode.block_m, 1 << (num_rows - 1).bit_length())
+        block_m = max(decode.block_m, _next_power_of_2(num_rows))
         if block_m <= largest:
             return block_m
     return 0
@@ -149,4 +172,8 @@ def _num_splits(
 
 def padded_dim(head_dim: int) -> int:
     """The least power of two that holds it and is the side of a matrix product."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, _next_power_of_2(head_dim))
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,12 +1,13 @@
 """Contexts that several programs share: what they leave, and how it is combined."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.attention_metadata import AttentionMetadata
+from kernels.triton.attention_blocks import divide_context, locate_block
 from kernels.triton.attention_plan import Pass, padded_dim
 
 __all__ = ["Splits"]
@@ -14,79 +15,125 @@ __all__ = ["Splits"]
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """What programs leave of a step's rows, `[num_tokens * num_heads]`, to be combined.
+    """What the programs of a pass leave of its rows, to be combined.
+
+    Its rows are those of blocks, `[num_blocks, num_kv_heads, rows_per_block]`, not the step's:
+    in a step of many tokens few sequences may share their contexts. See `Pass.num_split_rows`.
 
     Attributes:
-        max_splits: how many share a context at most. If only 1, the tensors have no rows.
-        partials: `[rows, max_splits, head_dim]` float32, each split's result.
-        log_sums: `[rows, max_splits]` float32, log2 of the sum of its weights.
-        split_counts: `[rows]` int32; a row with 1 has its result in the output already.
+        partials: `[rows, num_splits, head_dim]` float32, each split's result.
+        log_sums: `[rows, num_splits]` float32, log2 of the sum of its weights.
     """
 
-    max_splits: int
     partials: torch.Tensor
     log_sums: torch.Tensor
-    split_counts: torch.Tensor
 
     @classmethod
-    def for_passes(cls, query: torch.Tensor, passes: Sequence[Pass]) -> "Splits":
-        """Memory for a step's passes, none of it written."""
-        max_splits = max(part.num_splits for part in passes)
-        num_rows = query.shape[0] * query.shape[1] if max_splits > 1 else 0
-        shape = num_rows, max_splits
+    def for_pass(cls, part: Pass, query: torch.Tensor) -> "Splits":
+        """Memory for a pass, none of it written."""
+        shape = part.num_split_rows, part.num_splits
         return cls(
-            max_splits,
             torch.empty((*shape, query.shape[2]), dtype=torch.float32, device=query.device),
             torch.empty(shape, dtype=torch.float32, device=query.device),
-            torch.empty(num_rows, dtype=torch.int32, device=query.device),
         )
 
-    def combine(self, output: torch.Tensor) -> None:
+    def combine(
+        self, part: Pass, meta: AttentionMetadata, window: int, output: torch.Tensor
+    ) -> None:
         """Completes `output`, `[num_tokens, num_heads, head_dim]` contiguous."""
-        if self.max_splits == 1:
+        if part.num_splits == 1:
             return
-        head_dim = output.shape[2]
-        _combine_kernel[(len(self.split_counts),)](
+        num_heads, head_dim = output.shape[1:]
+        _combine_kernel[(part.num_blocks, part.num_kv_heads, part.rows_per_block)](
             self.partials,
             self.log_sums,
-            self.split_counts,
+            meta.query_starts,
+            meta.context_lens,
             output,
-            self.max_splits,
+            part.num_splits,
+            window,
+            num_heads // part.num_kv_heads,
+            len(meta.context_lens),
+            part.min_rows,
+            part.max_rows,
+            part.min_tokens_per_split,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim(head_dim),
-            PADDED_SPLITS=triton.next_power_of_2(self.max_splits),
+            PADDED_SPLITS=part.padded_splits,
+            BLOCK_M=part.block_m,
+            BLOCK_N=part.block_n,
+            HAS_MANY_BLOCKS=part.has_many_blocks,
         )
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "num_splits",
+        "window",
+        "group_size",
+        "num_seqs",
+        "min_rows",
+        "max_rows",
+        "min_tokens_per_split",
+    ],
+    do_not_specialize_on_alignment=["query_starts", "context_lens"],
+)
 def _combine_kernel(
     partials,
     log_sums,
-    split_counts,
+    query_starts,
+    context_lens,
     output,
-    max_splits,
+    num_splits,
+    window,
+    group_size,
+    num_seqs,
+    min_rows,
+    max_rows,
+    min_tokens_per_split,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_MANY_BLOCKS: tl.constexpr,
 ):
     """`output = sum(2^log_sums * partials) / sum(2^log_sums)` over a row's splits.
 
-    Program i combines row i of `[num_tokens * num_heads]`, unless it had a single split. What a
-    row without a sequence has for a count is not trusted.
+    Program (i, j, k) combines row k of what block i has with KV head j, unless it had a single
+    split. It finds the block, and divides its context, as `attend_kernel` did.
     """
-    row = tl.program_id(0).to(tl.int64)
-    num_used_splits = tl.minimum(tl.load(split_counts + row), max_splits)
-    if num_used_splits <= 1:
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence, first_row, query_start, query_len = locate_block(
+        block, query_starts, num_seqs, group_size, BLOCK_M, HAS_MANY_BLOCKS
+    )
+    num_rows = query_len * group_size
+    row = first_row + tl.program_id(2)
+    if (row >= num_rows) | (num_rows < min_rows) | (num_rows > max_rows):
         return
+    num_before = tl.load(context_lens + sequence) - query_len
+    _, _, _, num_used_splits = divide_context(
+        first_row, num_rows, num_before, group_size, window,
+        num_splits, min_tokens_per_split, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if num_used_splits == 1:
+        return
+
     splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.arange(0, PADDED_DIM)
     is_used = splits < num_used_splits
-    parts = row * max_splits + splits
+    split_row = block.to(tl.int64) * tl.num_programs(1) + kv_head
+    split_row = split_row * tl.num_programs(2) + tl.program_id(2)
+    parts = split_row * num_splits + splits
     logs = tl.load(log_sums + parts, mask=is_used, other=float("-inf"))
     weights = tl.exp2(logs - tl.max(logs, 0))
     is_element = is_used[:, None] & (dims < HEAD_DIM)[None, :]
     pointers = partials + parts[:, None] * HEAD_DIM + dims[None, :]
     values = tl.load(pointers, mask=is_element, other=0.0)
     result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
-    out = output + row * HEAD_DIM + dims
+    token = (query_start + row // group_size).to(tl.int64)
+    head = kv_head * group_size + row % group_size
+    out_row = token * (tl.num_programs(1) * group_size) + head
+    out = output + out_row * HEAD_DIM + dims
     tl.store(out, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)

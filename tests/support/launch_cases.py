@@ -118,6 +118,7 @@ CASES: Mapping[str, Callable[[], None]] = {
     "decode, wide heads, float32": partial(_attend, DECODE, FP32, head_dim=256),
     "decode, odd heads, float16": partial(_attend, DECODE, FP16, head_dim=80),
     "prompts": partial(_attend, PROMPTS),
+    "chunk of a shared context": partial(_attend, [(1500, 20)]),
     "prompts, 8 bits": partial(_attend, PROMPTS, is_narrow=True),
     "prompts, wide heads": partial(_attend, PROMPTS, head_dim=256),
     "prompts, float32": partial(_attend, PROMPTS, FP32),

@@ -119,5 +119,29 @@ def test_a_small_chunk_of_a_long_context_is_divided_too():
     assert large.num_splits == 1
 
 
+def test_only_rows_that_share_contexts_leave_partial_results():
+    decode, prefill = plan([1, 1, 8190], max_context_len=30_000)
+    assert decode.num_split_rows == 3 * 8 * 16  # of any sequence as many rows as a block has
+    assert (prefill.num_splits, prefill.num_split_rows) == (1, 0)
+
+
+def test_tokens_alone_leave_as_many_rows_as_there_are_heads():
+    (decode,) = plan([1] * 5)
+    assert decode.num_split_rows == 5 * 32
+
+
+@given(
+    query_lens=st.lists(st.integers(0, 9000), min_size=1, max_size=300).filter(any),
+    max_context_len=st.integers(0, 1 << 20),
+    group_size=st.integers(1, 200),
+    num_kv_heads=st.integers(1, 100),
+)
+def test_partial_results_are_bounded_whatever_a_step_has(query_lens, **options):
+    for part in plan(query_lens, **options):
+        num_results = part.num_split_rows * part.num_splits
+        assert num_results < 2 * 132 * DECODE.programs_per_sm * part.block_m
+        assert part.num_splits <= part.padded_splits
+
+
 def test_heads_are_padded_to_what_products_take():
     assert [padded_dim(size) for size in (1, 16, 17, 64, 80, 256)] == [16, 16, 32, 64, 128, 256]
