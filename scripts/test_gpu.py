@@ -5,8 +5,8 @@
 Each file of tests has a process of its own: a kernel that faults spoils the CUDA context of its
 own file only. The kernels' files run side by side, since compiling them takes the CPU longer than
 running takes the GPU; the runtime's run alone, since they measure memory. Tests marked slow come
-last. Writes benchmarks/results/gpu_tests.json. Exit status: 0 where all passed, 1 where some did
-not or time ran out, 2 without a CUDA device.
+last. Writes benchmarks/results/gpu_tests.json, anew after each file. Exit status: 0 where all
+passed, 1 where some did not or time ran out, 2 without a CUDA device or a module that they need.
 """
 
 import json
@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.hardware import describe_gpu_machine, find_problem
+from benchmarks.gpu.result_file import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 DEADLINE_S = 450.0  # a little below the eight minutes that the whole may take
+_MODULES = ("pytest", "pytest_timeout", "hypothesis")
 _MAX_PROCESSES = 6
 _QUICK, _SLOW = "not slow", "slow"  # of pytest's marks
 # Exit statuses of pytest; with the second, a file could not even be read as tests.
@@ -59,18 +61,20 @@ class FileRun:
 
 def main() -> int:
     """See the module."""
-    problem = find_problem()
+    problem = find_problem("gpu,test", _MODULES)
     if problem is not None:
         print(f"test-gpu: {problem}; nothing was run")
         return 2
-    report = run_suite(ROOT / "tests" / "triton", ROOT / "tests" / "gpu", "cuda", DEADLINE_S)
-    REPORT.write_text(json.dumps(report, indent=1) + "\n")
+    tests = ROOT / "tests"
+    report = run_suite(tests / "triton", tests / "gpu", "cuda", DEADLINE_S, REPORT)
     print(in_words(report))
     print(f"written: {REPORT.relative_to(ROOT)}")
     return 0 if report["all_passed"] else 1
 
 
-def run_suite(kernels: Path, runtime: Path, device: str, deadline_s: float) -> dict[str, Any]:
+def run_suite(
+    kernels: Path, runtime: Path, device: str, deadline_s: float, path: Path
+) -> dict[str, Any]:
     """Runs two folders of tests.
 
     Args:
@@ -78,30 +82,44 @@ def run_suite(kernels: Path, runtime: Path, device: str, deadline_s: float) -> d
         runtime: whose files run one after another.
         device: "cuda", or "cpu" for Triton's interpreter.
         deadline_s: seconds after which what still runs is ended.
+        path: where the report is written, after each file, and when all have ended.
 
     Returns:
-        The report that is written as JSON.
+        The report.
     """
-    began, began_at = time.monotonic(), datetime.now(UTC)
+    began = time.monotonic()
+    header = {
+        "what": "tests of the Triton kernels and of the device runtime",
+        "machine": describe_gpu_machine(device),  # before the report changes the working tree
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
     runs: list[FileRun] = []
+
+    def write(*, is_finished: bool) -> dict[str, Any]:
+        seconds = {"seconds": round(time.monotonic() - began, 1)}
+        report = header | seconds | summarize(runs, is_finished=is_finished)
+        write_results(path, report)
+        return report
+
+    for run in _run_files(kernels, runtime, device, began + deadline_s):
+        runs.append(run)
+        print(_line(run), flush=True)
+        write(is_finished=False)
+    return write(is_finished=True)
+
+
+def _run_files(kernels: Path, runtime: Path, device: str, ends_at: float) -> Iterator[FileRun]:
+    """What became of each file, as soon as it has ended."""
     for folder, marks, width in (
         (kernels, _QUICK, _MAX_PROCESSES),
         (runtime, _QUICK, 1),
         (kernels, _SLOW, _MAX_PROCESSES),
         (runtime, _SLOW, 1),
     ):
-        run = partial(run_file, marks=marks, device=device, ends_at=began + deadline_s)
+        run = partial(run_file, marks=marks, device=device, ends_at=ends_at)
         with ThreadPoolExecutor(width) as threads:
-            for done in threads.map(run, _files(folder, marks)):
-                runs.append(done)
-                print(_line(done), flush=True)
-    return {
-        "what": "tests of the Triton kernels and of the device runtime",
-        "machine": describe_gpu_machine(device),
-        "began": began_at.isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - began, 1),
-        **summarize(runs),
-    }
+            ended = as_completed(threads.submit(run, file) for file in _files(folder, marks))
+            yield from (future.result() for future in ended)
 
 
 def run_file(file: Path, *, marks: str, device: str, ends_at: float) -> FileRun:
@@ -127,15 +145,17 @@ def run_file(file: Path, *, marks: str, device: str, ends_at: float) -> FileRun:
     return run
 
 
-def summarize(runs: Iterable[FileRun]) -> dict[str, Any]:
+def summarize(runs: Iterable[FileRun], *, is_finished: bool) -> dict[str, Any]:
     """Counts, failures and skipped tests by name, and what each process took."""
     runs = [run for run in runs if run.tests or run.problem]
     tests = [test for run in runs for test in run.tests]
     counts = Counter(test["outcome"] for test in tests)
     problems = {f"{run.file} ({run.marks})": run.problem for run in runs if run.problem}
     slowest = sorted(tests, key=lambda test: -test["seconds"])[:_NUM_SLOWEST]
+    is_clean = bool(counts["passed"]) and not counts["failed"] and not problems
     return {
-        "all_passed": bool(counts["passed"]) and not counts["failed"] and not problems,
+        "finished": is_finished,
+        "all_passed": is_finished and is_clean,
         "counts": {outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
         "failures": _messages(tests, "failed"),
         "problems": problems,

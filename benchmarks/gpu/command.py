@@ -1,7 +1,6 @@
 """`baton bench gpu`: a GPU's ceilings, then Baton's kernels, steps and tiers beside them."""
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from baton.errors import ConfigurationError
 from benchmarks.gpu.hardware import describe_gpu_machine, find_problem, slug
 from benchmarks.gpu.parts.registry import Part, parts_of
 from benchmarks.gpu.plan import FULL, SMOKE
+from benchmarks.gpu.result_file import write_results
 
 __all__ = ["add_args", "main"]
 
@@ -61,17 +61,20 @@ def main(args: argparse.Namespace) -> int:
     from benchmarks.report.text import format_table
 
     plan = SMOKE if args.smoke else FULL
-    machine, began = describe_gpu_machine(plan.device), datetime.now(UTC)
-    reports = run_parts(parts, is_smoke=args.smoke, deadline_s=args.deadline)
-    results = with_ratios([result for report in reports for result in report["results"]])
+    run = _describe_run(plan.device, is_smoke=args.smoke)
+    path = args.json or (None if args.smoke else _default_path(run["machine"]))
+    reports: list[dict[str, Any]] = []
+    for report in run_parts(parts, is_smoke=args.smoke, deadline_s=args.deadline):
+        reports.append(report)
+        results = with_ratios([result for report in reports for result in report["results"]])
+        if path is not None:
+            is_finished = len(reports) == len(parts)
+            write_results(path, run | _content(reports, results, is_finished=is_finished))
     for table in make_tables(results):
         print(f"\n{format_table(table)}")
     failures = failures_of(reports)
     print("\n" + "\n".join([*skipped_of(reports), *(failures or ["nothing failed"])]))
-    path = args.json or (None if args.smoke else _default_path(machine))
     if path is not None:
-        content = _content(machine, began, reports, results, is_smoke=args.smoke)
-        path.write_text(json.dumps(content, indent=1) + "\n")
         print(f"written: {path}")
     return int(bool(failures))
 
@@ -98,20 +101,26 @@ def _default_path(machine: Mapping[str, Any]) -> Path:
     return _RESULTS / f"gpu_{slug(machine['device']['name'])}.json"
 
 
-def _content(
-    machine: Mapping[str, Any],
-    began: datetime,
-    reports: Sequence[Mapping[str, Any]],
-    results: Sequence[Mapping[str, Any]],
-    *,
-    is_smoke: bool,
-) -> dict[str, Any]:
-    """What is written: the parts without their results, which follow in one list."""
+def _describe_run(device: str, *, is_smoke: bool) -> dict[str, Any]:
     return {
         "what": "baton bench gpu",
         "is_smoke": is_smoke,
-        "machine": machine,
-        "began": began.isoformat(timespec="seconds"),
+        "machine": describe_gpu_machine(device),
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _content(
+    reports: Sequence[Mapping[str, Any]],
+    results: Sequence[Mapping[str, Any]],
+    *,
+    is_finished: bool,
+) -> dict[str, Any]:
+    """What is written of the parts so far: first without their results, which follow in one
+    list.
+    """
+    return {
+        "finished": is_finished,
         "parts": [
             {name: value for name, value in report.items() if name != "results"}
             for report in reports

@@ -2,7 +2,9 @@
 
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.machine import name_machine
@@ -10,17 +12,28 @@ from benchmarks.machine import name_machine
 __all__ = ["describe_gpu_machine", "find_problem", "slug"]
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "safetensors")
+# What engine, kernels and kvstore import on a GPU; without triton, kernels would be torch's own.
+_MODULES = ("torch", "triton", "numpy", "safetensors", "tqdm", "transformers", "xxhash")
 _CAPACITY_UNIT = 2**20
 _QUERY_TIMEOUT_S = 20
 
 
-def find_problem() -> str | None:
-    """Why nothing can be run on a GPU here, in a line; None if it can."""
+def find_problem(extra: str = "gpu", more_modules: Sequence[str] = ()) -> str | None:
+    """Why nothing can be run on a GPU here, in a line; None if it can.
+
+    Args:
+        extra: of the package, or several, with which pip installs all modules.
+        more_modules: needed beside those that the engine and the KV store import.
+    """
+    hint = f"on a GPU machine: pip install 'baton-llm[{extra}]'"
+    missing = [name for name in (*_MODULES, *more_modules) if find_spec(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}; {hint}"
     try:
         import torch
-        import triton  # noqa: F401 - without it kernels would be torch's own
+        import triton  # noqa: F401 - it may be there and not load
     except ImportError as error:
-        return f"{error}; on a GPU machine: pip install 'baton-llm[gpu]'"
+        return f"{error}; {hint}"
     if not torch.cuda.is_available():
         return f"no CUDA device: torch {torch.__version__} sees none"
     return None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ _END_S = 5.0
 _LAST_CHARACTERS = 2000
 
 
-def run_parts(parts: Sequence[Part], *, is_smoke: bool, deadline_s: float) -> list[dict[str, Any]]:
+def run_parts(
+    parts: Sequence[Part], *, is_smoke: bool, deadline_s: float
+) -> Iterator[dict[str, Any]]:
     """Runs all parts, one after the other, within the deadline.
 
     Args:
@@ -33,21 +35,20 @@ def run_parts(parts: Sequence[Part], *, is_smoke: bool, deadline_s: float) -> li
         is_smoke: whether to run all of it tiny, on the CPU.
         deadline_s: seconds for all of them.
 
-    Returns:
-        Per part its name, seconds, results, and problem if it did not come to its end.
+    Yields:
+        Per part, when it has ended, its name, seconds, results, and problem if it did not come
+        to its end.
     """
     left = TimeLeft.of(deadline_s)
     ceilings: Ceilings | None = None
-    reports = []
     for index, part in enumerate(parts):
         seconds = time_for(parts, index, left.seconds)
         report = _run_part(part, seconds, ceilings, is_smoke=is_smoke)
-        reports.append(report)
         ceilings = ceilings or ceilings_of(report["results"])
         end = f"; {report['problem'].splitlines()[-1]}" if report["problem"] else ""
         print(f"{part.name}: {len(report['results'])} results, {report['seconds']} s{end}")
         sys.stdout.flush()
-    return reports
+        yield report
 
 
 def _run_part(

@@ -35,9 +35,10 @@ _KINDS = {
     ),
     "decode step": _Kind(
         "Decode steps of the runner",
-        {"us": _US, "floor, us": _FLOOR_US, "x floor": "times_floor", "device busy, us": "busy_us"},
+        {"us": _US, "floor, us": _FLOOR_US, "x floor": "times_floor"},
         "Floor: weights and KV read once at the copy bandwidth, or operations at the matrix rate.",
     ),
+    "device busy": _Kind("What the device works on a decode step of the runner", {"us": _US}),
     "engine step": _Kind(
         "Decode steps of the engine",
         {
@@ -46,7 +47,8 @@ _KINDS = {
             "x floor": "times_floor",
             "device idle": "idle_share",
         },
-        "Idle: what is left of a step beside what the device works on the runner's.",
+        "Idle: what is left of a step beside what the device works on the runner's, on as long "
+        "contexts; below zero where that was measured the slower one.",
     ),
     "prefill": _Kind(
         "Prompts",

@@ -2,16 +2,17 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
-__all__ = ["Call", "busy_call_s", "synchronize", "time_calls"]
+__all__ = ["Call", "synchronize", "time_busy", "time_calls"]
 
 _LEAST_SAMPLES = 8
 _MAX_SAMPLES = 200
 _EVENTS_AT_ONCE = 8
 _HEADSTART_SIZE = 8192
-_HEADSTART_CALLS = 12  # about 20 ms of products: as long as launching takes what is timed
+_HEADSTART_CALLS = 32  # about 45 ms of products: as long as launching takes what is timed
 
 Call = Callable[[], object]
 
@@ -46,31 +47,51 @@ def time_calls(
     return _device_samples(run, len(calls), sample_s)
 
 
-def busy_call_s(launch: Call, finish: Call, num_calls: int, device: torch.device) -> float:
-    """Seconds that the device works on one of several calls, the host being far ahead.
+def time_busy(launch: Call, finish: Call, num_calls: int, device: torch.device) -> list[float]:
+    """Seconds that the device works on each of several calls, the host being ahead of it.
 
     Args:
         launch: a call, which does not wait for the device.
         finish: waits for all calls.
         num_calls: how many.
-        device: where they compute; on a CPU, what they take with `finish` counts.
+        device: where they compute; on a CPU there is one sample, the mean with `finish`.
+
+    Raises:
+        RuntimeError: the device came to a call that the host was not through with, so that it
+            may have waited for the host.
     """
     if device.type != "cuda":
         started = time.perf_counter()
         _run_all([launch] * num_calls)
         finish()
-        return (time.perf_counter() - started) / num_calls
+        return [(time.perf_counter() - started) / num_calls]
     headstart = torch.zeros(_HEADSTART_SIZE, _HEADSTART_SIZE, dtype=torch.bfloat16, device=device)
-    start, end = _event(), _event()
     torch.cuda.synchronize()
     for _ in range(_HEADSTART_CALLS):
         torch.mm(headstart, headstart)
-    start.record()
-    _run_all([launch] * num_calls)
-    end.record()
-    finish()
-    torch.cuda.synchronize()
-    return _seconds_between(start, end) / num_calls
+    try:
+        marks = _launch_ahead(launch, num_calls, _recorded_event)
+    finally:
+        finish()
+        torch.cuda.synchronize()
+    return [_seconds_between(before, after) for before, after in pairwise(marks)]
+
+
+def _launch_ahead(
+    launch: Call, num_calls: int, mark: Callable[[], torch.cuda.Event]
+) -> list[torch.cuda.Event]:
+    """Marks on the device's way: before the first call, and after each."""
+    marks = [mark()]
+    for index in range(num_calls):
+        launch()
+        has_come = marks[-1].query()  # type: ignore[no-untyped-call]
+        if has_come:
+            raise RuntimeError(
+                f"the host fell behind: the device came to call {index + 1} of {num_calls} "
+                "before all of it was launched"
+            )
+        marks.append(mark())
+    return marks
 
 
 def _device_samples(run: Call, num_calls: int, sample_s: float) -> list[float]:
@@ -91,6 +112,12 @@ def _device_samples(run: Call, num_calls: int, sample_s: float) -> list[float]:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = _event()
+    event.record()
+    return event
 
 
 def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from benchmarks.gpu.parts.registry import Part
 from benchmarks.gpu.plan import SMOKE
 from benchmarks.gpu.record import Record, TimeLeft, read_record
 from benchmarks.model_cost import Ceilings
+from engine.runtime.model_runner import ModelRunner
 
 _CEILINGS = Ceilings(1e10, 1e11)
 
@@ -82,8 +84,58 @@ def test_a_model_is_measured_beside_its_floors(record):
         if result["kind"] in ("decode step", "engine step"):
             ratio = result["median_us"] / result["floor_us"]
             assert result["times_floor"] == pytest.approx(ratio, rel=1e-3)
+    busy_us = {r["name"]: r["median_us"] for r in results if r["kind"] == "device busy"}
+    assert len(busy_us) == kinds.count("decode step")
+    for result in results:
         if result["kind"] == "engine step":
-            assert 0 <= result["idle_share"] < 1
+            idle_share = 1 - busy_us[result["name"]] / result["median_us"]
+            assert result["idle_share"] == pytest.approx(idle_share, rel=1e-3, abs=1e-3)
+
+
+def test_the_device_is_measured_on_the_contexts_of_the_engines_steps(record, monkeypatch):
+    calls = []  # of what is measured, each the positions of rows at its decode steps
+    launch = ModelRunner._launch
+
+    def launch_noted(runner, batch):
+        if calls and batch.decode_rows and not batch.chunks:
+            calls[-1].append(runner._steps._rows.positions[list(batch.decode_rows)].tolist())
+        return launch(runner, batch)
+
+    def noted(measure):
+        def measure_noted(*args, **kwargs):
+            calls.append([])
+            return measure(*args, **kwargs)
+
+        return measure_noted
+
+    monkeypatch.setattr(ModelRunner, "_launch", launch_noted)
+    for name in ("_busy", "_run"):
+        monkeypatch.setattr(model_part._Figures, name, noted(getattr(model_part._Figures, name)))
+    plan = replace(SMOKE, batch_sizes=(3,), contexts=(20,), prompts=())
+    model_part.measure(plan, _CEILINGS, record, "tiny")
+    results_of(record)
+    busy, _, engine, *_ = calls  # between them, the engine warms up
+    assert len(busy) == plan.num_steps - 1
+    assert busy == engine
+
+
+def test_a_device_that_is_busier_than_the_engines_step_is_told(record, monkeypatch):
+    monkeypatch.setattr(model_part, "time_busy", lambda *calls: [100.0])
+    model_part.measure(SMOKE, _CEILINGS, record, "tiny")
+    shares = [r["idle_share"] for r in results_of(record) if r["kind"] == "engine step"]
+    assert len(shares) == len(SMOKE.batch_sizes)
+    assert max(shares) < 0
+
+
+def test_a_device_that_waited_for_the_host_takes_no_other_figure_with_it(record, monkeypatch):
+    def fall_behind(*calls):
+        raise RuntimeError("the host fell behind")
+
+    monkeypatch.setattr(model_part, "time_busy", fall_behind)
+    model_part.measure(SMOKE, _CEILINGS, record, "tiny")
+    results = read_record(record._path)
+    assert {r["kind"] for r in results if "failed" in r} == {"device busy"}
+    assert not any("idle_share" in r for r in results)
 
 
 def test_two_tiers_and_one_engine_serve_the_same_requests(record):
@@ -110,6 +162,7 @@ def test_the_whole_command(tmp_path, capsys):
     assert command.main(arguments(*flags)) == 0
     content = json.loads(path.read_text())
     assert content["is_smoke"]
+    assert content["finished"]
     assert [part["part"] for part in content["parts"]] == ["rates", "kernels"]
     shares = [r["share_of_ceiling"] for r in content["results"] if r["kind"] == "kernel"]
     assert shares
@@ -125,6 +178,24 @@ def test_a_part_that_dies_or_is_late_is_told():
     (report,) = run_module.run_parts([late], is_smoke=True, deadline_s=0.01)
     assert report["problem"] == "ended: its 0 s were over"
     assert report["results"] == []
+
+
+def test_an_interrupted_run_leaves_what_it_had(tmp_path, monkeypatch):
+    result = {"kind": "rate", "name": "copy", "median_us": 1.0}
+
+    def interrupted(parts, **settings):
+        yield {"part": parts[0].name, "seconds": 1.0, "problem": None, "results": [result]}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "run_parts", interrupted)
+    path = tmp_path / "figures.json"
+    with pytest.raises(KeyboardInterrupt):
+        command.main(arguments("--smoke", "--json", str(path)))
+    content = json.loads(path.read_text())
+    assert not content["finished"]
+    assert content["parts"] == [{"part": "rates", "seconds": 1.0, "problem": None}]
+    assert content["results"] == [result]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """`make test-gpu`'s runner, on tests that pass, fail, crash and hang, here on the CPU."""
 
+import json
 import time
 
 import pytest
@@ -40,6 +41,7 @@ def test_before():
 def test_fatal():
     os.abort()
 """
+PASSED = {"test": "test_one", "outcome": "passed", "seconds": 1.0}
 
 
 def write(folder, **contents):
@@ -58,7 +60,10 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
     kernels = write(folder / "kernels", mixed=_MIXED, crash=_CRASH)
     runtime = write(folder / "runtime", syntax="def test_(:")
-    return gpu_suite.run_suite(kernels, runtime, "cpu", deadline_s=100)
+    path = folder / "report.json"
+    report = gpu_suite.run_suite(kernels, runtime, "cpu", 100, path)
+    assert json.loads(path.read_text()) == report
+    return report
 
 
 def test_every_outcome_is_counted(report):
@@ -105,7 +110,27 @@ def test_files_that_nobody_had_time_for(tmp_path):
     (file,) = write(tmp_path, quick="def test_one(): pass").glob("*.py")
     run = gpu_suite.run_file(file, marks="not slow", device="cpu", ends_at=time.monotonic())
     assert run.problem == "not begun: no time was left"
-    assert not gpu_suite.summarize([run])["all_passed"]
+    assert not gpu_suite.summarize([run], is_finished=True)["all_passed"]
+
+
+def test_an_interrupted_run_leaves_what_it_had(tmp_path, monkeypatch):
+    passed = gpu_suite.FileRun("one", "not slow", 1.0, [PASSED])
+
+    def run_file(file, **settings):
+        if file.parent.name == "runtime":
+            raise KeyboardInterrupt
+        return passed
+
+    monkeypatch.setattr(gpu_suite, "run_file", run_file)
+    kernels = write(tmp_path / "kernels", one="")
+    runtime = write(tmp_path / "runtime", two="")
+    path = tmp_path / "report.json"
+    with pytest.raises(KeyboardInterrupt):
+        gpu_suite.run_suite(kernels, runtime, "cpu", 100, path)
+    report = json.loads(path.read_text())
+    assert report["counts"]["passed"] == 1
+    assert not report["finished"]
+    assert not report["all_passed"]
 
 
 @pytest.mark.slow
@@ -121,7 +146,7 @@ def test_a_test_that_hangs_is_ended_and_named(tmp_path):
 
 
 def test_without_a_device_nothing_is_run(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu_suite, "find_problem", lambda: "no CUDA device")
+    monkeypatch.setattr(gpu_suite, "find_problem", lambda *needed: "no CUDA device")
     monkeypatch.setattr(gpu_suite, "REPORT", tmp_path / "report.json")
     assert gpu_suite.main() == 2
     assert capsys.readouterr().out == "test-gpu: no CUDA device; nothing was run\n"

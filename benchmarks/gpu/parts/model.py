@@ -13,7 +13,7 @@ from benchmarks.gpu.floors import decode_floor_s
 from benchmarks.gpu.models import engine_config, kv_bytes_per_token, shape_of, write_config
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.record import Record, summary
-from benchmarks.gpu.timing import busy_call_s
+from benchmarks.gpu.timing import time_busy
 from benchmarks.model_cost import Ceilings, floor_s
 from benchmarks.offline.cases import Case, run_times
 from benchmarks.offline.offline_engine import OfflineEngine
@@ -70,9 +70,12 @@ class _Figures:
         self._busy_s: dict[int, float] = {}
 
     def add_decode(self, record: Record, batch_size: int, context: int) -> None:
-        """A step of the runner alone, handed over ahead of the one before it."""
+        """A step of the runner alone, handed over ahead of the one before it; then what the
+        device works on one.
+        """
         name = f"{self._model}, {batch_size} x {context}"
-        record.attempt("decode step", name, lambda: self._decode(batch_size, context))
+        if record.attempt("decode step", name, lambda: self._decode(batch_size, context)):
+            record.attempt("device busy", name, lambda: self._busy(batch_size, context))
 
     def add_loop(self, record: Record, batch_size: int) -> None:
         """A step of the engine: its scheduler beside the runner."""
@@ -93,29 +96,31 @@ class _Figures:
 
     def _decode(self, batch_size: int, context: int) -> dict[str, Any]:
         num_steps = self._plan.num_steps
-        num_tokens = context + 2 * num_steps + _WARM_UP_STEPS + 2
+        num_tokens = context + num_steps + _WARM_UP_STEPS + 2
         if short := self._rows.blocks_short(batch_size, num_tokens):
             return {"skipped": f"the pool lacks {short} blocks"}
         self._rows.begin(batch_size, context, num_tokens)
         self._rows.overlapped(_WARM_UP_STEPS)
         samples = self._rows.overlapped(num_steps)
-        busy_s = self._busy_step_s()
-        if context == self._plan.contexts[0]:
-            self._busy_s[batch_size] = busy_s
         middle = context + _WARM_UP_STEPS + num_steps // 2
-        step_s = statistics.median(samples)
-        return (
-            summary(samples) | {"busy_us": 1e6 * busy_s} | self._floor(batch_size, middle, step_s)
-        )
+        return summary(samples) | self._floor(batch_size, middle, statistics.median(samples))
 
-    def _busy_step_s(self) -> float:
+    def _busy(self, batch_size: int, context: int) -> dict[str, Any]:
+        """Of steps on the contexts of the engine's loop: a prompt and the first token drawn, up to
+        all tokens but the last, which nobody computes.
+        """
+        num_tokens = context + self._plan.num_steps
+        self._rows.begin(batch_size, context, num_tokens)
         pending: list[PendingOutput] = []
-        return busy_call_s(
+        samples = time_busy(
             lambda: pending.append(self._rows.submit()),
             lambda: [step.result() for step in pending],
-            max(1, self._plan.num_steps - 2),
+            self._plan.num_steps - 1,
             self._device,
         )
+        if context == self._plan.contexts[0]:
+            self._busy_s[batch_size] = statistics.median(samples)
+        return summary(samples)
 
     def _loop(self, batch_size: int) -> dict[str, Any]:
         case = Case(batch_size, self._plan.contexts[0], self._plan.num_steps)
@@ -124,7 +129,7 @@ class _Figures:
         step_s, context = times.step_ms / 1e3, case.input_len + case.output_len // 2
         figures = {"median_us": 1e6 * step_s, "prefill_ms": times.prefill_ms}
         if (busy_s := self._busy_s.get(batch_size)) is not None:
-            figures["idle_share"] = max(0.0, 1 - busy_s / step_s)
+            figures["idle_share"] = 1 - busy_s / step_s
         return figures | self._floor(batch_size, context, step_s)
 
     def _prefill(self, num_prompts: int, length: int) -> dict[str, Any]:
