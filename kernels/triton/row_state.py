@@ -99,7 +99,8 @@ def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> N
     _keep_drawn_kernel[(triton.cdiv(count, _ROWS),)](*vectors, count, spare_row, ROWS=_ROWS)
 
 
-@triton.jit
+# The number of rows changes from step to step, which must not have the kernel compiled again.
+@triton.jit(do_not_specialize=["count", "spare_row"])
 def _keep_drawn_kernel(
     positions, last_tokens, row_ids, tokens, count, spare_row, ROWS: tl.constexpr
 ):

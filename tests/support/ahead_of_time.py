@@ -75,27 +75,31 @@ def _source(function, args, kwargs):
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(function.params):
         name, value = parameter.name, values[parameter.name]
-        signature[name] = "constexpr" if parameter.is_constexpr else _type_of(value)
+        signature[name] = _type_of(value, parameter)
         if signature[name] == "constexpr":
             constants[(place,)] = value
-        elif _is_divisible(value):
+        elif _is_divisible(value, parameter):
             attributes[(place,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in kwargs.items() if name not in values}
     key = (function.fn.__name__, repr((signature, constants, attributes, options)))
     return ASTSource(function, signature, constants, attributes), key
 
 
-def _type_of(value):
+def _type_of(value, parameter):
+    if value is None or parameter.is_constexpr:
+        return "constexpr"
     if isinstance(value, torch.Tensor):
         return "*" + _DTYPES[value.dtype]
     if isinstance(value, float):
         return "fp32"
-    if value is None or value == 1:
+    if value == 1 and not parameter.do_not_specialize:
         return "constexpr"
     return "i32" if abs(value) < 1 << 31 else "i64"
 
 
-def _is_divisible(value):
+def _is_divisible(value, parameter):
+    if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
+        return False
     if isinstance(value, torch.Tensor):
         return value.data_ptr() % 16 == 0
     return isinstance(value, int) and value % 16 == 0
