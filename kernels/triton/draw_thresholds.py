@@ -18,7 +18,14 @@ is left each time. Values that `scaled` cannot tell apart make no difference: we
 are as well below the limit at the greatest of them as at the others, and all of them scale to
 the same threshold.
 
-Sums are of whole numbers, below 2**53 in all: exact in any order.
+Each pass is a launch of its own, in which several programs share a row and add up their sums: of
+whole numbers, below 2**53 in all, so exact in any order. A program reads only what earlier
+launches left, and narrows the range itself. One program per row would need one launch, but about
+1 ms for top-p over 128k tokens (an estimate, as all here), and as much for 1 row as for 100; these
+take some 5 us each for few rows. The price is paid by steps that filter nothing, as a recorded
+step cannot leave launches out: 18 that return at once, at about 1.5 us each in a CUDA graph. A
+search in sixty-fourths would save 4 of them, 6 us of a step of some ms, but compare each value
+6 * 64 times in place of 8 * 16, which for large batches is most of the work.
 """
 
 import torch
@@ -30,6 +37,8 @@ from kernels.triton.launch import launch_table
 
 __all__ = ["find_thresholds", "scale_logits"]
 
+_PASSES = tl.constexpr(8)  # of 4 of the key's 32 bits
+_TILES = 8  # of a program: as many blocks as the launch table says, or to the end of the row
 _WEIGHT_SCALE = tl.constexpr(2.0**32)
 _ROUNDS_TO_WHOLE = tl.constexpr(2.0**52)  # the float64 numbers from here on are whole
 _BELOW_ALL_KEYS = tl.constexpr(-(2**31))  # the key of a NaN, which no row that is drawn from holds
@@ -43,92 +52,136 @@ def find_thresholds(
     draw_ids: torch.Tensor,
     logit_rows: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The lowest scaled logit that each draw keeps: `[n]` float64.
+    """The lowest scaled logit that each draw keeps: `[n]` float64; -inf keeps all.
 
     Anything where a draw is greedy or its likeliest token invalid. Arguments are as those of
     `reference.draw_tokens`.
     """
-    vocab_size = logits.shape[-1]
-    thresholds = torch.empty(len(draw_ids), dtype=torch.float64, device=logits.device)
-    launch = launch_table(logits.device).draw_thresholds.for_size(vocab_size)
-    _thresholds_kernel[(len(draw_ids),)](
-        logits,
-        maxima,
-        likeliest,
-        draws.temperature,
-        draws.top_k,
-        draws.top_p,
-        draw_ids,
-        logit_rows,
-        thresholds,
-        logits.stride(0),
-        vocab_size,
-        BLOCK=launch.block_size,
-        num_warps=launch.num_warps,
-    )
+    count, vocab_size, device = len(draw_ids), logits.shape[-1], logits.device
+    launch = launch_table(device).draw_thresholds.for_size(vocab_size)
+    num_splits = triton.cdiv(vocab_size, launch.block_size * _TILES)
+    thresholds = torch.empty(count, dtype=torch.float64, device=device)
+    shape = (2, _PASSES.value, count)  # of both searches
+    bounds = torch.empty((*shape, 2), dtype=torch.int64, device=device)
+    sums = torch.zeros((*shape, 16), dtype=torch.float64, device=device)
+    for search, limits in enumerate((draws.top_k, draws.top_p)):
+        vectors = (maxima, likeliest, draws.temperature, limits, draw_ids, logit_rows)
+        scratch = (thresholds, bounds[search], sums[search], vocab_size, count)
+        for place in range(_PASSES.value):
+            _search_kernel[(count, num_splits)](
+                *vectors,
+                *scratch,
+                logits,
+                logits.stride(0),
+                place,
+                IS_TOP_P=search == 1,
+                BLOCK=launch.block_size,
+                TILES=_TILES,
+                num_warps=launch.num_warps,
+            )
+        _settle_kernel[(count,)](*vectors, *scratch, IS_TOP_P=search == 1, num_warps=1)
     return thresholds
 
 
-# Where these begin changes from step to step, which must not have the kernel compiled again.
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "maxima",
-        "likeliest",
-        "temperatures",
-        "top_ks",
-        "top_ps",
-        "draw_ids",
-        "logit_rows",
-    ]
-)
-def _thresholds_kernel(
-    logits,
+# Where these begin changes from step to step, which must not have a kernel compiled again.
+_VECTORS = ["maxima", "likeliest", "temperatures", "limits", "draw_ids", "logit_rows"]
+
+
+@triton.jit(do_not_specialize=["count", "place"], do_not_specialize_on_alignment=_VECTORS)
+def _search_kernel(
     maxima,
     likeliest,
     temperatures,
-    top_ks,
-    top_ps,
+    limits,
     draw_ids,
     logit_rows,
     thresholds,
-    row_stride,
+    bounds,
+    sums,
     vocab_size,
+    count,
+    logits,
+    row_stride,
+    place,
+    IS_TOP_P: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """`thresholds[i]`: the lowest scaled logit that top-k, then top-p keep; -inf keeps all.
+    """`sums[place, i]`: what lies above each of the range's sixteenths in draw i's row.
 
-    Program i finds that of draw i, in eight passes over its row for each of the two that
-    filters. Greedy and invalid draws have none.
+    The range is `bounds[place, i]`, which follows from the pass before. Program (i, j) adds TILES
+    tiles of BLOCK tokens, unless draw i does not filter or one key is left.
+    """
+    draw, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = draw if logit_rows is None else tl.load(logit_rows + draw)
+    draw_id = tl.load(draw_ids + draw)
+    temperature, limit = tl.load(temperatures + draw_id), tl.load(limits + draw_id).to(tl.float64)
+    is_drawn = (temperature > 0.0) & (tl.load(likeliest + row) >= 0)
+    if (is_drawn & _filters(limit, vocab_size, IS_TOP_P)) == 0:
+        return
+    maximum = tl.load(maxima + row)
+    low = tl.full((), _BELOW_ALL_KEYS, tl.int64)
+    high = _ordered(maximum.to(tl.int32, bitcast=True)).to(tl.int64)
+    if place > 0:
+        low, high = _narrow(bounds, sums, draw, count, place - 1, limit, IS_TOP_P)
+    slot = place * count + draw
+    if split == 0:
+        tl.store(bounds + slot * 2, low)
+        tl.store(bounds + slot * 2 + 1, high)
+    if high - low > 1:
+        pivots = (low + _step(low, high) * tl.arange(0, 16)).to(tl.int32)
+        first = split * (TILES * BLOCK)
+        above = _weights_above(
+            pivots,
+            logits + row * row_stride,
+            first,
+            tl.minimum(first + TILES * BLOCK, vocab_size),
+            maximum,
+            temperature,
+            tl.load(thresholds + draw),
+            IS_TOP_P,
+            BLOCK,
+        )
+        # The launch's end orders these before the next pass reads them.
+        tl.atomic_add(sums + slot * 16 + tl.arange(0, 16), above.to(tl.float64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_VECTORS)
+def _settle_kernel(
+    maxima,
+    likeliest,
+    temperatures,
+    limits,
+    draw_ids,
+    logit_rows,
+    thresholds,
+    bounds,
+    sums,
+    vocab_size,
+    count,
+    IS_TOP_P: tl.constexpr,
+):
+    """`thresholds[i]`: what draw i's search found, scaled; of top-k, which comes first, -inf
+    where it does not filter. Program i: draw i.
     """
     draw = tl.program_id(0).to(tl.int64)
     row = draw if logit_rows is None else tl.load(logit_rows + draw)
     draw_id = tl.load(draw_ids + draw)
-    temperature = tl.load(temperatures + draw_id)
+    temperature, limit = tl.load(temperatures + draw_id), tl.load(limits + draw_id).to(tl.float64)
     if (temperature <= 0.0) | (tl.load(likeliest + row) < 0):
         return
-    top_k = tl.load(top_ks + draw_id)
-    top_p = tl.load(top_ps + draw_id)
-    maximum = tl.load(maxima + row)
-    row_logits = logits + row * row_stride
-    threshold = tl.full((), float("-inf"), tl.float64)
-    if (top_k > 0) & (top_k < vocab_size):
-        kth = _least_to_outweigh(
-            row_logits,
-            maximum,
-            temperature,
-            threshold,
-            top_k.to(tl.int32),
-            vocab_size,
-            False,
-            BLOCK,
-        )
-        threshold = scale_logits(kth, maximum, temperature)
-    if top_p < 1.0:
-        last = _least_to_outweigh(
-            row_logits, maximum, temperature, threshold, top_p, vocab_size, True, BLOCK
-        )
-        threshold = scale_logits(last, maximum, temperature)
-    tl.store(thresholds + draw, threshold)
+    if _filters(limit, vocab_size, IS_TOP_P):
+        _, high = _narrow(bounds, sums, draw, count, _PASSES - 1, limit, IS_TOP_P)
+        value = _ordered(high.to(tl.int32)).to(tl.float32, bitcast=True)
+        tl.store(thresholds + draw, scale_logits(value, tl.load(maxima + row), temperature))
+    elif not IS_TOP_P:
+        tl.store(thresholds + draw, float("-inf"))
+
+
+@triton.jit
+def _filters(limit, vocab_size, IS_TOP_P: tl.constexpr):
+    """Whether a limit may leave tokens out."""
+    return limit < 1.0 if IS_TOP_P else (limit > 0) & (limit < vocab_size)
 
 
 @triton.jit
@@ -138,60 +191,52 @@ def scale_logits(logits, maximum, temperature):
 
 
 @triton.jit
-def _least_to_outweigh(
-    row_logits,
-    maximum,
-    temperature,
-    threshold,
-    limit,
-    vocab_size,
-    IS_TOP_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The smallest value above which less than the limit lies: of top-p a share of the whole.
+def _narrow(bounds, sums, draw, count, place, limit, IS_TOP_P: tl.constexpr):
+    """The range after pass `place`: above `low` lies the limit at least, above `high` less.
 
-    Searched between `low`, above which the limit lies at least, and `high`, above which less.
+    Of top-p the limit is a share of the whole, which is what lies above the first pivot of all.
     """
-    high = _ordered(maximum.to(tl.int32, bitcast=True)).to(tl.int64)
-    low = tl.full((), _BELOW_ALL_KEYS, tl.int64)
-    total = tl.full((), 0, tl.float64)
-    while high - low > 1:
-        step = (high - low + 15) // 16
-        pivots = (low + step * tl.arange(0, 16)).to(tl.int32)
-        above = _weights_above(
-            pivots, row_logits, maximum, temperature, threshold, vocab_size, IS_TOP_P, BLOCK
-        )
-        if IS_TOP_P:
-            total = tl.maximum(total, tl.max(above))  # above the first pivot of all lies all
-            outweighs = above >= limit * total
-        else:
-            outweighs = above >= limit
-        # At least one does, the first; with a share of 0, which rounding may give, all.
-        low += step * (tl.sum(outweighs.to(tl.int64)) - 1)
-        high = tl.minimum(high, low + step)
-    return _ordered(high.to(tl.int32)).to(tl.float32, bitcast=True)
+    slot = place * count + draw
+    low, high = tl.load(bounds + slot * 2), tl.load(bounds + slot * 2 + 1)
+    above = tl.load(sums + slot * 16 + tl.arange(0, 16))
+    outweighs = above >= (limit * tl.load(sums + draw * 16) if IS_TOP_P else limit)
+    # At least one does, the first; with a share of 0, which rounding may give, all.
+    step = _step(low, high)
+    narrowed = low + step * (tl.sum(outweighs.to(tl.int64)) - 1)
+    is_found = high - low <= 1  # then nothing was added up
+    low = tl.where(is_found, low, narrowed)
+    return low, tl.where(is_found, high, tl.minimum(high, low + step))
+
+
+@triton.jit
+def _step(low, high):
+    """A sixteenth of the range, rounded up."""
+    return (high - low + 15) // 16
 
 
 @triton.jit
 def _weights_above(
     pivots,
     row_logits,
+    first,
+    end,
     maximum,
     temperature,
     threshold,
-    vocab_size,
     IS_TOP_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What the values above each of 16 keys weigh: `[16]` float64, or int32 counts for top-k.
+    """What the values above each of 16 keys weigh, of tokens `first` to before `end`.
+
+    `[16]` float64, or int32 counts for top-k, to which `threshold` means nothing.
 
     Tokens are the last axis, which is spread over threads: each weight is computed once, and a
     thread compares it to all pivots.
     """
     sums = tl.zeros([16, BLOCK], tl.float64 if IS_TOP_P else tl.int32)
-    for start in range(0, vocab_size, BLOCK):
+    for start in range(first, end, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        mask = tokens < vocab_size
+        mask = tokens < end
         values = tl.load(row_logits + tokens, mask=mask, other=float("-inf"))
         keys = tl.where(mask, _ordered(values.to(tl.int32, bitcast=True)), _BELOW_ALL_KEYS)
         is_above = keys[None, :] > pivots[:, None]

@@ -15,6 +15,7 @@ import torch
 
 from kernels import DrawTable, WeightUse
 from kernels.triton import ops
+from kernels.triton.draw_thresholds import find_thresholds
 from tests.support.ahead_of_time import compiling
 from tests.support.attention_cases import make_case as attention_case
 from tests.support.preparation_cases import make_case as preparation_case
@@ -74,19 +75,23 @@ def _blocks() -> None:
     ops.gather_blocks(torch.empty(9, 90), ids, torch.empty(2, 4 + 360, dtype=torch.uint8)[:, 4:])
 
 
-def _draws() -> None:
-    logits, ids = torch.empty(3, 128_256), torch.arange(3)
+def _draw_table() -> DrawTable:
     vectors = {
         field.name: torch.empty(3, dtype=torch.int64) for field in dataclasses.fields(DrawTable)
     }
     for name in ("temperature", "top_p"):
         vectors[name] = vectors[name].double()
+    return DrawTable(**vectors)
+
+
+def _draws() -> None:
+    logits, ids, draws = torch.empty(3, 128_256), torch.arange(3), _draw_table()
     for rows in (None, ids):
         ops.draw_tokens(
             logits,
             torch.empty(3),
             ids,
-            DrawTable(**vectors),
+            draws,
             draw_ids=ids,
             positions=ids,
             logit_rows=rows,
@@ -94,10 +99,17 @@ def _draws() -> None:
         ops.token_logprobs(logits, torch.empty(3), ids, rows)
 
 
+def _thresholds() -> None:
+    logits, ids, draws = torch.empty(16, 128_256), torch.arange(16), _draw_table()
+    for count in (1, 3, 16):
+        find_thresholds(logits, torch.empty(16), ids, draws, ids[:count], None)
+
+
 def _rows() -> None:
     case, ids = RowCase.make(CPU, block_size=16), torch.tensor([2, 0])
     ops.lay_out_decode(case.rows, ids, 16, case.new_inputs(2))
-    ops.keep_drawn(case.rows, ids, ids)
+    for count in (1, 2):
+        ops.keep_drawn(case.rows, ids[:count], ids[:count])
 
 
 CASES: Mapping[str, Callable[[], None]] = {
@@ -123,6 +135,7 @@ CASES: Mapping[str, Callable[[], None]] = {
     "prompts, wide heads": partial(_attend, PROMPTS, head_dim=256),
     "prompts, float32": partial(_attend, PROMPTS, FP32),
     "draws": _draws,
+    "thresholds": _thresholds,
     "rows": _rows,
 }
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,11 @@ def test_kernels_compile_and_fit(names, tmp_path):
         assert kernels, name
         for kernel, shared_bytes in kernels:
             assert shared_bytes <= MAX_SHARED_BYTES, (name, kernel)
+
+
+def test_no_kernel_is_compiled_again_for_another_number_of_rows(tmp_path):
+    """What changes from step to step is no constant of a kernel, nor is a search's pass."""
+    kernels = compiled(["thresholds", "rows"], tmp_path)
+    searches = Counter(name for name, _ in kernels["thresholds"])
+    assert searches == {"_search_kernel": 2, "_settle_kernel": 2}  # of top-k and of top-p
+    assert Counter(name for name, _ in kernels["rows"])["_keep_drawn_kernel"] == 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.batch import INVALID_TOKEN
 from kernels.reference import sampling as reference_sampling
-from kernels.triton import ops, sampling
+from kernels.triton import draw_thresholds, ops, sampling
 from kernels.triton.draw_thresholds import find_thresholds
 from kernels.triton.launch import launch_table
 from tests.support.devices import DEVICE
@@ -100,6 +100,19 @@ def _kept(logits, draws):
     scaled = (logits.double() - maxima.cpu().unsqueeze(-1)) / draws.temperature.unsqueeze(-1)
     expected = reference_sampling._thresholds(scaled, draws)
     return scaled >= found.cpu().unsqueeze(-1), scaled >= expected
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+def test_programs_that_share_a_row_add_up_what_each_keeps(kind):
+    block_size = launch_table(DEVICE).draw_thresholds.for_size(10**5).block_size
+    tokens_per_split = block_size * draw_thresholds._TILES
+    logits = make_logits(kind, 4, 2 * tokens_per_split + 3)
+    logits[3, :tokens_per_split] = -math.inf  # the first program has none of what is kept
+    records = [(1.0, 40, 1.0, 0), (2.0, 0, 0.9, 0), (1.0, 0, 1.0, 0), (0.7, 3000, 0.99, 0)]
+    kept, expected = _kept(logits, draw_table(*records))
+    assert torch.equal(kept, expected)
+    assert kept[2].all()
+    assert kept[:, tokens_per_split:].any(dim=-1).all()
 
 
 @pytest.mark.parametrize(("top_k", "sign"), [(1, 1.0), (4, -1.0)])
