@@ -7,20 +7,18 @@ __all__ = ["divide_context", "locate_block"]
 
 
 @triton.jit
-def locate_block(
-    block, query_starts, num_seqs, group_size, BLOCK_M: tl.constexpr, HAS_MANY_BLOCKS: tl.constexpr
-):
+def locate_block(block, query_starts, num_seqs, group_size, block_m, has_many_blocks):
     """A block's sequence and first row, and where the sequence's query begins and how long it is.
 
-    With HAS_MANY_BLOCKS the blocks of all sequences are counted together; else a block is the
+    With `has_many_blocks` the blocks of all sequences are counted together; else a block is the
     sequence's only one. A block that no sequence has begins past its sequence's rows.
     """
     sequence = block
     first_row = block * 0
-    if HAS_MANY_BLOCKS:
-        sequence = _sequence_of_block(block, query_starts, num_seqs, group_size, BLOCK_M)
-        first_row = block - _first_block(sequence, query_starts, group_size, BLOCK_M)
-        first_row *= BLOCK_M
+    if has_many_blocks:
+        sequence = _sequence_of_block(block, query_starts, num_seqs, group_size, block_m)
+        first_row = block - _first_block(sequence, query_starts, group_size, block_m)
+        first_row *= block_m
     query_start = tl.load(query_starts + sequence)
     query_len = tl.load(query_starts + sequence + 1) - query_start
     return sequence, first_row, query_start, query_len
@@ -35,41 +33,41 @@ def divide_context(
     window,
     num_splits,
     min_tokens_per_split,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    block_m,
+    block_n,
 ):
     """Which keys a block's rows see: from `low` to `high`; and how many splits take how many each.
 
     The first split begins with the tile that `low` lies in.
     """
     first_position = num_before + first_row // group_size
-    last_position = num_before + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // group_size
+    last_position = num_before + (tl.minimum(first_row + block_m, num_rows) - 1) // group_size
     low = tl.maximum(first_position - window + 1, 0)
     high = tl.maximum(last_position + 1, 0)
-    num_tokens = high - low // BLOCK_N * BLOCK_N
+    num_tokens = high - low // block_n * block_n
     per_split = tl.maximum(tl.cdiv(num_tokens, num_splits), min_tokens_per_split)
-    per_split = tl.cdiv(per_split, BLOCK_N) * BLOCK_N
+    per_split = tl.cdiv(per_split, block_n) * block_n
     num_used_splits = tl.maximum(tl.cdiv(num_tokens, per_split), 1)
     return low, high, per_split, num_used_splits
 
 
 @triton.jit
-def _first_block(sequence, query_starts, group_size, BLOCK_M: tl.constexpr):
+def _first_block(sequence, query_starts, group_size, block_m):
     """Where a sequence's blocks of rows begin if each may leave one block partly empty.
 
     The next sequence's begin no earlier than they end: `floor(a) + ceil(b) <= floor(a + b) + 1`.
     """
-    return tl.load(query_starts + sequence) * group_size // BLOCK_M + sequence
+    return tl.load(query_starts + sequence) * group_size // block_m + sequence
 
 
 @triton.jit
-def _sequence_of_block(block, query_starts, num_seqs, group_size, BLOCK_M: tl.constexpr):
+def _sequence_of_block(block, query_starts, num_seqs, group_size, block_m):
     """The last sequence whose blocks begin at `block` or before."""
     low = block * 0
     high = low + num_seqs
     while high - low > 1:
         middle = (low + high) // 2
-        is_later = _first_block(middle, query_starts, group_size, BLOCK_M) > block
+        is_later = _first_block(middle, query_starts, group_size, block_m) > block
         low = tl.where(is_later, low, middle)
         high = tl.where(is_later, middle, high)
     return low

@@ -57,15 +57,16 @@ class Splits:
             part.min_rows,
             part.max_rows,
             part.min_tokens_per_split,
+            part.block_m,
+            part.block_n,
+            int(part.has_many_blocks),
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim(head_dim),
             PADDED_SPLITS=part.padded_splits,
-            BLOCK_M=part.block_m,
-            BLOCK_N=part.block_n,
-            HAS_MANY_BLOCKS=part.has_many_blocks,
         )
 
 
+# One version serves all passes: some of them divide contexts only while requests are served.
 @triton.jit(
     do_not_specialize=[
         "num_splits",
@@ -75,6 +76,9 @@ class Splits:
         "min_rows",
         "max_rows",
         "min_tokens_per_split",
+        "block_m",
+        "block_n",
+        "has_many_blocks",
     ],
     do_not_specialize_on_alignment=["query_starts", "context_lens"],
 )
@@ -91,12 +95,12 @@ def _combine_kernel(
     min_rows,
     max_rows,
     min_tokens_per_split,
+    block_m,
+    block_n,
+    has_many_blocks,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_MANY_BLOCKS: tl.constexpr,
 ):
     """`output = sum(2^log_sums * partials) / sum(2^log_sums)` over a row's splits.
 
@@ -106,7 +110,7 @@ def _combine_kernel(
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence, first_row, query_start, query_len = locate_block(
-        block, query_starts, num_seqs, group_size, BLOCK_M, HAS_MANY_BLOCKS
+        block, query_starts, num_seqs, group_size, block_m, has_many_blocks != 0
     )
     num_rows = query_len * group_size
     row = first_row + tl.program_id(2)
@@ -115,7 +119,7 @@ def _combine_kernel(
     num_before = tl.load(context_lens + sequence) - query_len
     _, _, _, num_used_splits = divide_context(
         first_row, num_rows, num_before, group_size, window,
-        num_splits, min_tokens_per_split, BLOCK_M, BLOCK_N,
+        num_splits, min_tokens_per_split, block_m, block_n,
     )  # fmt: skip
     if num_used_splits == 1:
         return
