@@ -1,0 +1,86 @@
+"""No step compiles a kernel: an engine's warm-up launched every version that serving launches."""
+
+import pytest
+import torch
+
+from engine.batch import DrawParams
+from engine.request import EngineRequest
+from tests.support.checkpoints import prompt_of, tiny_checkpoint
+from tests.support.devices import IS_CUDA
+from tests.support.real_engines import build_core, run_all
+from tests.support.runner_kinds import use_kind
+from tests.support.specializations import recording_versions
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(IS_CUDA, reason="versions are those of Triton's interpreter"),
+]
+
+FLAGS = {
+    "block_size": 16,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 200,
+    "async_scheduling": True,
+}
+# Chunks of odd and even numbers of tokens, of one block and of several, alone and together.
+PROMPT_LENGTHS = (5, 17, 150, 1, 16)
+
+
+def _requests():
+    """Greedy ones and draws, with each filter or both; some candidates are compared."""
+    return [
+        EngineRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(prompt_of(length, seed=index)),
+            draw=DrawParams(
+                temperature=float(index % 3 > 0),
+                top_k=20 * (index % 2),
+                top_p=1.0 if index % 4 else 0.9,
+                seed=index,
+            ),
+            max_tokens=2 + index % 2,
+            num_candidates=1 + index % 3 // 2,
+        )
+        for index, length in enumerate(PROMPT_LENGTHS)
+    ]
+
+
+@pytest.fixture
+def fresh_memory(monkeypatch):
+    """What goes to the device goes to memory of its own, which begins as a GPU's would."""
+
+    def to_device(values, device):
+        return torch.from_numpy(values).clone(memory_format=torch.contiguous_format)
+
+    for module in (
+        "batch_inputs",
+        "device_decode",
+        "device_steps",
+        "device_rows",
+        "drawing",
+        "sampler",
+    ):
+        monkeypatch.setattr(f"engine.runtime.{module}.to_device", to_device)
+
+
+@pytest.mark.usefixtures("fresh_memory")
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        ("llama", "triton, eager"),
+        ("llama", "triton, graphs"),
+        ("qwen2_alternating", "triton, eager"),
+        ("qwen2_alternating", "triton, graphs"),
+    ],
+)
+def test_steps_launch_what_the_warm_up_launched(variant, kind, monkeypatch):
+    use_kind(kind, monkeypatch)
+    known, launched = set(), set()
+    with recording_versions(known):
+        core = build_core(tiny_checkpoint(variant), "both", **FLAGS)
+    with recording_versions(launched):
+        run_all(core, _requests())
+    core.close()
+    assert launched
+    assert sorted(map(str, launched - known)) == []

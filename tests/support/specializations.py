@@ -1,0 +1,58 @@
+"""Which versions of kernels Triton would compile for what is launched in its interpreter."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+__all__ = ["Version", "recording_versions"]
+
+Version = tuple[object, ...]
+
+
+@contextmanager
+def recording_versions(seen: set[Version]) -> Iterator[None]:
+    """Adds to `seen` what Triton would compile for each launch: (kernel, argument or option...).
+
+    A version is (name, type and what of its value is compiled in) per argument. A number may be 1,
+    or divisible by 16; of a tensor, its address may be. See `specialize_impl` in Triton.
+    """
+    run = InterpretedFunction.run
+
+    def record(function, *args, grid, warmup, **kwargs):
+        seen.add(_version(function, args, kwargs))
+        return run(function, *args, grid=grid, warmup=warmup, **kwargs)
+
+    InterpretedFunction.run = record
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = run
+
+
+def _version(function, args, kwargs) -> Version:
+    parameters = inspect.signature(function.fn).parameters
+    values = dict(zip(parameters, args, strict=False)) | kwargs
+    unspecialized = function.kwargs.get("do_not_specialize") or ()
+    unaligned = function.kwargs.get("do_not_specialize_on_alignment") or ()
+    version = [
+        (name, value)
+        if name not in parameters or "constexpr" in str(parameters[name].annotation)
+        else (name, *_specialization(value, name in unspecialized, name in unaligned))
+        for name, value in sorted(values.items())
+    ]
+    return (function.fn.__name__, *version)
+
+
+def _specialization(value, is_unspecialized, is_unaligned):
+    if isinstance(value, torch.Tensor):
+        is_aligned = value.data_ptr() % 16 == 0
+        return value.dtype, is_unspecialized or is_unaligned or is_aligned
+    if value is None or isinstance(value, (bool, float)):
+        return (type(value),)
+    width = 32 if -(1 << 31) <= value < 1 << 31 else 64
+    if is_unspecialized:
+        return (width,)
+    return (1,) if value == 1 else (width, is_unaligned or value % 16 == 0)
