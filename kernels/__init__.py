@@ -241,6 +241,7 @@ def draw_tokens(
     draw_ids: torch.Tensor,
     positions: torch.Tensor,
     logit_rows: torch.Tensor | None = None,
+    filtered: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draws tokens from logits; see `reference.draw_tokens`."""
@@ -253,6 +254,7 @@ def draw_tokens(
         draw_ids=draw_ids,
         positions=positions,
         logit_rows=logit_rows,
+        filtered=filtered,
         out=out,
     )
     return tokens

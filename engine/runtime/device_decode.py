@@ -1,9 +1,11 @@
 """`DeviceDecode`: a decode step from the rows' state to the tokens drawn, all on the device.
 
-    row ids -> inputs -> forward pass -> logits -> tokens -> the rows' state
+    row ids -> inputs -> forward pass -> logits and maxima      `run`
+    -> tokens -> the rows' state                                `draw`
 
-Everything it reads and writes stays where it is, and nothing in it waits for the device or
-depends on what the host knows of a step but its size: so it can be captured as a CUDA graph.
+Everything it reads and writes stays where it is, and nothing in it waits for the device. `run`
+depends on nothing that the host knows of a step but its size, so it can be captured as a CUDA
+graph. `draw` launches no more than the rows ask for: most draw the likeliest token.
 """
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 import kernels
 from engine.runtime.device import to_device
 from engine.runtime.device_rows import DeviceRows
-from engine.runtime.sampler import Scores
+from engine.runtime.sampler import Scores, draw_kinds
 from engine.runtime.steps import StepModel
 from kernels import AttentionMetadata, DecodeInputs
 
@@ -39,9 +41,17 @@ class DeviceDecode:
         self._maxima = torch.zeros(size, device=device)
         self._likeliest = torch.zeros(size, dtype=torch.int64, device=device)
         self._inputs = _new_inputs(model)
+        self._is_random = self._is_filtered = False
+
+    @property
+    def draw_positions(self) -> torch.Tensor:
+        """`[max_rows]` int64; of the tokens to draw after `run`."""
+        return self._inputs.draw_positions
 
     def set_rows(self, row_ids: np.ndarray) -> None:
         """Takes other rows; padding follows them."""
+        kinds = draw_kinds(self._rows.host.draws[row_ids])
+        self._is_random, self._is_filtered = (bool(kind.any()) for kind in kinds)
         padded = np.full(self._model.max_rows, self._rows.spare_row)
         padded[: len(row_ids)] = row_ids
         self.row_ids.copy_(to_device(padded, self.row_ids.device), non_blocking=True)
@@ -54,7 +64,6 @@ class DeviceDecode:
         logits = model.model.logits(model.model(inputs.token_ids, inputs.positions, kv))
         scores = self.scores(logits)
         kernels.row_maxima(logits, (scores.maxima, scores.likeliest))
-        self.draw(scores, inputs.draw_positions)
         return logits
 
     def scores(self, logits: torch.Tensor) -> Scores:
@@ -70,16 +79,21 @@ class DeviceDecode:
             positions: `[n]` int64; of the tokens to draw.
         """
         size, state = len(positions), self._rows.state
-        tokens = kernels.draw_tokens(
-            scores.logits,
-            scores.maxima,
-            scores.likeliest,
-            state.draws,
-            draw_ids=self.row_ids[:size],
-            positions=positions,
-            out=self.tokens[:size],
-        )
-        kernels.keep_drawn(state, self.row_ids[:size], tokens)
+        row_ids, tokens = self.row_ids[:size], self.tokens[:size]
+        if self._is_random:
+            kernels.draw_tokens(
+                scores.logits,
+                scores.maxima,
+                scores.likeliest,
+                state.draws,
+                draw_ids=row_ids,
+                positions=positions,
+                filtered=self._is_filtered,
+                out=tokens,
+            )
+        else:
+            tokens.copy_(scores.likeliest)
+        kernels.keep_drawn(state, row_ids, tokens)
 
 
 def _new_inputs(model: StepModel) -> DecodeInputs:

@@ -23,7 +23,7 @@ from engine.runtime.device import Fetched, fetch, to_device
 from engine.runtime.device_decode import DeviceDecode
 from engine.runtime.device_rows import DeviceRows
 from engine.runtime.drawing import ChunkDraws
-from engine.runtime.sampler import Scores, draw_table
+from engine.runtime.sampler import Scores, draw_kinds, draw_table
 from engine.runtime.steps import StepModel, Steps
 from kernels import CudaGraphRecorder
 
@@ -31,7 +31,11 @@ __all__ = ["DeviceSteps"]
 
 _MEBIBYTE = 2**20
 _MAX_WARM_UP_TOKENS = 64  # the longest step of the profile run compiles what longer ones launch
-_WARM_UP_DRAW = DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
+# By row: without and with what top-k and top-p take.
+_WARM_UP_DRAWS = (
+    DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=0),
+    DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0),
+)
 
 _logger = logging.getLogger("baton.engine")
 
@@ -130,8 +134,9 @@ class DeviceSteps(Steps):
                 (free_before - _free_bytes(self._model.device)) / _MEBIBYTE,
             )
 
-        self._run_to_the_end(_warm_up_batch(0, 1, ()))
-        self._run_to_the_end(ScheduledBatch(0, decode_rows=(0,)))
+        for row in range(min(2, self._model.max_rows)):
+            self._run_to_the_end(_warm_up_batch(row, 1, ()))
+            self._run_to_the_end(ScheduledBatch(0, decode_rows=(row,)))
 
     def _run_to_the_end(self, batch: ScheduledBatch) -> None:
         self.update(batch)
@@ -155,7 +160,9 @@ class DeviceSteps(Steps):
         self._rows.advance((), self._decode_ids)
         size = padded_size(self._graphs.sizes, num_rows)
         logits = self._decode.run(num_rows) if size is None else self._graphs.run(size)
-        return self._decode.scores(logits[:num_rows])
+        scores = self._decode.scores(logits[:num_rows])
+        self._decode.draw(scores, self._decode.draw_positions[:num_rows])
+        return scores
 
     def _run_chunks(self, batch: ScheduledBatch) -> Scores:
         """A step of chunks, and of rows that decode, whose tokens only the device knows."""
@@ -201,7 +208,7 @@ def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:
 
 
 def _warm_up_batch(row: int, num_tokens: int, decode_rows: tuple[int, ...]) -> ScheduledBatch:
-    chunk = ScheduledChunk(row, (0,) * num_tokens, 0, (_WARM_UP_DRAW,), wants_logprobs=True)
+    chunk = ScheduledChunk(row, (0,) * num_tokens, 0, (_WARM_UP_DRAWS[row],), wants_logprobs=True)
     return ScheduledBatch(0, (chunk,), decode_rows)
 
 
@@ -210,6 +217,9 @@ def _draw(
 ) -> torch.Tensor:
     """A `Draw` without waiting for the device."""
     device = scores.logits.device
+    is_random, is_filtered = draw_kinds(records)
+    if not is_random.any():
+        return scores.likeliest.index_select(0, to_device(np.array(rows, np.int64), device))
     order = np.stack((np.arange(len(records)), positions, np.array(rows, np.int64)))
     draw_ids, sent_positions, logit_rows = to_device(order, device)
     return kernels.draw_tokens(
@@ -220,6 +230,7 @@ def _draw(
         draw_ids=draw_ids,
         positions=sent_positions,
         logit_rows=logit_rows,
+        filtered=bool(is_filtered.any()),
     )
 
 

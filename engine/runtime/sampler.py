@@ -18,6 +18,7 @@ __all__ = [
     "PreparedDraws",
     "RandomDraws",
     "Scores",
+    "draw_kinds",
     "draw_record",
     "draw_table",
     "draw_words",
@@ -102,6 +103,12 @@ def draw_record(draw: DrawParams) -> tuple[float, int, float, int]:
     return draw.temperature, draw.top_k, draw.top_p, draw.seed
 
 
+def draw_kinds(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of `[n]` of `DRAW_RECORD`: which are not greedy, and which of those filter; `[n]` bool."""
+    is_random = records["temperature"] > 0
+    return is_random, is_random & ((records["top_k"] > 0) | (records["top_p"] < 1))
+
+
 def draw_words(records: np.ndarray) -> np.ndarray:
     """`[n]` of `DRAW_RECORD` as `[4, n]` int64, a row per field, bit for bit."""
     return np.ascontiguousarray(records.view(np.int64).reshape(len(records), -1).T)
@@ -129,8 +136,7 @@ def prepare_draws(
         rows: the row of the logits that each draws from, where not each from its own.
     """
     row_ids = np.arange(len(records)) if rows is None else np.array(rows, np.int64)
-    is_random = records["temperature"] > 0
-    is_filtered = is_random & ((records["top_k"] > 0) | (records["top_p"] < 1))
+    is_random, is_filtered = draw_kinds(records)
     kinds = ((is_random & ~is_filtered, False), (is_filtered, True))
     return PreparedDraws(
         rows=None if rows is None else to_device(row_ids, device),

@@ -37,13 +37,11 @@ def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> N
     invalid: the row goes on with token 0.
 
     Args:
-        rows: changed in place; the spare row's position stays 0.
-        row_ids: `[n]` int64, all different but for the spare row's.
+        rows: changed in place.
+        row_ids: `[n]` int64, all different.
         tokens: `[n]` int64.
     """
-    spare_row = len(rows.positions) - 1
-    positions = rows.positions.index_select(0, row_ids) + 1
-    rows.positions.index_copy_(0, row_ids, positions.masked_fill(row_ids == spare_row, 0))
+    rows.positions.index_add_(0, row_ids, torch.ones_like(row_ids))
     rows.last_tokens.index_copy_(0, row_ids, tokens.clamp(min=0))
 
 

@@ -34,6 +34,7 @@ def draw_tokens(
     draw_ids: torch.Tensor,
     positions: torch.Tensor,
     logit_rows: torch.Tensor | None = None,
+    filtered: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draws a token for each of `draw_ids`; does not wait for the device.
@@ -46,6 +47,7 @@ def draw_tokens(
         draw_ids: `[n]` int64; which of `draws` each draw follows.
         positions: `[n]` int64, below 2**32; of the token that each draws.
         logit_rows: `[n]` int64; the row that each draws from. None: draw i from row i.
+        filtered: whether any draw may filter by top-k or top-p; if not, all keep all.
         out: `[n]` int64 to write the tokens to, and return.
 
     Returns:
@@ -60,7 +62,7 @@ def draw_tokens(
         maxima = maxima.index_select(0, logit_rows)
         likeliest = likeliest.index_select(0, logit_rows)
     chosen = draws.take(draw_ids)
-    drawn = draw_random(logits, maxima, chosen, positions, filtered=True)
+    drawn = draw_random(logits, maxima, chosen, positions, filtered=filtered)
     is_drawn = (chosen.temperature > 0) & (likeliest != INVALID_TOKEN)
     tokens = drawn.where(is_drawn, likeliest)
     return tokens if out is None else out.copy_(tokens)

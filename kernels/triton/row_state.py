@@ -95,24 +95,17 @@ def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> N
         return
     vectors = (rows.positions, rows.last_tokens, row_ids, tokens)
     assert all(vector.is_contiguous() for vector in vectors)
-    spare_row = len(rows.positions) - 1
-    _keep_drawn_kernel[(triton.cdiv(count, _ROWS),)](*vectors, count, spare_row, ROWS=_ROWS)
+    _keep_drawn_kernel[(triton.cdiv(count, _ROWS),)](*vectors, count, ROWS=_ROWS)
 
 
 # The number of rows changes from step to step, which must not have the kernel compiled again.
-@triton.jit(do_not_specialize=["count", "spare_row"])
-def _keep_drawn_kernel(
-    positions, last_tokens, row_ids, tokens, count, spare_row, ROWS: tl.constexpr
-):
-    """`last_tokens[r] = max(token, 0)`, `positions[r] += 1`; program i does ROWS of them.
-
-    Where padding names the spare row many times, all write the same position.
-    """
+@triton.jit(do_not_specialize=["count"])
+def _keep_drawn_kernel(positions, last_tokens, row_ids, tokens, count, ROWS: tl.constexpr):
+    """`last_tokens[r] = max(token, 0)`, `positions[r] += 1`; program i does ROWS of them."""
     indices = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = indices < count
     rows = tl.load(row_ids + indices, mask=mask, other=0)
     drawn = tl.load(tokens + indices, mask=mask, other=0)
     following = tl.load(positions + rows, mask=mask, other=0) + 1
-    following = tl.where(rows == spare_row, 0, following)
     tl.store(last_tokens + rows, tl.maximum(drawn, 0), mask=mask)
     tl.store(positions + rows, following, mask=mask)

@@ -25,6 +25,7 @@ def draw_tokens(
     draw_ids: torch.Tensor,
     positions: torch.Tensor,
     logit_rows: torch.Tensor | None = None,
+    filtered: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.draw_tokens`."""
@@ -36,7 +37,9 @@ def draw_tokens(
     table = (draws.temperature, draws.top_k, draws.top_p, draws.seed)
     vectors = (maxima, likeliest, *table, draw_ids, positions, tokens)
     assert all(vector.is_contiguous() for vector in vectors)
-    thresholds = find_thresholds(logits, maxima, likeliest, draws, draw_ids, logit_rows)
+    thresholds = None
+    if filtered:
+        thresholds = find_thresholds(logits, maxima, likeliest, draws, draw_ids, logit_rows)
     launch = launch_table(device).draw_tokens.for_size(vocab_size)
     num_splits = triton.cdiv(vocab_size, launch.block_size * _TILES)
     best_scores = torch.empty((count, num_splits), dtype=torch.float64, device=device)
@@ -114,7 +117,7 @@ def _draw_kernel(
     temperature = tl.load(temperatures + draw_id)
     if (temperature <= 0.0) | (tl.load(likeliest + row) < 0):
         return
-    maximum, threshold = tl.load(maxima + row), tl.load(thresholds + draw)
+    maximum = tl.load(maxima + row)
     seed, position = tl.load(seeds + draw_id), tl.load(positions + draw).to(tl.uint32)
     row_logits = logits + row * row_stride
     best_score = tl.full([BLOCK // 4], float("-inf"), tl.float64)
@@ -130,7 +133,9 @@ def _draw_kernel(
             values = tl.load(row_logits + tokens, mask=mask, other=float("-inf"))
             scaled = scale_logits(values, maximum, temperature)
             uniform = (words[lane].to(tl.float64) + 0.5) * (2.0**-32)
-            score = tl.where(scaled < threshold, float("-inf"), scaled - tl.log(-tl.log(uniform)))
+            score = scaled - tl.log(-tl.log(uniform))
+            if thresholds is not None:
+                score = tl.where(scaled < tl.load(thresholds + draw), float("-inf"), score)
             # Later ones have higher ids: among equals the first stays.
             is_better = score > best_score
             best_score = tl.where(is_better, score, best_score)

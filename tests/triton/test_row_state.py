@@ -69,17 +69,17 @@ def test_rows_move_on_by_the_token_drawn(module):
         assert after["last_tokens"][row] == moved.get(row, before["last_tokens"][row])
 
 
-def test_the_spare_row_stays_at_its_first_position(module):
+def test_more_rows_than_one_program_moves(module):
     case = RowCase.make(DEVICE, num_rows=200)
     before = case.state()
-    row_ids = [7, 3] + [199] * 150 + [11]
-    module.keep_drawn(case.rows, _ids(row_ids), _ids(list(range(len(row_ids)))))
+    row_ids = list(range(198, -1, -1))
+    module.keep_drawn(case.rows, _ids(row_ids), _ids(row_ids))
     after = case.state()
-    assert after["positions"][199] == 0
-    moved = {7: 0, 3: 1, 11: 152}
-    for row in range(199):
-        assert after["positions"][row] == before["positions"][row] + (row in moved)
-        assert after["last_tokens"][row] == moved.get(row, before["last_tokens"][row])
+    assert (
+        after["positions"]
+        == [position + 1 for position in before["positions"][:199]] + (before["positions"][199:])
+    )
+    assert after["last_tokens"][:199] == list(range(199))
 
 
 def test_table_entries_go_where_they_shall(module):
