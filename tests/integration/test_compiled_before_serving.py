@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 FLAGS = {
+    "dtype": "bfloat16",  # with tiles of several sizes, as GPUs have
     "block_size": 16,
     "max_num_seqs": 6,
     "max_num_batched_tokens": 48,
