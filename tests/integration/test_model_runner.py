@@ -29,7 +29,14 @@ def _config(variant="llama", **flags):
     return EngineConfig(model=str(tiny_checkpoint(variant)), **{**defaults, **flags})
 
 
-@pytest.fixture(autouse=True, params=["host", "device, eager", "device, graphs"])
+@pytest.fixture(
+    autouse=True,
+    params=[
+        "host",
+        pytest.param("device, eager", marks=pytest.mark.slow),
+        pytest.param("device, graphs", marks=pytest.mark.slow),
+    ],
+)
 def _kind(request, monkeypatch):
     use_kind(request.param, monkeypatch)
 
