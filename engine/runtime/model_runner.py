@@ -94,6 +94,7 @@ class ModelRunner:
             self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
             self._steps = self._new_steps(self._whole_pool)
             self._steps.warm_up()
+            self._whole_pool[0].zero_()  # where dummy steps may have put their KV
         self._thread: ThreadPoolExecutor | None = None
 
     @property
