@@ -9,8 +9,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,12 +18,12 @@ import kernels
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.runtime.batch_inputs import BatchInputs, StepInputs
 from engine.runtime.decode_graphs import DecodeGraphs, GraphRecorder, capture_sizes, padded_size
-from engine.runtime.device import Fetched, fetch, to_device
+from engine.runtime.device import fetch, to_device
 from engine.runtime.device_decode import DeviceDecode
 from engine.runtime.device_rows import DeviceRows
 from engine.runtime.drawing import ChunkDraws
 from engine.runtime.sampler import Scores, draw_kinds, draw_table
-from engine.runtime.steps import StepModel, Steps
+from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from kernels import CudaGraphRecorder
 
 __all__ = ["DeviceSteps"]
@@ -38,19 +37,6 @@ _WARM_UP_DRAWS = (
 )
 
 _logger = logging.getLogger("baton.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class _LaunchedStep:
-    """A step that the device has been given."""
-
-    fetched: Fetched
-    read: Callable[[Sequence[torch.Tensor]], StepOutput]
-
-    def result(self) -> StepOutput:
-        """Waits for the device, then reads what the step brought."""
-        self.fetched.wait()
-        return self.read(self.fetched.tensors)
 
 
 class DeviceSteps(Steps):
@@ -92,7 +78,7 @@ class DeviceSteps(Steps):
             self._decode_rows = batch.decode_rows
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch) -> _LaunchedStep:
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """See `Steps.launch`; does not wait for the device."""
         num_decodes = len(self._decode_ids)
         scores = self._run_chunks(batch) if batch.chunks else self._run_decode()
@@ -108,7 +94,7 @@ class DeviceSteps(Steps):
             chunks = draws.outputs(tensors[len(of_decodes) :])
             return StepOutput(batch.step, tuple(chunks), *decoded)
 
-        return _LaunchedStep(fetch(self._model.device, [*of_decodes, *of_chunks]), read)
+        return LaunchedStep(fetch(self._model.device, [*of_decodes, *of_chunks]), read)
 
     def graph_bytes(self) -> int:
         """See `Steps.graph_bytes`: what the two largest take, one of them for each other."""

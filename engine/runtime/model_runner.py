@@ -26,7 +26,7 @@ from engine.runtime.kv_pool import (
     log_pool,
 )
 from engine.runtime.loader import LoadedModel, load_model
-from engine.runtime.steps import MovingStep, StepModel, Steps
+from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
 from kvstore.block_views import view_blocks
 
@@ -140,7 +140,8 @@ class ModelRunner:
         kernels.swap_blocks(self.kv_pool, self._host_pool, batch.swap_outs)
         kernels.copy_blocks(self.kv_pool, batch.block_copies)
         if not batch.num_tokens:
-            return MovingStep(StepOutput(batch.step), fetch(self._device, ()))
+            moves = fetch(self._device, ())
+            return LaunchedStep(moves, lambda _: StepOutput(batch.step))
         with self._turns.mine():
             return self._steps.launch(batch)
 

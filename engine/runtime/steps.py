@@ -1,7 +1,7 @@
 """`Steps`: how a runner's batches are computed; on a CPU and on a GPU in two ways."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from engine.runtime.device import Fetched
 from kernels import AskingTokens, AttentionMetadata, PagedKv
 from kvstore.block_views import BlockViews
 
-__all__ = ["FinishedStep", "MovingStep", "StepModel", "Steps"]
+__all__ = ["FinishedStep", "LaunchedStep", "StepModel", "Steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +78,21 @@ class FinishedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class MovingStep:
-    """The pending output of a step that only moves blocks, which the device may be at."""
+class LaunchedStep:
+    """The pending output of a step that the device has been given.
 
-    output: StepOutput
-    moves: Fetched
+    Attributes:
+        fetched: what it brings, on its way to the host.
+        read: makes the output of that, once it is there.
+    """
+
+    fetched: Fetched
+    read: Callable[[Sequence[torch.Tensor]], StepOutput]
 
     def result(self) -> StepOutput:
-        """Waits for the device."""
-        self.moves.wait()
-        return self.output
+        """Waits for the device, then reads what the step brought."""
+        self.fetched.wait()
+        return self.read(self.fetched.tensors)
 
 
 class Steps(ABC):

@@ -13,6 +13,8 @@ from tests.support.runner_kinds import make_runner, use_kind
 class Device:
     """Counts what is waited for: events that were recorded on it, and all of it."""
 
+    tensors = ()  # what a step of moves alone brings
+
     def __init__(self) -> None:
         self.num_events = 0
         self.num_waits = 0
