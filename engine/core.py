@@ -101,7 +101,7 @@ class EngineCore:
         """
         from engine.runtime.device import with_device_defaults
         from engine.runtime.model_runner import ModelRunner
-        from kvstore.store_connector import open_connector
+        from kvstore.open_connector import open_connector
 
         # The connector first: a bad URL is told before minutes of loading.
         connector = open_connector(config.kv_connector) if config.kv_connector else None

@@ -16,6 +16,12 @@ Who owns what:
 - Every job ends in exactly one result, within the connector's own deadline.
 - Cancelling a load only makes its result come sooner.
 
+There are two families. A *store* has copies of what was saved: the blocks are
+free once the save's result is in. A *peer* lends the blocks themselves: the
+save's result says `is_held`, and they stay referenced until `released` names
+the job. What is lent belongs to a lease, which whoever loads renews, and which
+ends when it is released or has run out.
+
 Block lists are half-open prefixes: job item `i` moves `block_ids[i]` under
 `keys[i]`.
 """
@@ -53,11 +59,17 @@ class LookupJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Fill these blocks of the pool."""
+    """Fill these blocks of the pool.
+
+    Attributes:
+        handoff: the terms under which a prefill engine offers them; None for
+            what a look-up found.
+    """
 
     job_id: int
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
+    handoff: KvHandoff | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +80,17 @@ class SaveJob:
         num_tail_tokens: valid tokens in the last block if it is a partial
             tail, whose other slots must not leave this process; 0 if all
             blocks are full.
+        num_found: the first so many blocks were not computed for this job but
+            found in the engine's cache: others may have saved them before.
+        lease_id: the handoff that the blocks are saved for; empty if none.
     """
 
     job_id: int
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     num_tail_tokens: int = 0
+    num_found: int = 0
+    lease_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +116,25 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """Whether every block of the job can now be loaded by others."""
+    """Whether every block of the job can now be loaded by others.
+
+    `is_held`: they are read where they lie, until `TransferResults.released` names the job.
+    """
 
     job_id: int
     committed: bool
+    is_held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorWork:
-    """What the worker half shall start in this step."""
+    """What the worker half shall start in this step.
+
+    Attributes:
+        kept: handoffs to others' blocks, whose leases are to be renewed until `dropped`.
+        dropped: ids of handoffs of `kept`.
+        ended: leases on own blocks that nobody needs any longer.
+    """
 
     lookups: tuple[LookupJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
@@ -115,6 +142,9 @@ class ConnectorWork:
     cancelled_lookups: tuple[int, ...] = ()
     cancelled_loads: tuple[int, ...] = ()
     deletes: tuple[bytes, ...] = ()
+    kept: tuple[KvHandoff, ...] = ()
+    dropped: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__slots__)
@@ -122,14 +152,19 @@ class ConnectorWork:
 
 @dataclass(frozen=True, slots=True)
 class TransferResults:
-    """What has ended since the last poll."""
+    """What has ended since the last poll.
+
+    Attributes:
+        released: save jobs that were held, whose blocks nobody reads any more.
+    """
 
     lookups: tuple[LookupResult, ...] = ()
     loads: tuple[LoadResult, ...] = ()
     saves: tuple[SaveResult, ...] = ()
+    released: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.lookups or self.loads or self.saves)
+        return bool(self.lookups or self.loads or self.saves or self.released)
 
 
 @dataclass(slots=True)
@@ -142,6 +177,9 @@ class WorkBuffer:
     cancelled_lookups: list[int] = field(default_factory=list)
     cancelled_loads: list[int] = field(default_factory=list)
     deletes: list[bytes] = field(default_factory=list)
+    kept: list[KvHandoff] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
 
     def drain(self) -> ConnectorWork:
         """Returns what was gathered and empties the buffer."""
@@ -157,6 +195,8 @@ class KvConnectorScheduler(ABC):
 
     scheme: str
     """The URL scheme, as `KvHandoff.connector` names it."""
+    finds_by_key: bool
+    """Whether look-ups find what others saved; else only a handoff leads to blocks."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -171,8 +211,16 @@ class KvConnectorScheduler(ABC):
         """Drops a look-up, answered or open. Exactly once for each."""
 
     @abstractmethod
-    def load(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> int:
-        """Schedules a load; returns its job id. The blocks stay until its result."""
+    def load(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], handoff: KvHandoff | None = None
+    ) -> int:
+        """Schedules a load; returns its job id. The blocks stay until its result.
+
+        Args:
+            keys: of the blocks to load.
+            block_ids: where to.
+            handoff: see `LoadJob`.
+        """
 
     @abstractmethod
     def cancel_load(self, job_id: int) -> None:
@@ -180,15 +228,35 @@ class KvConnectorScheduler(ABC):
 
     @abstractmethod
     def save(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], num_tail_tokens: int = 0
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        num_tail_tokens: int = 0,
+        *,
+        num_found: int = 0,
+        lease_id: str = "",
     ) -> int:
-        """Schedules a save; returns its job id. The blocks stay until its result."""
+        """Schedules a save; returns its job id. The blocks stay until its result, and
+        where that says so until they are released. See `SaveJob` for the arguments.
+        """
 
     @abstractmethod
     def make_handoff(
         self, handoff_id: str, namespace: bytes, keys: Sequence[bytes], num_tokens: int
     ) -> KvHandoff:
         """The handoff for committed blocks of a prompt."""
+
+    @abstractmethod
+    def keep(self, handoff: KvHandoff) -> None:
+        """A request waits to load what others offer: its lease is to be renewed."""
+
+    @abstractmethod
+    def drop(self, handoff_id: str) -> None:
+        """Ends `keep`: what the request needed is loaded, or nobody waits any more."""
+
+    @abstractmethod
+    def end_lease(self, lease_id: str) -> None:
+        """Nobody needs any longer what was saved for a handoff alone. Unknown ids are fine."""
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> None:

@@ -25,6 +25,9 @@ class KvHandoff:
 
     Mirrors `baton.v1.KvHandoff`; see `protos/baton/v1/prefill.proto` for the
     meaning of each field.
+
+    Attributes:
+        kv_form: what the namespace is made of, in words, for whoever reads of a mismatch.
     """
 
     handoff_id: str
@@ -35,20 +38,34 @@ class KvHandoff:
     digest_scheme: str
     lease_ms: int
     connector_params: bytes = b""
+    kv_form: str = ""
     format_version: int = HANDOFF_FORMAT_VERSION
 
-    def check_compatible(self, *, namespace: bytes, connector: str) -> None:
+    def check_compatible(self, *, namespace: bytes, connector: str, kv_form: str = "") -> None:
         """Refuses a handoff that this replica could misread.
+
+        Args:
+            namespace: this replica's.
+            connector: the name of its connector.
+            kv_form: as the attribute, of this replica.
 
         Raises:
             FailedPreconditionError: names both sides.
         """
-        ours_and_theirs = (
+        ours_and_theirs: tuple[tuple[str, object, object], ...] = (
             ("handoff format version", HANDOFF_FORMAT_VERSION, self.format_version),
-            ("KV namespace", namespace.hex(), self.namespace.hex()),
+            (
+                "KV namespace",
+                _named(kv_form, namespace),
+                _named(self.kv_form, self.namespace),
+            ),
             ("KV connector", connector, self.connector),
             ("KV digest scheme", DIGEST_SCHEME, self.digest_scheme),
         )
         for name, ours, theirs in ours_and_theirs:
             if ours != theirs:
                 raise FailedPreconditionError(f"{name}: decode has {ours}, prefill sent {theirs}")
+
+
+def _named(kv_form: str, namespace: bytes) -> str:
+    return f"{namespace.hex()} ({kv_form})" if kv_form else namespace.hex()

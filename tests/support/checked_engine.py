@@ -10,7 +10,7 @@ from engine.kv_events import BlocksRemoved, BlocksStored, KvEvent
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
-from kvstore.store_connector import StoreConnectorScheduler
+from kvstore.job_scheduler import JobScheduler
 from tests.support.fake_connector import FakeWorker, Store
 from tests.support.fake_model import fake_config
 from tests.support.fake_runner import FakeRunner
@@ -109,7 +109,7 @@ class CheckedEngine:
             max_rows=self.config.max_running,
             submits=submits,
         )
-        connector = (StoreConnectorScheduler("fake", ttl_s=1), self.worker)
+        connector = (JobScheduler("fake", lease_s=1), self.worker)
         self.core = EngineCore(
             self.config, self.runner, connector if store is not None else None, clock
         )

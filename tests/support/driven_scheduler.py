@@ -17,7 +17,7 @@ from kvstore.connector import (
     TransferResults,
 )
 from kvstore.handoff import KvHandoff
-from kvstore.store_connector import StoreConnectorScheduler
+from kvstore.job_scheduler import JobScheduler
 from tests.support.fake_model import GREEDY, fake_config, fake_info
 from tests.support.fake_runner import FakeRunner
 from tests.support.reference_decoding import progress_of
@@ -88,7 +88,7 @@ class DrivenScheduler:
             num_host_blocks=num_host_blocks,
             costs=self.runner.costs,
             namespace=NAMESPACE,
-            connector=StoreConnectorScheduler("fake", ttl_s=60) if with_connector else None,
+            connector=JobScheduler("fake", lease_s=60) if with_connector else None,
             clock=lambda: self.now,
         )
 

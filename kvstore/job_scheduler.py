@@ -1,6 +1,6 @@
-"""The store connector: hands KV over through any `KvStore`. The scheduler half.
+"""`JobScheduler`: the scheduler half of connectors whose jobs all take the same way. Pure.
 
-`kvstore.store_worker` is the half that moves the bytes. Pure bookkeeping here.
+Stores and peers differ in their worker halves alone.
 """
 
 import itertools
@@ -10,43 +10,34 @@ from kvstore.codec import DIGEST_SCHEME
 from kvstore.connector import (
     ConnectorWork,
     KvConnectorScheduler,
-    KvConnectorWorker,
     LoadJob,
     LookupJob,
     SaveJob,
     TransferResults,
     WorkBuffer,
 )
-from kvstore.handoff import KvHandoff, connector_name
-from kvstore.registry import open_store
-from kvstore.store_worker import StoreConnectorWorker
+from kvstore.handoff import KvHandoff
 
-__all__ = ["StoreConnectorScheduler", "open_connector"]
+__all__ = ["JobScheduler"]
 
 
-def open_connector(url: str) -> tuple[KvConnectorScheduler, KvConnectorWorker]:
-    """Opens both halves of the connector that a URL names.
-
-    Raises:
-        ConfigurationError: unknown scheme, bad option, or unreachable at start.
-    """
-    store = open_store(url)
-    return StoreConnectorScheduler(connector_name(url), ttl_s=store.ttl_s), StoreConnectorWorker(
-        store
-    )
-
-
-class StoreConnectorScheduler(KvConnectorScheduler):
-    """Bookkeeping beside the scheduler.
+class JobScheduler(KvConnectorScheduler):
+    """Numbers jobs and gathers them for the worker half.
 
     Args:
-        scheme: the store's URL scheme.
-        ttl_s: how long the store keeps objects.
+        scheme: the connector's name, as tiers compare it.
+        lease_s: how long what a handoff names can be loaded, unless its lease is renewed.
+        finds_by_key: see `KvConnectorScheduler`.
+        params: what a reader must know of this process, for every handoff.
     """
 
-    def __init__(self, scheme: str, *, ttl_s: float) -> None:
+    def __init__(
+        self, scheme: str, *, lease_s: float, finds_by_key: bool = True, params: bytes = b""
+    ) -> None:
         self.scheme = scheme
-        self._lease_ms = int(ttl_s * 1000)
+        self.finds_by_key = finds_by_key
+        self._lease_ms = int(lease_s * 1000)
+        self._params = params
         self._work = WorkBuffer()
         self._job_ids = itertools.count()
         # Look-ups by job: None while open, else how many blocks were found.
@@ -68,9 +59,11 @@ class StoreConnectorScheduler(KvConnectorScheduler):
         if self._found.pop(job_id) is None:
             self._work.cancelled_lookups.append(job_id)
 
-    def load(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> int:
+    def load(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], handoff: KvHandoff | None = None
+    ) -> int:
         """See `KvConnectorScheduler.load`."""
-        job = LoadJob(next(self._job_ids), tuple(keys), tuple(block_ids))
+        job = LoadJob(next(self._job_ids), tuple(keys), tuple(block_ids), handoff)
         self._work.loads.append(job)
         return job.job_id
 
@@ -79,12 +72,20 @@ class StoreConnectorScheduler(KvConnectorScheduler):
         self._work.cancelled_loads.append(job_id)
 
     def save(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], num_tail_tokens: int = 0
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        num_tail_tokens: int = 0,
+        *,
+        num_found: int = 0,
+        lease_id: str = "",
     ) -> int:
         """See `KvConnectorScheduler.save`."""
-        job = SaveJob(next(self._job_ids), tuple(keys), tuple(block_ids), num_tail_tokens)
-        self._work.saves.append(job)
-        return job.job_id
+        job_id = next(self._job_ids)
+        self._work.saves.append(
+            SaveJob(job_id, tuple(keys), tuple(block_ids), num_tail_tokens, num_found, lease_id)
+        )
+        return job_id
 
     def make_handoff(
         self, handoff_id: str, namespace: bytes, keys: Sequence[bytes], num_tokens: int
@@ -98,7 +99,20 @@ class StoreConnectorScheduler(KvConnectorScheduler):
             connector=self.scheme,
             digest_scheme=DIGEST_SCHEME,
             lease_ms=self._lease_ms,
+            connector_params=self._params,
         )
+
+    def keep(self, handoff: KvHandoff) -> None:
+        """See `KvConnectorScheduler.keep`."""
+        self._work.kept.append(handoff)
+
+    def drop(self, handoff_id: str) -> None:
+        """See `KvConnectorScheduler.drop`."""
+        self._work.dropped.append(handoff_id)
+
+    def end_lease(self, lease_id: str) -> None:
+        """See `KvConnectorScheduler.end_lease`."""
+        self._work.ended.append(lease_id)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `KvConnectorScheduler.delete`."""

@@ -1,0 +1,275 @@
+"""`StagedMover`: moves blocks between the pool and a backend by way of staging segments.
+
+Blocks are copied between the engine's pool and preallocated segments by a
+`BlockCopier`, in an order that the engine's thread gives; I/O threads move
+bytes between segments and the backend and never touch the pool. So a backend
+that answers late can overwrite nothing.
+
+A save: the engine's thread starts the copy of a piece of blocks into a
+segment; an I/O thread waits for its end, seals each slot and puts it. A load:
+an I/O thread reads into a segment and verifies each slot; the engine's thread
+starts the copy of the verified ones into the pool, unless the load was
+cancelled meanwhile; where that takes time, a thread waits for its end. Only
+then is the piece over and its segment free.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvstore.codec import seal, verify
+from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.layout import KvLayout
+from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.transfer_jobs import CANCELLED, JobState, Piece, PieceEnd, PieceRead
+
+if TYPE_CHECKING:
+    from kvstore.copier import BlockCopier, Copy
+    from kvstore.staging import StagingBuffers
+
+__all__ = ["Backend", "StagedMover"]
+
+_NUM_IO_THREADS = 2
+
+_logger = logging.getLogger("baton.kvstore")
+
+
+class Backend(Protocol):
+    """Where blocks come from and go to. Called in I/O threads, several at once.
+
+    Every method ends in bounded time, and raises `StoreUnavailableError` where
+    it could not do what it should.
+    """
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks need not be put, for others have done so."""
+
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+        """Takes sealed blocks of a job; the slots are the caller's again afterwards."""
+
+    def fetch(
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
+    ) -> Sequence[GetStatus]:
+        """Fills slots with sealed blocks; nothing writes to them afterwards."""
+
+    def discard(self, key: bytes) -> None:
+        """What was fetched under a key is corrupt: it should not be found again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The first blocks of a save that is about to start are held already."""
+
+    job: JobState
+    num_blocks: int
+
+
+_News = PieceRead | PieceEnd | _Held
+
+
+def _copier_for(pool: Any, layout: KvLayout) -> "BlockCopier":
+    from kvstore.copier import make_copier
+
+    return make_copier(pool, layout)
+
+
+class StagedMover:
+    """Staging segments and I/O threads. Methods are of the engine's thread, but `tell`.
+
+    Args:
+        backend: where blocks come from and go to.
+        wake: called, from any thread, when `poll` has news.
+        make_copier: what copies the blocks of a pool of that layout.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        wake: Callable[[], None],
+        make_copier: "Callable[[Any, KvLayout], BlockCopier] | None" = None,
+    ) -> None:
+        self._backend = backend
+        self._wake = wake
+        self._make_copier = make_copier or _copier_for
+        self._io = ThreadPoolExecutor(_NUM_IO_THREADS, thread_name_prefix="baton-kv-io")
+        # Copies into the pool get a thread of their own: they end in the order in which they start.
+        self._landings = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
+        self._news: deque[_News] = deque()
+        self._jobs: dict[int, JobState] = {}
+        self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
+        self._copier: BlockCopier | None = None
+        self._staging: StagingBuffers
+
+    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+        """See `KvConnectorWorker.register_pool`."""
+        from kvstore.staging import StagingBuffers
+
+        self._staging = StagingBuffers(layout, device=pool.device)
+        self._copier = self._make_copier(pool, layout)
+
+    def start(
+        self,
+        loads: Sequence[LoadJob] = (),
+        saves: Sequence[SaveJob] = (),
+        cancelled_loads: Sequence[int] = (),
+    ) -> None:
+        """Starts jobs; returns without waiting for them."""
+        jobs: tuple[LoadJob | SaveJob, ...] = (*loads, *saves)
+        for job in jobs:
+            self._jobs[job.job_id] = state = JobState(job)
+            if isinstance(job, SaveJob) and job.num_found:
+                self._io.submit(self._ask_held, state, job.keys[: job.num_found])
+            else:
+                self._waiting.append(state)
+        for job_id in cancelled_loads:
+            if job_id in self._jobs:
+                self._jobs[job_id].error = CANCELLED
+                self._wake()
+        self._start_pieces()
+
+    def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
+        """What has ended since the last call."""
+        while self._news:
+            match self._news.popleft():
+                case PieceRead() as read:
+                    self._land(read)
+                case PieceEnd() as end:
+                    self._finish_piece(end)
+                case _Held(job, num_blocks):
+                    job.next_block = num_blocks
+                    self._waiting.append(job)
+        self._start_pieces()
+        return self._collect()
+
+    def close(self) -> None:
+        """Stops the threads; jobs under way are given up. Idempotent."""
+        for executor in (self._io, self._landings):
+            executor.shutdown(wait=True, cancel_futures=True)
+        if self._copier is not None:
+            self._copier.close()
+
+    # Engine thread.
+
+    def _start_pieces(self) -> None:
+        """Gives free segments to the jobs that wait, oldest first."""
+        while self._waiting:
+            job = self._waiting[0]
+            if job.is_started:
+                self._waiting.popleft()
+                continue
+            segment = self._staging.take()
+            if segment is None:
+                return
+            piece = job.start_piece(segment)
+            if isinstance(job.job, LoadJob):
+                self._io.submit(self._run, partial(self._read, job.job, piece), piece)
+            else:
+                self._start_save(job.job, piece)
+
+    def _start_save(self, job: SaveJob, piece: Piece) -> None:
+        assert self._copier is not None
+        try:
+            copy = self._copier.gather(piece.block_ids, piece.segment)
+        except Exception:
+            _logger.exception("KV blocks cannot be copied out of the pool")
+            piece.job.error = "failed"
+            self._tell(PieceEnd(piece, 0))
+        else:
+            self._io.submit(self._run, partial(self._put, job, piece, copy), piece)
+
+    def _land(self, read: PieceRead) -> None:
+        """Starts the copy of a load's good blocks into the pool, unless nobody wants them.
+
+        A load that is cancelled later still lands: its blocks stay held until its result.
+        """
+        assert self._copier is not None
+        piece, num_good = read.piece, read.num_good
+        if piece.job.error == CANCELLED or not num_good:
+            self._finish_piece(PieceEnd(piece, 0, read.error))
+            return
+        try:
+            copy = self._copier.scatter(piece.segment, piece.block_ids[:num_good])
+        except Exception:
+            _logger.exception("KV blocks cannot be copied into the pool")
+            self._finish_piece(PieceEnd(piece, 0, "failed"))
+            return
+        end = PieceEnd(piece, num_good, read.error)
+        if copy is None:
+            self._finish_piece(end)
+        else:
+            self._landings.submit(self._run, partial(self._await, copy, end), piece)
+
+    def _finish_piece(self, end: PieceEnd) -> None:
+        end.piece.job.end_piece(end)
+        self._staging.give_back(end.piece.segment)
+
+    def _collect(self) -> tuple[list[LoadResult], list[SaveResult]]:
+        over = [job for job in self._jobs.values() if job.is_over]
+        loads, saves = [], []
+        for job in over:
+            job_id = job.job.job_id
+            del self._jobs[job_id]
+            if isinstance(job.job, LoadJob):
+                loads.append(LoadResult(job_id, job.num_good_prefix, job.error))
+            else:
+                saves.append(SaveResult(job_id, committed=not job.error))
+        return loads, saves
+
+    # I/O threads.
+
+    def _ask_held(self, job: JobState, keys: Sequence[bytes]) -> None:
+        num_blocks = 0
+        try:
+            num_blocks = self._backend.num_held(keys)
+        except StoreUnavailableError:
+            pass  # the put will say so
+        except Exception:
+            _logger.exception("KV look-up failed")
+        self._tell(_Held(job, num_blocks))
+
+    def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
+        """Does a thread's part of a piece; whatever happens, something is told."""
+        news: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
+        try:
+            news = move()
+        except StoreUnavailableError as cause:
+            news = PieceEnd(piece, 0, "unavailable")
+            _logger.warning("KV transfer: %s", cause)
+        except Exception:
+            _logger.exception("KV transfer failed")
+        self._tell(news)
+
+    def _tell(self, news: _News) -> None:
+        """Leaves news for the engine's thread."""
+        self._news.append(news)
+        self._wake()
+
+    def _put(self, job: SaveJob, piece: Piece, copy: "Copy | None") -> PieceEnd:
+        if copy is not None:
+            copy.wait()
+        if piece.num_tail_tokens:
+            piece.segment.clear_after(len(piece.keys) - 1, piece.num_tail_tokens)
+        for slot, key in zip(piece.slots, piece.keys, strict=True):
+            seal(slot, key)
+        self._backend.put(job, piece.keys, piece.slots)
+        return PieceEnd(piece, len(piece.keys))
+
+    def _read(self, job: LoadJob, piece: Piece) -> PieceRead:
+        slots = piece.slots
+        statuses = self._backend.fetch(job, piece.keys, slots)
+        for index, (status, slot, key) in enumerate(zip(statuses, slots, piece.keys, strict=True)):
+            if status is GetStatus.MISSING:
+                return PieceRead(piece, index, "missing")
+            if status is not GetStatus.HIT or not verify(slot, key):
+                self._backend.discard(key)
+                _logger.error("KV object %s is corrupt", key.hex())
+                return PieceRead(piece, index, "corrupt")
+        return PieceRead(piece, len(piece.keys))
+
+    def _await(self, copy: "Copy", end: PieceEnd) -> PieceEnd:
+        copy.wait()
+        return end
