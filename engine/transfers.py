@@ -248,7 +248,7 @@ class Transfers:
         """
         if self._connector is None:
             return [], []
-        self._connector.update(results)
+        results = self._connector.update(results)
         for lookup in results.lookups:
             self._lookups.pop(lookup.job_id, None)
         loads = [finished for r in results.loads if (finished := self._finish_load(r))]

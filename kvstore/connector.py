@@ -267,8 +267,12 @@ class KvConnectorScheduler(ABC):
         """What this step must start; empties the buffer."""
 
     @abstractmethod
-    def update(self, results: TransferResults) -> None:
-        """Takes in lookup results; called before the scheduler handles the rest."""
+    def update(self, results: TransferResults) -> TransferResults:
+        """Takes in what the worker half reports; called before the scheduler handles it.
+
+        Returns:
+            What the scheduler shall handle: where one job became several, their results in one.
+        """
 
 
 class KvConnectorWorker(ABC):

@@ -122,8 +122,9 @@ class JobScheduler(KvConnectorScheduler):
         """See `KvConnectorScheduler.build_work`."""
         return self._work.drain()
 
-    def update(self, results: TransferResults) -> None:
+    def update(self, results: TransferResults) -> TransferResults:
         """See `KvConnectorScheduler.update`. Answers to forgotten look-ups are dropped."""
         for result in results.lookups:
             if result.job_id in self._found:
                 self._found[result.job_id] = result.num_blocks
+        return results
