@@ -1,0 +1,1 @@
+"""The peer connector: decode takes blocks from where they lie in prefill's pool."""

@@ -1,0 +1,114 @@
+"""`PeerTransport`: one-sided transfers between the registered memory of two processes.
+
+The data plane of peer connectors. Who may read what, and when, is settled on
+the control plane (`kvstore.peer.service`); a transport only moves bytes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = ["MemoryRange", "PeerTransport", "TransferError"]
+
+
+class TransferError(Exception):
+    """The bytes did not arrive; nothing of the targets may be used.
+
+    Attributes:
+        is_settled: whether nothing will write to the targets any more. If not, the remote
+            or the library may do so until `PeerTransport.has_settled` says otherwise.
+    """
+
+    def __init__(self, message: str, *, is_settled: bool) -> None:
+        super().__init__(message)
+        self.is_settled = is_settled
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRange:
+    """A run of bytes in registered memory.
+
+    Attributes:
+        address: of the first byte, in the process that registered it.
+        num_bytes: length.
+        device_id: of the GPU that it lies on; 0 for host memory.
+    """
+
+    address: int
+    num_bytes: int
+    device_id: int = 0
+
+
+class PeerTransport(ABC):
+    """One process's agent. Any thread may call any method; peers do not wait for each other.
+
+    A peer's id names a *generation* of a process: a restart is another peer.
+    """
+
+    name: ClassVar[str]
+    """As it stands in URLs."""
+
+    @abstractmethod
+    def register(self, address: int, num_bytes: int, *, device: str) -> None:
+        """Makes memory reachable, once, before use.
+
+        Args:
+            address: of the first byte; the memory stays until `close`.
+            num_bytes: length.
+            device: "cpu" or, say, "cuda:0".
+        """
+
+    @abstractmethod
+    def metadata(self) -> bytes:
+        """What another agent needs to reach this one; after all `register` calls."""
+
+    @abstractmethod
+    def add_peer(self, peer_id: str, metadata: bytes) -> None:
+        """Makes a peer reachable. Adding one that is there does nothing.
+
+        Raises:
+            TransferError: it cannot be reached; settled.
+        """
+
+    @abstractmethod
+    def remove_peer(self, peer_id: str) -> None:
+        """Forgets a peer; transfers with it that are under way fail. Unknown ids are fine."""
+
+    @abstractmethod
+    def has_settled(self, peer_id: str) -> bool:
+        """Whether nothing begun with a peer, removed or not, can write to memory any more."""
+
+    @abstractmethod
+    def read(
+        self,
+        peer_id: str,
+        sources: Sequence[MemoryRange],
+        targets: Sequence[MemoryRange],
+        timeout_s: float,
+    ) -> None:
+        """Pulls: copies a peer's ranges into own ones; returns when the bytes are there.
+
+        Args:
+            peer_id: whose memory `sources` are.
+            sources: what to copy; one to one with the targets, of equal lengths.
+            targets: where to.
+            timeout_s: longest wait.
+
+        Raises:
+            TransferError: see there.
+        """
+
+    @abstractmethod
+    def write(
+        self,
+        peer_id: str,
+        sources: Sequence[MemoryRange],
+        targets: Sequence[MemoryRange],
+        timeout_s: float,
+    ) -> None:
+        """Pushes: as `read`, with own sources and a peer's targets."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives up what is under way, within bounded time. Idempotent."""
