@@ -1,5 +1,7 @@
-"""`BreakerStore`: spares a store that does not answer, and whoever would wait for it."""
+"""`Breaker`: spares a backend that does not answer, and whoever would wait for it."""
 
+import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -7,26 +9,120 @@ from typing import TypeVar
 
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
 
-__all__ = ["BreakerStore"]
+__all__ = ["Breaker", "BreakerStore"]
 
-_COOLDOWN_S = 1.0
+_FIRST_COOLDOWN_S = 1.0
+_LONGEST_COOLDOWN_S = 30.0
+# Each cool-down is shortened by up to this share, so that not all processes probe at once.
+_JITTER = 0.2
+
+_logger = logging.getLogger("baton.kvstore")
 
 _Result = TypeVar("_Result")
 
 
-class BreakerStore:
-    """Wraps a store; after a failure nothing is asked of it for a second.
+class Breaker:
+    """Passes calls on until one fails; then one at a time, after a cool-down each.
 
-    Then one call goes through as the probe, while all others still fail at
-    once with `StoreUnavailableError`. So an outage costs one timeout a second
-    and not one per call. Reads and writes are judged apart: a store that is
+    While it is open, every other call fails at once with `StoreUnavailableError`.
+    The call that goes through is the probe: if it succeeds the breaker closes,
+    and if it fails the next cool-down is twice as long, up to half a minute. So
+    an outage costs one timeout per cool-down and not one per call. It logs when
+    it opens and when it closes, and nothing in between. Thread-safe.
+
+    Args:
+        name: of what is called, for the log and the errors.
+        clock: seconds.
+        draw: a number from 0 to 1, which shortens a cool-down.
+
+    Attributes:
+        num_opened: how often it has opened.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.num_opened = 0
+        self._name = name
+        self._clock = clock
+        self._draw = draw
+        self._lock = threading.Lock()
+        self._probe_at: float | None = None  # None while closed
+        self._cooldown_s = _FIRST_COOLDOWN_S
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls fail at once."""
+        return self._probe_at is not None
+
+    def call(self, call: Callable[[], _Result]) -> _Result:
+        """Calls, unless the breaker is open and this is not the probe.
+
+        Raises:
+            StoreUnavailableError: nothing was called.
+            Exception: whatever the call raised.
+        """
+        is_probe = self._enter()
+        try:
+            result = call()
+        except BaseException as error:
+            self._fail(error, is_probe=is_probe)
+            raise
+        if self.is_open:
+            self._close()
+        return result
+
+    def _enter(self) -> bool:
+        """Whether the call that enters is the probe."""
+        with self._lock:
+            if self._probe_at is None:
+                return False
+            if self._clock() < self._probe_at:
+                raise StoreUnavailableError(f"{self._name} did not answer a moment ago")
+            # Nobody else's turn comes while the probe is out.
+            self._probe_at = float("inf")
+            return True
+
+    def _fail(self, error: BaseException, *, is_probe: bool) -> None:
+        with self._lock:
+            was_open = self.is_open
+            if was_open and not is_probe:
+                return  # it began before the breaker opened, and tells nothing new
+            self._cooldown_s = (
+                min(2 * self._cooldown_s, _LONGEST_COOLDOWN_S) if was_open else _FIRST_COOLDOWN_S
+            )
+            self._probe_at = self._clock() + self._cooldown_s * (1 - _JITTER * self._draw())
+            self.num_opened += not was_open
+        if not was_open:
+            _logger.warning("%s is left alone for a while: %s", self._name, error)
+
+    def _close(self) -> None:
+        with self._lock:
+            was_open, self._probe_at = self.is_open, None
+        if was_open:
+            _logger.info("%s answers again", self._name)
+
+
+class BreakerStore:
+    """Wraps a store in breakers: one for reads and one for writes, since a store that is
     full still serves what it has.
+
+    Args:
+        store: closed with the wrapper.
+        clock: seconds.
+
+    Attributes:
+        breakers: both, for metrics.
     """
 
     def __init__(self, store: KvStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
-        self._reads = _Breaker(clock)
-        self._writes = _Breaker(clock)
+        self._reads = Breaker("the KV store, for reads,", clock)
+        self._writes = Breaker("the KV store, for writes,", clock)
+        self.breakers = (self._reads, self._writes)
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """See `KvStore.put_many`."""
@@ -49,31 +145,3 @@ class BreakerStore:
     def close(self) -> None:
         """See `KvStore.close`."""
         self._store.close()
-
-
-class _Breaker:
-    """Closed: calls pass. Open: calls fail, but for one probe after each cool-down."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._probe_at: float | None = None  # None while closed
-
-    def call(self, call: Callable[[], _Result]) -> _Result:
-        self._enter()
-        try:
-            result = call()
-        except Exception:
-            self._probe_at = self._clock() + _COOLDOWN_S
-            raise
-        self._probe_at = None
-        return result
-
-    def _enter(self) -> None:
-        with self._lock:
-            if self._probe_at is None:
-                return
-            if self._clock() < self._probe_at:
-                raise StoreUnavailableError("the store did not answer a moment ago")
-            # This call is the probe; nobody else's turn comes while it is out.
-            self._probe_at = float("inf")

@@ -1,0 +1,115 @@
+"""The breaker: probes, cool-downs that grow, one line of log for each change."""
+
+import logging
+
+import pytest
+
+from kvstore.breaker import Breaker
+from kvstore.store import StoreUnavailableError
+
+
+class Backend:
+    """Something that is down or up, behind a breaker without jitter."""
+
+    def __init__(self, draw=lambda: 0.0):
+        self.now = 0.0
+        self.is_down = True
+        self.num_calls = 0
+        self.breaker = Breaker("the backend", clock=lambda: self.now, draw=draw)
+
+    def ask(self):
+        return self.breaker.call(self._answer)
+
+    def _answer(self):
+        self.num_calls += 1
+        if self.is_down:
+            raise StoreUnavailableError("no answer")
+        return "answer"
+
+    def fail(self):
+        with pytest.raises(StoreUnavailableError):
+            self.ask()
+
+    def cooldown_s(self):
+        """Fails until a call is let through again; how long that took."""
+        start, before = self.now, self.num_calls
+        while self.num_calls == before:
+            self.now += 0.125
+            self.fail()
+        return self.now - start
+
+
+def test_the_cooldown_grows_to_half_a_minute_while_probes_fail():
+    backend = Backend()
+    backend.fail()
+    assert [backend.cooldown_s() for _ in range(8)] == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_cooldown_is_shortened_by_a_fifth_at_most():
+    backend = Backend(draw=lambda: 1.0)
+    backend.fail()
+    assert [backend.cooldown_s() for _ in range(2)] == [pytest.approx(0.8, abs=0.125), 1.625]
+
+
+def test_a_probe_that_succeeds_closes_it_at_once_and_the_next_cooldown_is_short():
+    backend = Backend()
+    backend.fail()
+    for _ in range(4):
+        backend.cooldown_s()
+    backend.now, backend.is_down = 1000.0, False
+    assert [backend.ask() for _ in range(3)] == ["answer"] * 3
+    assert not backend.breaker.is_open
+
+    backend.is_down = True
+    backend.fail()
+    assert backend.breaker.is_open
+    assert backend.cooldown_s() == 1
+    assert backend.breaker.num_opened == 2
+
+
+def test_an_outage_is_two_lines_of_log(caplog):
+    backend = Backend()
+    with caplog.at_level(logging.INFO, "baton.kvstore"):
+        for _ in range(4):
+            backend.fail()
+            backend.cooldown_s()
+        backend.now, backend.is_down = 1000.0, False
+        backend.ask()
+        backend.ask()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "no answer" in caplog.text
+    assert "the backend answers again" in caplog.text
+
+
+def test_failures_of_calls_that_were_out_already_do_not_count_again():
+    backend = Backend()
+
+    def fail_after_another():
+        backend.fail()
+        raise StoreUnavailableError("late")
+
+    with pytest.raises(StoreUnavailableError, match="late"):
+        backend.breaker.call(fail_after_another)
+    assert backend.breaker.num_opened == 1
+    assert backend.cooldown_s() == 1
+
+
+def test_any_success_closes_it():
+    """A call that was out before the breaker opened says as much as a probe."""
+    backend = Backend()
+    backend.breaker.call(backend.fail)
+    assert not backend.breaker.is_open
+
+
+def test_an_interrupted_probe_is_followed_by_another():
+    backend = Backend()
+    backend.fail()
+    backend.now = 2.0
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.breaker.call(interrupt)
+    backend.now, backend.is_down = 10.0, False
+    assert backend.ask() == "answer"
