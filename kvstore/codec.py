@@ -22,7 +22,7 @@ import struct
 
 import xxhash
 
-__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "seal", "verify"]
+__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "make_header", "seal", "verify"]
 
 HEADER_BYTES = 64
 DIGEST_SCHEME = "xxh3-128"
@@ -45,8 +45,18 @@ def seal(slot: memoryview, key: bytes) -> None:
     """
     if len(slot) < HEADER_BYTES:
         raise ValueError(f"a slot has at least {HEADER_BYTES} bytes, not {len(slot)}")
-    slot[: _PREAMBLE.size] = _preamble(len(slot) - HEADER_BYTES)
-    slot[_PREAMBLE.size : HEADER_BYTES] = _digest(slot, key)
+    slot[:HEADER_BYTES] = make_header(slot[HEADER_BYTES:], key)
+
+
+def make_header(payload: memoryview, key: bytes) -> bytes:
+    """The header for a payload that lies elsewhere.
+
+    Args:
+        payload: the block's bytes, contiguous.
+        key: as in `seal`.
+    """
+    preamble = _preamble(len(payload))
+    return preamble + _digest(preamble, payload, key)
 
 
 def verify(slot: memoryview, key: bytes) -> bool:
@@ -57,10 +67,11 @@ def verify(slot: memoryview, key: bytes) -> bool:
             reader expects of the whole object.
         key: the key that the object was read from.
     """
+    preamble = slot[: _PREAMBLE.size]
     return (
         len(slot) >= HEADER_BYTES
-        and slot[: _PREAMBLE.size] == _preamble(len(slot) - HEADER_BYTES)
-        and slot[_PREAMBLE.size : HEADER_BYTES] == _digest(slot, key)
+        and preamble == _preamble(len(slot) - HEADER_BYTES)
+        and slot[_PREAMBLE.size : HEADER_BYTES] == _digest(preamble, slot[HEADER_BYTES:], key)
     )
 
 
@@ -69,10 +80,10 @@ def _preamble(num_payload_bytes: int) -> bytes:
     return _PREAMBLE.pack(_MAGIC, _FORMAT_VERSION, _DIGEST_SCHEME_ID, 0, num_payload_bytes)
 
 
-def _digest(slot: memoryview, key: bytes) -> bytes:
+def _digest(preamble: bytes | memoryview, payload: memoryview, key: bytes) -> bytes:
     """The key's length goes in as well, so that key and payload cannot trade bytes."""
-    digest = xxhash.xxh3_128(slot[: _PREAMBLE.size])
+    digest = xxhash.xxh3_128(preamble)
     digest.update(len(key).to_bytes(8, "little") + key)
-    digest.update(slot[HEADER_BYTES:])
+    digest.update(payload)
     value: bytes = digest.digest()
     return value
