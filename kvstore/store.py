@@ -13,6 +13,9 @@ Contract, tested by the conformance suite:
   `contains_prefix` counts are touches: what a look-up promised can be loaded.
   What expired is not touched: nothing brings it back but a put.
 - Memory or disk is bounded by `max_bytes`: the least recently touched go first.
+- Where leases are kept, eviction takes no object within `lease_s` of its last
+  touch. A put that only leased objects could make room for fails, and nothing
+  is evicted for it. Expiry and `delete` know no leases.
 - Every method is safe to call from several threads at once and ends within
   `timeout_s`, with `StoreUnavailableError` if the backend does not answer.
   Nothing else escapes: what is absent is a result, not an error.
@@ -58,12 +61,14 @@ class StoreCapabilities:
             machine or the server, as configured by default.
         takes_max_bytes: the URL's `max_bytes` bounds the store; otherwise the
             backend is bounded by its own configuration.
+        keeps_leases: eviction spares what was touched within `lease_s`, an option of the URL.
     """
 
     shared_between_processes: bool
     shared_between_hosts: bool
     survives_restart: bool
     takes_max_bytes: bool
+    keeps_leases: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +88,26 @@ class StoreStats:
 
 
 class KvStore(ABC):
-    """A backend for KV blocks. See the module's contract."""
+    """A backend for KV blocks. See the module's contract.
+
+    Attributes:
+        capabilities: what the backend can do.
+        ttl_s: seconds that an object lives from its last touch.
+        lease_s: of them, those in which it is not evicted; 0 where no leases are kept.
+    """
 
     capabilities: ClassVar[StoreCapabilities]
     ttl_s: float
+    lease_s: float = 0.0
 
     @classmethod
     @abstractmethod
     def from_url(cls, url: str) -> Self:
         """Opens the backend that a URL names; `kvstore.stores.url` helps to read it.
 
-        Every store takes the options `ttl_s` and `timeout_s`. A backend that is
-        down is no reason to fail here: the methods will say so.
+        Every store takes the options `ttl_s` and `timeout_s`, and `lease_s` if it
+        keeps leases. A backend that is down is no reason to fail here: the methods
+        will say so.
 
         Raises:
             ConfigurationError: the URL is wrong; names the option.
@@ -108,7 +121,8 @@ class KvStore(ABC):
         any subset may have been stored, each of them whole.
 
         Raises:
-            StoreUnavailableError: the backend did not answer or is full.
+            StoreUnavailableError: the backend did not answer, or is full of what
+                it must not evict.
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@
 
 The URL names a backend that nobody else uses meanwhile. The suite adds the
 options `ttl_s`, `timeout_s` and, where the store's capabilities say that it
-takes it, `max_bytes`; so the URL itself must not hold them. It leaves no
+takes them, `lease_s` and `max_bytes`; so the URL itself must not hold them. It leaves no
 objects behind but those that its TTL tests abandon.
 
 `conftest.py` holds the fixtures, `plugin.py` the option, `workers.py` what runs

@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from kvstore.registry import open_store
+from kvstore.registry import open_store, store_capabilities
 from kvstore.store import KvStore
 
 StoreOpener = Callable[..., KvStore]
@@ -24,10 +24,13 @@ def kv_connector_url(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture
 def make_url(kv_connector_url: str) -> Callable[..., str]:
-    """The URL with options added: generous ones, unless the test names others."""
+    """The URL with options added: generous ones and no leases, unless the test names others."""
+    defaults = {"ttl_s": 600, "timeout_s": 30}
+    if store_capabilities(kv_connector_url).keeps_leases:
+        defaults["lease_s"] = 0
 
     def make(**options: Any) -> str:
-        query = urlencode({"ttl_s": 600, "timeout_s": 30, **options})
+        query = urlencode(defaults | options)
         return f"{kv_connector_url}{'&' if '?' in kv_connector_url else '?'}{query}"
 
     return make

@@ -19,15 +19,16 @@ from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
 
 __all__ = ["FileStore", "ShmStore"]
 
-_OPTIONS = ("ttl_s", "max_bytes", "timeout_s")
+_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
 
 
 class _DirectoryStore(KvStore):
     """What both stores do, once the folder is chosen."""
 
-    def __init__(self, folder: ObjectFolder, ttl_s: float) -> None:
+    def __init__(self, folder: ObjectFolder, ttl_s: float, lease_s: float) -> None:
         self.ttl_s = ttl_s
+        self.lease_s = lease_s
         self._folder = folder
         self._counters = StoreCounters()
         self._is_closed = False
@@ -36,6 +37,7 @@ class _DirectoryStore(KvStore):
     def _open(cls, parts: StoreUrl, path: Path, default_max_bytes: int) -> Self:
         """Opens the folder at a path, made if absent, with the URL's options."""
         ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
+        lease_s = parts.lease_seconds(ttl_s)
         timeout_s = parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)
         max_bytes = parts.num_bytes("max_bytes")
         try:
@@ -43,19 +45,19 @@ class _DirectoryStore(KvStore):
             folder = ObjectFolder(
                 path,
                 ttl_s=ttl_s,
+                lease_s=lease_s,
                 max_bytes=max_bytes,
                 default_max_bytes=default_max_bytes,
                 timeout_s=timeout_s,
             )
         except OSError as error:
             raise parts.error(f"cannot use the folder {path}: {error.strerror}") from error
-        return cls(folder, ttl_s)
+        return cls(folder, ttl_s, lease_s)
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """See `KvStore.put_many`."""
         with os_errors_as_unavailable():
-            for key, value in zip(keys, values, strict=True):
-                self._folder.put(key, value)
+            self._folder.put_many(keys, values)
         self._counters.count_puts(values)
 
     def get_many_into(
@@ -99,11 +101,12 @@ class FileStore(_DirectoryStore):
         shared_between_hosts=False,
         survives_restart=True,
         takes_max_bytes=True,
+        keeps_leases=True,
     )
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Opens `file:///path?ttl_s=&max_bytes=&timeout_s=`, making the folder if absent.
+        """Opens `file:///path?ttl_s=&lease_s=&max_bytes=&timeout_s=`, making the folder if absent.
 
         Raises:
             ConfigurationError: no absolute path; a bad option; an unusable folder.
@@ -122,11 +125,12 @@ class ShmStore(_DirectoryStore):
         shared_between_hosts=False,
         survives_restart=False,
         takes_max_bytes=True,
+        keeps_leases=True,
     )
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Opens `shm://NAME?ttl_s=&max_bytes=&timeout_s=`; without a name it is "default".
+        """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; without a name it is "default".
 
         Raises:
             ConfigurationError: a bad name or option; a machine without
@@ -149,7 +153,7 @@ class ShmStore(_DirectoryStore):
 
 def _is_private_or_absent(folder: Path) -> bool:
     """Whether nobody but this user can have put anything there."""
-    status = status_of(folder)
+    status = status_of(str(folder))
     return status is None or (
         stat.S_ISDIR(status.st_mode)
         and status.st_uid == os.getuid()

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from kvstore.store import StoreUnavailableError
 
@@ -20,15 +19,15 @@ def os_errors_as_unavailable() -> Iterator[None]:
         raise StoreUnavailableError(f"{error.strerror} ({error.filename or 'write'})") from error
 
 
-def status_of(path: Path) -> os.stat_result | None:
+def status_of(path: str) -> os.stat_result | None:
     """The status of a path itself, not of what it links to; None where nothing is."""
     try:
-        return path.lstat()
+        return os.lstat(path)
     except FileNotFoundError:
         return None
 
 
-def touch(target: int | Path) -> None:
+def touch(target: int | str) -> None:
     """Sets the modification time to now, by the clock that ages are measured with."""
     now_ns = time.time_ns()
     os.utime(target, ns=(now_ns, now_ns))
@@ -46,7 +45,7 @@ def read_all(fd: int, buffer: memoryview) -> bool:
 
 
 def write_all(fd: int, value: memoryview) -> None:
-    """Writes all of a value to an open file."""
+    """Writes all of a value to an open file, from its beginning."""
     written = 0
     while written < len(value):
-        written += os.write(fd, value[written:])
+        written += os.pwrite(fd, value[written:], written)

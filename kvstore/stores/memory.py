@@ -32,11 +32,12 @@ class _Entry:
 class _Objects:
     """The objects of one name, the least recently touched first.
 
-    As all objects have one TTL, that order is also the order of expiry. Every
-    method is called with `lock` held.
+    As all objects have one TTL and one lease, that order is also the order in
+    which both end. Every method is called with `lock` held.
     """
 
     ttl_s: float
+    lease_s: float
     max_bytes: int
     lock: Lock = field(default_factory=Lock)
     entries: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
@@ -57,12 +58,31 @@ class _Objects:
         return entry.value
 
     def insert(self, key: bytes, value: bytes) -> None:
-        """Adds an object that does not live, after the expired ones went and made room."""
+        """Adds an object that does not live, after the expired ones went and made room.
+
+        Raises:
+            StoreUnavailableError: leased objects leave too little room; none was evicted.
+        """
         self._remove_expired()
-        while self.num_bytes + len(value) > self.max_bytes:
-            self.remove(next(iter(self.entries)))
+        for evicted_key in self._choose_evicted(len(value)):
+            self.remove(evicted_key)
         self.entries[key] = _Entry(value, monotonic())
         self.num_bytes += len(value)
+
+    def _choose_evicted(self, num_bytes: int) -> list[bytes]:
+        """The oldest objects without which `num_bytes` more fit the bound."""
+        chosen = []
+        excess_bytes = self.num_bytes + num_bytes - self.max_bytes
+        oldest = iter(self.entries.items())
+        while excess_bytes > 0:
+            key, entry = next(oldest)
+            if self._age_s(entry) < self.lease_s:
+                raise StoreUnavailableError(
+                    f"no room for {num_bytes} bytes: the store is full of leased objects"
+                )
+            chosen.append(key)
+            excess_bytes -= len(entry.value)
+        return chosen
 
     def remove(self, key: bytes) -> bool:
         """Removes an object; whether it was there and alive."""
@@ -79,7 +99,10 @@ class _Objects:
             self.remove(key)
 
     def _is_expired(self, entry: _Entry) -> bool:
-        return monotonic() - entry.touched_s > self.ttl_s
+        return self._age_s(entry) > self.ttl_s
+
+    def _age_s(self, entry: _Entry) -> float:
+        return monotonic() - entry.touched_s
 
 
 _registry: dict[str, _Objects] = {}
@@ -94,10 +117,12 @@ class MemoryStore(KvStore):
         shared_between_hosts=False,
         survives_restart=False,
         takes_max_bytes=True,
+        keeps_leases=True,
     )
 
     def __init__(self, name: str, objects: _Objects) -> None:
         self.ttl_s = objects.ttl_s
+        self.lease_s = objects.lease_s
         self._name = name
         self._objects = objects
         self._counters = StoreCounters()
@@ -105,7 +130,7 @@ class MemoryStore(KvStore):
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Opens `memory://NAME?ttl_s=&max_bytes=&timeout_s=`.
+        """Opens `memory://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`.
 
         Nothing here can be waited for, so `timeout_s` is checked and has no effect.
 
@@ -113,18 +138,19 @@ class MemoryStore(KvStore):
             ConfigurationError: a bad option, or a path; the name is open in
                 this process with other options.
         """
-        parts = StoreUrl.parse(url, ("ttl_s", "max_bytes", "timeout_s"))
+        parts = StoreUrl.parse(url, ("ttl_s", "lease_s", "max_bytes", "timeout_s"))
         if parts.path.strip("/"):
             raise parts.error("a path has no meaning; write memory://NAME")
         parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)
         ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
+        lease_s = parts.lease_seconds(ttl_s)
         max_bytes = parts.num_bytes("max_bytes") or _DEFAULT_MAX_BYTES
         with _registry_lock:
-            objects = _registry.setdefault(parts.authority, _Objects(ttl_s, max_bytes))
-            if (objects.ttl_s, objects.max_bytes) != (ttl_s, max_bytes):
+            objects = _registry.setdefault(parts.authority, _Objects(ttl_s, lease_s, max_bytes))
+            if (objects.ttl_s, objects.lease_s, objects.max_bytes) != (ttl_s, lease_s, max_bytes):
                 raise parts.error(
-                    "it is open in this process with other options: "
-                    f"ttl_s={objects.ttl_s:g}, max_bytes={objects.max_bytes}"
+                    "it is open in this process with other options: ttl_s="
+                    f"{objects.ttl_s:g}, lease_s={objects.lease_s:g}, max_bytes={objects.max_bytes}"
                 )
             objects.num_users += 1
         return cls(parts.authority, objects)

@@ -10,22 +10,25 @@
   refuses what was torn.
 - Lock: names come and go only under the ledger's lock, so that two writers
   cannot both find a name free, and the ledger stays exact. Bytes are written
-  and read without it.
+  and read without it, and a batch takes it twice, whatever its length.
 - Age: a file's modification time is its last touch.
 - Bound: every writer reserves its bytes in the ledger first. When they would
   exceed the bound, the writer lists the folder and removes the oldest objects
   down to 7/8 of it, so one listing pays for an eighth of the store.
+- Leases: no lock keeps a touch from coming between the listing and the
+  removal. So an object first loses its name, which makes touches fail, and gets
+  it back if it was touched meanwhile.
 - Crashes: a writer holds `flock` on its temporary file. One that nobody holds
   is a dead writer's, and the next listing removes it.
 
 What is not a regular file of the right name is never read; what is foreign in
 the folder is left alone.
 """
+# ruff: noqa: PTH104, PTH108  paths are strings: making a `Path` costs as much as the call
 
 import errno
 import fcntl
 import os
-import re
 import shutil
 import stat
 import time
@@ -37,23 +40,26 @@ from uuid import uuid4
 
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.file_io import read_all, status_of, touch, write_all
+from kvstore.stores.folder_listing import FoundObject, list_objects, sweep_temporary_files
 from kvstore.stores.space_ledger import SpaceLedger
 
 __all__ = ["ObjectFolder"]
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_SWEEP_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _NOT_AN_OBJECT = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES)
+_MAX_BATCH_BYTES = 16 << 20
+_MAX_BATCH_OBJECTS = 64  # each is an open file until the batch is committed
 
 
 @dataclass(frozen=True, slots=True)
-class _FoundObject:
-    """One object as a listing of the folder saw it."""
+class _NewObject:
+    """An object on its way: where it shall go, and the reserved file that is locked meanwhile."""
 
-    touched_ns: int
-    num_bytes: int
-    path: Path
+    path: str
+    value: memoryview
+    temporary: str
+    fd: int
 
 
 class ObjectFolder:
@@ -63,6 +69,7 @@ class ObjectFolder:
     Args:
         folder: the folder, which exists.
         ttl_s: life of an object from its last touch.
+        lease_s: of it, what eviction spares.
         max_bytes: bound of all objects together; None means half of what the
             file system has left for them, but not over `default_max_bytes`.
         default_max_bytes: see `max_bytes`.
@@ -74,13 +81,15 @@ class ObjectFolder:
         folder: Path,
         *,
         ttl_s: float,
+        lease_s: float,
         max_bytes: int | None,
         default_max_bytes: int,
         timeout_s: float,
     ) -> None:
         self._ttl_ns = int(ttl_s * 1e9)
-        self._objects_folder = folder / "objects"
-        self._temporary_folder = folder / "temporary"
+        self._lease_ns = int(lease_s * 1e9)
+        self._objects_folder = str(folder / "objects")
+        self._temporary_folder = str(folder / "temporary")
         self._make_folders()
         self._ledger = SpaceLedger(folder / "ledger", timeout_s)
         self._max_bytes = max_bytes or self._choose_max_bytes(folder, default_max_bytes)
@@ -88,9 +97,9 @@ class ObjectFolder:
             self._make_room(0)
 
     def _make_folders(self) -> None:
-        shards = (self._objects_folder / f"{shard:02x}" for shard in range(256))
+        shards = (f"{self._objects_folder}/{shard:02x}" for shard in range(256))
         for made in (self._temporary_folder, self._objects_folder, *shards):
-            made.mkdir(mode=0o700, exist_ok=True)
+            Path(made).mkdir(mode=0o700, exist_ok=True)
 
     def _choose_max_bytes(self, folder: Path, default_max_bytes: int) -> int:
         """Counts what the folder holds already as free, so that every opener agrees."""
@@ -104,8 +113,9 @@ class ObjectFolder:
 
     def read_into(self, key: bytes, buffer: memoryview) -> GetStatus:
         """Reads and touches an object."""
+        path = self._path(key)
         try:
-            fd = os.open(self._path(key), _READ_FLAGS)
+            fd = os.open(path, _READ_FLAGS)
         except OSError as error:
             if error.errno in _NOT_AN_OBJECT:
                 return GetStatus.MISSING
@@ -116,17 +126,21 @@ class ObjectFolder:
                 return GetStatus.MISSING
             if status.st_size != buffer.nbytes or not read_all(fd, buffer):
                 return GetStatus.WRONG_SIZE
-            touch(fd)
+            touch(path)
             return GetStatus.HIT
+        except FileNotFoundError:  # evicted just now: a hit would promise a lease
+            return GetStatus.MISSING
         finally:
             os.close(fd)
 
-    def put(self, key: bytes, value: memoryview) -> None:
-        """Commits an object, or touches the one that exists."""
-        path = self._path(key)
-        if not self._touch_if_alive(path):
-            self._remove_if_expired(path)
-            self._write(path, value)
+    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        """Commits objects, or touches those that exist."""
+        for value in values:
+            if value.nbytes > self._max_bytes:
+                message = f"an object of {value.nbytes} bytes exceeds max_bytes={self._max_bytes}"
+                raise StoreUnavailableError(message)
+        for batch in self._batches(zip(map(self._path, keys), values, strict=True)):
+            self._put_batch(batch)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Removes objects; returns how many were there and alive."""
@@ -141,9 +155,9 @@ class ObjectFolder:
         """Closes the ledger. Once."""
         self._ledger.close()
 
-    def _path(self, key: bytes) -> Path:
+    def _path(self, key: bytes) -> str:
         name = key.hex()
-        return self._objects_folder / name[:2] / name
+        return f"{self._objects_folder}/{name[:2]}/{name}"
 
     def _is_alive(self, status: os.stat_result | None) -> bool:
         return (
@@ -152,115 +166,140 @@ class ObjectFolder:
             and time.time_ns() - status.st_mtime_ns <= self._ttl_ns
         )
 
-    def _touch_if_alive(self, path: Path) -> bool:
+    def _touch_if_alive(self, path: str) -> bool:
         if self._is_alive(status_of(path)):
             with suppress(FileNotFoundError):  # evicted just now
                 touch(path)
                 return True
         return False
 
-    def _remove_if_expired(self, path: Path) -> None:
-        """Makes an expired object's name free for a new one."""
-        if status_of(path) is None:
-            return
-        with self._ledger.locked():
-            if not self._is_alive(status_of(path)):
-                self._remove(path)
+    # Writing.
 
-    def _remove(self, path: Path) -> bool:
-        """Removes an object's file, under the lock; whether it was alive."""
-        status = status_of(path)
-        if status is None or not stat.S_ISREG(status.st_mode):
-            return False
-        path.unlink(missing_ok=True)
-        self._ledger.add(-status.st_size)
-        return self._is_alive(status)
+    def _batches(
+        self, pairs: Iterator[tuple[str, memoryview]]
+    ) -> Iterator[list[tuple[str, memoryview]]]:
+        """The objects that do not exist, in batches of bounded size; touches the others."""
+        batch: list[tuple[str, memoryview]] = []
+        batch_bytes = 0
+        limit_bytes = min(_MAX_BATCH_BYTES, self._max_bytes // 8)
+        for path, value in pairs:
+            if self._touch_if_alive(path):
+                continue
+            is_full = batch_bytes + value.nbytes > limit_bytes or len(batch) == _MAX_BATCH_OBJECTS
+            if batch and is_full:
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append((path, value))
+            batch_bytes += value.nbytes
+        if batch:
+            yield batch
 
-    def _write(self, path: Path, value: memoryview) -> None:
-        """Writes an object that did not exist a moment ago."""
-        temporary = self._temporary_folder / uuid4().hex
-        fd = self._reserve(temporary, value.nbytes)
+    def _put_batch(self, batch: Sequence[tuple[str, memoryview]]) -> None:
+        """Writes objects that did not exist a moment ago."""
+        opened: list[_NewObject] = []
         try:
-            write_all(fd, value)
-            touch(fd)
-            is_committed = self._commit(temporary, path, value.nbytes)
+            self._reserve(batch, opened)
+            for new in opened:
+                write_all(new.fd, new.value)
+                touch(new.fd)
+            with self._ledger.locked():
+                late = [new.path for new in opened if not self._commit(new)]
         except OSError:
             with self._ledger.locked():
-                self._give_back(temporary, value.nbytes)
+                for new in opened:
+                    self._give_back(new)
             raise
         finally:
-            os.close(fd)
-        if not is_committed:
+            for new in opened:
+                os.close(new.fd)
+        for path in late:
             self._touch_if_alive(path)
 
-    def _reserve(self, temporary: Path, num_bytes: int) -> int:
-        """Makes room and a file of the full size, whose descriptor is locked."""
-        if num_bytes > self._max_bytes:
-            message = f"an object of {num_bytes} bytes exceeds max_bytes={self._max_bytes}"
-            raise StoreUnavailableError(message)
+    def _reserve(self, batch: Sequence[tuple[str, memoryview]], opened: list[_NewObject]) -> None:
+        """Makes room and files of the full size, whose descriptors are locked."""
+        num_bytes = sum(value.nbytes for _, value in batch)
         with self._ledger.locked():
             if self._ledger.read() + num_bytes > self._max_bytes:
                 self._make_room(num_bytes)
-            fd = os.open(temporary, _CREATE_FLAGS, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(fd, num_bytes)
-            self._ledger.add(num_bytes)
-        return fd
+            for path, value in batch:
+                temporary = f"{self._temporary_folder}/{uuid4().hex}"
+                fd = os.open(temporary, _CREATE_FLAGS, 0o600)
+                opened.append(_NewObject(path, value, temporary, fd))
+                self._ledger.add(value.nbytes)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(fd, value.nbytes)
 
-    def _commit(self, temporary: Path, path: Path, num_bytes: int) -> bool:
-        """Gives a whole object its name; False if another writer was first."""
-        with self._ledger.locked():
-            if status_of(path) is None:
-                temporary.rename(path)
-                return True
-            self._give_back(temporary, num_bytes)
+    def _commit(self, new: _NewObject) -> bool:
+        """Gives a whole object its name; False if another writer was first. Under the lock."""
+        status = status_of(new.path)
+        if status is not None and not self._is_alive(status):
+            self._remove(new.path)
+            status = status_of(new.path)
+        if status is not None:
+            self._give_back(new)
             return False
+        os.rename(new.temporary, new.path)
+        return True
 
-    def _give_back(self, temporary: Path, num_bytes: int) -> None:
-        """Undoes `_reserve`. Under the lock."""
-        temporary.unlink(missing_ok=True)
-        self._ledger.add(-num_bytes)
+    def _give_back(self, new: _NewObject) -> None:
+        """Undoes the reservation of an object that is not committed. Under the lock."""
+        with suppress(FileNotFoundError):
+            os.unlink(new.temporary)
+            self._ledger.add(-new.value.nbytes)
+
+    # Removal. Under the lock.
+
+    def _remove(self, path: str) -> bool:
+        """Removes an object's file; whether it was alive."""
+        status = status_of(path)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return False
+        os.unlink(path)
+        self._ledger.add(-status.st_size)
+        return self._is_alive(status)
 
     def _make_room(self, num_bytes: int) -> None:
         """Lists the folder, removes the dead and the oldest, corrects the ledger.
 
-        Under the lock. Afterwards `num_bytes` more fit the bound.
+        Afterwards `num_bytes` more fit the bound.
+
+        Raises:
+            StoreUnavailableError: leased objects leave too little room; none was evicted.
         """
-        objects = list(self._list_objects())
-        used_bytes = sum(found.num_bytes for found in objects) + self._sweep_temporary_files()
-        self._ledger.write(used_bytes)
-        expired_ns = time.time_ns() - self._ttl_ns
-        goal_bytes = self._max_bytes
-        if used_bytes + num_bytes > self._max_bytes:
+        objects = list_objects(self._objects_folder)
+        used_bytes = sum(found.num_bytes for found in objects)
+        self._ledger.write(used_bytes + sweep_temporary_files(self._temporary_folder))
+        now_ns = time.time_ns()
+        for found in objects:
+            if found.touched_ns < now_ns - self._ttl_ns:
+                self._remove(found.path)
+        if self._ledger.read() + num_bytes > self._max_bytes:
+            first_expired_ns, first_leased_ns = now_ns - self._ttl_ns, now_ns - self._lease_ns
+            self._evict(
+                [o for o in objects if first_expired_ns <= o.touched_ns <= first_leased_ns],
+                num_bytes,
+            )
+
+    def _evict(self, unleased: Sequence[FoundObject], num_bytes: int) -> None:
+        """Removes the oldest objects until an eighth of the bound is free behind `num_bytes`."""
+        kept_bytes = self._ledger.read() - sum(found.num_bytes for found in unleased)
+        if kept_bytes + num_bytes <= self._max_bytes:
             goal_bytes = max(0, self._max_bytes * 7 // 8 - num_bytes)
-        for found in sorted(objects, key=lambda found: found.touched_ns):
-            if found.touched_ns >= expired_ns and self._ledger.read() <= goal_bytes:
-                return
-            self._remove(found.path)
+            for found in unleased:
+                if self._ledger.read() <= goal_bytes:
+                    return
+                self._remove_unless_touched(found)
+        if self._ledger.read() + num_bytes > self._max_bytes:
+            raise StoreUnavailableError(
+                f"no room for {num_bytes} bytes: the store is full of leased objects"
+            )
 
-    def _list_objects(self) -> Iterator[_FoundObject]:
-        for path in self._objects_folder.glob("??/*"):
-            status = status_of(path)
-            if (
-                status is not None
-                and stat.S_ISREG(status.st_mode)
-                and re.fullmatch("([0-9a-f]{2})+", path.name)
-            ):
-                yield _FoundObject(status.st_mtime_ns, status.st_size, path)
-
-    def _sweep_temporary_files(self) -> int:
-        """Removes dead writers' files; the bytes that living ones have reserved."""
-        reserved_bytes = 0
-        for path in self._temporary_folder.iterdir():
-            try:
-                fd = os.open(path, _SWEEP_FLAGS)
-            except OSError:  # gone, or foreign
-                continue
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-            except BlockingIOError:
-                reserved_bytes += os.fstat(fd).st_size
-            finally:
-                os.close(fd)
-        return reserved_bytes
+    def _remove_unless_touched(self, found: FoundObject) -> None:
+        """Removes an object, but not if it was touched after it was found."""
+        aside = f"{self._temporary_folder}/{uuid4().hex}"
+        os.rename(found.path, aside)
+        if os.lstat(aside).st_mtime_ns != found.touched_ns:
+            os.rename(aside, found.path)
+            return
+        os.unlink(aside)
+        self._ledger.add(-found.num_bytes)

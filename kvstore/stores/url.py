@@ -1,8 +1,8 @@
 """Store URLs: `scheme://authority/path?option=value`, taken apart and checked.
 
-Every store takes `ttl_s`, and most take `max_bytes` and `timeout_s`. A store
-names the options that it takes; any other is an error, so that a misspelt
-option never goes unnoticed.
+Every store takes `ttl_s`, and most take `lease_s`, `max_bytes` and `timeout_s`.
+A store names the options that it takes; any other is an error, so that a
+misspelt option never goes unnoticed.
 """
 
 import math
@@ -19,6 +19,7 @@ __all__ = ["DEFAULT_TIMEOUT_S", "DEFAULT_TTL_S", "StoreUrl"]
 DEFAULT_TTL_S = 3600.0
 DEFAULT_TIMEOUT_S = 2.0
 
+_DEFAULT_LEASE_S = 30.0
 _SECONDS_RANGE = (0.001, 1e9)
 
 
@@ -72,10 +73,24 @@ class StoreUrl:
         Raises:
             ConfigurationError: not a number of seconds in range.
         """
+        lowest_s, highest_s = _SECONDS_RANGE
+        return self._seconds_between(name, default_s, lowest_s, highest_s)
+
+    def lease_seconds(self, ttl_s: float) -> float:
+        """The option `lease_s`: by default half a minute, or `ttl_s` if that is less.
+
+        Raises:
+            ConfigurationError: not a number of seconds from 0, for no leases, to `ttl_s`.
+        """
+        default_s = min(_DEFAULT_LEASE_S, ttl_s)
+        return self._seconds_between("lease_s", default_s, 0.0, ttl_s)
+
+    def _seconds_between(
+        self, name: str, default_s: float, lowest_s: float, highest_s: float
+    ) -> float:
         text = self.options.get(name)
         if text is None:
             return default_s
-        lowest_s, highest_s = _SECONDS_RANGE
         try:
             value_s = float(text)
         except ValueError:

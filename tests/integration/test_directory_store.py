@@ -29,6 +29,7 @@ def folder(tmp_path):
 
 @contextmanager
 def opened(folder, **options):
+    options = {"lease_s": 0, **options}
     query = "&".join(f"{name}={value}" for name, value in options.items())
     with closing(open_store(f"file://{folder}?{query}")) as store:
         yield store
@@ -228,6 +229,44 @@ def test_a_look_up_touches_what_lives_and_nothing_else(folder):
         touched = [object_path(folder, key).stat().st_mtime_ns for key in keys]
         assert touched[0] >= now_ns
         assert touched[1:] == [expired_ns, old_ns]
+
+
+def test_what_is_touched_while_others_are_evicted_stays(folder, monkeypatch):
+    keys = random_keys(9)
+    list_objects = object_folder.list_objects
+
+    with opened(folder, max_bytes=1000) as store:
+        for key in keys:
+            store.put_many([key], [filled(1, 100)])
+
+        def list_and_touch(path):
+            listed = list_objects(path)
+            assert store.contains_prefix(keys[:2]) == 2
+            return listed
+
+        monkeypatch.setattr(object_folder, "list_objects", list_and_touch)
+        store.put_many(random_keys(1), [filled(1, 200)])
+        assert store.contains_prefix(keys[:2]) == 2
+        assert store.contains_prefix(keys[2:3]) == 0
+        assert used_bytes(folder) == store.stats().num_bytes
+
+
+def test_a_full_store_of_leased_objects_keeps_them_and_its_ledger(folder):
+    keys = random_keys(10)
+    with opened(folder, max_bytes=1000, lease_s=600) as store:
+        store.put_many(keys, [filled(1, 100)] * 10)
+        with pytest.raises(StoreUnavailableError, match="full of leased objects"):
+            store.put_many(random_keys(1), [filled(1, 100)])
+        assert store.contains_prefix(keys) == 10
+        leased_ns = time.time_ns() - 599 * 10**9
+        for key in keys[:3]:
+            os.utime(object_path(folder, key), ns=(leased_ns, leased_ns))
+        with pytest.raises(StoreUnavailableError, match="full of leased objects"):
+            store.put_many(random_keys(1), [filled(1, 100)])
+        os.utime(object_path(folder, keys[1]), ns=(leased_ns - 2 * 10**9,) * 2)
+        store.put_many(random_keys(1), [filled(1, 100)])
+        assert [store.contains_prefix([key]) for key in keys[:3]] == [1, 0, 1]
+        assert used_bytes(folder) == store.stats().num_bytes == 1000
 
 
 def _churn(folder, number):

@@ -1,13 +1,15 @@
 """The memory store against a model: a bounded dictionary in order of touch, with a clock."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.store import GetStatus
+from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores import memory
 
 _TTL_S = 10
+_LEASE_S = 4
 _MAX_BYTES = 100
 _KEYS = st.integers(0, 7).map(lambda number: bytes([number]) * 32)
 _KEY_LISTS = st.lists(_KEYS, max_size=6)
@@ -21,7 +23,7 @@ class MemoryStoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.original_clock, memory.monotonic = memory.monotonic, lambda: self.now_s
-        url = f"memory://machine?ttl_s={_TTL_S}&max_bytes={_MAX_BYTES}"
+        url = f"memory://machine?ttl_s={_TTL_S}&lease_s={_LEASE_S}&max_bytes={_MAX_BYTES}"
         self.store = memory.MemoryStore.from_url(url)
         self.model = {}
 
@@ -39,17 +41,32 @@ class MemoryStoreMachine(RuleBasedStateMachine):
         self.now_s += seconds
         self.model = {k: v for k, v in self.model.items() if self.now_s - v[1] <= _TTL_S}
 
+    def oldest_in_the_way(self, size):
+        """The oldest keys without which an object of that size fits."""
+        excess = sum(len(v) for v, _ in self.model.values()) + size - _MAX_BYTES
+        keys = []
+        for key, (value, _) in self.model.items():
+            if excess <= 0:
+                break
+            keys.append(key)
+            excess -= len(value)
+        return keys
+
     @rule(key=_KEYS, size=_SIZES, byte=st.integers(0, 255))
     def put(self, key, size, byte):
         value = bytes([byte]) * size
-        self.store.put_many([key], [memoryview(value)])
-        if key in self.model:
-            self.touch(key)
-            return
-        while sum(len(v) for v, _ in self.model.values()) + size > _MAX_BYTES:
-            del self.model[next(iter(self.model))]
-        self.model[key] = (value, self.now_s)
-        assert self.store.stats().num_objects == len(self.model), "expired objects take memory"
+        in_the_way = [] if key in self.model else self.oldest_in_the_way(size)
+        if any(self.now_s - self.model[k][1] < _LEASE_S for k in in_the_way):
+            with pytest.raises(StoreUnavailableError, match="full of leased objects"):
+                self.store.put_many([key], [memoryview(value)])
+        else:
+            self.store.put_many([key], [memoryview(value)])
+            for evicted_key in in_the_way:
+                del self.model[evicted_key]
+            kept_value, _ = self.model.pop(key, (value, 0))
+            self.model[key] = (kept_value, self.now_s)
+        if key not in self.model or self.model[key][0] is value:
+            assert self.store.stats().num_objects == len(self.model), "expired objects take memory"
 
     @rule(key=_KEYS, size=_SIZES)
     def get(self, key, size):

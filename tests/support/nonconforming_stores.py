@@ -91,12 +91,33 @@ class UnboundedStore(MemoryStore):
         super().put_many(keys, values)
 
 
+class EvictingStore(MemoryStore):
+    """Takes `lease_s` and evicts what is leased."""
+
+    def put_many(self, keys, values):
+        self._objects.lease_s = 0.0
+        super().put_many(keys, values)
+
+
+class ForgetfulStore(MemoryStore):
+    """Leases what is put, and does not renew it."""
+
+    def contains_prefix(self, keys):
+        entries = [self._objects.find(key) for key in keys]
+        touches = [entry and entry.touched_s for entry in entries]
+        num_alive = super().contains_prefix(keys)
+        for entry, touched_s in zip(entries, touches, strict=True):
+            if entry:
+                entry.touched_s = touched_s
+        return num_alive
+
+
 class CarelessStore(MemoryStore):
     """Ignores options that it does not know."""
 
     @classmethod
     def from_url(cls, url):
-        known = ("ttl_s", "max_bytes", "timeout_s")
+        known = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
         base, _, query = url.partition("?")
         kept = "&".join(pair for pair in query.split("&") if pair.split("=")[0] in known)
         return super().from_url(f"{base}?{kept}")

@@ -52,7 +52,7 @@ def test_a_bad_url_is_refused_without_telling_the_password(url):
     ("url", "message"),
     [
         ("memory://a/path", "memory://NAME"),
-        ("memory://a?max_byte=1", "'max_byte'; it takes max_bytes, timeout_s, ttl_s"),
+        ("memory://a?max_byte=1", "'max_byte'; it takes lease_s, max_bytes, timeout_s, ttl_s"),
         ("memory://a?ttl_s=1&ttl_s=2", "repeated"),
         ("memory://a?ttl_s", "malformed"),
         ("file://relative/path", "file:///absolute/path"),
