@@ -92,8 +92,12 @@ class RouterSession:
                     self._start(command.start)
                 case "cancel":
                     self._obey_cancel(command.cancel)
+                case "prefetch":
+                    self._prefetch(command.prefetch)
                 case _:
-                    raise InvalidArgumentError("command is unset; set one of start, cancel")
+                    raise InvalidArgumentError(
+                        "command is unset; set one of start, cancel, prefetch"
+                    )
             while len(self._pending) >= _MAX_PENDING_OUTPUTS:
                 self._taken.clear()
                 await self._taken.wait()
@@ -104,7 +108,8 @@ class RouterSession:
             self._end_duplicate(request_id)
             return
         try:
-            request = _engine_request(start, self._engine.namespace)
+            check_namespace(start.request, self._engine.namespace, self._engine.kv_form)
+            request = _engine_request(start)
             self._live[request_id] = request
             self._engine.submit(request, partial(self._on_output, request))
         except BatonError as error:
@@ -112,6 +117,15 @@ class RouterSession:
         except Exception:
             _LOGGER.exception("start failed request_id=%s", ascii(request_id))
             self._refuse(request_id, InternalError("internal error"))
+
+    def _prefetch(self, prefetch: decode_pb2.PrefetchKv) -> None:
+        """What is wrong with the blocks is told to the request that needs them, when it starts."""
+        try:
+            self._engine.prefetch(handoff_from_proto(prefetch.blocks))
+        except BatonError as error:
+            _LOGGER.debug("prefetch dropped: %s", error.message)
+        except Exception:
+            _LOGGER.exception("prefetch failed")
 
     def _obey_cancel(self, cancel: decode_pb2.CancelDecode) -> None:
         if not cancel.HasField("index"):
@@ -167,8 +181,7 @@ class RouterSession:
         return decode_pb2.ConnectResponse(outputs=messages)
 
 
-def _engine_request(start: decode_pb2.StartDecode, namespace: bytes) -> EngineRequest:
-    check_namespace(start.request.namespace, namespace)
+def _engine_request(start: decode_pb2.StartDecode) -> EngineRequest:
     if start.timeout_ms < 1:
         raise InvalidArgumentError.for_field("timeout_ms", start.timeout_ms, ">= 1")
     return engine_request(

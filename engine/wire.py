@@ -20,7 +20,7 @@ from engine.request import (
     RequestOutput,
     StageTimings,
 )
-from kvstore.handoff import KvHandoff
+from kvstore.handoff import KvHandoff, in_words
 
 __all__ = [
     "add_output",
@@ -47,16 +47,21 @@ _FINISH_REASONS = {
 }
 
 
-def check_namespace(sender: bytes, own: bytes) -> None:
+def check_namespace(request: prefill_pb2.WorkerRequest, namespace: bytes, kv_form: str) -> None:
     """Refuses requests of a router whose block keys are rooted elsewhere.
+
+    Args:
+        request: the message.
+        namespace: this replica's.
+        kv_form: what that is a digest of, in words.
 
     Raises:
         FailedPreconditionError: names both sides.
     """
-    if sender != own:
+    if request.namespace != namespace:
+        theirs, ours = in_words(request.namespace, request.kv_form), in_words(namespace, kv_form)
         raise FailedPreconditionError(
-            f"KV namespace: the request has {sender.hex() or 'none'}, this replica {own.hex()}; "
-            "model, dtype or block size differ"
+            f"KV namespace: the request has {theirs}, this replica {ours}"
         )
 
 

@@ -11,6 +11,7 @@ from engine.kv_cache_spec import spec_of
 from engine.kv_event_wire import kv_event_responses
 from engine.wire import client_request_id, load_to_proto
 from kvstore.handoff import connector_name
+from kvstore.layout import LAYOUT_VERSION
 
 __all__ = ["EngineWorker"]
 
@@ -84,6 +85,11 @@ def _describe(
         model=config.model_name,
         namespace=engine.namespace,
         block_size=info.layout.block_size,
+        kv_dtype=info.layout.dtype,
+        model_fingerprint=info.fingerprint.hex(),
+        layout_version=LAYOUT_VERSION,
+        pool_block_size=info.layout.block_size,
+        kv_form=engine.kv_form,
         num_blocks=engine.num_blocks,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,

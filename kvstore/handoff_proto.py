@@ -20,6 +20,7 @@ def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
         digest_scheme=handoff.digest_scheme,
         lease_ms=handoff.lease_ms,
         connector_params=handoff.connector_params,
+        kv_form=handoff.kv_form,
     )
 
 
@@ -49,4 +50,5 @@ def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
         digest_scheme=message.digest_scheme,
         lease_ms=message.lease_ms,
         connector_params=message.connector_params,
+        kv_form=message.kv_form,
     )

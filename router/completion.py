@@ -75,15 +75,17 @@ class Completion:
         return response
 
     def _take_timings(self, output: decode_pb2.DecodeOutput) -> None:
-        """The first output with timings tells of the prompt. Later ones tell only of the
-        load that followed a handoff: what a resumed request computes again is decoding time.
+        """The first output with timings tells of the prompt. Later ones tell only of its
+        handoff: what a resumed request computes again is decoding time.
         """
         if not self._has_prompt_timings:
             self._has_prompt_timings = True
             self._timings.MergeFrom(output.timings)
             self._usage.cached_tokens = output.cached_tokens
-        elif not self._timings.load_ms:
-            self._timings.load_ms = output.timings.load_ms
+        else:
+            ours, theirs = self._timings, output.timings
+            ours.transfer_ms = ours.transfer_ms or theirs.transfer_ms
+            ours.load_ms = ours.load_ms or theirs.load_ms
 
     def _close(self, response: _Response) -> None:
         """Completes the last message."""

@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.errors import UnavailableError
-from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 
 __all__ = ["DecodeConnection", "DecodeStream", "ReplicaLostError"]
 
 _REST = -1
 """In place of a candidate's number: the end of those that have not ended."""
+_PREFETCH = -2
+"""In place of a candidate's number: what a request that is to start will load."""
 
 
 class ReplicaLostError(UnavailableError):
@@ -97,7 +99,8 @@ class DecodeConnection:
         self._name = name
         self._streams: dict[str, DecodeStream] = {}
         # By request id, and by candidate if it concerns one alone: a cancel takes back a start
-        # that was not sent yet, so at most one command waits per request and candidate.
+        # that was not sent yet, so at most one command waits per request and candidate. Blocks
+        # to prefetch wait in one, too.
         self._commands: dict[tuple[str, int | None], decode_pb2.ConnectRequest] = {}
         self._has_commands = asyncio.Event()
         self.is_open = True
@@ -133,6 +136,25 @@ class DecodeConnection:
         stream = self._streams[request_id] = DecodeStream(request_id, self)
         self._send(request_id, None, decode_pb2.ConnectRequest(start=command))
         return stream
+
+    def prefetch(self, request_id: str, blocks: prefill_pb2.KvHandoff) -> None:
+        """Has the replica load blocks for a request that is to start. Best effort.
+
+        They go out with blocks of the same handoff that were not sent yet, behind them.
+        Those of another one, whose prefill replica was lost, it names again.
+        """
+        if not self.is_open:
+            return
+        waiting = self._commands.get((request_id, _PREFETCH))
+        if waiting and waiting.prefetch.blocks.handoff_id == blocks.handoff_id:
+            waiting.prefetch.blocks.MergeFrom(blocks)
+        else:
+            command = decode_pb2.ConnectRequest(prefetch=decode_pb2.PrefetchKv(blocks=blocks))
+            self._send(request_id, _PREFETCH, command)
+
+    def withdraw_prefetch(self, request_id: str) -> None:
+        """Takes back what was not sent yet of `prefetch`: the request needs it no more."""
+        self._commands.pop((request_id, _PREFETCH), None)
 
     def cancel(self, request_id: str) -> None:
         """Stops a request and forgets it. Unknown and ended ids are fine."""

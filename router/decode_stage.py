@@ -23,8 +23,8 @@ from baton.errors import (
 from baton.v1 import decode_pb2
 from router.decode_connection import DecodeStream, ReplicaLostError
 from router.fleet import Fleet
+from router.held_handoff import HeldHandoff
 from router.policy import pick_decode
-from router.prefill_stage import HeldHandoff
 from router.prefix_index import PrefixIndex
 from router.progress import Progress
 from router.replica import DecodeReplica
@@ -84,7 +84,7 @@ class DecodeStage:
         request: RoutedRequest,
         replica: DecodeReplica,
         progress: Progress,
-        handoff: HeldHandoff | None,
+        handoff: HeldHandoff,
     ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
         """Yields outputs up to the request's last.
 
@@ -93,7 +93,7 @@ class DecodeStage:
             replica: the first one to try.
             progress: tokens generated so far; grows with each output. The caller
                 ends candidates in it that it wants no more of.
-            handoff: where the prompt's KV is; released once it is loaded.
+            handoff: where the prompt's KV is, if prefill has it; released once it is loaded.
 
         Raises:
             UnavailableError: the replica was lost and no other appeared in time.
@@ -122,11 +122,10 @@ class DecodeStage:
         attempt: int,
         replica: DecodeReplica,
         progress: Progress,
-        handoff: HeldHandoff | None,
+        handoff: HeldHandoff,
     ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
         """One replica's outputs; ends with the request or raises."""
-        message = handoff.message if handoff else None
-        start = start_decode(request, attempt, progress, message)
+        start = start_decode(request, attempt, progress, handoff.message)
         missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
         with replica.reserve(num_blocks=missing_blocks):
             stream = replica.start(start)
@@ -135,8 +134,7 @@ class DecodeStage:
             self._prefix_index.record(replica.replica_id, request.block_keys)
             try:
                 async for output in _outputs_of(stream):
-                    if handoff:
-                        handoff.release()
+                    handoff.release()
                     progress.add(output)
                     yield output
                     if progress.has_ended(output.index) and not output.finish_reason:

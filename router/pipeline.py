@@ -3,6 +3,7 @@
 validate, tokenize, block keys                    validation, preparation
 pick a decode replica; remote prefill or local?   policy, decode_stage
 the prompt and its first tokens from prefill      prefill_stage
+its KV to decode, block by block as it is saved   prefill_stage
 the other tokens from decode, resumed if lost     decode_stage
 tokens become text, up to a stop                  completion
 finish, cancel, deadline: every tier lets go      here, as generators close
@@ -19,8 +20,9 @@ from router.completion import Completion
 from router.config import RouterConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
+from router.held_handoff import HeldHandoff
 from router.policy import wants_remote_prefill
-from router.prefill_stage import Prefilled, PrefillStage
+from router.prefill_stage import PrefillStage
 from router.prefix_index import PrefixIndex
 from router.preparation import prepare_request
 from router.progress import Progress
@@ -28,7 +30,6 @@ from router.replica import DecodeReplica
 from router.request import RoutedRequest
 from router.tokenizer import Tokenizer
 from router.validation import validate_generate_request
-from router.worker_messages import first_outputs
 
 __all__ = ["Pipeline"]
 
@@ -98,32 +99,39 @@ class Pipeline:
         if replica is None:
             raise UnavailableError("no decode replica is ready; try again later")
         completion.mark_routed()
-        prefilled = await self._maybe_prefill(request, replica)
-        handoff = prefilled.handoff if prefilled else None
+        handoff = HeldHandoff()
         try:
-            if prefilled:
-                progress.begin(prefilled.response)
-                for output in first_outputs(request, prefilled.response):
+            async with aclosing(
+                self._prefill_outputs(request, replica, progress, handoff)
+            ) as outputs:
+                async for output in outputs:
                     yield output
-                if prefilled.response.candidates:
-                    return
+                    if output.is_last:
+                        return
             async with aclosing(self._decode.run(request, replica, progress, handoff)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
-            if handoff:
-                handoff.release()
+            handoff.release()
+            replica.withdraw_prefetch(request.worker_id)
 
-    async def _maybe_prefill(
-        self, request: RoutedRequest, replica: DecodeReplica
-    ) -> Prefilled | None:
-        """Runs the prompt on the prefill tier, if that is worth it and possible."""
+    async def _prefill_outputs(
+        self,
+        request: RoutedRequest,
+        replica: DecodeReplica,
+        progress: Progress,
+        handoff: HeldHandoff,
+    ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
+        """What the prefill tier tells of the prompt, if asking it is worth it and possible."""
         overlap_blocks = self._decode.overlap_blocks(request, replica)
         if not wants_remote_prefill(
             len(request.prompt_token_ids),
             overlap_blocks * request.block_size,
             self._config.max_local_prefill_tokens,
         ):
-            return None
+            return
+        outputs = self._prefill.run(request, replica, progress, handoff)
         with replica.reserve(num_blocks=request.num_prompt_blocks - overlap_blocks):
-            return await self._prefill.run(request)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output

@@ -16,6 +16,8 @@ __all__ = ["ReplicaState", "pick_decode", "pick_prefill", "wants_remote_prefill"
 class ReplicaState:
     """What the router knows of one replica at the moment of choosing.
 
+    Blocks are of the size that keys name, whatever the replica's own are.
+
     Attributes:
         replica_id: names the replica; breaks ties, so that choices repeat.
         num_requests: requests running and waiting there.

@@ -65,6 +65,7 @@ async def prepare_request(
         request_id=request.request_id,
         worker_id=f"{request.request_id}/{secrets.token_hex(8)}",
         namespace=model.namespace,
+        kv_form=model.kv_form,
         prompt_token_ids=token_ids,
         block_keys=await _block_keys(token_ids, model, request.cache_salt),
         block_size=model.block_size,

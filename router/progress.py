@@ -28,14 +28,14 @@ class Progress:
         self._is_beam_search = params.beam_width is not None
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
         self._ended: set[int] = set()
-        self._prefilled: prefill_pb2.PrefillResponse | None = None
+        self._prefilled: prefill_pb2.PrefillResult | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether any token has been drawn."""
         return bool(self._token_ids or self._ended or self._prefilled is not None)
 
-    def begin(self, prefilled: prefill_pb2.PrefillResponse) -> None:
+    def begin(self, prefilled: prefill_pb2.PrefillResult) -> None:
         """Notes what prefill drew for a generation that decode is to go on with."""
         self._prefilled = prefilled
         if not self._is_ranked:
@@ -67,7 +67,7 @@ class Progress:
             self._write_prefilled(start, self._prefilled)
 
     def _write_prefilled(
-        self, start: decode_pb2.StartDecode, prefilled: prefill_pb2.PrefillResponse
+        self, start: decode_pb2.StartDecode, prefilled: prefill_pb2.PrefillResult
     ) -> None:
         drawn = zip(prefilled.token_ids, prefilled.logprobs, strict=True)
         for index, (token_id, logprob) in enumerate(drawn):

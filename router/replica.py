@@ -6,7 +6,7 @@ has reserved on it; the tiers differ in the calls they take.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,8 @@ _PROBE_INTERVAL_S = 2.0
 _PROBE_TIMEOUT_S = 5.0
 _RELEASE_TIMEOUT_S = 5.0
 _MAX_PENDING_RELEASES = 256
+
+_PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 
 
 class Replica:
@@ -76,19 +78,25 @@ class Replica:
         The worker's report lags and also counts other routers' requests; the
         reservations are exact and count only ours. The larger one is used.
         """
-        free_blocks = min(self.load.num_free_blocks, self.info.num_blocks - self._num_blocks)
+        free_blocks = self._in_keyed_blocks(self.load.num_free_blocks)
+        num_blocks = self._in_keyed_blocks(self.info.num_blocks)
         return ReplicaState(
             replica_id=self.replica_id,
             num_requests=max(self.load.num_running + self.load.num_waiting, self._num_requests),
             num_queued_tokens=max(self.load.num_queued_tokens, self._num_tokens),
-            num_free_blocks=max(free_blocks, 0),
-            num_blocks=self.info.num_blocks,
+            num_free_blocks=max(min(free_blocks, num_blocks - self._num_blocks), 0),
+            num_blocks=num_blocks,
             overlap_blocks=overlap_blocks,
         )
 
     @contextmanager
     def reserve(self, *, num_tokens: int = 0, num_blocks: int = 0) -> Iterator[None]:
-        """Counts a request as this replica's, before its own report does."""
+        """Counts a request as this replica's, before its own report does.
+
+        Args:
+            num_tokens: prompt tokens that it will compute.
+            num_blocks: blocks, of the size that keys name, that it will fill.
+        """
         self._num_requests += 1
         self._num_tokens += num_tokens
         self._num_blocks += num_blocks
@@ -98,6 +106,10 @@ class Replica:
             self._num_requests -= 1
             self._num_tokens -= num_tokens
             self._num_blocks -= num_blocks
+
+    def _in_keyed_blocks(self, num_pool_blocks: int) -> int:
+        """Blocks of its pool in units of those that keys name, which all replicas share."""
+        return num_pool_blocks * self.info.pool_block_size // self.info.block_size
 
     def drop(self, reason: FailedPreconditionError) -> None:
         """Takes no requests from now on and ends `run` with this error. Idempotent."""
@@ -171,21 +183,20 @@ class PrefillReplica(Replica):
 
     async def prefill(
         self, request: prefill_pb2.WorkerRequest, timeout_s: float
-    ) -> prefill_pb2.PrefillResponse:
-        """Computes a prompt there.
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """Computes a prompt there; yields what the replica tells of it. To be closed by the
+        caller, which cancels what is still under way.
 
         Raises:
             ReplicaLostError: the replica went away meanwhile.
             BatonError: what the replica answered.
         """
-        call = asyncio.create_task(self._call_prefill(request, timeout_s))
+        message = prefill_pb2.PrefillRequest(request=request)
+        call = self._stub.Prefill(message, timeout=timeout_s)
         lost = asyncio.create_task(self.lost.wait())
         try:
-            await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
-            # Closing a lost replica's channel cancels its calls, which is not our caller's cancel.
-            if not call.done() or call.cancelled():
-                raise ReplicaLostError(f"prefill replica {self.address} was lost")
-            return call.result()
+            while (response := await self._next_of(call, lost)) is not grpc.aio.EOF:
+                yield response
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         finally:
@@ -203,12 +214,17 @@ class PrefillReplica(Replica):
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _call_prefill(
-        self, request: prefill_pb2.WorkerRequest, timeout_s: float
-    ) -> prefill_pb2.PrefillResponse:
-        return await self._stub.Prefill(
-            prefill_pb2.PrefillRequest(request=request), timeout=timeout_s
-        )
+    async def _next_of(self, call: _PrefillCall, lost: "asyncio.Task[Any]") -> Any:
+        """The call's next message, or EOF."""
+        reading = asyncio.create_task(call.read())
+        try:
+            await asyncio.wait((reading, lost), return_when=asyncio.FIRST_COMPLETED)
+            # Closing a lost replica's channel cancels its calls, which is not our caller's cancel.
+            if not reading.done() or reading.cancelled():
+                raise ReplicaLostError(f"prefill replica {self.address} was lost")
+            return reading.result()
+        finally:
+            reading.cancel()
 
     async def _release(self, handoff_id: str) -> None:
         message = prefill_pb2.ReleaseHandoffRequest(handoff_id=handoff_id)
@@ -236,6 +252,14 @@ class DecodeReplica(Replica):
     def start(self, command: decode_pb2.StartDecode) -> DecodeStream:
         """Starts a request there; see `DecodeConnection.start`."""
         return self._connection.start(command)
+
+    def prefetch(self, request_id: str, blocks: prefill_pb2.KvHandoff) -> None:
+        """Begins to load blocks there; see `DecodeConnection.prefetch`."""
+        self._connection.prefetch(request_id, blocks)
+
+    def withdraw_prefetch(self, request_id: str) -> None:
+        """See `DecodeConnection.withdraw_prefetch`."""
+        self._connection.withdraw_prefetch(request_id)
 
     def _activities(self, on_change: Callable[[], None]) -> Sequence[Coroutine[Any, Any, None]]:
         return [*super()._activities(on_change), self._connection.run()]

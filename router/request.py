@@ -55,9 +55,10 @@ class RoutedRequest:
             still says of a cancelled request must not reach a later one that
             the client, or another router's client, names the same.
         namespace: digest that `block_keys` is rooted in.
+        kv_form: what that is a digest of, in words.
         prompt_token_ids: the prompt, not empty.
         block_keys: keys of the prompt's full blocks.
-        block_size: tokens per block.
+        block_size: tokens per block that a key names.
         params: with `seed` set and `max_tokens` cut to what fits.
         stop_token_ids: the request's and, unless ignored, the model's.
         priority: larger is scheduled first.
@@ -68,6 +69,7 @@ class RoutedRequest:
     request_id: str
     worker_id: str
     namespace: bytes
+    kv_form: str
     prompt_token_ids: tuple[int, ...]
     block_keys: Sequence[bytes]
     block_size: int
@@ -79,7 +81,7 @@ class RoutedRequest:
 
     @property
     def num_prompt_blocks(self) -> int:
-        """Blocks that hold the prompt, the partial one included."""
+        """Blocks, as keys name them, that hold the prompt, the partial one included."""
         return -(-len(self.prompt_token_ids) // self.block_size)
 
     @property

@@ -1,16 +1,23 @@
-"""What the router sends to workers, and what prefill answers in the form of decode's outputs."""
+"""What the router sends to workers, and what prefill tells in the form of decode's outputs."""
 
 import asyncio
 import logging
 
 from baton.errors import DeadlineExceededError
 from baton.sampling_wire import sampling_to_proto
-from baton.v1 import decode_pb2, prefill_pb2
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.progress import Progress
 from router.replica import Replica
 from router.request import RoutedRequest
 
-__all__ = ["first_outputs", "log_start", "remaining_s", "start_decode", "worker_request"]
+__all__ = [
+    "end_of_prefill",
+    "first_outputs",
+    "log_start",
+    "remaining_s",
+    "start_decode",
+    "worker_request",
+]
 
 _LOGGER = logging.getLogger("baton.router")
 
@@ -55,6 +62,7 @@ def worker_request(request: RoutedRequest, attempt: int) -> prefill_pb2.WorkerRe
         stop_token_ids=request.stop_token_ids,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        kv_form=request.kv_form,
     )
 
 
@@ -79,13 +87,13 @@ def start_decode(
 
 
 def first_outputs(
-    request: RoutedRequest, response: prefill_pb2.PrefillResponse
+    request: RoutedRequest, result: prefill_pb2.PrefillResult
 ) -> list[decode_pb2.DecodeOutput]:
-    """The prefill tier's answer in the form of decode's. The first output tells of the prompt.
+    """What prefill drew, in the form of decode's outputs. The first tells of the prompt.
 
     Ranked candidates that go on send no tokens yet.
     """
-    if response.candidates:
+    if result.candidates:
         outputs = [
             decode_pb2.DecodeOutput(
                 index=candidate.index,
@@ -93,7 +101,7 @@ def first_outputs(
                 finish_reason=candidate.finish_reason,
                 score=candidate.score if candidate.HasField("score") else None,
             )
-            for candidate in response.candidates
+            for candidate in result.candidates
         ]
         outputs[-1].is_last = True
     elif request.params.is_ranked:
@@ -101,8 +109,16 @@ def first_outputs(
     else:
         outputs = [
             decode_pb2.DecodeOutput(index=index, token_ids=[token_id])
-            for index, token_id in enumerate(response.token_ids)
+            for index, token_id in enumerate(result.token_ids)
         ]
-    outputs[0].cached_tokens = response.cached_tokens
-    outputs[0].timings.CopyFrom(response.timings)
+    outputs[0].cached_tokens = result.cached_tokens
+    outputs[0].timings.CopyFrom(result.timings)
     return outputs
+
+
+def end_of_prefill(end: prefill_pb2.PrefillEnd) -> decode_pb2.DecodeOutput:
+    """What is told when a prompt's KV is saved: when that was, or that the request is over."""
+    is_over = end.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+    return decode_pb2.DecodeOutput(
+        timings=end.timings, finish_reason=end.finish_reason, is_last=is_over
+    )

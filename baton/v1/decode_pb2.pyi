@@ -31,6 +31,7 @@ class ConnectRequest(google.protobuf.message.Message):
 
     START_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
+    PREFETCH_FIELD_NUMBER: builtins.int
     @property
     def start(self) -> Global___StartDecode:
         """Start generating."""
@@ -39,21 +40,53 @@ class ConnectRequest(google.protobuf.message.Message):
     def cancel(self) -> Global___CancelDecode:
         """Stop generating a request or one of its candidates."""
 
+    @property
+    def prefetch(self) -> Global___PrefetchKv:
+        """Begin to load blocks of a request that is still to start."""
+
     def __init__(
         self,
         *,
         start: Global___StartDecode | None = ...,
         cancel: Global___CancelDecode | None = ...,
+        prefetch: Global___PrefetchKv | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancel", b"cancel", "command", b"command", "start", b"start"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancel", b"cancel", "command", b"command", "prefetch", b"prefetch", "start", b"start"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancel", b"cancel", "command", b"command", "start", b"start"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancel", b"cancel", "command", b"command", "prefetch", b"prefetch", "start", b"start"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: typing_extensions.TypeAlias = typing.Literal["start", "cancel"]
+    _WhichOneofReturnType_command: typing_extensions.TypeAlias = typing.Literal["start", "cancel", "prefetch"]
     _WhichOneofArgType_command: typing_extensions.TypeAlias = typing.Literal["command", b"command"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
+
+@typing.final
+class PrefetchKv(google.protobuf.message.Message):
+    """Blocks that a request will need, saved while its prompt is still computed.
+    Best effort and without an answer: the replica begins to load them into its
+    prefix cache, or drops what it has no room for or could misread; what is
+    wrong with them is told to the request's own start.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    @property
+    def blocks(self) -> baton.v1.prefill_pb2.KvHandoff:
+        """Where the blocks are, as in PrefillResponse.saved."""
+
+    def __init__(
+        self,
+        *,
+        blocks: baton.v1.prefill_pb2.KvHandoff | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PrefetchKv: typing_extensions.TypeAlias = PrefetchKv
 
 @typing.final
 class StartDecode(google.protobuf.message.Message):

@@ -36,6 +36,7 @@ class WorkerRequest(google.protobuf.message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    KV_FORM_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The router's name for the request, never used before, so that what is
     still said of an earlier request cannot be taken for this one's: the
@@ -50,6 +51,8 @@ class WorkerRequest(google.protobuf.message.Message):
     """Larger is scheduled first."""
     cache_salt: builtins.str
     """Separates prefix caches."""
+    kv_form: builtins.str
+    """What `namespace` is a digest of, in words, for whoever refuses it."""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The prompt."""
@@ -73,10 +76,11 @@ class WorkerRequest(google.protobuf.message.Message):
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         priority: builtins.int = ...,
         cache_salt: builtins.str = ...,
+        kv_form: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "max_tokens", b"max_tokens", "namespace", b"namespace", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "kv_form", b"kv_form", "max_tokens", b"max_tokens", "namespace", b"namespace", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerRequest: typing_extensions.TypeAlias = WorkerRequest
@@ -106,18 +110,60 @@ Global___PrefillRequest: typing_extensions.TypeAlias = PrefillRequest
 
 @typing.final
 class PrefillResponse(google.protobuf.message.Message):
-    """A prompt's first tokens and where its KV is; or the candidates, if the
-    generation is over with them.
+    """What a prefill replica tells of one prompt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAVED_FIELD_NUMBER: builtins.int
+    RESULT_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    @property
+    def saved(self) -> Global___KvHandoff:
+        """Full blocks that decode can load already: block_keys are those since the
+        last `saved`, in order, and num_tokens what all so far cover. Any number
+        of times; its terms end with the request, unless `end` renews them.
+        """
+
+    @property
+    def result(self) -> Global___PrefillResult:
+        """The first tokens are drawn; once."""
+
+    @property
+    def end(self) -> Global___PrefillEnd:
+        """The replica is done with the prompt; once, and the last event, unless
+        the generation was over with `result`.
+        """
+
+    def __init__(
+        self,
+        *,
+        saved: Global___KvHandoff | None = ...,
+        result: Global___PrefillResult | None = ...,
+        end: Global___PrefillEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["end", b"end", "event", b"event", "result", b"result", "saved", b"saved"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["end", b"end", "event", b"event", "result", b"result", "saved", b"saved"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["saved", "result", "end"]
+    _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___PrefillResponse: typing_extensions.TypeAlias = PrefillResponse
+
+@typing.final
+class PrefillResult(google.protobuf.message.Message):
+    """A prompt's first tokens; or the candidates, if the generation is over with
+    them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: builtins.int
-    HANDOFF_FIELD_NUMBER: builtins.int
-    CACHED_TOKENS_FIELD_NUMBER: builtins.int
-    TIMINGS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     CANDIDATES_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    TIMINGS_FIELD_NUMBER: builtins.int
     cached_tokens: builtins.int
     """Prompt tokens whose KV was not computed here but found."""
     @property
@@ -125,16 +171,6 @@ class PrefillResponse(google.protobuf.message.Message):
         """The first token of every candidate, by index; in beam search the most
         likely first tokens, the likeliest first. Empty if the generation is over.
         """
-
-    @property
-    def handoff(self) -> Global___KvHandoff:
-        """Where the KV is. Unset if the generation is over or the connector could
-        not take the blocks; decode then computes the prompt itself.
-        """
-
-    @property
-    def timings(self) -> baton.v1.common_pb2.Timings:
-        """queue_ms, prefill_ms and transfer_ms."""
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
@@ -146,22 +182,62 @@ class PrefillResponse(google.protobuf.message.Message):
         where they are ranked. Candidates that are missing ended as the last one.
         """
 
+    @property
+    def timings(self) -> baton.v1.common_pb2.Timings:
+        """queue_ms and prefill_ms."""
+
     def __init__(
         self,
         *,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        handoff: Global___KvHandoff | None = ...,
-        cached_tokens: builtins.int = ...,
-        timings: baton.v1.common_pb2.Timings | None = ...,
         logprobs: collections.abc.Iterable[builtins.float] | None = ...,
         candidates: collections.abc.Iterable[Global___CandidateOutput] | None = ...,
+        cached_tokens: builtins.int = ...,
+        timings: baton.v1.common_pb2.Timings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["timings", b"timings"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "candidates", b"candidates", "logprobs", b"logprobs", "timings", b"timings", "token_ids", b"token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PrefillResult: typing_extensions.TypeAlias = PrefillResult
+
+@typing.final
+class PrefillEnd(google.protobuf.message.Message):
+    """Where a prompt's KV is, once all of it is saved."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: builtins.int
+    TIMINGS_FIELD_NUMBER: builtins.int
+    FINISH_REASON_FIELD_NUMBER: builtins.int
+    finish_reason: baton.v1.common_pb2.FinishReason.ValueType
+    """Set if the request was ended here after its first tokens: decode does not
+    go on with it.
+    """
+    @property
+    def handoff(self) -> Global___KvHandoff:
+        """Where the KV is, the partial tail included. Unset if the connector could
+        not take the blocks; decode then computes the prompt itself.
+        """
+
+    @property
+    def timings(self) -> baton.v1.common_pb2.Timings:
+        """queue_ms, prefill_ms and transfer_ms."""
+
+    def __init__(
+        self,
+        *,
+        handoff: Global___KvHandoff | None = ...,
+        timings: baton.v1.common_pb2.Timings | None = ...,
+        finish_reason: baton.v1.common_pb2.FinishReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "timings", b"timings"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "candidates", b"candidates", "handoff", b"handoff", "logprobs", b"logprobs", "timings", b"timings", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["finish_reason", b"finish_reason", "handoff", b"handoff", "timings", b"timings"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___PrefillResponse: typing_extensions.TypeAlias = PrefillResponse
+Global___PrefillEnd: typing_extensions.TypeAlias = PrefillEnd
 
 @typing.final
 class CandidateOutput(google.protobuf.message.Message):
@@ -216,6 +292,7 @@ class KvHandoff(google.protobuf.message.Message):
     DIGEST_SCHEME_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     CONNECTOR_PARAMS_FIELD_NUMBER: builtins.int
+    KV_FORM_FIELD_NUMBER: builtins.int
     format_version: builtins.int
     """Version of this message's meaning; other versions are refused."""
     handoff_id: builtins.str
@@ -232,6 +309,10 @@ class KvHandoff(google.protobuf.message.Message):
     """How long the blocks stay, from the moment of sending."""
     connector_params: builtins.bytes
     """The connector's own parameters."""
+    kv_form: builtins.str
+    """What `namespace` is a digest of, in words, for whoever refuses it: say
+    "model 3fa2b0c4d5e6, bfloat16, 16 tokens per block, layout 1".
+    """
     @property
     def block_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Keys of the blocks in order, 32 bytes each, the partial tail's last."""
@@ -248,8 +329,9 @@ class KvHandoff(google.protobuf.message.Message):
         digest_scheme: builtins.str = ...,
         lease_ms: builtins.int = ...,
         connector_params: builtins.bytes = ...,
+        kv_form: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_keys", b"block_keys", "connector", b"connector", "connector_params", b"connector_params", "digest_scheme", b"digest_scheme", "format_version", b"format_version", "handoff_id", b"handoff_id", "lease_ms", b"lease_ms", "namespace", b"namespace", "num_tokens", b"num_tokens"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_keys", b"block_keys", "connector", b"connector", "connector_params", b"connector_params", "digest_scheme", b"digest_scheme", "format_version", b"format_version", "handoff_id", b"handoff_id", "kv_form", b"kv_form", "lease_ms", b"lease_ms", "namespace", b"namespace", "num_tokens", b"num_tokens"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvHandoff: typing_extensions.TypeAlias = KvHandoff

@@ -36,7 +36,7 @@ class PrefillServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_unary(
+        self.Prefill = channel.unary_stream(
                 '/baton.v1.PrefillService/Prefill',
                 request_serializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
@@ -54,8 +54,11 @@ class PrefillServiceServicer(object):
     """
 
     def Prefill(self, request, context):
-        """Computes the prompt and returns the first tokens with the handoff that a
-        decode replica needs. Idempotent: a repeat computes the same tokens.
+        """Computes the prompt. Tells the first tokens as soon as they are drawn, and
+        where the KV is as it is saved, before and after them; the last message is
+        `end`, or `result` if the generation is over with it. A slow reader gets
+        several `saved` in one. Cancelling frees the request. Idempotent: a repeat
+        computes the same tokens.
         FAILED_PRECONDITION: the namespace is not this replica's.
         RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
         full. UNAVAILABLE: the replica drains.
@@ -76,7 +79,7 @@ class PrefillServiceServicer(object):
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_unary_rpc_method_handler(
+            'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=baton_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
@@ -110,7 +113,7 @@ class PrefillService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/baton.v1.PrefillService/Prefill',

@@ -32,9 +32,12 @@ class PrefillServiceStub:
     def __new__(cls, channel: grpc.Channel) -> PrefillServiceStub: ...
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> PrefillServiceAsyncStub: ...
-    Prefill: grpc.UnaryUnaryMultiCallable[baton.v1.prefill_pb2.PrefillRequest, baton.v1.prefill_pb2.PrefillResponse]
-    """Computes the prompt and returns the first tokens with the handoff that a
-    decode replica needs. Idempotent: a repeat computes the same tokens.
+    Prefill: grpc.UnaryStreamMultiCallable[baton.v1.prefill_pb2.PrefillRequest, baton.v1.prefill_pb2.PrefillResponse]
+    """Computes the prompt. Tells the first tokens as soon as they are drawn, and
+    where the KV is as it is saved, before and after them; the last message is
+    `end`, or `result` if the generation is over with it. A slow reader gets
+    several `saved` in one. Cancelling frees the request. Idempotent: a repeat
+    computes the same tokens.
     FAILED_PRECONDITION: the namespace is not this replica's.
     RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
     full. UNAVAILABLE: the replica drains.
@@ -52,9 +55,12 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
-    Prefill: grpc.aio.UnaryUnaryMultiCallable[baton.v1.prefill_pb2.PrefillRequest, baton.v1.prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes the prompt and returns the first tokens with the handoff that a
-    decode replica needs. Idempotent: a repeat computes the same tokens.
+    Prefill: grpc.aio.UnaryStreamMultiCallable[baton.v1.prefill_pb2.PrefillRequest, baton.v1.prefill_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Computes the prompt. Tells the first tokens as soon as they are drawn, and
+    where the KV is as it is saved, before and after them; the last message is
+    `end`, or `result` if the generation is over with it. A slow reader gets
+    several `saved` in one. Cancelling frees the request. Idempotent: a repeat
+    computes the same tokens.
     FAILED_PRECONDITION: the namespace is not this replica's.
     RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
     full. UNAVAILABLE: the replica drains.
@@ -75,9 +81,12 @@ class PrefillServiceServicer(metaclass=abc.ABCMeta):
         self,
         request: baton.v1.prefill_pb2.PrefillRequest,
         context: _ServicerContext,
-    ) -> typing.Union[baton.v1.prefill_pb2.PrefillResponse, collections.abc.Awaitable[baton.v1.prefill_pb2.PrefillResponse]]:
-        """Computes the prompt and returns the first tokens with the handoff that a
-        decode replica needs. Idempotent: a repeat computes the same tokens.
+    ) -> typing.Union[collections.abc.Iterator[baton.v1.prefill_pb2.PrefillResponse], collections.abc.AsyncIterator[baton.v1.prefill_pb2.PrefillResponse]]:
+        """Computes the prompt. Tells the first tokens as soon as they are drawn, and
+        where the KV is as it is saved, before and after them; the last message is
+        `end`, or `result` if the generation is over with it. A slow reader gets
+        several `saved` in one. Cancelling frees the request. Idempotent: a repeat
+        computes the same tokens.
         FAILED_PRECONDITION: the namespace is not this replica's.
         RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
         full. UNAVAILABLE: the replica drains.

@@ -77,6 +77,11 @@ class GetInfoResponse(google.protobuf.message.Message):
     KV_CONNECTOR_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     MAX_POOL_TOKENS_FIELD_NUMBER: builtins.int
+    KV_DTYPE_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    LAYOUT_VERSION_FIELD_NUMBER: builtins.int
+    POOL_BLOCK_SIZE_FIELD_NUMBER: builtins.int
+    KV_FORM_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """Drawn anew at each start, so that a restart at the same address is seen."""
     role: Global___WorkerRole.ValueType
@@ -86,9 +91,11 @@ class GetInfoResponse(google.protobuf.message.Message):
     namespace: builtins.bytes
     """Digest of everything that KV bytes depend on; block keys are rooted here."""
     block_size: builtins.int
-    """Tokens in one KV block."""
+    """Tokens that one block key names: the size of blocks as they are stored and
+    handed over.
+    """
     num_blocks: builtins.int
-    """KV blocks in the pool."""
+    """KV blocks in the pool, of pool_block_size tokens."""
     max_model_len: builtins.int
     """The most prompt and generated tokens together."""
     vocab_size: builtins.int
@@ -103,6 +110,18 @@ class GetInfoResponse(google.protobuf.message.Message):
     """Version of the Baton package."""
     max_pool_tokens: builtins.int
     """The longest sequence, up to max_model_len tokens, that the pool holds."""
+    kv_dtype: builtins.str
+    """Element type of KV as it is stored and handed over."""
+    model_fingerprint: builtins.str
+    """Hex digits that tell the model's config and weights from others."""
+    layout_version: builtins.int
+    """Version of the layout of a block as it is stored and handed over."""
+    pool_block_size: builtins.int
+    """Tokens in one block of the worker's own pool; need not agree between
+    workers.
+    """
+    kv_form: builtins.str
+    """What `namespace` is a digest of, in words."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a generation unless ignore_eos is set."""
@@ -123,8 +142,13 @@ class GetInfoResponse(google.protobuf.message.Message):
         kv_connector: builtins.str = ...,
         version: builtins.str = ...,
         max_pool_tokens: builtins.int = ...,
+        kv_dtype: builtins.str = ...,
+        model_fingerprint: builtins.str = ...,
+        layout_version: builtins.int = ...,
+        pool_block_size: builtins.int = ...,
+        kv_form: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_connector", b"kv_connector", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "namespace", b"namespace", "num_blocks", b"num_blocks", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "kv_connector", b"kv_connector", "kv_dtype", b"kv_dtype", "kv_form", b"kv_form", "layout_version", b"layout_version", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "namespace", b"namespace", "num_blocks", b"num_blocks", "pool_block_size", b"pool_block_size", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse
@@ -152,7 +176,7 @@ class WorkerLoad(google.protobuf.message.Message):
     num_queued_tokens: builtins.int
     """Prompt tokens still to compute, over running and waiting requests."""
     num_free_blocks: builtins.int
-    """Blocks that no request holds; cached ones count as free."""
+    """Blocks of the pool that no request holds; cached ones count as free."""
     num_blocks: builtins.int
     """Blocks in the pool."""
     draining: builtins.bool

@@ -1,7 +1,9 @@
 """DecodeService.Connect over a scripted engine."""
 
 import asyncio
+import logging
 import time
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -11,10 +13,23 @@ from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 from decode_service.router_session import RouterSession
 from decode_service.server import SERVICE_NAMES, add_services
 from engine.request import BeamSearchParams, CandidateProgress, FinishReason, RequestOutput
+from kvstore.codec import DIGEST_SCHEME
+from kvstore.handoff import KvHandoff
+from kvstore.handoff_proto import handoff_to_proto
 from rpc.errors import from_worker_error
 from rpc.options import MAX_MESSAGE_BYTES
-from tests.support.fake_engine import FakeEngine, finished, tokens
+from tests.support.fake_engine import NAMESPACE, FakeEngine, finished, tokens
 from tests.support.rpc_servers import running_server, worker_request
+
+SAVED = KvHandoff(
+    handoff_id="h",
+    namespace=NAMESPACE,
+    block_keys=(b"k" * 32,),
+    num_tokens=16,
+    connector="memory",
+    digest_scheme=DIGEST_SCHEME,
+    lease_ms=5000,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,6 +50,11 @@ def cancel(request_id, index=None):
     return decode_pb2.ConnectRequest(
         cancel=decode_pb2.CancelDecode(request_id=request_id, index=index)
     )
+
+
+def prefetch(**changes):
+    blocks = handoff_to_proto(replace(SAVED, **changes))
+    return decode_pb2.ConnectRequest(prefetch=decode_pb2.PrefetchKv(blocks=blocks))
 
 
 def by_id(response):
@@ -216,7 +236,11 @@ async def test_cancel_ends_a_request_and_its_outputs(stub, engine):
     [
         (start("x", max_tokens=0), grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0"),
         (start("x", timeout_ms=0), grpc.StatusCode.INVALID_ARGUMENT, "timeout_ms is 0"),
-        (start("x", namespace=b"?"), grpc.StatusCode.FAILED_PRECONDITION, "KV namespace"),
+        (
+            start("x", namespace=b"?", kv_form="model 1, float16"),
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "the request has model 1, float16 (3f), this replica model 66, float32 (",
+        ),
         (
             start("x", handoff=prefill_pb2.KvHandoff(format_version=7)),
             grpc.StatusCode.FAILED_PRECONDITION,
@@ -262,6 +286,53 @@ async def test_a_bug_in_the_engine_is_internal_and_tells_nothing(stub, engine, c
     assert output.error.code == grpc.StatusCode.INTERNAL.value[0]
     assert "hunter2" not in output.error.message
     assert "hunter2" in caplog.text
+    stream.cancel()
+
+
+async def test_blocks_are_prefetched_before_their_request_starts(stub, engine):
+    stream = stub.Connect()
+    await stream.write(prefetch())
+    await stream.write(start("a"))
+    await engine.until(lambda: "a" in engine.live)
+    assert engine.prefetched == [SAVED]
+    stream.cancel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"namespace": b"?" * 32, "kv_form": "model 1"}, "prefill sent model 1"),
+        ({"connector": "redis"}, "decode has memory, prefill sent redis"),
+        ({"digest_scheme": "crc"}, "prefill sent crc"),
+        ({"format_version": 7}, "prefill sent 7"),
+        ({"block_keys": (b"short",)}, "32 bytes each"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+async def test_blocks_that_could_be_misread_are_dropped_in_silence(
+    stub, engine, changes, words, caplog
+):
+    caplog.set_level(logging.DEBUG, logger="baton.decode")
+    stream = await connect(stub, engine, "a")
+    await stream.write(prefetch(**changes))
+    await stream.write(prefetch())
+    await engine.until(lambda: engine.prefetched)
+    assert engine.prefetched == [SAVED]
+    (record,) = [r for r in caplog.records if "prefetch dropped" in r.getMessage()]
+    assert record.levelno == logging.DEBUG
+    assert words in record.getMessage()
+    engine.emit(tokens("a", 1))
+    assert by_id(await stream.read()) == {"a": [1]}
+    stream.cancel()
+
+
+async def test_a_bug_in_prefetching_costs_no_request(stub, engine, caplog):
+    stream = await connect(stub, engine, "a")
+    engine.prefetch = None
+    await stream.write(prefetch())
+    await stream.write(start("b"))
+    await engine.until(lambda: "b" in engine.live)
+    assert "prefetch failed" in caplog.text
     stream.cancel()
 
 

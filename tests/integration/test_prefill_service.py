@@ -12,6 +12,7 @@ from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from engine.request import FinishReason, RequestOutput, StageTimings
 from kvstore.handoff import KvHandoff
 from prefill_service.server import SERVICE_NAMES, add_services
+from prefill_service.servicer import PrefillServicer
 from tests.support.fake_engine import FakeEngine, finished
 from tests.support.rpc_servers import running_server, worker_request
 
@@ -47,7 +48,7 @@ def prefill(stub, request_id="r", timeout=20, **changes):
 
 async def status_of(call):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
+        await call.read()
     return caught.value.code(), caught.value.details()
 
 
@@ -57,68 +58,85 @@ async def admitted(engine, request_id="r"):
     return engine.live[request_id]
 
 
-async def test_the_last_output_carries_token_handoff_and_timings(stub, engine):
+def drawn(*token_ids, **fields):
+    return RequestOutput(request_id="r", token_ids=token_ids, **fields)
+
+
+def handed_over(handoff=HANDOFF):
+    return RequestOutput(
+        request_id="r",
+        finish_reason=FinishReason.HANDOFF,
+        is_last=True,
+        timings=StageTimings(queue_ms=1.0, prefill_ms=2.0, transfer_ms=3.0),
+        handoff=handoff,
+    )
+
+
+async def test_the_first_token_does_not_wait_for_the_transfer(stub, engine):
     call = prefill(stub)
     await admitted(engine)
-    engine.emit(
-        RequestOutput(
-            request_id="r",
-            token_ids=(42,),
-            finish_reason=FinishReason.HANDOFF,
-            is_last=True,
-            cached_tokens=2,
-            timings=StageTimings(queue_ms=1.0, prefill_ms=2.0, transfer_ms=3.0),
-            handoff=HANDOFF,
-        )
-    )
-    response = await call
-    assert list(response.token_ids) == [42]
-    assert not response.candidates
-    assert response.handoff.block_keys == [b"k" * 32]
-    assert response.cached_tokens == 2
-    assert (response.timings.queue_ms, response.timings.transfer_ms) == (1.0, 3.0)
+    engine.emit(RequestOutput(request_id="r", saved=replace(HANDOFF, handoff_id="part")))
+    assert (await call.read()).saved.handoff_id == "part"
+    engine.emit(drawn(42, cached_tokens=2, timings=StageTimings(queue_ms=1.0, prefill_ms=2.0)))
+    result = (await call.read()).result
+    assert list(result.token_ids) == [42]
+    assert not result.candidates
+    assert (result.cached_tokens, result.timings.prefill_ms) == (2, 2.0)
+    engine.emit(handed_over())
+    end = (await call.read()).end
+    assert end.handoff.block_keys == [b"k" * 32]
+    assert (end.timings.queue_ms, end.timings.transfer_ms) == (1.0, 3.0)
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    assert not engine.aborted
+    assert not engine.released
 
 
 async def test_ranked_first_tokens_come_with_log_probabilities(stub, engine):
     sampling = common_pb2.SamplingParams(seed=1, best_of=2)
     call = prefill(stub, sampling=sampling)
     assert (await admitted(engine)).num_candidates == 2
-    engine.emit(
-        RequestOutput(
-            request_id="r",
-            token_ids=(42, 43),
-            logprobs=(-0.5, -1.5),
-            finish_reason=FinishReason.HANDOFF,
-            is_last=True,
-        )
-    )
-    response = await call
-    assert list(response.token_ids) == [42, 43]
-    assert list(response.logprobs) == [-0.5, -1.5]
-    assert not response.HasField("handoff")  # the connector could not take the blocks
+    engine.emit(drawn(42, 43, logprobs=(-0.5, -1.5)))
+    result = (await call.read()).result
+    assert list(result.token_ids) == [42, 43]
+    assert list(result.logprobs) == [-0.5, -1.5]
+    call.cancel()
 
 
 async def test_a_generation_that_is_over_says_so(stub, engine):
     call = prefill(stub)
     await admitted(engine)
     engine.emit(finished("r", FinishReason.STOP, 2))
-    response = await call
-    assert not response.token_ids
-    (candidate,) = response.candidates
+    result = (await call.read()).result
+    assert not result.token_ids
+    (candidate,) = result.candidates
     assert list(candidate.token_ids) == [2]
     assert candidate.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert await call.read() is grpc.aio.EOF
 
 
-async def test_candidates_that_are_over_come_one_by_one(stub, engine):
-    call = prefill(stub, sampling=common_pb2.SamplingParams(seed=1, n=2))
+async def test_a_router_that_does_not_read_gets_every_key_in_few_events(stub, engine):
+    """What is saved meanwhile gathers in one event, and memory does not grow by events."""
+    call = prefill(stub)
     await admitted(engine)
-    first = finished("r", FinishReason.STOP, 2, is_last=False)
-    engine.emit(replace(first, score=-0.5, timings=StageTimings(queue_ms=1.0), cached_tokens=2))
-    engine.emit(finished("r", FinishReason.LENGTH, 3, index=1))
-    response = await call
-    assert [(c.index, list(c.token_ids)) for c in response.candidates] == [(0, [2]), (1, [3])]
-    assert [c.HasField("score") for c in response.candidates] == [True, False]
-    assert (response.cached_tokens, response.timings.queue_ms) == (2, 1.0)
+    keys = [index.to_bytes(32) for index in range(4000)]
+    for index in range(0, 4000, 2):
+        part = replace(HANDOFF, block_keys=tuple(keys[index : index + 2]), kv_form="f" * 4000)
+        engine.emit(RequestOutput(request_id="r", saved=part))
+        await asyncio.sleep(0)
+    engine.emit(drawn(42))
+    received, num_events = [], 0
+    while True:
+        message = await call.read()
+        if message.HasField("result"):
+            break
+        received += message.saved.block_keys
+        num_events += 1
+    engine.emit(RequestOutput(request_id="r", saved=replace(HANDOFF, block_keys=())))
+    received += (await call.read()).saved.block_keys
+    assert received == keys
+    assert num_events < 1000
+    call.cancel()
 
 
 async def test_the_callers_deadline_is_the_engines(stub, engine):
@@ -130,8 +148,9 @@ async def test_the_callers_deadline_is_the_engines(stub, engine):
     call.cancel()
 
 
+@pytest.mark.parametrize("has_first_token", [False, True])
 @pytest.mark.parametrize("end", ["cancel", "deadline", "lost connection"])
-async def test_a_caller_that_goes_away_frees_the_request(engine, end):
+async def test_a_caller_that_goes_away_frees_the_request(engine, end, has_first_token):
     async with running_server(SERVICE_NAMES, lambda server: add_services(engine, server)) as (
         _,
         channel,
@@ -139,6 +158,9 @@ async def test_a_caller_that_goes_away_frees_the_request(engine, end):
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         call = prefill(stub, timeout=1 if end == "deadline" else 20)
         await admitted(engine)
+        if has_first_token:
+            engine.emit(drawn(42))
+            await call.read()
         if end == "cancel":
             call.cancel()
         elif end == "lost connection":
@@ -146,6 +168,24 @@ async def test_a_caller_that_goes_away_frees_the_request(engine, end):
         async with asyncio.timeout(10):
             await engine.until(lambda: engine.aborted == ["r"])
         assert not engine.live
+
+
+async def test_a_handoff_that_nobody_was_told_of_is_released(engine):
+    servicer = PrefillServicer(engine)
+    request = prefill_pb2.PrefillRequest(request=worker_request("r"))
+    messages = servicer.Prefill(request, FakeContext())
+    reading = asyncio.ensure_future(anext(messages))
+    await admitted(engine)
+    engine.emit(drawn(42), handed_over())
+    assert (await reading).HasField("result")
+    await messages.aclose()  # as when the router is gone
+    assert engine.released == ["h"]
+    assert not engine.aborted
+
+
+class FakeContext:
+    def time_remaining(self):
+        return 10.0
 
 
 async def test_a_failure_in_the_engine_keeps_its_status(stub, engine):
@@ -165,10 +205,13 @@ async def test_a_refusal_keeps_its_status(stub, engine):
 
 
 async def test_a_foreign_namespace_is_refused_by_both_names(stub, engine):
-    code, message = await status_of(prefill(stub, namespace=b"\xaa" * 32))
+    foreign = prefill(stub, namespace=b"\xaa" * 32, kv_form="model 1, float16")
+    code, message = await status_of(foreign)
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert "aa" * 32 in message
     assert engine.namespace.hex() in message
+    assert "the request has model 1, float16" in message
+    assert "this replica model 66, float32 (" in message
     assert not engine.live
 
 

@@ -47,6 +47,9 @@ async def test_info_and_load(worker, engine):
     assert info.role == worker_pb2.WORKER_ROLE_PREFILL
     assert (info.namespace, info.num_blocks, info.kv_connector) == (engine.namespace, 64, "memory")
     assert list(info.eos_token_ids) == [2]
+    assert (info.kv_dtype, info.model_fingerprint, info.layout_version) == ("float32", "66", 1)
+    assert info.kv_form == engine.kv_form
+    assert (info.block_size, info.pool_block_size) == (16, 16)
     # 64 blocks of 16 tokens hold more than the 512 that the model takes.
     assert (info.max_pool_tokens, info.max_num_seqs) == (512, 64)
     assert info.worker_id
@@ -77,7 +80,8 @@ async def test_abort_ends_requests_with_a_reason(served, worker, engine):
         await engine.until(lambda: "r" in engine.live)
     answer = await worker.Abort(worker_pb2.AbortRequest(request_ids=["r", "unknown"]), timeout=10)
     assert answer.num_aborted == 1
-    assert [candidate.finish_reason for candidate in (await call).candidates] == [3]  # ABORTED
+    candidates = (await call.read()).result.candidates
+    assert [candidate.finish_reason for candidate in candidates] == [3]  # ABORTED
 
 
 @pytest.mark.parametrize(
@@ -108,13 +112,14 @@ async def test_drain_waits_and_turns_health_off(served, worker, engine):
     draining = await worker.Drain(worker_pb2.DrainRequest(timeout_ms=0), timeout=10)
     assert draining.num_remaining == 1
     assert not server.is_serving
+    call_too_late = stub.Prefill(prefill_pb2.PrefillRequest(request=worker_request("s")))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Prefill(prefill_pb2.PrefillRequest(request=worker_request("s")), timeout=10)
+        await call_too_late.read()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     waiting = worker.Drain(worker_pb2.DrainRequest(), timeout=20)
     engine.abort(["r"], notify=True)
     assert (await waiting).num_remaining == 0
-    await call
+    assert (await call.read()).HasField("result")
 
 
 async def test_the_prefix_cache_is_reset(worker, engine):

@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from engine.kv_events import KvEvent
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo
+from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
 
 NAMESPACE = bytes(range(32))
@@ -27,11 +28,13 @@ class FakeEngine:
             layout=layout,
         )
         self.namespace = NAMESPACE
+        self.kv_form = "model 66, float32"
         self.num_blocks = 64
         self.live: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
         self.finished_candidates: list[tuple[str, int]] = []
         self.released: list[str] = []
+        self.prefetched: list[KvHandoff] = []
         self.num_cached_blocks = 0
         self.events: asyncio.Queue[Sequence[KvEvent]] = asyncio.Queue()
         self.num_followers = 0
@@ -76,6 +79,12 @@ class FakeEngine:
 
     def release_handoff(self, handoff_id: str) -> None:
         self.released.append(handoff_id)
+        self._notify()
+
+    def prefetch(self, handoff: KvHandoff) -> None:
+        handoff.check_compatible(namespace=self.namespace, connector="memory", kv_form=self.kv_form)
+        self.prefetched.append(handoff)
+        self._notify()
 
     async def reset_prefix_cache(self) -> int:
         num_blocks, self.num_cached_blocks = self.num_cached_blocks, 0

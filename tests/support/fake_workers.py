@@ -80,6 +80,10 @@ class FakeWorker:
                 "model": MODEL,
                 "namespace": NAMESPACE,
                 "block_size": BLOCK_SIZE,
+                "pool_block_size": BLOCK_SIZE,
+                "kv_dtype": "float32",
+                "model_fingerprint": "0123456789abcdef",
+                "layout_version": 1,
                 "num_blocks": NUM_BLOCKS,
                 "max_model_len": MAX_MODEL_LEN,
                 "vocab_size": VOCAB_SIZE,
@@ -91,7 +95,7 @@ class FakeWorker:
             | info
         )
         if not self.info.max_pool_tokens:
-            pool_tokens = self.info.num_blocks * self.info.block_size
+            pool_tokens = self.info.num_blocks * self.info.pool_block_size
             self.info.max_pool_tokens = min(pool_tokens, self.info.max_model_len)
         self.current_load = worker_pb2.WorkerLoad(
             num_free_blocks=self.info.num_blocks, num_blocks=self.info.num_blocks
@@ -184,27 +188,47 @@ class _FreezableServicer(WorkerServicer):
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
-    """Returns the scripts' first tokens.
+    """Tells the scripts' first tokens, then a handoff.
 
-    `hold` keeps prompts waiting; `cancelled` counts those whose caller left.
+    `hold` keeps prompts waiting, `hold_end` their ends; `num_cancelled` counts those
+    whose caller left. `saves` and `late_saves`: keys that are told as saved, one list
+    per event, before and after the first tokens.
     """
 
     role = worker_pb2.WORKER_ROLE_PREFILL
     service_name = "baton.v1.PrefillService"
 
-    def __init__(self, script: Sequence[int], *, hold: bool = False, **info: Any) -> None:
+    def __init__(
+        self,
+        script: Sequence[int],
+        *,
+        hold: bool = False,
+        hold_end: bool = False,
+        saves: Sequence[Sequence[bytes]] = (),
+        late_saves: Sequence[Sequence[bytes]] = (),
+        **info: Any,
+    ) -> None:
         super().__init__(script, **info)
         self.requests: list[prefill_pb2.WorkerRequest] = []
         self.released: list[str] = []
         self.num_cancelled = 0
         self.has_handoff = True
-        self._may_answer = asyncio.Event()
+        self.end_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        self.end_refusal: BatonError | None = None
+        self._saves, self._late_saves = saves, late_saves
+        self._may_answer, self._may_end = asyncio.Event(), asyncio.Event()
         if not hold:
             self._may_answer.set()
+        if not hold_end:
+            self._may_end.set()
 
     def answer(self) -> None:
         """Ends `hold`."""
         self._may_answer.set()
+
+    def end(self) -> None:
+        """Ends `hold_end`."""
+        self._may_end.set()
 
     def _add_servicer(self, server: RpcServer) -> None:
         server.add_servicer(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, self)
@@ -215,40 +239,67 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         if self.refusal is not None:
             raise self.refusal
         try:
-            await self._may_answer.wait()
-        except asyncio.CancelledError:
+            async with contextlib.aclosing(self._events(request.request)) as events:
+                async for event in events:
+                    yield event
+        except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += 1
             self.changes.notify()
             raise
-        response = prefill_pb2.PrefillResponse(
-            cached_tokens=BLOCK_SIZE,
+
+    async def _events(
+        self, request: prefill_pb2.WorkerRequest
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        for keys in self._saves:
+            yield prefill_pb2.PrefillResponse(saved=self._handoff(request, keys))
+        await self._may_answer.wait()
+        result = self._result(request)
+        yield prefill_pb2.PrefillResponse(result=result)
+        if result.candidates:
+            return
+        for keys in self._late_saves:
+            yield prefill_pb2.PrefillResponse(saved=self._handoff(request, keys))
+        await self._may_end.wait()
+        if self.end_refusal is not None:
+            raise self.end_refusal
+        end = prefill_pb2.PrefillEnd(
             timings=common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=3),
+            finish_reason=self.end_reason,
         )
-        candidates = range(num_candidates(request.request))
-        reasons = [self.finish_reason(request.request, 1, index) for index in candidates]
+        if self.has_handoff:
+            end.handoff.CopyFrom(self._handoff(request))
+        yield prefill_pb2.PrefillResponse(end=end)
+
+    def _result(self, request: prefill_pb2.WorkerRequest) -> prefill_pb2.PrefillResult:
+        result = prefill_pb2.PrefillResult(
+            cached_tokens=BLOCK_SIZE, timings=common_pb2.Timings(queue_ms=1, prefill_ms=2)
+        )
+        candidates = range(num_candidates(request))
+        reasons = [self.finish_reason(request, 1, index) for index in candidates]
         if all(reasons):
-            for index in candidates[: request.request.sampling.n]:
-                response.candidates.add(
+            for index in candidates[: request.sampling.n]:
+                result.candidates.add(
                     index=index, token_ids=self.script_of(index)[:1], finish_reason=reasons[index]
                 )
-            return response
-        response.token_ids.extend(self.script_of(index)[0] for index in candidates)
-        if is_ranked(request.request):
-            response.logprobs.extend(-1.0 - index for index in candidates)
-        if self.has_handoff:
-            response.handoff.CopyFrom(self._handoff(request.request))
-        return response
+            return result
+        result.token_ids.extend(self.script_of(index)[0] for index in candidates)
+        if is_ranked(request):
+            result.logprobs.extend(-1.0 - index for index in candidates)
+        return result
 
     async def ReleaseHandoff(self, request, context):
         self.released.append(request.handoff_id)
         self.changes.notify()
         return prefill_pb2.ReleaseHandoffResponse()
 
-    def _handoff(self, request: prefill_pb2.WorkerRequest) -> prefill_pb2.KvHandoff:
+    def _handoff(
+        self, request: prefill_pb2.WorkerRequest, keys: Sequence[bytes] = ()
+    ) -> prefill_pb2.KvHandoff:
         return prefill_pb2.KvHandoff(
             format_version=1,
             handoff_id=f"handoff-{request.request_id}",
             namespace=NAMESPACE,
+            block_keys=keys,
             num_tokens=len(request.prompt_token_ids),
             connector="memory",
         )
@@ -269,6 +320,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         super().__init__(script, **info)
         self.pause_after = pause_after
         self.starts: list[decode_pb2.StartDecode] = []
+        self.prefetches: list[decode_pb2.PrefetchKv] = []
         self.cancels: list[str] = []
         self.finished_candidates: list[tuple[str, int]] = []
         self.num_connects = 0
@@ -330,7 +382,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
 
     async def _read(self, commands, outputs, tasks) -> None:
         async for command in commands:
-            if command.WhichOneof("command") == "start":
+            if command.HasField("prefetch"):
+                self.prefetches.append(command.prefetch)
+            elif command.HasField("start"):
                 request_id = command.start.request.request_id
                 self.starts.append(command.start)
                 tasks[request_id] = asyncio.create_task(self._generate(command.start, outputs))

@@ -35,6 +35,12 @@ def start(request_id):
     return decode_pb2.StartDecode(request=prefill_pb2.WorkerRequest(request_id=request_id))
 
 
+def saved(handoff_id, *keys, num_tokens=0):
+    return prefill_pb2.KvHandoff(
+        handoff_id=handoff_id, block_keys=keys, num_tokens=num_tokens, connector_params=b"p"
+    )
+
+
 def output(request_id, *token_ids, index=0, finish_reason=0, is_last=None):
     return decode_pb2.DecodeOutput(
         request_id=request_id,
@@ -139,6 +145,43 @@ async def test_commands_go_out_in_order(connected):
     assert [command.start.request.request_id for command in sent] == ["a", "b", "c"]
     connection.cancel("b")
     assert (await anext(stub.commands)).cancel.request_id == "b"
+
+
+async def test_blocks_to_prefetch_go_out_before_the_start_and_gather_while_nothing_does(connected):
+    stub, connection, _ = connected
+    connection.prefetch("a", saved("h", b"1", b"2", num_tokens=8))
+    sent = (await anext(stub.commands)).prefetch
+    assert (list(sent.blocks.block_keys), sent.blocks.num_tokens) == ([b"1", b"2"], 8)
+    connection.prefetch("a", saved("h", b"3", num_tokens=12))
+    connection.start(start("b"))
+    connection.prefetch("a", saved("h", b"4", b"5", num_tokens=20))
+    connection.start(start("a"))
+    gathered, other, begun = [await anext(stub.commands) for _ in range(3)]
+    assert gathered.prefetch.blocks == saved("h", b"3", b"4", b"5", num_tokens=20)
+    assert other.start.request.request_id == "b"
+    assert begun.start.request.request_id == "a"
+
+
+async def test_blocks_of_a_lost_prefill_replica_give_way_to_those_of_the_next(connected):
+    stub, connection, _ = connected
+    connection.prefetch("a", saved("lost", b"1", b"2"))
+    connection.prefetch("a", saved("next", b"1"))
+    connection.prefetch("a", saved("next", b"2"))
+    (sent,) = [await anext(stub.commands)]
+    assert sent.prefetch.blocks == saved("next", b"1", b"2")
+
+
+async def test_a_request_that_is_over_takes_back_its_prefetch(connected):
+    stub, connection, task = connected
+    connection.prefetch("a", saved("h", b"1"))
+    connection.withdraw_prefetch("a")
+    connection.withdraw_prefetch("unknown")
+    connection.start(start("b"))
+    assert (await anext(stub.commands)).start.request.request_id == "b"
+    stub.responses.put_nowait(None)
+    with pytest.raises(ReplicaLostError):
+        await task
+    connection.prefetch("a", saved("h", b"1"))  # the replica is gone: nothing waits for it
 
 
 async def test_cancel_takes_back_a_start_that_was_not_sent(connected):

@@ -1,5 +1,7 @@
 """Messages become engine requests and engine outputs merge without loss."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,7 @@ HANDOFF = KvHandoff(
     digest_scheme="xxh3-128",
     lease_ms=5000,
     connector_params=b"p",
+    kv_form="model 1",
 )
 
 
@@ -139,9 +142,19 @@ def test_bad_fields_are_named(changes, field):
 
 
 def test_namespace_mismatch_names_both_sides():
-    check_namespace(b"a", b"a")
-    with pytest.raises(FailedPreconditionError, match=r"aa.*bb"):
-        check_namespace(b"\xaa", b"\xbb")
+    theirs = worker_request("r", namespace=b"\xaa", kv_form="model 1, float16")
+    check_namespace(theirs, b"\xaa", "model 1, bfloat16")
+    named = r"request has model 1, float16 \(aa\), this replica model 1, bfloat16 \(bb\)"
+    with pytest.raises(FailedPreconditionError, match=named):
+        check_namespace(theirs, b"\xbb", "model 1, bfloat16")
+
+
+def test_a_handoff_for_another_form_of_kv_names_both_sides():
+    handoff = replace(HANDOFF, namespace=b"\xaa")
+    handoff.check_compatible(namespace=b"\xaa", connector="redis", kv_form="model 2")
+    named = r"decode has model 2 \(bb\), prefill sent model 1 \(aa\)"
+    with pytest.raises(FailedPreconditionError, match=named):
+        handoff.check_compatible(namespace=b"\xbb", connector="redis", kv_form="model 2")
 
 
 def test_handoff_round_trip():

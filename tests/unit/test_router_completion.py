@@ -18,6 +18,7 @@ def completion(**params):
         request_id="r",
         worker_id="r/1",
         namespace=b"",
+        kv_form="",
         prompt_token_ids=(5, 6),
         block_keys=(),
         block_size=4,
@@ -98,8 +99,10 @@ async def test_a_stop_token_may_have_come_before_the_end():
 
 async def test_only_the_first_output_tells_of_the_prompt():
     part = completion()
-    prompt = common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=3)
+    prompt = common_pb2.Timings(queue_ms=1, prefill_ms=2)
     part.add(output([9], cached_tokens=4, timings=prompt))
+    saved = common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=3)
+    assert part.add(decode_pb2.DecodeOutput(timings=saved)) == []
     handed_over = common_pb2.Timings(queue_ms=50, prefill_ms=60, load_ms=5)
     part.add(output([9], cached_tokens=8, timings=handed_over))
     resumed = common_pb2.Timings(load_ms=500)

@@ -6,13 +6,14 @@ import pytest
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams
+from baton.v1 import worker_pb2
 from router.preparation import prepare_request
 from router.request import GenerationRequest, RequestLimits
 from router.served_model import ServedModel
 from tests.support.running_router import tokenizer
 
-MODEL = ServedModel(
-    model="m", namespace=b"n", block_size=4, vocab_size=1000, eos_token_ids=(), kv_connector=""
+MODEL = ServedModel.from_info(
+    worker_pb2.GetInfoResponse(model="m", namespace=b"n", block_size=4, vocab_size=1000)
 )
 LIMITS = RequestLimits(vocab_size=1000, max_model_len=8, max_pool_tokens=16, max_candidates=4)
 

@@ -26,7 +26,7 @@ def test_nothing_is_told_of_what_has_not_begun():
 
 def test_streamed_candidates_go_on_from_their_tokens():
     progress = Progress(SamplingParams(n=3))
-    progress.begin(prefill_pb2.PrefillResponse(token_ids=[7, 8, 9]))
+    progress.begin(prefill_pb2.PrefillResult(token_ids=[7, 8, 9]))
     for step in (output(0, 1), output(1, 2, 3), output(2, 4, finish_reason=LENGTH)):
         progress.add(step)
     assert given_tokens(written(progress)) == {0: [7, 1], 1: [8, 2, 3]}
@@ -56,7 +56,7 @@ def test_candidates_that_decode_began_go_on_too():
 def test_ranked_candidates_go_on_from_what_prefill_drew():
     progress = Progress(SamplingParams(n=1, best_of=2))
     assert written(progress) == decode_pb2.StartDecode()
-    progress.begin(prefill_pb2.PrefillResponse(token_ids=[7, 8], logprobs=[-1, -2]))
+    progress.begin(prefill_pb2.PrefillResult(token_ids=[7, 8], logprobs=[-1, -2]))
     start = written(progress)
     assert given_tokens(start) == {0: [7], 1: [8]}
     assert [given.logprob for given in start.candidates] == [-1, -2]
@@ -65,7 +65,7 @@ def test_ranked_candidates_go_on_from_what_prefill_drew():
 
 def test_beams_begin_with_the_most_likely_tokens():
     progress = Progress(SamplingParams(n=1, beam_width=2))
-    tops = prefill_pb2.PrefillResponse(token_ids=[7, 8, 5, 6], logprobs=[-1, -2, -3, -4])
+    tops = prefill_pb2.PrefillResult(token_ids=[7, 8, 5, 6], logprobs=[-1, -2, -3, -4])
     progress.begin(tops)
     start = written(progress)
     assert not start.candidates

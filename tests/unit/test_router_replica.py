@@ -1,12 +1,14 @@
 """What policy hears of a replica."""
 
+import pytest
+
 from baton.v1 import worker_pb2
 from router.replica import Replica
 from rpc.channels import open_channel
 
 
 async def test_load_is_the_larger_of_what_is_reported_and_reserved():
-    info = worker_pb2.GetInfoResponse(worker_id="w", num_blocks=10, block_size=4)
+    info = worker_pb2.GetInfoResponse(worker_id="w", num_blocks=10, block_size=4, pool_block_size=4)
     async with open_channel("127.0.0.1:1") as channel:
         replica = Replica("a:1", info, channel)
     replica.load = worker_pb2.WorkerLoad(
@@ -22,3 +24,16 @@ async def test_load_is_the_larger_of_what_is_reported_and_reserved():
             many = replica.state(0)
             assert (many.num_requests, many.num_free_blocks) == (3, 0)
     assert replica.state(2) == idle
+
+
+@pytest.mark.parametrize(("pool_block_size", "num_blocks"), [(2, 20), (8, 5), (3, 14)])
+async def test_blocks_count_as_keys_name_them_whatever_the_pools_are(pool_block_size, num_blocks):
+    info = worker_pb2.GetInfoResponse(
+        worker_id="w", num_blocks=num_blocks, block_size=4, pool_block_size=pool_block_size
+    )
+    async with open_channel("127.0.0.1:1") as channel:
+        replica = Replica("a:1", info, channel)
+    replica.load = worker_pb2.WorkerLoad(num_free_blocks=num_blocks)
+    assert (replica.state(0).num_blocks, replica.state(0).num_free_blocks) == (10, 10)
+    with replica.reserve(num_blocks=9):
+        assert replica.state(0).num_free_blocks == 1

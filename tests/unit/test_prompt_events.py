@@ -1,0 +1,157 @@
+"""What a router is told of a prompt, however slowly it reads."""
+
+import asyncio
+
+import pytest
+
+from baton.errors import DeadlineExceededError
+from baton.v1 import common_pb2
+from engine.request import FinishReason, RequestOutput, StageTimings
+from kvstore.handoff import KvHandoff
+from prefill_service.prompt_events import PromptEvents
+
+HANDOFF = KvHandoff(
+    handoff_id="h",
+    namespace=b"n" * 32,
+    block_keys=(b"k" * 32,),
+    num_tokens=3,
+    connector="memory",
+    digest_scheme="xxh3-128",
+    lease_ms=5000,
+)
+
+
+def saved(*keys, num_tokens):
+    part = KvHandoff("h", b"n" * 32, keys, num_tokens, "memory", "xxh3-128", 5000)
+    return RequestOutput(request_id="r", saved=part)
+
+
+def drawn(*token_ids, **fields):
+    return RequestOutput(request_id="r", token_ids=token_ids, **fields)
+
+
+def handed_over(handoff=HANDOFF, **fields):
+    return RequestOutput(
+        request_id="r",
+        finish_reason=FinishReason.HANDOFF,
+        is_last=True,
+        handoff=handoff,
+        timings=StageTimings(queue_ms=1.0, prefill_ms=2.0, transfer_ms=3.0),
+        **fields,
+    )
+
+
+def ended(reason, **fields):
+    return RequestOutput(request_id="r", finish_reason=reason, is_last=True, **fields)
+
+
+async def all_messages(*outputs):
+    """What is told if nobody reads before the last output."""
+    events = PromptEvents()
+    for output in outputs:
+        events.add(output)
+    return [message async for message in events.messages()]
+
+
+def kinds(messages):
+    return [message.WhichOneof("event") for message in messages]
+
+
+async def test_each_part_is_told_as_it_comes():
+    events = PromptEvents()
+    messages = events.messages()
+    for keys, num_tokens in (((b"1", b"2"), 8), ((b"3",), 12)):
+        events.add(saved(*keys, num_tokens=num_tokens))
+        part = (await anext(messages)).saved
+        assert (tuple(part.block_keys), part.num_tokens) == (keys, num_tokens)
+    events.add(drawn(42, timings=StageTimings(queue_ms=1.0), cached_tokens=4))
+    result = (await anext(messages)).result
+    assert (list(result.token_ids), result.cached_tokens) == ([42], 4)
+    assert result.timings.queue_ms == 1.0
+    events.add(saved(b"4", num_tokens=16))
+    assert list((await anext(messages)).saved.block_keys) == [b"4"]
+    waiting = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    events.add(handed_over())
+    end = (await waiting).end
+    assert (list(end.handoff.block_keys), end.timings.transfer_ms) == ([b"k" * 32], 3.0)
+    assert end.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+    with pytest.raises(StopAsyncIteration):
+        await anext(messages)
+
+
+async def test_what_is_saved_while_nobody_reads_is_one_event():
+    events = PromptEvents()
+    for index in range(1000):
+        events.add(saved(index.to_bytes(4), num_tokens=4 * (index + 1)))
+    messages = events.messages()
+    part = (await anext(messages)).saved
+    assert list(part.block_keys) == [index.to_bytes(4) for index in range(1000)]
+    assert part.num_tokens == 4000
+    await messages.aclose()
+
+
+async def test_the_first_tokens_overtake_what_is_saved():
+    events = PromptEvents()
+    events.add(saved(b"1", num_tokens=4))
+    events.add(drawn(42))
+    messages = events.messages()
+    assert kinds([await anext(messages), await anext(messages)]) == ["result", "saved"]
+    await messages.aclose()
+
+
+async def test_a_handoff_makes_parts_of_it_needless():
+    told = await all_messages(drawn(42), saved(b"1", num_tokens=4), handed_over())
+    assert kinds(told) == ["result", "end"]
+
+
+async def test_first_tokens_of_several_candidates_are_one_result():
+    in_one = await all_messages(drawn(42, 43, logprobs=(-0.5, -1.5)), handed_over(None))
+    each = await all_messages(
+        drawn(42, logprobs=(-0.5,)), drawn(43, index=1, logprobs=(-1.5,)), handed_over(None)
+    )
+    assert in_one == each
+    result, end = in_one[0].result, in_one[1].end
+    assert (list(result.token_ids), list(result.logprobs)) == ([42, 43], [-0.5, -1.5])
+    assert not end.HasField("handoff")  # the connector could not take the blocks
+
+
+async def test_a_generation_that_is_over_has_no_other_end():
+    first = RequestOutput(
+        request_id="r",
+        token_ids=(2,),
+        finish_reason=FinishReason.STOP,
+        score=-0.5,
+        cached_tokens=2,
+        timings=StageTimings(queue_ms=1.0),
+    )
+    told = await all_messages(first, ended(FinishReason.LENGTH, index=1, token_ids=(3,)))
+    (message,) = told
+    result = message.result
+    assert [(c.index, list(c.token_ids)) for c in result.candidates] == [(0, [2]), (1, [3])]
+    assert [c.HasField("score") for c in result.candidates] == [True, False]
+    assert (result.cached_tokens, result.timings.queue_ms) == (2, 1.0)
+
+
+async def test_an_abort_after_the_first_tokens_ends_the_request():
+    told = await all_messages(drawn(42, 43), ended(FinishReason.ABORTED))
+    assert kinds(told) == ["result", "end"]
+    assert list(told[0].result.token_ids) == [42, 43]
+    assert told[1].end.finish_reason == common_pb2.FINISH_REASON_ABORTED
+
+
+async def test_an_abort_before_them_is_the_result():
+    (message,) = await all_messages(saved(b"1", num_tokens=4), ended(FinishReason.ABORTED))
+    (candidate,) = message.result.candidates
+    assert candidate.finish_reason == common_pb2.FINISH_REASON_ABORTED
+
+
+async def test_first_tokens_are_told_before_an_error():
+    events = PromptEvents()
+    events.add(drawn(42))
+    events.add(ended(FinishReason.ERROR, error=DeadlineExceededError("too late")))
+    messages = events.messages()
+    assert kinds([await anext(messages)]) == ["result"]
+    with pytest.raises(DeadlineExceededError, match="too late"):
+        await anext(messages)
