@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from baton.errors import FailedPreconditionError
 from kvstore.codec import DIGEST_SCHEME
 
-__all__ = ["HANDOFF_FORMAT_VERSION", "KvHandoff", "connector_name"]
+__all__ = ["HANDOFF_FORMAT_VERSION", "KvHandoff", "connector_name", "in_words"]
 
 HANDOFF_FORMAT_VERSION = 1
 
@@ -52,20 +52,19 @@ class KvHandoff:
         Raises:
             FailedPreconditionError: names both sides.
         """
+        if self.namespace != namespace:
+            ours, theirs = in_words(namespace, kv_form), in_words(self.namespace, self.kv_form)
+            raise FailedPreconditionError(f"KV namespace: decode has {ours}, prefill sent {theirs}")
         ours_and_theirs: tuple[tuple[str, object, object], ...] = (
             ("handoff format version", HANDOFF_FORMAT_VERSION, self.format_version),
-            (
-                "KV namespace",
-                _named(kv_form, namespace),
-                _named(self.kv_form, self.namespace),
-            ),
             ("KV connector", connector, self.connector),
             ("KV digest scheme", DIGEST_SCHEME, self.digest_scheme),
         )
-        for name, ours, theirs in ours_and_theirs:
-            if ours != theirs:
-                raise FailedPreconditionError(f"{name}: decode has {ours}, prefill sent {theirs}")
+        for name, own, sent in ours_and_theirs:
+            if own != sent:
+                raise FailedPreconditionError(f"{name}: decode has {own}, prefill sent {sent}")
 
 
-def _named(kv_form: str, namespace: bytes) -> str:
-    return f"{namespace.hex()} ({kv_form})" if kv_form else namespace.hex()
+def in_words(namespace: bytes, kv_form: str) -> str:
+    """A namespace as an error names it: what it is made of, and the digest."""
+    return f"{kv_form or 'unknown'} ({namespace.hex() or 'none'})"
