@@ -20,6 +20,7 @@ from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
 __all__ = ["FileStore", "ShmStore"]
 
 _OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
+_REFUSED_BY_SHM = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
 
 
@@ -34,7 +35,9 @@ class _DirectoryStore(KvStore):
         self._is_closed = False
 
     @classmethod
-    def _open(cls, parts: StoreUrl, path: Path, default_max_bytes: int) -> Self:
+    def _open(
+        cls, parts: StoreUrl, path: Path, *, default_max_bytes: int, syncs: bool = False
+    ) -> Self:
         """Opens the folder at a path, made if absent, with the URL's options."""
         ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
         lease_s = parts.lease_seconds(ttl_s)
@@ -49,6 +52,7 @@ class _DirectoryStore(KvStore):
                 max_bytes=max_bytes,
                 default_max_bytes=default_max_bytes,
                 timeout_s=timeout_s,
+                syncs=syncs,
             )
         except OSError as error:
             raise parts.error(f"cannot use the folder {path}: {error.strerror}") from error
@@ -106,15 +110,19 @@ class FileStore(_DirectoryStore):
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Opens `file:///path?ttl_s=&lease_s=&max_bytes=&timeout_s=`, making the folder if absent.
+        """Opens `file:///path?ttl_s=&lease_s=&max_bytes=&timeout_s=&fsync=`, making the folder
+        if absent.
+
+        `fsync` is "never" or "commit": then a put returns once its objects are on the disk.
 
         Raises:
             ConfigurationError: no absolute path; a bad option; an unusable folder.
         """
-        parts = StoreUrl.parse(url, _OPTIONS)
+        parts = StoreUrl.parse(url, (*_OPTIONS, "fsync"))
+        syncs = parts.choice("fsync", "never", "commit") == "commit"
         if parts.authority or not parts.path.strip("/"):
             raise parts.error("write file:///absolute/path")
-        return cls._open(parts, Path(parts.path), default_max_bytes=16 << 30)
+        return cls._open(parts, Path(parts.path), default_max_bytes=16 << 30, syncs=syncs)
 
 
 class ShmStore(_DirectoryStore):
@@ -136,7 +144,7 @@ class ShmStore(_DirectoryStore):
             ConfigurationError: a bad name or option; a machine without
                 `/dev/shm`; a folder that other users can read or write.
         """
-        parts = StoreUrl.parse(url, _OPTIONS)
+        parts = StoreUrl.parse(url, _OPTIONS, _REFUSED_BY_SHM)
         name = parts.authority or "default"
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or parts.path.strip("/"):
             raise parts.error("write shm://NAME, the name of letters, digits, '.', '_' and '-'")

@@ -4,10 +4,18 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from kvstore.store import StoreUnavailableError
 
-__all__ = ["os_errors_as_unavailable", "read_all", "status_of", "touch", "write_all"]
+__all__ = [
+    "os_errors_as_unavailable",
+    "read_all",
+    "status_of",
+    "sync_folder",
+    "touch",
+    "write_all",
+]
 
 
 @contextmanager
@@ -31,6 +39,15 @@ def touch(target: int | str) -> None:
     """Sets the modification time to now, by the clock that ages are measured with."""
     now_ns = time.time_ns()
     os.utime(target, ns=(now_ns, now_ns))
+
+
+def sync_folder(path: Path) -> None:
+    """Returns once the names in a folder are on its disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def read_all(fd: int, buffer: memoryview) -> bool:

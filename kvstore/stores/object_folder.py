@@ -6,8 +6,8 @@
 
 - Commit: an object is written whole under a temporary name and then renamed
   to its own, unless that exists. So it appears whole or not at all, and is
-  never replaced. There is no fsync: after a power cut the codec's digest
-  refuses what was torn.
+  never replaced. Where it is not synced, the codec's digest refuses what a
+  power cut tore; where it is, it is on the disk before it has its name.
 - Lock: names come and go only under the ledger's lock, so that two writers
   cannot both find a name free, and the ledger stays exact. Bytes are written
   and read without it, and a batch takes it twice, whatever its length.
@@ -39,7 +39,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.file_io import read_all, status_of, touch, write_all
+from kvstore.stores.file_io import read_all, status_of, sync_folder, touch, write_all
 from kvstore.stores.folder_listing import FoundObject, list_objects, sweep_temporary_files
 from kvstore.stores.space_ledger import SpaceLedger
 
@@ -74,6 +74,7 @@ class ObjectFolder:
             file system has left for them, but not over `default_max_bytes`.
         default_max_bytes: see `max_bytes`.
         timeout_s: how long to wait for the folder's lock.
+        syncs: whether a put returns only once its objects are on the disk.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class ObjectFolder:
         max_bytes: int | None,
         default_max_bytes: int,
         timeout_s: float,
+        syncs: bool,
     ) -> None:
         self._ttl_ns = int(ttl_s * 1e9)
         self._lease_ns = int(lease_s * 1e9)
+        self._syncs = syncs
         self._objects_folder = str(folder / "objects")
         self._temporary_folder = str(folder / "temporary")
         self._make_folders()
@@ -202,8 +205,13 @@ class ObjectFolder:
             for new in opened:
                 write_all(new.fd, new.value)
                 touch(new.fd)
+                if self._syncs:
+                    os.fsync(new.fd)
             with self._ledger.locked():
                 late = [new.path for new in opened if not self._commit(new)]
+            if self._syncs:
+                for shard in {Path(new.path).parent for new in opened}:
+                    sync_folder(shard)
         except OSError:
             with self._ledger.locked():
                 for new in opened:

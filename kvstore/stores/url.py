@@ -101,6 +101,17 @@ class StoreUrl:
             )
         return value_s
 
+    def choice(self, name: str, *choices: str) -> str:
+        """An option that is one of some words; the first where it is not given.
+
+        Raises:
+            ConfigurationError: another word.
+        """
+        text = self.options.get(name, choices[0])
+        if text not in choices:
+            raise self.error(f"{name} is {text!r}; it must be {' or '.join(choices)}")
+        return text
+
     def num_bytes(self, name: str) -> int | None:
         """A size option, in bytes; None where it is not given.
 

@@ -269,6 +269,55 @@ def test_a_full_store_of_leased_objects_keeps_them_and_its_ledger(folder):
         assert used_bytes(folder) == store.stats().num_bytes == 1000
 
 
+def test_fsync_commit_syncs_the_object_before_its_name_and_then_the_name(folder, monkeypatch):
+    keys, synced = random_keys(2), []
+    sync = os.fsync
+
+    def record(fd):
+        sync(fd)
+        kind = "folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "object"
+        synced.append((kind, sum(object_path(folder, key).exists() for key in keys)))
+
+    with opened(folder, fsync="commit") as store:
+        monkeypatch.setattr(os, "fsync", record)
+        store.put_many(keys, [filled(1, 100)] * 2)
+        assert synced[:2] == [("object", 0)] * 2
+        assert set(synced[2:]) == {("folder", 2)}
+        synced.clear()
+        store.put_many(keys, [filled(1, 100)] * 2)
+        assert not synced, "nothing new, nothing to sync"
+
+
+def test_a_disk_that_cannot_sync_keeps_nothing(folder, monkeypatch):
+    def refuse(fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with opened(folder, fsync="commit") as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", refuse)
+            with pytest.raises(StoreUnavailableError, match="Input/output error"):
+                store.put_many(random_keys(2), [filled(1, 100)] * 2)
+        assert used_bytes(folder) == store.stats().num_bytes == 0
+
+
+def test_nothing_is_synced_unless_asked(folder, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("synced"))
+    with opened(folder) as store:
+        store.put_many(random_keys(2), [filled(1, 100)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("file:///tmp/never-made?fsync=always", "fsync is 'always'; it must be never or commit"),
+        ("shm://never-made?fsync=commit", "fsync has no meaning in memory"),
+    ],
+)
+def test_what_cannot_be_synced_is_refused(url, message):
+    with pytest.raises(ConfigurationError, match=message):
+        open_store(url)
+
+
 def _churn(folder, number):
     with opened(folder, max_bytes=40_000, timeout_s=30) as store:
         keys = random_keys(150)

@@ -9,11 +9,11 @@ from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores import memory
 
 _TTL_S = 10
-_LEASE_S = 4
+_LEASE_S = 3
 _MAX_BYTES = 100
 _KEYS = st.integers(0, 7).map(lambda number: bytes([number]) * 32)
 _KEY_LISTS = st.lists(_KEYS, max_size=6)
-_SIZES = st.integers(1, 45)
+_SIZES = st.integers(15, 60)
 
 
 class MemoryStoreMachine(RuleBasedStateMachine):
@@ -36,7 +36,7 @@ class MemoryStoreMachine(RuleBasedStateMachine):
         self.model[key] = (value, self.now_s)
         return value
 
-    @rule(seconds=st.integers(1, 6))
+    @rule(seconds=st.integers(1, 5))
     def wait(self, seconds):
         self.now_s += seconds
         self.model = {k: v for k, v in self.model.items() if self.now_s - v[1] <= _TTL_S}
@@ -98,4 +98,4 @@ class MemoryStoreMachine(RuleBasedStateMachine):
 
 
 TestMemoryStore = MemoryStoreMachine.TestCase
-TestMemoryStore.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMemoryStore.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
