@@ -9,7 +9,11 @@ __all__ = ["HANDOFF_FORMAT_VERSION", "KvHandoff", "connector_name", "in_words"]
 
 HANDOFF_FORMAT_VERSION = 1
 
-_SAME_CONNECTOR = {"rediss": "redis"}
+_SAME_CONNECTOR = {
+    f"redis{security}{topology}": "redis"
+    for security in ("", "s")
+    for topology in ("", "+sentinel", "+cluster")
+}
 """Schemes that reach the same objects in another way."""
 
 

@@ -22,7 +22,11 @@ _BUILT_IN = {
     "shm": "kvstore.stores.directory:ShmStore",
     "file": "kvstore.stores.directory:FileStore",
     "redis": "kvstore.stores.redis:RedisStore",
+    "redis+sentinel": "kvstore.stores.redis:RedisStore",
+    "redis+cluster": "kvstore.stores.redis:RedisStore",
     "rediss": "kvstore.stores.redis:RedisStore",
+    "rediss+sentinel": "kvstore.stores.redis:RedisStore",
+    "rediss+cluster": "kvstore.stores.redis:RedisStore",
 }
 
 

@@ -1,36 +1,39 @@
-"""`redis://host:port/db` and `rediss://`: objects in a Redis server (6.2 or later).
+"""`redis://`, `rediss://` and their `+sentinel` and `+cluster`: objects in Redis (6.2 or later).
 
-Keys are `baton:kv:` and the block key's bytes. The server bounds its own
+`redis_url` says what the URLs look like, `redis_objects` how objects lie in a
+server, `redis_pipeline` how commands get there. The server bounds its own
 memory: run it with `maxmemory` and `maxmemory-policy allkeys-lru`.
 
-No command is retried and no call outlives a server that is silent for
-`timeout_s`. A connection that the server closed is replaced when it is next
-taken from the pool, so the store works again as soon as the server does.
+A call takes `timeout_s` in all, and no command is tried again. A connection
+that the server closed is replaced when it is next taken from the pool, so the
+store works again as soon as the server does.
 """
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from itertools import takewhile
+from typing import Self
 
-from redis import BlockingConnectionPool, Redis, RedisError
-from redis.connection import PythonRespSerializer
+from redis import RedisError
 
 from kvstore.store import GetStatus, KvStore, StoreCapabilities, StoreStats, StoreUnavailableError
-from kvstore.stores.buffers import copy_into
 from kvstore.stores.counters import StoreCounters
-from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
+from kvstore.stores.redis_connection import CallDeadline
+from kvstore.stores.redis_objects import (
+    StagedObject,
+    get_status,
+    object_name,
+    read_commands,
+    set_command,
+)
+from kvstore.stores.redis_pipeline import Command, run_commands
+from kvstore.stores.redis_reply import Reply
+from kvstore.stores.redis_servers import open_servers
+from kvstore.stores.redis_url import RedisUrl
 
 __all__ = ["RedisStore"]
 
-_REFUSED_OPTIONS = {
-    "max_bytes": "max_bytes is the server's to keep: start it with --maxmemory SIZE "
-    "--maxmemory-policy allkeys-lru"
-}
-_KEY_PREFIX = b"baton:kv:"
-_MAX_CONNECTIONS = 16
-_MAX_BATCH_BYTES = 8 << 20
-_MAX_BATCH_OBJECTS = 1024
-_JOINED_WRITE_BYTES = 6000
 _TOUCH_PREFIX = """
 for i, key in ipairs(KEYS) do
   if redis.call('PEXPIRE', key, ARGV[1]) == 0 then return i - 1 end
@@ -40,7 +43,7 @@ return #KEYS
 
 
 class RedisStore(KvStore):
-    """One pool of connections to a server; from `from_url`."""
+    """Connections to the servers of a URL; made when they are first used."""
 
     capabilities = StoreCapabilities(
         shared_between_processes=True,
@@ -49,145 +52,120 @@ class RedisStore(KvStore):
         takes_max_bytes=False,
     )
 
-    def __init__(self, pool: BlockingConnectionPool, ttl_s: float) -> None:
-        self.ttl_s = ttl_s
-        self._ttl_ms = round(ttl_s * 1000)
-        self._pool = pool
-        self._client = Redis(connection_pool=pool)
-        self._touch_prefix = self._client.register_script(_TOUCH_PREFIX)
+    def __init__(self, url: RedisUrl) -> None:
+        self.ttl_s = url.ttl_s
+        self._ttl_ms = round(url.ttl_s * 1000)
+        self._timeout_s = url.timeout_s
+        self._deadline = CallDeadline()
+        self._places = threading.BoundedSemaphore(url.max_connections)
+        self._servers = open_servers(url, self._deadline)
         self._counters = StoreCounters()
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Opens `redis://[user:password@]host[:port][/db]?ttl_s=&timeout_s=`.
+        """Opens a URL that `kvstore.stores.redis_url` describes.
 
-        `rediss://` speaks TLS and checks the server's certificate against the
-        machine's authorities, or those of the SSL_CERT_FILE environment variable.
+        Options are `ttl_s`, `timeout_s`, `max_connections`; for TLS `ca_file`,
+        `cert_file`, `key_file`; for sentinels `sentinel_user`, `sentinel_password`.
 
         Raises:
-            ConfigurationError: no host; a bad port, database or option.
+            ConfigurationError: no host; a bad port, path or option.
         """
-        parts = StoreUrl.parse(url, ("ttl_s", "timeout_s"), _REFUSED_OPTIONS)
-        ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
-        return cls(_make_pool(parts, parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)), ttl_s)
+        return cls(RedisUrl.parse(url))
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """See `KvStore.put_many`."""
-        for batch in _batches(keys, values):
-            self._put_batch(batch)
+        """See `KvStore.put_many`. Asks first, so that objects which exist are not sent."""
+        objects = [
+            (object_name(key), value.cast("B")) for key, value in zip(keys, values, strict=True)
+        ]
+        with self._call():
+            exist = self._run(self._touch_command(name) for name, _ in objects)
+            missing = [pair for pair, exists in zip(objects, exist, strict=True) if not exists]
+            self._put_missing(missing)
         self._counters.count_puts(values)
 
-    def _put_batch(self, batch: list[tuple[bytes, memoryview]]) -> None:
-        """Asks first, so that the bytes of objects which exist are not sent."""
-        touched = self._execute([("PEXPIRE", name, self._ttl_ms) for name, _ in batch])
-        self._execute(
-            [
-                ("SET", name, value, "NX", "PX", self._ttl_ms)
-                for (name, value), exists in zip(batch, touched, strict=True)
-                if not exists
-            ]
-        )
+    def _put_missing(self, objects: Sequence[tuple[bytes, memoryview]]) -> None:
+        sets = [(pair, set_command(*pair, self._ttl_ms)) for pair in objects]
+        self._run(command for _, command in sets if command)
+        staged = [StagedObject(*pair) for pair, command in sets if not command]
+        expire_ms = round(2000 * self._timeout_s)  # nobody adds to it for longer
+        self._run(command for one in staged for command in one.put_commands(expire_ms))
+        if 0 in self._run(one.commit_command(self._ttl_ms) for one in staged):
+            raise StoreUnavailableError("redis: an object was evicted while it was put")
 
     def get_many_into(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[GetStatus]:
-        """See `KvStore.get_many_into`."""
-        statuses: list[GetStatus] = []
-        for batch in _batches(keys, buffers):
-            values = self._execute([("GETEX", name, "PX", self._ttl_ms) for name, _ in batch])
-            for (_, buffer), value in zip(batch, values, strict=True):
-                statuses.append(copy_into(value, buffer))
+        """See `KvStore.get_many_into`. Values are received where the buffers lie."""
+        reads = [
+            (buffer, read_commands(object_name(key), buffer.cast("B"), self._ttl_ms))
+            for key, buffer in zip(keys, buffers, strict=True)
+        ]
+        with self._call():
+            commands = (command for _, of_object in reads for command in of_object)
+            replies = iter(run_commands(self._servers, commands))
+            statuses = [
+                get_status(buffer, [next(replies) for _ in of_object])
+                for buffer, of_object in reads
+            ]
         self._counters.count_gets(statuses, buffers)
         return statuses
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `KvStore.contains_prefix`."""
-        if not keys:
+        """See `KvStore.contains_prefix`.
+
+        In a cluster, where a script cannot reach all keys, two pipelines: the
+        first finds the missing one, so that none behind it is touched.
+        """
+        names = [object_name(key) for key in keys]
+        if not names:
             return 0
-        with _redis_errors_as_unavailable():
-            names = [_KEY_PREFIX + key for key in keys]
-            return int(self._touch_prefix(keys=names, args=[self._ttl_ms]))
+        with self._call():
+            if self._servers.is_one:
+                script = ("EVAL", _TOUCH_PREFIX, len(names), *names, self._ttl_ms)
+                (num_touched,) = self._run([Command(names[0], script)])
+                assert isinstance(num_touched, int)
+                return num_touched
+            exist = self._run(Command(name, ("EXISTS", name)) for name in names)
+            present = names[: _num_leading(exist)]
+            return _num_leading(self._run(self._touch_command(name) for name in present))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.delete`."""
-        if not keys:
-            return 0
-        with _redis_errors_as_unavailable():
-            return int(self._client.unlink(*(_KEY_PREFIX + key for key in keys)))
+        names = [object_name(key) for key in keys]
+        with self._call():
+            existed = self._run(Command(name, ("UNLINK", name)) for name in names)
+        return existed.count(1)
 
     def stats(self) -> StoreStats:
-        """See `KvStore.stats`. What the server holds is not ours to know cheaply."""
+        """See `KvStore.stats`. What servers hold is not ours alone, nor cheap to tell apart."""
         return self._counters.snapshot(num_objects=None, num_bytes=None)
 
     def close(self) -> None:
         """See `KvStore.close`."""
-        self._pool.disconnect()
+        self._servers.close()
 
-    def _execute(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """Sends commands in one pipeline; all their replies.
+    def _touch_command(self, name: bytes) -> Command:
+        return Command(name, ("PEXPIRE", name, self._ttl_ms))
 
-        Raises:
-            StoreUnavailableError: no answer, or an error as one of the replies.
-        """
-        with (
-            _redis_errors_as_unavailable(),
-            self._client.pipeline(transaction=False) as pipeline,
-        ):
-            for command in commands:
-                pipeline.execute_command(*command)
-            replies: list[Any] = pipeline.execute(raise_on_error=False)
-            for reply in replies:
-                if isinstance(reply, RedisError):
-                    raise reply
+    def _run(self, commands: Iterable[Command]) -> list[Reply]:
+        """The replies to commands, none of which may meet an error."""
+        replies = run_commands(self._servers, commands)
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                raise reply
         return replies
 
-
-def _make_pool(parts: StoreUrl, timeout_s: float) -> BlockingConnectionPool:
-    """The bounded pool; connects when it is first used."""
-    database = parts.path.removeprefix("/")
-    if not parts.authority.rpartition("@")[2] or not (database or "0").isdecimal():
-        raise parts.error(f"write {parts.scheme}://host:port/database, the database a number")
-    try:
-        return BlockingConnectionPool.from_url(
-            f"{parts.scheme}://{parts.authority}/{database or 0}",
-            max_connections=_MAX_CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            protocol=2,  # 3 brings server pushes, for which the pool skips its check of stale ones
-            command_packer=PythonRespSerializer(_JOINED_WRITE_BYTES, _encode),
-        )
-    except ValueError as error:
-        raise parts.error(str(error)) from None
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call: a place among those under way, and `timeout_s` for all of it."""
+        try:
+            with self._deadline.within(self._timeout_s), self._deadline.locked(self._places):
+                yield
+        except (RedisError, OSError) as error:
+            raise StoreUnavailableError(f"redis: {error}") from error
 
 
-def _encode(argument: Any) -> bytes | memoryview:
-    """Views stay views: the serializer sends them from where they lie."""
-    if isinstance(argument, bytes | memoryview):
-        return argument
-    return str(argument).encode()
-
-
-def _batches(
-    keys: Sequence[bytes], views: Sequence[memoryview]
-) -> Iterator[list[tuple[bytes, memoryview]]]:
-    """Pairs of server-side name and view, in pipelines of bounded size."""
-    batch: list[tuple[bytes, memoryview]] = []
-    batch_bytes = 0
-    for key, view in zip(keys, views, strict=True):
-        is_full = batch_bytes + view.nbytes > _MAX_BATCH_BYTES or len(batch) == _MAX_BATCH_OBJECTS
-        if batch and is_full:
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append((_KEY_PREFIX + key, view))
-        batch_bytes += view.nbytes
-    if batch:
-        yield batch
-
-
-@contextmanager
-def _redis_errors_as_unavailable() -> Iterator[None]:
-    try:
-        yield
-    except (RedisError, OSError) as error:
-        raise StoreUnavailableError(f"redis: {error}") from error
+def _num_leading(replies: Iterable[Reply]) -> int:
+    """How many replies are true before the first that is not."""
+    return sum(1 for _ in takewhile(bool, replies))

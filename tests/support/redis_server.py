@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -13,9 +13,9 @@ from redis import AuthenticationError, Redis, RedisError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-__all__ = ["RedisServer", "running_redis_server"]
+__all__ = ["RedisServer", "await_true", "free_port", "running_redis_server"]
 
-_START_DEADLINE_S = 20.0
+_DEADLINE_S = 20.0
 _STOP_DEADLINE_S = 10.0
 _POLL_S = 0.01
 
@@ -23,20 +23,25 @@ _POLL_S = 0.01
 class RedisServer:
     """One server process; it keeps its port over restarts, and loses its data.
 
+    Args:
+        arguments: more of the command line.
+        config: a file that the process reads first.
+
     Attributes:
         port: where it listens, on 127.0.0.1.
         url: `redis://127.0.0.1:PORT/0`.
     """
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, config: str = "") -> None:
         executable = shutil.which("redis-server")
         if executable is None:
             pytest.fail("redis-server is not on PATH; on Debian: apt-get install redis-server")
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._command = [
-            executable, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
-            "--appendonly", "no", "--daemonize", "no", "--loglevel", "warning", *arguments,
+            executable, *filter(None, [config]), "--port", str(self.port), "--bind", "127.0.0.1",
+            "--save", "", "--appendonly", "no", "--daemonize", "no", "--loglevel", "warning",
+            *arguments,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -45,13 +50,7 @@ class RedisServer:
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not self._answers():
-            if self._process.poll() is not None:
-                raise RuntimeError(f"redis-server ended with status {self._process.returncode}")
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"redis-server does not answer after {_START_DEADLINE_S} s")
-            time.sleep(_POLL_S)
+        await_true(self._answers, "redis-server answers")
 
     def stop(self) -> None:
         """Ends the process in good order; nothing to do if it has ended."""
@@ -84,6 +83,8 @@ class RedisServer:
         return self._process
 
     def _answers(self) -> bool:
+        if (status := self._running.poll()) is not None:
+            raise RuntimeError(f"redis-server ended with status {status}")
         client = Redis(port=self.port, socket_timeout=1, retry=Retry(NoBackoff(), 0))
         with client:
             try:
@@ -94,10 +95,23 @@ class RedisServer:
                 return False
 
 
+def await_true(is_true: Callable[[], bool], what: str) -> None:
+    """Asks until it is so.
+
+    Raises:
+        TimeoutError: it is not, after twenty seconds.
+    """
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while not is_true():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not after {_DEADLINE_S} s: {what}")
+        time.sleep(_POLL_S)
+
+
 @contextmanager
-def running_redis_server(*arguments: str) -> Iterator[RedisServer]:
-    """A running server, with more command line arguments; stopped at the end."""
-    server = RedisServer(*arguments)
+def running_redis_server(*arguments: str, config: str = "") -> Iterator[RedisServer]:
+    """A running server; stopped at the end. See `RedisServer` for the arguments."""
+    server = RedisServer(*arguments, config=config)
     try:
         server.start()
         yield server
@@ -105,7 +119,8 @@ def running_redis_server(*arguments: str) -> Iterator[RedisServer]:
         server.stop()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody uses now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

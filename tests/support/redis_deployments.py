@@ -1,0 +1,183 @@
+"""Several real Redis processes for tests: a cluster, a master with sentinels; and certificates."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis import Redis, RedisError
+
+from tests.support.redis_server import RedisServer, await_true, free_port, running_redis_server
+
+__all__ = [
+    "Certificate",
+    "RedisCluster",
+    "SentinelDeployment",
+    "ask",
+    "make_certificate",
+    "running_cluster",
+    "running_sentinels",
+]
+
+_NUM_SLOTS = 16384
+_SERVICE = "kv"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate for 127.0.0.1 that is its own authority.
+
+    Attributes:
+        path: of the certificate.
+        key: of its private key.
+    """
+
+    path: str
+    key: str
+
+    def server_arguments(self, tls_port: int, *, clients: bool = False) -> tuple[str, ...]:
+        """The command line of a server that listens with it, and may ask clients for theirs."""
+        # fmt: off
+        return (
+            "--tls-port", str(tls_port), "--tls-cert-file", self.path, "--tls-key-file", self.key,
+            "--tls-ca-cert-file", self.path, "--tls-auth-clients", "yes" if clients else "no",
+        )
+        # fmt: on
+
+
+def make_certificate(folder: Path) -> Certificate:
+    """Makes a certificate in a folder."""
+    certificate = Certificate(str(folder / "certificate.pem"), str(folder / "key.pem"))
+    # fmt: off
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+            "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
+            "-keyout", certificate.key, "-out", certificate.path,
+        ],
+        check=True, capture_output=True,
+    )
+    # fmt: on
+    return certificate
+
+
+def ask(server: RedisServer, *command: Any) -> Any:
+    """Sends a server one command; an error is the reply."""
+    with Redis(port=server.port, socket_timeout=10) as client:
+        try:
+            return client.execute_command(*command)
+        except RedisError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class RedisCluster:
+    """A cluster's servers, each with its range of slots.
+
+    Attributes:
+        servers: the primaries.
+        url: `redis+cluster://` with all of them.
+    """
+
+    servers: list[RedisServer]
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+
+    def id_of(self, index: int) -> str:
+        """The cluster's name for a server."""
+        return str(ask(self.servers[index], "CLUSTER", "MYID").decode())
+
+
+@contextmanager
+def running_cluster(folder: Path, num_servers: int = 3) -> Iterator[RedisCluster]:
+    """A running cluster without replicas, in which every server knows every slot's."""
+    with ExitStack() as stack:
+        servers, bus_ports = [], []
+        for index in range(num_servers):
+            bus_ports.append(free_port())
+            # fmt: off
+            server = running_redis_server(
+                "--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{index}.conf",
+                "--cluster-port", str(bus_ports[-1]), "--dir", str(folder),
+                "--cluster-node-timeout", "2000",
+            )
+            # fmt: on
+            servers.append(stack.enter_context(server))
+        for index, server in enumerate(servers):
+            first, end = (_NUM_SLOTS * edge // num_servers for edge in (index, index + 1))
+            ask(server, "CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+            ask(server, "CLUSTER", "ADDSLOTSRANGE", first, end - 1)
+            ask(servers[0], "CLUSTER", "MEET", "127.0.0.1", server.port, bus_ports[index])
+        await_true(lambda: all(_is_whole(server, num_servers) for server in servers), "a cluster")
+        yield RedisCluster(servers)
+
+
+def _is_whole(server: RedisServer, num_servers: int) -> bool:
+    info = ask(server, "CLUSTER INFO")
+    slots = ask(server, "CLUSTER", "SLOTS")
+    return info["cluster_state"] == "ok" and len(slots) == num_servers
+
+
+@dataclass(frozen=True)
+class SentinelDeployment:
+    """A master, its replica, and three sentinels that watch them.
+
+    Attributes:
+        master: what is the master at first.
+        replica: what is its replica at first.
+        sentinels: their processes.
+    """
+
+    master: RedisServer
+    replica: RedisServer
+    sentinels: list[RedisServer]
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        return f"redis+sentinel://{hosts}/{_SERVICE}/0"
+
+    def await_replicated(self) -> None:
+        """Waits until the replica has all that the master has."""
+        await_true(lambda: _offset(self.replica) == _offset(self.master), "replicated")
+
+
+@contextmanager
+def running_sentinels(folder: Path) -> Iterator[SentinelDeployment]:
+    """A running deployment whose sentinels know each other and the replica."""
+    with ExitStack() as stack:
+        master = stack.enter_context(running_redis_server("--repl-diskless-sync-delay", "0"))
+        replica = stack.enter_context(
+            running_redis_server("--replicaof", "127.0.0.1", str(master.port))
+        )
+        await_true(lambda: ask(replica, "ROLE")[3] == b"connected", "a connected replica")
+        sentinels = []
+        for index in range(3):
+            config = folder / f"sentinel-{index}.conf"
+            config.write_text(_SENTINEL_CONFIG.format(service=_SERVICE, port=master.port))
+            sentinels.append(
+                stack.enter_context(running_redis_server("--sentinel", config=str(config)))
+            )
+        await_true(lambda: all(map(_is_ready, sentinels)), "sentinels know all")
+        yield SentinelDeployment(master, replica, sentinels)
+
+
+_SENTINEL_CONFIG = """\
+sentinel monitor {service} 127.0.0.1 {port} 2
+sentinel down-after-milliseconds {service} 500
+sentinel failover-timeout {service} 3000
+"""
+
+
+def _is_ready(sentinel: RedisServer) -> bool:
+    master = ask(sentinel, "SENTINEL MASTER", _SERVICE)
+    return master["num-other-sentinels"] == 2 and master["num-slaves"] == 1
+
+
+def _offset(server: RedisServer) -> int:
+    info = ask(server, "INFO", "replication")
+    return int(info["slave_repl_offset" if info["role"] == "slave" else "master_repl_offset"])
