@@ -104,6 +104,10 @@ class StagedMover:
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
 
+    def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
+        """Puts something between the mover and its backend. Before the first job."""
+        self._backend = wrap(self._backend)
+
     def register_pool(self, pool: Any, layout: KvLayout) -> None:
         """See `KvConnectorWorker.register_pool`."""
         from kvstore.staging import StagingBuffers

@@ -18,7 +18,7 @@ from kvstore.connector import (
     TransferResults,
 )
 from kvstore.layout import KvLayout
-from kvstore.staged_mover import StagedMover
+from kvstore.staged_mover import Backend, StagedMover
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class StoreConnectorWorker(KvConnectorWorker):
         self._answers: deque[LookupResult] = deque()
         self._open_lookups: dict[int, LookupJob] = {}
         self._wake: Callable[[], None] = lambda: None
+
+    def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
+        """See `kvstore.faults.Faultable`."""
+        self._mover.wrap_backend(wrap)
 
     def register_pool(self, pool: Any, layout: KvLayout) -> None:
         """See `KvConnectorWorker.register_pool`."""
