@@ -1,0 +1,87 @@
+"""Serves a process's metrics to Prometheus, over HTTP at a port of their own, and its flags."""
+
+import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from baton.errors import ConfigurationError
+from rpc.server_config import join_host_port
+
+__all__ = ["MetricsConfig", "add_metrics_args", "metrics_config_from_args", "serving_metrics"]
+
+_LOGGER = logging.getLogger("baton.rpc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """Where metrics are served.
+
+    Attributes:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one, None serves no metrics.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.port is not None and not 0 <= self.port < 2**16:
+            raise ConfigurationError(f"--metrics-port is {self.port}; it must be in [0, 65536)")
+
+
+def add_metrics_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `MetricsConfig`."""
+    group = parser.add_argument_group("metrics")
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve metrics for Prometheus at this port; 0 takes a free one (default: none)",
+    )
+    group.add_argument("--metrics-host", default="127.0.0.1", help="address to serve metrics on")
+
+
+def metrics_config_from_args(args: argparse.Namespace) -> MetricsConfig:
+    """Builds the config from flags that `add_metrics_args` added.
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+    return MetricsConfig(host=args.metrics_host, port=args.metrics_port)
+
+
+@contextmanager
+def serving_metrics(config: MetricsConfig, registry: CollectorRegistry) -> Iterator[int | None]:
+    """Serves what a registry collects, in threads of its own, while the context is open.
+
+    Yields:
+        The bound port, or None if the config asks for no metrics.
+
+    Raises:
+        ConfigurationError: the address cannot be bound.
+    """
+    if config.port is None:
+        yield None
+        return
+    try:
+        server, thread = start_http_server(config.port, config.host, registry)
+    except OSError:
+        address = join_host_port(config.host, config.port)
+        raise ConfigurationError(
+            f"cannot serve metrics on {address}: in use, or not an address of this machine"
+        ) from None
+    try:
+        address = join_host_port(config.host, server.server_port)
+        _LOGGER.info("serving metrics url=http://%s/metrics", address)
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

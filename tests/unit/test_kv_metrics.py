@@ -1,0 +1,204 @@
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.breaker import Breaker
+from kvstore.metrics import METRICS, KvMetrics, TransferMetrics
+from kvstore.metrics_collector import KvMetricsCollector
+from kvstore.store import StoreStats, StoreUnavailableError
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+class Exported:
+    """What Prometheus would read of one backend, `redis`."""
+
+    def __init__(self) -> None:
+        metrics = KvMetrics()
+        self.metrics = metrics.of("redis")
+        self._registry = CollectorRegistry()
+        self._registry.register(KvMetricsCollector(metrics))
+
+    def families(self) -> dict[str, str]:
+        return {family.name: family.type for family in self._parse()}
+
+    def value(self, sample_name: str, **labels: str) -> float | None:
+        """None where there is no such sample."""
+        found = [
+            sample.value
+            for family in self._parse()
+            for sample in family.samples
+            if sample.name == sample_name and sample.labels == {"backend": "redis", **labels}
+        ]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def _parse(self):
+        return list(text_string_to_metric_families(generate_latest(self._registry).decode()))
+
+
+def _stats(num_objects: int | None, num_bytes: int | None) -> StoreStats:
+    return StoreStats(
+        puts=0,
+        gets=0,
+        hits=0,
+        put_bytes=0,
+        get_bytes=0,
+        num_objects=num_objects,
+        num_bytes=num_bytes,
+    )
+
+
+def test_documented_names_and_types_are_those_exported():
+    rows = re.findall(r"^\| `(baton_\w+)` \| (\w+) \|", DOCUMENTED.read_text(), re.MULTILINE)
+    documented = {name.removesuffix("_total"): kind for name, kind in rows}
+    assert len(documented) == len(rows)
+    assert documented == Exported().families() == {n: info.kind for n, info in METRICS.items()}
+    assert all(name.endswith("_total") == (kind == "counter") for name, kind in rows)
+
+
+def test_documented_labels_are_those_of_the_table():
+    rows = re.findall(
+        r"^\| `(baton_\w+)` \| \w+ \| (.*?) ?\| ", DOCUMENTED.read_text(), re.MULTILINE
+    )
+    for name, labels in rows:
+        expected = METRICS[name.removesuffix("_total")].labels
+        assert re.findall(r"`(\w+)`", labels) == list(expected), name
+
+
+def test_documented_queries_name_metrics_that_exist():
+    queries = re.findall(r"^\| [^|]+ \| `([^`]*\[.*)` \|$", DOCUMENTED.read_text(), re.MULTILINE)
+    assert len(queries) >= 5
+    named = {name for query in queries for name in re.findall(r"baton_\w+", query)}
+    known = {f"{n}_total" if i.kind == "counter" else n for n, i in METRICS.items()}
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in named} <= known
+
+
+def test_counters_stand_at_zero_before_anything_is_counted():
+    exported = Exported()
+    assert exported.value("baton_kv_bytes_total", direction="load") == 0
+    assert exported.value("baton_kv_failures_total", direction="save", cause="unavailable") == 0
+    assert exported.value("baton_kv_job_seconds_count", direction="load") == 0
+
+
+def test_calls_are_counted_by_direction():
+    exported = Exported()
+    exported.metrics.called("load", 0.003, 4, 4096)
+    exported.metrics.called("load", 0.2)
+    exported.metrics.called("save", 20.0, 1, 10)
+    assert exported.value("baton_kv_objects_total", direction="load") == 4
+    assert exported.value("baton_kv_bytes_total", direction="load") == 4096
+    assert exported.value("baton_kv_bytes_total", direction="save") == 10
+    assert exported.value("baton_kv_call_seconds_sum", direction="load") == pytest.approx(0.203)
+
+
+def test_buckets_hold_what_is_up_to_their_bound():
+    exported = Exported()
+    for seconds in (0.0, 0.0025, 0.0026, 10.0, 11.0):
+        exported.metrics.called("load", seconds)
+
+    def bucket(bound: str) -> float | None:
+        return exported.value("baton_kv_call_seconds_bucket", direction="load", le=bound)
+
+    assert [bucket("0.0001"), bucket("0.0025"), bucket("0.005")] == [1, 2, 3]
+    assert [bucket("10.0"), bucket("+Inf")] == [4, 5]
+    assert exported.value("baton_kv_call_seconds_count", direction="load") == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [("missing", "missing"), ("timed out", "timed_out"), ("a third party's word", "failed")],
+)
+def test_causes_of_failures_are_few(error, cause):
+    exported = Exported()
+    exported.metrics.job_ended("load", 0.1, error)
+    assert exported.value("baton_kv_failures_total", direction="load", cause=cause) == 1
+    assert exported.value("baton_kv_job_seconds_count", direction="load") == 1
+
+
+def test_look_ups_tell_hits():
+    exported = Exported()
+    exported.metrics.looked_up(0.01, num_asked=5, num_found=3)
+    assert exported.value("baton_kv_lookup_objects_total") == 5
+    assert exported.value("baton_kv_lookup_hits_total") == 3
+    assert exported.value("baton_kv_lookup_seconds_count") == 1
+
+
+def test_the_rest_is_counted():
+    exported = Exported()
+    metrics = exported.metrics
+    metrics.job_ended("save", 0.1)
+    metrics.skipped(7)
+    metrics.verify_failed()
+    metrics.leases_renewed(2)
+    metrics.leases_expired(3)
+    metrics.set_quarantined(4)
+    metrics.prompt_saved(2.0, hidden_s=1.5)
+    metrics.load_given_up("loading")
+    expected = {
+        "baton_kv_skipped_objects_total": 7,
+        "baton_kv_verify_failures_total": 1,
+        "baton_kv_lease_renewals_total": 2,
+        "baton_kv_expired_leases_total": 3,
+        "baton_kv_quarantined_segments": 4,
+        "baton_kv_prompt_save_seconds_total": 2.0,
+        "baton_kv_hidden_prompt_save_seconds_total": 1.5,
+    }
+    assert {name: exported.value(name) for name in expected} == expected
+    assert exported.value("baton_kv_loads_given_up_total", stage="loading") == 1
+    assert exported.value("baton_kv_loads_given_up_total", stage="admission") == 0
+
+
+def test_a_store_tells_what_it_knows():
+    exported = Exported()
+    assert exported.value("baton_kv_stored_bytes") is None
+    exported.metrics.read_stats = lambda: _stats(3, None)
+    assert exported.value("baton_kv_stored_objects") == 3
+    assert exported.value("baton_kv_stored_bytes") is None
+
+
+def test_breakers_are_read_when_asked():
+    exported = Exported()
+    reads, other = Breaker("reads"), Breaker("other reads")
+    exported.metrics.read_breakers = lambda: [("load", reads), ("load", other)]
+    assert exported.value("baton_kv_open_breakers", direction="load") == 0
+
+    with pytest.raises(StoreUnavailableError):
+        reads.call(_refuse)
+    assert exported.value("baton_kv_open_breakers", direction="load") == 1
+    assert exported.value("baton_kv_open_breakers", direction="save") == 0
+    assert exported.value("baton_kv_breaker_openings_total", direction="load") == 1
+
+
+def test_backends_are_apart():
+    metrics = KvMetrics()
+    metrics.of("shm").skipped(1)
+    metrics.of("shm").skipped(1)
+    metrics.of("redis")
+    counts = {
+        backend: one.snapshot()[0]["baton_kv_skipped_objects",]
+        for backend, one in metrics.all().items()
+    }
+    assert counts == {"shm": 2, "redis": 0}
+
+
+def test_threads_lose_no_count():
+    metrics = TransferMetrics()
+
+    def count(_: int) -> None:
+        for _ in range(5_000):
+            metrics.called("save", 0.001, 1, 2)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(count, range(4)))
+    values, histograms = metrics.snapshot()
+    assert values["baton_kv_bytes", "save"] == 40_000
+    assert sum(histograms["baton_kv_call_seconds", "save"].counts) == 20_000
+
+
+def _refuse() -> None:
+    raise StoreUnavailableError("down")
