@@ -1,0 +1,138 @@
+"""`LoadCosts`: whether KV is loaded sooner than it is computed. Pure.
+
+What a load will take is told by those before it: so much per load and so much
+per block, the straight line that fits best (least squares, where a load counts
+less with each that ends after it). A load is given up before it begins, or
+while it runs, where computing is clearly cheaper. So that a store which has
+recovered is seen, one load in a while is tried nevertheless; if that is worth
+it, what was before is forgotten.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["LoadCosts"]
+
+# Loads as quick as this are taken, however quick computing is: it leaves steps to others.
+_ALWAYS_WORTH_S = 0.05
+# A load that runs is worth waiting for until it has taken so much longer than computing ...
+_PATIENCE_FACTOR = 3.0
+# ... and so long at all: threads may be late by that on a busy machine.
+_MIN_PATIENCE_S = 0.25
+# After as many seconds without a load one is tried.
+_PROBE_INTERVAL_S = 5.0
+# So many loads are seen before one is judged: the first ones connect, and warm caches.
+_MIN_LOADS = 4
+# What is left of a load's weight when another has ended.
+_KEPT_WEIGHT = 0.8
+
+
+class LoadCosts:
+    """Running estimates of one connector's loads. Times are seconds of one clock.
+
+    Args:
+        prompt_token_s: seconds to compute one more token of a prompt.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, prompt_token_s: float, block_size: int) -> None:
+        self._block_s = prompt_token_s * block_size
+        self._line = _Line()
+        self._num_seen = 0
+        self._running: dict[int, _Running] = {}
+        self._last_start = -float("inf")
+        self._last_end = -float("inf")
+
+    def may_load(self, num_blocks: int, num_queued_blocks: int, now: float) -> bool:
+        """Whether a load of so many blocks is sooner done than computing them, or is to be tried.
+
+        Args:
+            num_blocks: to load, or else to compute.
+            num_queued_blocks: others that would be computed before them.
+            now: the time.
+        """
+        is_due = now - self._last_start >= _PROBE_INTERVAL_S
+        return is_due or self._is_worth(num_blocks, num_queued_blocks)
+
+    def predict_s(self, num_blocks: int) -> float:
+        """Seconds that a load of so many blocks would take now, behind those that run."""
+        ahead = sum(self._line.at(load.num_blocks) for load in self._running.values())
+        return ahead + self._line.at(num_blocks)
+
+    def start(self, job_id: int, num_blocks: int, num_queued_blocks: int, now: float) -> float:
+        """A load begins.
+
+        Returns:
+            When it is to be given up.
+        """
+        compute_s = (num_blocks + num_queued_blocks) * self._block_s
+        is_probe = not self._is_worth(num_blocks, num_queued_blocks)
+        self._running[job_id] = _Running(num_blocks, now, compute_s, is_probe)
+        self._last_start = now
+        return now + max(_MIN_PATIENCE_S, _PATIENCE_FACTOR * compute_s)
+
+    def end(self, job_id: int, ended_at: float) -> None:
+        """All that a load asked for has come. Unknown ids are fine."""
+        if (load := self._running.pop(job_id, None)) is None:
+            return
+        # Loads share what moves them: one that waited for another took only what came after.
+        load_s = ended_at - max(load.started_at, min(self._last_end, ended_at))
+        if load.is_probe and load_s <= max(_ALWAYS_WORTH_S, load.compute_s):
+            self._line = _Line()
+        self._line.add(load.num_blocks, load_s)
+        self._last_end = max(self._last_end, ended_at)
+        self._num_seen += 1
+
+    def give_up(self, job_id: int, now: float) -> None:
+        """Nobody waits for a load any more: it would take that long, at least."""
+        self.end(job_id, now)
+
+    def drop(self, job_id: int) -> None:
+        """A load has ended in a way that tells nothing of its costs. Unknown ids are fine."""
+        self._running.pop(job_id, None)
+
+    def _is_worth(self, num_blocks: int, num_queued_blocks: int) -> bool:
+        if self._num_seen < _MIN_LOADS:
+            return True
+        compute_s = (num_blocks + num_queued_blocks) * self._block_s
+        return self.predict_s(num_blocks) <= max(_ALWAYS_WORTH_S, compute_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    num_blocks: int
+    started_at: float
+    compute_s: float
+    is_probe: bool
+
+
+@dataclass(slots=True)
+class _Line:
+    """The line that fits weighted points best: sums of weights, x, y, x² and xy."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        """Adds a point; those before it count less."""
+        self.weight = self.weight * _KEPT_WEIGHT + 1
+        self.x = self.x * _KEPT_WEIGHT + x
+        self.y = self.y * _KEPT_WEIGHT + y
+        self.xx = self.xx * _KEPT_WEIGHT + x * x
+        self.xy = self.xy * _KEPT_WEIGHT + x * y
+
+    def at(self, x: float) -> float:
+        """The line's height, which neither starts below zero nor falls; 0 without points.
+
+        Where all points have one x, it is the line through zero.
+        """
+        if not self.weight:
+            return 0.0
+        spread = self.weight * self.xx - self.x * self.x
+        if spread <= 1e-9 * self.weight * self.xx:
+            return x * self.y / self.x
+        slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
+        start = (self.y - slope * self.x) / self.weight
+        return start + slope * x if start > 0 else x * self.xy / self.xx

@@ -1,0 +1,163 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.load_costs import LoadCosts
+
+TOKEN_S = 0.001
+BLOCK_SIZE = 16
+BLOCK_S = TOKEN_S * BLOCK_SIZE
+
+
+class Store:
+    """Loads one after the other, by a clock of its own."""
+
+    def __init__(self, latency_s: float = 0.0, block_s: float = 0.0) -> None:
+        self.costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
+        self.latency_s = latency_s
+        self.block_s = block_s
+        self.now = 100.0
+        self._num_jobs = 0
+
+    def load(self, num_blocks: int) -> None:
+        self._num_jobs += 1
+        self.costs.start(self._num_jobs, num_blocks, 0, self.now)
+        self.now += self.latency_s + num_blocks * self.block_s
+        self.costs.end(self._num_jobs, self.now)
+
+    def may_load(self, num_blocks: int, num_queued_blocks: int = 0) -> bool:
+        return self.costs.may_load(num_blocks, num_queued_blocks, self.now)
+
+
+def test_the_first_loads_are_not_judged():
+    store = Store(latency_s=2.0)
+    for _ in range(4):
+        assert store.may_load(1)
+        store.load(1)
+    assert not store.may_load(1)
+
+
+def test_latency_and_rate_are_told_apart():
+    store = Store(latency_s=0.5, block_s=0.002)
+    for num_blocks in (10, 200, 50, 100):
+        store.load(num_blocks)
+    assert store.costs.predict_s(20) == pytest.approx(0.54)
+    assert store.costs.predict_s(1000) == pytest.approx(2.5)
+    # 0.5 s of latency are not worth 20 blocks at 16 ms each, but worth 1,000.
+    assert not store.may_load(20)
+    assert store.may_load(1000)
+
+
+def test_what_is_computed_first_counts():
+    store = Store(latency_s=0.5)
+    for _ in range(4):
+        store.load(10)
+    assert not store.may_load(10)
+    assert store.may_load(10, num_queued_blocks=40)
+
+
+def test_quick_loads_are_taken_however_quick_computing_is():
+    store = Store(latency_s=0.04)
+    store.costs = LoadCosts(0.0, BLOCK_SIZE)
+    for _ in range(4):
+        store.load(10)
+    assert store.may_load(10)
+
+
+def test_a_load_is_tried_in_a_while_and_recovery_is_seen_at_once():
+    store = Store(latency_s=2.0)
+    for _ in range(10):
+        store.load(10)
+    store.now += 1
+    assert not store.may_load(10)
+    store.now += 2.1
+    assert store.may_load(10)  # 5 s after the last one began
+    store.load(10)
+    assert not store.may_load(10)
+
+    store.now += 3.1
+    assert store.may_load(10)
+    store.latency_s = 0.001
+    store.load(10)
+    assert store.may_load(10)
+    assert store.costs.predict_s(10) == pytest.approx(0.001)
+
+
+def test_only_one_load_is_tried_at_a_time():
+    store = Store(latency_s=2.0)
+    for _ in range(4):
+        store.load(10)
+    store.now += 5
+    assert store.may_load(10)
+    store.costs.start(99, 10, 0, store.now)
+    assert not store.may_load(10)
+
+
+def test_a_load_that_is_given_up_tells_that_loads_take_long():
+    store = Store(latency_s=0.001)
+    for _ in range(5):
+        store.load(10)
+    assert store.may_load(10)
+    give_up_at = store.costs.start(99, 10, 0, store.now)
+    store.costs.give_up(99, give_up_at)
+    store.now = give_up_at
+    for job in range(100, 110):
+        give_up_at = store.costs.start(job, 10, 0, store.now)
+        store.costs.give_up(job, give_up_at)
+        store.now = give_up_at
+    assert not store.may_load(10)
+
+
+def test_patience_is_some_times_what_computing_takes():
+    costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
+    assert costs.start(1, 1, 0, now=50.0) == pytest.approx(50.25)
+    assert costs.start(2, 100, 0, now=50.0) == pytest.approx(50.0 + 3 * 100 * BLOCK_S)
+    assert costs.start(3, 100, 100, now=50.0) == pytest.approx(50.0 + 3 * 200 * BLOCK_S)
+
+
+def test_loads_that_run_side_by_side_share_their_time():
+    costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
+    for job in range(8):
+        costs.start(job, 10, 0, now=0.0)
+    for job in range(8):
+        costs.end(job, 0.1 * (job + 1))
+    assert costs.predict_s(10) == pytest.approx(0.1)
+    costs.start(8, 10, 0, now=1.0)
+    assert costs.predict_s(10) == pytest.approx(0.2)  # behind the one that runs
+
+
+def test_what_ended_otherwise_tells_nothing():
+    costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
+    costs.start(1, 10, 0, now=0.0)
+    costs.drop(1)
+    costs.end(1, 100.0)
+    costs.drop(2)
+    assert costs.predict_s(10) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4096), st.floats(0, 100, allow_subnormal=False)), min_size=1),
+    st.integers(1, 4096),
+)
+def test_predictions_neither_fall_nor_pass_below_zero(loads, num_blocks):
+    costs, now = LoadCosts(TOKEN_S, BLOCK_SIZE), 0.0
+    for job, (size, seconds) in enumerate(loads):
+        costs.start(job, size, 0, now)
+        now += seconds
+        costs.end(job, now)
+    assert 0 <= costs.predict_s(num_blocks) <= costs.predict_s(num_blocks + 1) + 1e-9
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=4, max_size=30),
+    st.floats(0, 1),
+    st.floats(0, 0.1),
+    st.integers(1, 500),
+)
+def test_a_steady_store_is_predicted_as_it_is(sizes, latency_s, block_s, num_blocks):
+    store = Store(latency_s, block_s)
+    store.costs = LoadCosts(1e3, BLOCK_SIZE)  # so slow that every load is worth it
+    for size in [*sizes, 1, 500]:  # of two sizes at least
+        store.load(size)
+    expected_s = latency_s + num_blocks * block_s
+    assert store.costs.predict_s(num_blocks) == pytest.approx(expected_s, rel=1e-3, abs=1e-3)
