@@ -252,7 +252,7 @@ class TransferMetrics:
         for direction, breaker in self.read_breakers():
             values["baton_kv_open_breakers", direction] += breaker.is_open
             values["baton_kv_breaker_openings", direction] += breaker.num_opened
-        return values
+        return dict(values)
 
     def _add(self, amount: float, *series: str) -> None:
         with self._lock:
