@@ -8,6 +8,7 @@ import pytest
 from baton.errors import DeadlineExceededError, InternalError, UnavailableError
 from baton.v1 import common_pb2
 from router import replica as replica_module
+from router.decode_connection import DecodeConnection
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers
 from tests.support.running_router import (
@@ -239,14 +240,38 @@ async def test_request_aborted_while_its_blocks_are_saved_ends():
     prefill, decode = FakePrefill(SCRIPT, hold_end=True), FakeDecode(SCRIPT)
     prefill.has_handoff, prefill.end_reason = False, common_pb2.FINISH_REASON_ABORTED
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        message = request(max_tokens=6)
+        message.sampling.n = 2
+        call = router.stub.GenerateStream(message, timeout=30)
+        for _ in range(2):
+            await begun(call)
+        prefill.end()
+        ends = await rest_of(call)
+    assert {end.index: end.finish_reason for end in ends} == dict.fromkeys(
+        range(2), common_pb2.FINISH_REASON_ABORTED
+    )
+    assert ends[-1].usage.completion_tokens == 2
+    assert ends[-1].timings.transfer_ms == 3
+    assert not decode.starts
+
+
+async def test_blocks_that_a_stuck_decode_replica_was_not_told_of_go_with_their_request(
+    monkeypatch,
+):
+    async def send_nothing(connection):
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(DecodeConnection, "_outgoing", send_nothing)
+    prefill, decode = FakePrefill(SCRIPT, hold_end=True, saves=[KEYS]), FakeDecode(SCRIPT)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        (replica,) = router.service.fleet.decode.candidates
         call = router.stub.GenerateStream(request(max_tokens=6), timeout=30)
         await begun(call)
-        prefill.end()
-        (last,) = await rest_of(call)
-    assert last.finish_reason == common_pb2.FINISH_REASON_ABORTED
-    assert last.usage.completion_tokens == 1
-    assert last.timings.transfer_ms == 3
-    assert not decode.starts
+        assert len(replica._connection._commands) == 1
+        call.cancel()
+        await prefill.changes.until(lambda: prefill.released)
+        assert not replica._connection._commands
 
 
 async def test_stop_text_in_the_first_token_waits_for_no_transfer():
