@@ -122,22 +122,22 @@ class KvBlockLocation(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
-    RANGE_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
     header: builtins.bytes
     """The 64 bytes that a sealed block begins with; the rest are its bytes."""
     @property
-    def range(self) -> Global___KvMemoryRange:
-        """Its bytes; unset if they were pushed."""
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvMemoryRange]:
+        """Its bytes, one range behind the other. Empty if they were pushed, or can
+        only be had by ReadBlocks.
+        """
 
     def __init__(
         self,
         *,
         header: builtins.bytes = ...,
-        range: Global___KvMemoryRange | None = ...,
+        ranges: collections.abc.Iterable[Global___KvMemoryRange] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["range", b"range"]
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["header", b"header", "range", b"range"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["header", b"header", "ranges", b"ranges"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvBlockLocation: typing_extensions.TypeAlias = KvBlockLocation
@@ -344,7 +344,7 @@ class PushBlocksRequest(google.protobuf.message.Message):
 
     @property
     def targets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvMemoryRange]:
-        """Where to, one per key."""
+        """Where to, one range per key."""
 
     def __init__(
         self,
@@ -378,7 +378,9 @@ class PushBlocksResponse(google.protobuf.message.Message):
     """Whether it can write no more."""
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvBlockLocation]:
-        """The leading blocks that were there, in order. Empty if the writing failed."""
+        """The leading blocks that were there, in order; fewer if not all can be
+        pushed. Empty if the writing failed.
+        """
 
     def __init__(
         self,

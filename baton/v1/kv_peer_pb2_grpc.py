@@ -107,7 +107,7 @@ class KvPeerServiceServicer(object):
 
     def PushBlocks(self, request, context):
         """Writes the leading blocks of a list into the caller's memory and returns
-        when they are there. What one call left unsettled is asked by SettlePush.
+        when they are there. What became of a call that failed, SettlePush knows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

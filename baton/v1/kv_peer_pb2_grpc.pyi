@@ -47,7 +47,7 @@ class KvPeerServiceStub:
     """The bytes of the leading blocks of a list."""
     PushBlocks: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.PushBlocksRequest, baton.v1.kv_peer_pb2.PushBlocksResponse]
     """Writes the leading blocks of a list into the caller's memory and returns
-    when they are there. What one call left unsettled is asked by SettlePush.
+    when they are there. What became of a call that failed, SettlePush knows.
     """
     SettlePush: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.SettlePushRequest, baton.v1.kv_peer_pb2.SettlePushResponse]
     """Whether a push can write no more. One that has not begun never will."""
@@ -71,7 +71,7 @@ class KvPeerServiceAsyncStub(KvPeerServiceStub):
     """The bytes of the leading blocks of a list."""
     PushBlocks: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.PushBlocksRequest, baton.v1.kv_peer_pb2.PushBlocksResponse]  # type: ignore[assignment]
     """Writes the leading blocks of a list into the caller's memory and returns
-    when they are there. What one call left unsettled is asked by SettlePush.
+    when they are there. What became of a call that failed, SettlePush knows.
     """
     SettlePush: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.SettlePushRequest, baton.v1.kv_peer_pb2.SettlePushResponse]  # type: ignore[assignment]
     """Whether a push can write no more. One that has not begun never will."""
@@ -122,7 +122,7 @@ class KvPeerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.kv_peer_pb2.PushBlocksResponse, collections.abc.Awaitable[baton.v1.kv_peer_pb2.PushBlocksResponse]]:
         """Writes the leading blocks of a list into the caller's memory and returns
-        when they are there. What one call left unsettled is asked by SettlePush.
+        when they are there. What became of a call that failed, SettlePush knows.
         """
 
     @abc.abstractmethod

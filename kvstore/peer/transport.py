@@ -77,7 +77,9 @@ class PeerTransport(ABC):
 
     @abstractmethod
     def has_settled(self, peer_id: str) -> bool:
-        """Whether nothing begun with a peer, removed or not, can write to memory any more."""
+        """Whether nothing that was begun with a peer before it was last removed can write to
+        memory any more: neither this agent's reads nor the peer's own writes to it, if it is gone.
+        """
 
     @abstractmethod
     def read(

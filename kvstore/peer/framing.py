@@ -1,0 +1,99 @@
+"""Blocks in the messages of `ReadBlocks`, with as few copies as grpc allows. Pure.
+
+The messages are protobuf's `ReadBlocksResponse`, put together and taken apart
+by hand: protobuf itself would copy the bytes once more on each side, and once
+more for Python. What they carry is one stream of bytes, header and payload of
+the first block, header and payload of the second, and so on.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["MAX_CHUNK_BYTES", "FrameFiller", "FramingError", "pack_chunks", "to_message", "to_view"]
+
+MAX_CHUNK_BYTES = 1 << 20
+
+_TAG = 0x0A  # field 1, a length and bytes
+
+
+class FramingError(ValueError):
+    """A message is not what a lender sends."""
+
+
+def pack_chunks(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Cuts and gathers buffers into lists of at most `MAX_CHUNK_BYTES`, the last one shorter."""
+    chunk: list[memoryview] = []
+    room = MAX_CHUNK_BYTES
+    for buffer in buffers:
+        rest = buffer
+        while len(rest):
+            part, rest = rest[:room], rest[room:]
+            chunk.append(part)
+            room -= len(part)
+            if not room:
+                yield chunk
+                chunk, room = [], MAX_CHUNK_BYTES
+    if chunk:
+        yield chunk
+
+
+def to_message(chunk: Sequence[memoryview]) -> bytes:
+    """The message that carries a chunk; copies it once."""
+    length = sum(map(len, chunk))
+    prefix = bytearray([_TAG])
+    while length > 0x7F:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    prefix.append(length)
+    return b"".join((prefix, *chunk))
+
+
+def to_view(message: bytes) -> memoryview:
+    """What a message carries, where it lies.
+
+    Raises:
+        FramingError: the message is something else.
+    """
+    length = shift = 0
+    for index in range(1, min(len(message), 6)):
+        length |= (message[index] & 0x7F) << shift
+        shift += 7
+        if message[index] < 0x80:
+            if message[0] != _TAG or index + 1 + length != len(message):
+                break
+            return memoryview(message)[index + 1 :]
+    raise FramingError("not a message of blocks")
+
+
+class FrameFiller:
+    """Copies a stream of bytes into slots, one behind the other.
+
+    Args:
+        slots: writable, each as long as a frame of header and payload.
+    """
+
+    def __init__(self, slots: Sequence[memoryview]) -> None:
+        self._slots = slots
+        self._slot = 0
+        self._offset = 0
+
+    @property
+    def num_full(self) -> int:
+        """Slots filled to the end."""
+        return self._slot
+
+    def feed(self, data: memoryview) -> None:
+        """Takes the next bytes in.
+
+        Raises:
+            FramingError: they are more than fit.
+        """
+        while len(data):
+            if self._slot == len(self._slots):
+                raise FramingError("more bytes came than were asked for")
+            slot = self._slots[self._slot]
+            part = data[: len(slot) - self._offset]
+            slot[self._offset : self._offset + len(part)] = part
+            data = data[len(part) :]
+            self._offset += len(part)
+            if self._offset == len(slot):
+                self._slot, self._offset = self._slot + 1, 0

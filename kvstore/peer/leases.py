@@ -1,0 +1,290 @@
+"""`LeaseTable`: which blocks are lent, to whom, and until when. Pure.
+
+A lease begins with its first save and lasts `lease_s` from its last save or
+renewal. What it lends is found by key, until it ends or runs out. From then on
+nobody finds it, and when the last read that had found it is over, its save
+jobs are released, each exactly once.
+
+A read has a deadline of its own, past which it is cut off: whoever copies out
+of blocks does so within `BlockRead.copying`, which fails from then on.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+__all__ = ["BlockRead", "LeaseGoneError", "LeaseTable", "LentBlock", "Released"]
+
+
+class LeaseGoneError(Exception):
+    """The lease is over or was never there, or the read has been cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class LentBlock:
+    """A block that others may read.
+
+    Attributes:
+        key: what it is found by.
+        header: the codec's, for its bytes under this key.
+        object_id: its place in the pool, as `kvstore.transfer_form.PoolCut` numbers them.
+        tail_slot: where a copy of it lies that is lent in its stead; None if it is lent itself.
+    """
+
+    key: bytes
+    header: bytes
+    object_id: int
+    tail_slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What nobody reads any more: save jobs, and the slots of their tails."""
+
+    job_ids: tuple[int, ...] = ()
+    tail_slots: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    expires_at: float
+    blocks: dict[bytes, LentBlock] = field(default_factory=dict)
+    job_ids: list[int] = field(default_factory=list)
+    tail_slots: list[int] = field(default_factory=list)
+    num_saves: int = 0  # begun and not over
+    num_reads: int = 0  # open
+    is_over: bool = False
+
+
+class BlockRead:
+    """Blocks that were found and stay until the read is closed or cut off.
+
+    Attributes:
+        read_id: names it.
+        blocks: the leading ones of those asked for.
+        deadline: when it is cut off.
+    """
+
+    def __init__(
+        self, read_id: int, lease: _Lease, blocks: list[LentBlock], deadline: float
+    ) -> None:
+        self.read_id = read_id
+        self.blocks = blocks
+        self.deadline = deadline
+        self._lease = lease
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """While bytes are copied out of the blocks. Keep it short: closing waits for it.
+
+        Raises:
+            LeaseGoneError: the read is over.
+        """
+        with self._lock:
+            if not self._is_open:
+                raise LeaseGoneError("the read was cut off")
+            yield
+
+    def _end(self) -> _Lease:
+        with self._lock:
+            self._is_open = False
+        return self._lease
+
+
+class LeaseTable:
+    """All leases of one process. Any thread may call any method.
+
+    Args:
+        lease_s: how long a lease lasts from its last save or renewal.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
+        self._lease_s = lease_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases: dict[str, _Lease] = {}  # those that can be read and renewed
+        self._saves: dict[int, _Lease] = {}
+        self._reads: dict[int, BlockRead] = {}
+        self._read_ids = itertools.count(1)
+        self._released = Released()
+        # Headers of lent blocks, by key and place, and how many leases lend them.
+        self._headers: dict[tuple[bytes, int], tuple[bytes, int]] = {}
+
+    # Saves.
+
+    def begin_save(self, lease_id: str, job_id: int) -> None:
+        """A save for a lease is under way, which begins or goes on."""
+        with self._lock:
+            lease = self._leases.setdefault(lease_id, _Lease(0.0))
+            lease.expires_at = self._clock() + self._lease_s
+            lease.num_saves += 1
+            self._saves[job_id] = lease
+
+    def known_header(self, key: bytes, object_id: int) -> bytes | None:
+        """The header of a block that another lease lends: its bytes are the same."""
+        with self._lock:
+            found = self._headers.get((key, object_id))
+        return None if found is None else found[0]
+
+    def end_save(self, job_id: int, blocks: Sequence[LentBlock] | None) -> bool:
+        """A save is over: lends its blocks, unless the lease is over.
+
+        Args:
+            job_id: of `begin_save`.
+            blocks: all of the job's; None if it failed.
+
+        Returns:
+            Whether they are lent, and the job is held until it is released.
+        """
+        with self._lock:
+            lease = self._saves.pop(job_id)
+            lease.num_saves -= 1
+            if lease.is_over or blocks is None:
+                self._settle(lease)
+                return False
+            lease.expires_at = self._clock() + self._lease_s
+            lease.job_ids.append(job_id)
+            for block in blocks:
+                self._lend(lease, block)
+            return True
+
+    # Reads.
+
+    def open_read(self, lease_id: str, keys: Sequence[bytes], timeout_s: float) -> BlockRead:
+        """Finds the leading blocks of a list; they stay until `close_read` or the deadline.
+
+        Raises:
+            LeaseGoneError: there is no such lease.
+        """
+        with self._lock:
+            lease = self._find(lease_id)
+            found = map(lease.blocks.get, keys)
+            blocks = [b for b in itertools.takewhile(lambda block: block is not None, found) if b]
+            read = BlockRead(next(self._read_ids), lease, blocks, self._clock() + timeout_s)
+            lease.num_reads += 1
+            self._reads[read.read_id] = read
+            return read
+
+    def close_read(self, read_id: int) -> None:
+        """A read is over. Unknown ids are fine."""
+        with self._lock:
+            self._close_read(read_id)
+
+    # Ends.
+
+    def renew(self, lease_ids: Sequence[str]) -> list[str]:
+        """Extends leases; returns those that are gone."""
+        with self._lock:
+            gone = []
+            for lease_id in lease_ids:
+                try:
+                    self._find(lease_id).expires_at = self._clock() + self._lease_s
+                except LeaseGoneError:
+                    gone.append(lease_id)
+            return gone
+
+    def end(self, lease_ids: Sequence[str]) -> None:
+        """Nobody needs the leases any longer. Unknown ids are fine."""
+        with self._lock:
+            for lease_id in lease_ids:
+                if lease_id in self._leases:
+                    self._end_lease(lease_id)
+
+    def end_all(self) -> None:
+        """Ends every lease."""
+        with self._lock:
+            for lease_id in list(self._leases):
+                self._end_lease(lease_id)
+
+    def sweep(self) -> int:
+        """Ends what has run out: leases, and reads past their deadlines.
+
+        Returns:
+            How many leases ran out.
+        """
+        with self._lock:
+            now = self._clock()
+            for read_id in [r.read_id for r in self._reads.values() if r.deadline <= now]:
+                self._close_read(read_id)
+            expired = [name for name, lease in self._leases.items() if lease.expires_at <= now]
+            for lease_id in expired:
+                self._end_lease(lease_id)
+            return len(expired)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `sweep` is next due; it may prove too early, never too late."""
+        with self._lock:
+            deadlines = [lease.expires_at for lease in self._leases.values()]
+            deadlines += [read.deadline for read in self._reads.values()]
+            return min(deadlines, default=None)
+
+    @property
+    def has_released(self) -> bool:
+        """Whether `take_released` has something."""
+        return bool(self._released.job_ids or self._released.tail_slots)
+
+    def take_released(self) -> Released:
+        """What has been released since the last call."""
+        with self._lock:
+            released, self._released = self._released, Released()
+            return released
+
+    # With the lock held.
+
+    def _find(self, lease_id: str) -> _Lease:
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.expires_at <= self._clock():
+            self._end_lease(lease_id)
+            lease = None
+        if lease is None:
+            raise LeaseGoneError(f"there is no lease {lease_id!r}")
+        return lease
+
+    def _lend(self, lease: _Lease, block: LentBlock) -> None:
+        if block.tail_slot is not None:
+            lease.tail_slots.append(block.tail_slot)
+        if block.key in lease.blocks:
+            return  # saved twice for one lease: the first copy will do
+        lease.blocks[block.key] = block
+        place = (block.key, block.object_id)
+        if block.tail_slot is None:
+            _, count = self._headers.get(place, (b"", 0))
+            self._headers[place] = (block.header, count + 1)
+
+    def _end_lease(self, lease_id: str) -> None:
+        lease = self._leases.pop(lease_id)
+        lease.is_over = True
+        for block in lease.blocks.values():
+            self._forget_header(block)
+        lease.blocks.clear()
+        self._settle(lease)
+
+    def _forget_header(self, block: LentBlock) -> None:
+        place = (block.key, block.object_id)
+        if block.tail_slot is None:
+            header, count = self._headers.pop(place)
+            if count > 1:
+                self._headers[place] = (header, count - 1)
+
+    def _close_read(self, read_id: int) -> None:
+        read = self._reads.pop(read_id, None)
+        if read is not None:
+            lease = read._end()
+            lease.num_reads -= 1
+            self._settle(lease)
+
+    def _settle(self, lease: _Lease) -> None:
+        """Releases what an ended lease had lent, once nobody reads it."""
+        if lease.is_over and not lease.num_reads:
+            self._released = Released(
+                (*self._released.job_ids, *lease.job_ids),
+                (*self._released.tail_slots, *lease.tail_slots),
+            )
+            lease.job_ids.clear()
+            lease.tail_slots.clear()

@@ -1,0 +1,174 @@
+"""Leases and reads at random: every job is released once, and never under a read."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from kvstore.peer.leases import BlockRead, LeaseGoneError, LeaseTable, LentBlock
+
+LEASE_S = 10
+READ_S = 4
+LEASES = st.sampled_from(["a", "b", "c"])
+KEYS = st.lists(st.sampled_from([b"1", b"2", b"3", b"4"]), min_size=1, max_size=4, unique=True)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """The model: what each lease lends, and which jobs each read depends on."""
+
+    saves = Bundle("saves")
+    reads = Bundle("reads")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.table = LeaseTable(LEASE_S, lambda: self.now)
+        self.num_jobs = 0
+        self.lent: dict[str, dict[bytes, int]] = {}  # lease -> key -> job
+        self.expires: dict[str, float] = {}
+        self.lease_jobs: dict[str, set[int]] = {}
+        self.save_of: dict[int, tuple[str, int]] = {}
+        self.incarnation = 0
+        self.lease_incarnation: dict[str, int] = {}
+        self.held: set[int] = set()  # jobs told to be held, not released yet
+        self.over: set[int] = set()  # of them, those whose lease has ended
+        self.open: dict[BlockRead, set[int]] = {}
+
+    def _forget(self, lease: str) -> None:
+        self.over |= self.lease_jobs.pop(lease)
+        del self.lent[lease], self.expires[lease], self.lease_incarnation[lease]
+
+    def _expire(self) -> None:
+        for lease in [name for name, at in self.expires.items() if at <= self.now]:
+            self._forget(lease)
+        for read in [read for read in self.open if read.deadline <= self.now]:
+            del self.open[read]
+
+    @rule(target=saves, lease=LEASES)
+    def begin_save(self, lease: str) -> int:
+        self.table.sweep()
+        job, self.num_jobs = self.num_jobs, self.num_jobs + 1
+        if lease not in self.lent:
+            self.incarnation += 1
+            self.lent[lease], self.lease_jobs[lease] = {}, set()
+            self.lease_incarnation[lease] = self.incarnation
+        self.expires[lease] = self.now + LEASE_S
+        self.save_of[job] = (lease, self.lease_incarnation[lease])
+        self.table.begin_save(lease, job)
+        return job
+
+    @rule(job=consumes(saves), keys=KEYS, is_good=st.booleans())
+    def end_save(self, job: int, keys: list[bytes], is_good: bool) -> None:
+        self.table.sweep()
+        lease, incarnation = self.save_of.pop(job)
+        blocks = [LentBlock(key, b"h" + key, job * 10 + i) for i, key in enumerate(keys)]
+        is_lent = self.table.end_save(job, blocks if is_good else None)
+
+        assert is_lent == (is_good and self.lease_incarnation.get(lease) == incarnation)
+        if is_lent:
+            self.held.add(job)
+            self.lease_jobs[lease].add(job)
+            self.expires[lease] = self.now + LEASE_S
+            for key in keys:
+                self.lent[lease].setdefault(key, job)
+
+    @rule(target=reads, lease=LEASES, keys=KEYS)
+    def open_read(self, lease: str, keys: list[bytes]) -> object:
+        if lease not in self.lent:
+            with pytest.raises(LeaseGoneError):
+                self.table.open_read(lease, keys, READ_S)
+            return multiple()
+        read = self.table.open_read(lease, keys, READ_S)
+        found = [
+            key for index, key in enumerate(keys) if set(keys[: index + 1]) <= set(self.lent[lease])
+        ]
+        assert [block.key for block in read.blocks] == found
+        assert [block.object_id // 10 for block in read.blocks] == [
+            self.lent[lease][k] for k in found
+        ]
+        self.open[read] = {block.object_id // 10 for block in read.blocks}
+        return read
+
+    @rule(read=reads)
+    def copy(self, read: BlockRead) -> None:
+        self.table.sweep()
+        if read in self.open:
+            with read.copying():
+                self._check_released()
+        else:
+            with pytest.raises(LeaseGoneError), read.copying():
+                pass
+
+    @rule(read=reads)
+    def close_read(self, read: BlockRead) -> None:
+        self.table.close_read(read.read_id)
+        self.open.pop(read, None)
+
+    @rule(leases=st.lists(LEASES, unique=True))
+    def renew(self, leases: list[str]) -> None:
+        gone = self.table.renew(leases)
+        assert gone == [lease for lease in leases if lease not in self.lent]
+        for lease in set(leases) - set(gone):
+            self.expires[lease] = self.now + LEASE_S
+
+    @rule(leases=st.lists(LEASES, unique=True))
+    def end(self, leases: list[str]) -> None:
+        self.table.end(leases)
+        for lease in set(leases) & self.lent.keys():
+            self._forget(lease)
+
+    @rule(seconds=st.integers(1, 6))
+    def pass_time(self, seconds: int) -> None:
+        self.now += seconds
+        deadline = self.table.next_deadline
+        if deadline is not None and deadline <= self.now:
+            self.table.sweep()
+        self._expire()
+
+    @invariant()
+    def _check_released(self) -> None:
+        released = self.table.take_released().job_ids
+        assert len(set(released)) == len(released)
+        assert set(released) <= self.held & self.over, "only what was held, and once"
+        for jobs in self.open.values():
+            assert not jobs & set(released), "never under a read"
+        self.held -= set(released)
+
+    def teardown(self) -> None:
+        self.table.end_all()
+        for read in self.open:
+            self.table.close_read(read.read_id)
+        assert set(self.table.take_released().job_ids) == self.held, "nothing stays behind"
+        assert not self.table._headers
+        assert not self.table._reads
+
+
+LeaseMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestLeases = LeaseMachine.TestCase
+
+
+def test_a_block_that_several_leases_lend_is_hashed_once() -> None:
+    table = LeaseTable(LEASE_S, lambda: 0.0)
+    for job, lease in enumerate("ab"):
+        table.begin_save(lease, job)
+        table.end_save(job, [LentBlock(b"k", b"header", 7)])
+
+    table.end(["a"])
+    assert table.known_header(b"k", 7) == b"header"
+    assert table.known_header(b"k", 8) is None
+    table.end(["b"])
+    assert table.known_header(b"k", 7) is None
+
+
+def test_slots_of_tails_come_back_with_their_jobs() -> None:
+    table = LeaseTable(LEASE_S, lambda: 0.0)
+    table.begin_save("a", 0)
+    table.end_save(0, [LentBlock(b"k", b"header", 7, tail_slot=3)])
+    assert table.known_header(b"k", 7) is None, "the block itself is not what was hashed"
+
+    table.end(["a"])
+    released = table.take_released()
+    assert released.job_ids == (0,)
+    assert released.tail_slots == (3,)
