@@ -73,9 +73,22 @@ class StoreCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of one store object since it was opened, and the store's size.
+    """Counters of one store object since it was opened, and the store's size and age.
 
-    `num_objects` and `num_bytes` are None where the backend cannot tell cheaply.
+    None stands for what the backend cannot tell cheaply.
+
+    Attributes:
+        puts: keys given to `put_many`, those that existed too.
+        gets: keys asked of `get_many_into` and `map_many`.
+        hits: of them, those that were found with the right size.
+        put_bytes: of all puts.
+        get_bytes: of all hits.
+        num_objects: that the store holds, whoever put them.
+        num_bytes: of them.
+        oldest_age_s: seconds since the least recently touched object was touched. A store
+            that only learns it now and then tells what it last saw.
+        evictions: objects that this store object removed to make room.
+        expirations: objects that it removed because their TTL was over.
     """
 
     puts: int
@@ -85,6 +98,9 @@ class StoreStats:
     get_bytes: int
     num_objects: int | None
     num_bytes: int | None
+    oldest_age_s: float | None = None
+    evictions: int | None = None
+    expirations: int | None = None
 
 
 class KvStore(ABC):
@@ -156,7 +172,7 @@ class KvStore(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Counters and size. Never raises."""
+        """Counters, size and age. Never raises."""
 
     @abstractmethod
     def close(self) -> None:

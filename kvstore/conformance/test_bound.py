@@ -38,6 +38,16 @@ def test_objects_keep_to_the_bound(open_bounded: StoreOpener) -> None:
     assert alive == sorted(alive), "a younger object went before an older one"
 
 
+def test_evictions_are_counted_where_they_are_known(open_bounded: StoreOpener) -> None:
+    store = open_bounded()
+    keys = random_keys(2 * _CAPACITY)
+    for key in keys:
+        _put(store, key)
+    num_gone = len(keys) - sum(_alive(store, keys))
+    evictions = store.stats().evictions
+    assert evictions is None or evictions >= num_gone
+
+
 def test_two_stores_keep_to_one_bound(open_bounded: StoreOpener) -> None:
     first, second = open_bounded(), open_bounded()
     keys = random_keys(4 * _CAPACITY)

@@ -64,6 +64,12 @@ def test_the_size_counts_what_is_there(store: KvStore) -> None:
         assert after.num_bytes - before.num_bytes == 3000
 
 
+def test_the_oldest_age_is_not_negative(store: KvStore) -> None:
+    store.put_many(random_keys(1), [filled(1, 1000)])
+    age_s = store.stats().oldest_age_s
+    assert age_s is None or age_s >= 0
+
+
 def test_closing_twice_is_fine(open_kv_store: StoreOpener) -> None:
     store = open_kv_store()
     store.close()

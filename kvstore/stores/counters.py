@@ -9,12 +9,17 @@ __all__ = ["StoreCounters"]
 
 
 class StoreCounters:
-    """Counts the puts and gets of one store object. Thread-safe."""
+    """Counts the puts and gets of one store object. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        sees_removals: whether the store itself evicts and expires, and counts it here.
+    """
+
+    def __init__(self, *, sees_removals: bool = False) -> None:
         self._lock = Lock()
         self._puts = self._gets = self._hits = 0
         self._put_bytes = self._get_bytes = 0
+        self._evictions = self._expirations = 0 if sees_removals else None
 
     def count_puts(self, values: Sequence[memoryview]) -> None:
         """Counts one `put_many`, whether or not its keys existed."""
@@ -35,8 +40,16 @@ class StoreCounters:
             self._hits += len(hit_bytes)
             self._get_bytes += sum(hit_bytes)
 
-    def snapshot(self, *, num_objects: int | None, num_bytes: int | None) -> StoreStats:
-        """The counters as they are, with the store's size."""
+    def count_removals(self, *, evictions: int = 0, expirations: int = 0) -> None:
+        """Counts objects that the store removed of itself. Only with `sees_removals`."""
+        with self._lock:
+            self._evictions = (self._evictions or 0) + evictions
+            self._expirations = (self._expirations or 0) + expirations
+
+    def snapshot(
+        self, *, num_objects: int | None, num_bytes: int | None, oldest_age_s: float | None = None
+    ) -> StoreStats:
+        """The counters as they are, with the store's size and age."""
         with self._lock:
             return StoreStats(
                 self._puts,
@@ -46,4 +59,7 @@ class StoreCounters:
                 self._get_bytes,
                 num_objects,
                 num_bytes,
+                oldest_age_s,
+                self._evictions,
+                self._expirations,
             )

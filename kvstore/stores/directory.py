@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self
 
 from kvstore.store import GetStatus, KvStore, StoreCapabilities, StoreStats
-from kvstore.stores.counters import StoreCounters
 from kvstore.stores.file_io import os_errors_as_unavailable, status_of
+from kvstore.stores.folder_space import FolderSpace
 from kvstore.stores.object_folder import ObjectFolder
 from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
 
@@ -27,11 +27,12 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder i
 class _DirectoryStore(KvStore):
     """What both stores do, once the folder is chosen."""
 
-    def __init__(self, folder: ObjectFolder, ttl_s: float, lease_s: float) -> None:
-        self.ttl_s = ttl_s
-        self.lease_s = lease_s
+    def __init__(self, folder: ObjectFolder, space: FolderSpace) -> None:
+        self.ttl_s = space.ttl_s
+        self.lease_s = space.lease_s
         self._folder = folder
-        self._counters = StoreCounters()
+        self._space = space
+        self._counters = space.counters
         self._is_closed = False
 
     @classmethod
@@ -45,18 +46,17 @@ class _DirectoryStore(KvStore):
         max_bytes = parts.num_bytes("max_bytes")
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder = ObjectFolder(
+            space = FolderSpace(
                 path,
                 ttl_s=ttl_s,
                 lease_s=lease_s,
                 max_bytes=max_bytes,
                 default_max_bytes=default_max_bytes,
                 timeout_s=timeout_s,
-                syncs=syncs,
             )
         except OSError as error:
             raise parts.error(f"cannot use the folder {path}: {error.strerror}") from error
-        return cls(folder, ttl_s, lease_s)
+        return cls(ObjectFolder(space, syncs=syncs), space)
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """See `KvStore.put_many`."""
@@ -87,14 +87,16 @@ class _DirectoryStore(KvStore):
 
     def stats(self) -> StoreStats:
         """See `KvStore.stats`."""
-        num_bytes = None if self._is_closed else self._folder.num_bytes()
-        return self._counters.snapshot(num_objects=None, num_bytes=num_bytes)
+        num_bytes = None if self._is_closed else self._space.num_bytes()
+        return self._counters.snapshot(
+            num_objects=None, num_bytes=num_bytes, oldest_age_s=self._space.oldest_age_s
+        )
 
     def close(self) -> None:
         """See `KvStore.close`."""
         if not self._is_closed:
             self._is_closed = True
-            self._folder.close()
+            self._space.close()
 
 
 class FileStore(_DirectoryStore):

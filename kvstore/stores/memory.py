@@ -33,7 +33,8 @@ class _Objects:
     """The objects of one name, the least recently touched first.
 
     As all objects have one TTL and one lease, that order is also the order in
-    which both end. Every method is called with `lock` held.
+    which both end. Every method is called with `lock` held. What a call evicts
+    or finds expired it counts with its caller's counters.
     """
 
     ttl_s: float
@@ -57,15 +58,17 @@ class _Objects:
         self.entries.move_to_end(key)
         return entry.value
 
-    def insert(self, key: bytes, value: bytes) -> None:
+    def insert(self, key: bytes, value: bytes, counters: StoreCounters) -> None:
         """Adds an object that does not live, after the expired ones went and made room.
 
         Raises:
             StoreUnavailableError: leased objects leave too little room; none was evicted.
         """
-        self._remove_expired()
-        for evicted_key in self._choose_evicted(len(value)):
-            self.remove(evicted_key)
+        self.remove_expired(counters)
+        evicted_keys = self._choose_evicted(len(value))
+        for evicted_key in evicted_keys:
+            self.remove(evicted_key, counters)
+        counters.count_removals(evictions=len(evicted_keys))
         self.entries[key] = _Entry(value, monotonic())
         self.num_bytes += len(value)
 
@@ -84,19 +87,27 @@ class _Objects:
             excess_bytes -= len(entry.value)
         return chosen
 
-    def remove(self, key: bytes) -> bool:
+    def remove(self, key: bytes, counters: StoreCounters) -> bool:
         """Removes an object; whether it was there and alive."""
-        was_alive = self.find(key) is not None
         entry = self.entries.pop(key, None)
-        self.num_bytes -= len(entry.value) if entry else 0
-        return was_alive
+        if entry is None:
+            return False
+        self.num_bytes -= len(entry.value)
+        is_expired = self._is_expired(entry)
+        counters.count_removals(expirations=is_expired)
+        return not is_expired
 
-    def _remove_expired(self) -> None:
+    def remove_expired(self, counters: StoreCounters) -> None:
+        """Removes what is not alive."""
         while self.entries:
             key, entry = next(iter(self.entries.items()))
             if not self._is_expired(entry):
                 return
-            self.remove(key)
+            self.remove(key, counters)
+
+    def oldest_age_s(self) -> float | None:
+        """Seconds since the first object was touched; None where there is none."""
+        return next((self._age_s(entry) for entry in self.entries.values()), None)
 
     def _is_expired(self, entry: _Entry) -> bool:
         return self._age_s(entry) > self.ttl_s
@@ -125,7 +136,7 @@ class MemoryStore(KvStore):
         self.lease_s = objects.lease_s
         self._name = name
         self._objects = objects
-        self._counters = StoreCounters()
+        self._counters = StoreCounters(sees_removals=True)
         self._is_closed = False
 
     @classmethod
@@ -173,7 +184,7 @@ class MemoryStore(KvStore):
         copy = bytes(value)  # outside the lock: it is the long part
         with objects.lock:
             if objects.touch(key) is None:
-                objects.insert(key, copy)
+                objects.insert(key, copy, self._counters)
 
     def get_many_into(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
@@ -194,13 +205,18 @@ class MemoryStore(KvStore):
     def delete(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.delete`."""
         with self._objects.lock:
-            return sum(self._objects.remove(key) for key in keys)
+            return sum(self._objects.remove(key, self._counters) for key in keys)
 
     def stats(self) -> StoreStats:
         """See `KvStore.stats`."""
-        with self._objects.lock:
-            num_objects, num_bytes = len(self._objects.entries), self._objects.num_bytes
-        return self._counters.snapshot(num_objects=num_objects, num_bytes=num_bytes)
+        objects = self._objects
+        with objects.lock:
+            objects.remove_expired(self._counters)
+            return self._counters.snapshot(
+                num_objects=len(objects.entries),
+                num_bytes=objects.num_bytes,
+                oldest_age_s=objects.oldest_age_s(),
+            )
 
     def close(self) -> None:
         """Leaves the name; its objects go with the last user."""

@@ -17,7 +17,7 @@ from baton.errors import ConfigurationError
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores import directory, object_folder
+from kvstore.stores import directory, folder_space, object_folder
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -233,7 +233,7 @@ def test_a_look_up_touches_what_lives_and_nothing_else(folder):
 
 def test_what_is_touched_while_others_are_evicted_stays(folder, monkeypatch):
     keys = random_keys(9)
-    list_objects = object_folder.list_objects
+    list_objects = folder_space.list_objects
 
     with opened(folder, max_bytes=1000) as store:
         for key in keys:
@@ -244,7 +244,7 @@ def test_what_is_touched_while_others_are_evicted_stays(folder, monkeypatch):
             assert store.contains_prefix(keys[:2]) == 2
             return listed
 
-        monkeypatch.setattr(object_folder, "list_objects", list_and_touch)
+        monkeypatch.setattr(folder_space, "list_objects", list_and_touch)
         store.put_many(random_keys(1), [filled(1, 200)])
         assert store.contains_prefix(keys[:2]) == 2
         assert store.contains_prefix(keys[2:3]) == 0
@@ -318,6 +318,24 @@ def test_what_cannot_be_synced_is_refused(url, message):
         open_store(url)
 
 
+def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(folder):
+    keys = random_keys(10)
+    now_ns = time.time_ns()
+    with opened(folder, ttl_s=600) as store:
+        assert store.stats().oldest_age_s is None
+        store.put_many(keys, [filled(1, 100)] * 10)
+    for key, age_s in zip(keys, (1000, 900, 500, 400, 300, 200, 100, 90, 80, 70), strict=True):
+        os.utime(object_path(folder, key), ns=(now_ns - age_s * 10**9,) * 2)
+    with opened(folder, ttl_s=600, max_bytes=900) as store:
+        stats = store.stats()
+        assert (stats.evictions, stats.expirations) == (0, 2)
+        assert 500 <= stats.oldest_age_s < 590
+        store.put_many(random_keys(1), [filled(1, 200)])
+        stats = store.stats()
+        assert (stats.evictions, stats.expirations) == (3, 2)
+        assert 200 <= stats.oldest_age_s < 290
+
+
 def _churn(folder, number):
     with opened(folder, max_bytes=40_000, timeout_s=30) as store:
         keys = random_keys(150)
@@ -344,7 +362,7 @@ def test_the_default_bound_is_half_of_the_free_space(folder, monkeypatch):
         in_use = used_bytes(folder)
         return shutil._ntuple_diskusage(100_000, in_use, 100_000 - in_use)
 
-    monkeypatch.setattr(object_folder.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(folder_space.shutil, "disk_usage", disk_usage)
     for _ in range(3):
         with opened(folder) as store:
             store.put_many(random_keys(100), [filled(1, 1000)] * 100)

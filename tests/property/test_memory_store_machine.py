@@ -26,6 +26,7 @@ class MemoryStoreMachine(RuleBasedStateMachine):
         url = f"memory://machine?ttl_s={_TTL_S}&lease_s={_LEASE_S}&max_bytes={_MAX_BYTES}"
         self.store = memory.MemoryStore.from_url(url)
         self.model = {}
+        self.num_evicted = self.num_expired = 0
 
     def teardown(self):
         self.store.close()
@@ -39,7 +40,9 @@ class MemoryStoreMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(1, 5))
     def wait(self, seconds):
         self.now_s += seconds
-        self.model = {k: v for k, v in self.model.items() if self.now_s - v[1] <= _TTL_S}
+        alive = {k: v for k, v in self.model.items() if self.now_s - v[1] <= _TTL_S}
+        self.num_expired += len(self.model) - len(alive)
+        self.model = alive
 
     def oldest_in_the_way(self, size):
         """The oldest keys without which an object of that size fits."""
@@ -61,12 +64,13 @@ class MemoryStoreMachine(RuleBasedStateMachine):
                 self.store.put_many([key], [memoryview(value)])
         else:
             self.store.put_many([key], [memoryview(value)])
+            self.num_evicted += len(in_the_way)
             for evicted_key in in_the_way:
                 del self.model[evicted_key]
             kept_value, _ = self.model.pop(key, (value, 0))
             self.model[key] = (kept_value, self.now_s)
         if key not in self.model or self.model[key][0] is value:
-            assert self.store.stats().num_objects == len(self.model), "expired objects take memory"
+            assert len(self.store._objects.entries) == len(self.model), "expired take memory"
 
     @rule(key=_KEYS, size=_SIZES)
     def get(self, key, size):
@@ -94,7 +98,16 @@ class MemoryStoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_bounded(self):
-        assert self.store.stats().num_bytes <= _MAX_BYTES
+        assert self.store._objects.num_bytes <= _MAX_BYTES
+
+    @rule()
+    def stats(self):
+        stats = self.store.stats()
+        assert stats.num_objects == len(self.model)
+        assert stats.num_bytes == sum(len(value) for value, _ in self.model.values())
+        assert (stats.evictions, stats.expirations) == (self.num_evicted, self.num_expired)
+        oldest_s = min((touched_s for _, touched_s in self.model.values()), default=None)
+        assert stats.oldest_age_s == (None if oldest_s is None else self.now_s - oldest_s)
 
 
 TestMemoryStore = MemoryStoreMachine.TestCase
