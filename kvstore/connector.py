@@ -33,6 +33,7 @@ from typing import Any
 
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
+from kvstore.metrics import KvMetrics
 
 __all__ = [
     "ConnectorWork",
@@ -106,12 +107,15 @@ class LoadResult:
     """The first `num_blocks` blocks hold verified bytes; the rest must not be read.
 
     `error` says why, where fewer than asked arrived: "missing", "corrupt",
-    "unavailable", "cancelled".
+    "unavailable", "cancelled", "failed". `seconds` is how long the bytes took to
+    come, and says more than the time until the engine asks; 0 if nobody measured
+    it. It is no part of what makes results equal.
     """
 
     job_id: int
     num_blocks: int
     error: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +123,13 @@ class SaveResult:
     """Whether every block of the job can now be loaded by others.
 
     `is_held`: they are read where they lie, until `TransferResults.released` names the job.
+    `error` says why it is not committed, as in `LoadResult`, where that is known.
     """
 
     job_id: int
     committed: bool
     is_held: bool = False
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +294,16 @@ class KvConnectorWorker(ABC):
     @abstractmethod
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is to be called, from any thread, when `poll` has news."""
+
+    def measure(self, metrics: KvMetrics, backend: str) -> None:  # noqa: B027 - may do nothing
+        """Counts what the backend does from now on, for Prometheus.
+
+        Called once, before `start`. The engine counts jobs by itself.
+
+        Args:
+            metrics: where to count.
+            backend: what to call it there; a connector of several adds to the name.
+        """
 
     @abstractmethod
     def start(self, work: ConnectorWork) -> None:

@@ -14,6 +14,7 @@ then is the piece over and its segment free.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -218,9 +219,9 @@ class StagedMover:
             job_id = job.job.job_id
             del self._jobs[job_id]
             if isinstance(job.job, LoadJob):
-                loads.append(LoadResult(job_id, job.num_good_prefix, job.error))
+                loads.append(LoadResult(job_id, job.num_good_prefix, job.error, job.seconds))
             else:
-                saves.append(SaveResult(job_id, committed=not job.error))
+                saves.append(SaveResult(job_id, committed=not job.error, error=job.error))
         return loads, saves
 
     # I/O threads.
@@ -245,6 +246,7 @@ class StagedMover:
             _logger.warning("KV transfer: %s", cause)
         except Exception:
             _logger.exception("KV transfer failed")
+        piece.job.told_at = time.monotonic()
         self._tell(news)
 
     def _tell(self, news: _News) -> None:

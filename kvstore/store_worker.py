@@ -18,6 +18,8 @@ from kvstore.connector import (
     TransferResults,
 )
 from kvstore.layout import KvLayout
+from kvstore.measured import MeasuredBackend
+from kvstore.metrics import KvMetrics
 from kvstore.staged_mover import Backend, StagedMover
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
 
@@ -44,6 +46,7 @@ class StoreConnectorWorker(KvConnectorWorker):
         store: KvStore,
         make_copier: "Callable[[Any, KvLayout], BlockCopier] | None" = None,
     ) -> None:
+        self._read_stats = store.stats
         self._store = BreakerStore(store)
         self._mover = StagedMover(_StoreBackend(self._store), self._wake_engine, make_copier)
         # Look-ups get a thread of their own: they must not queue behind bulk.
@@ -63,6 +66,13 @@ class StoreConnectorWorker(KvConnectorWorker):
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `KvConnectorWorker.set_waker`."""
         self._wake = wake
+
+    def measure(self, metrics: KvMetrics, backend: str) -> None:
+        """See `KvConnectorWorker.measure`."""
+        counted, store = metrics.of(backend), self._store
+        self.wrap_backend(lambda inner: MeasuredBackend(inner, counted))
+        counted.read_stats = self._read_stats
+        counted.read_breakers = lambda: zip(("load", "save"), store.breakers, strict=True)
 
     def start(self, work: ConnectorWork) -> None:
         """See `KvConnectorWorker.start`."""

@@ -1,5 +1,6 @@
 """What the store connector's worker remembers of its jobs. Pure."""
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ class JobState:
         num_open: pieces that have not ended.
         good_blocks: indices of blocks that were put, or verified and scattered.
         error: why it will not be whole; no further pieces are started then.
+        started_at: `time.monotonic()` at its start.
+        told_at: `time.monotonic()` when a thread last did a part of it.
     """
 
     job: LoadJob | SaveJob
@@ -29,6 +32,13 @@ class JobState:
     num_open: int = 0
     good_blocks: set[int] = field(default_factory=set)
     error: str = ""
+    started_at: float = field(default_factory=time.monotonic)
+    told_at: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From its start to the last thing that a thread did for it; 0 if none did any."""
+        return max(0.0, self.told_at - self.started_at)
 
     @property
     def is_started(self) -> bool:

@@ -152,7 +152,7 @@ def test_a_copy_that_fails_ends_its_save(rig: HeldRig) -> None:
     rig.start(saves=(SaveJob(1, keys(2), (8, 9)),))
     rig.next_copy().end(LOST)
 
-    assert rig.results(1) == [SaveResult(1, committed=False)]
+    assert rig.results(1) == [SaveResult(1, committed=False, error="failed")]
     assert rig.store.contains_prefix(keys(1)) == 0
     rig.check_segments_are_free()
 
@@ -169,7 +169,7 @@ def test_a_copy_that_cannot_start_ends_its_job(rig: HeldRig) -> None:
     rig.woken.clear()
     rig.start(saves=(SaveJob(1, keys(2), (8, 9)),))
     assert rig.woken.is_set(), "nobody else would look"
-    assert rig.results(1) == [SaveResult(1, committed=False)]
+    assert rig.results(1) == [SaveResult(1, committed=False, error="failed")]
     rig.start_load(20, 21, job_id=2)
     assert rig.worker.poll().loads == (LoadResult(2, 0, "failed"),)
 

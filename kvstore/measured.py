@@ -1,0 +1,128 @@
+"""`MeasuredWorker` and `MeasuredBackend`: count what passes through them.
+
+The first counts the jobs of any connector, as the engine sees them; the second
+the calls of a backend that a `StagedMover` moves bytes to and from.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstore.connector import ConnectorWork, KvConnectorWorker, LoadJob, SaveJob, TransferResults
+from kvstore.layout import KvLayout
+from kvstore.metrics import KvMetrics, TransferMetrics
+from kvstore.store import GetStatus
+
+if TYPE_CHECKING:
+    from kvstore.staged_mover import Backend
+
+__all__ = ["MeasuredBackend", "MeasuredWorker"]
+
+
+class MeasuredWorker(KvConnectorWorker):
+    """A worker half whose look-ups, loads and saves are counted.
+
+    Args:
+        worker: closed with the wrapper.
+        metrics: where to count.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        worker: KvConnectorWorker,
+        metrics: TransferMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._worker = worker
+        self._metrics = metrics
+        self._clock = clock
+        self._lookups: dict[int, tuple[float, int]] = {}  # started at, number of keys
+        self._started_at: dict[int, float] = {}  # loads and saves
+
+    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+        """See `KvConnectorWorker.register_pool`."""
+        self._worker.register_pool(pool, layout)
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See `KvConnectorWorker.set_waker`."""
+        self._worker.set_waker(wake)
+
+    def measure(self, metrics: KvMetrics, backend: str) -> None:
+        """See `KvConnectorWorker.measure`."""
+        self._worker.measure(metrics, backend)
+
+    def start(self, work: ConnectorWork) -> None:
+        """See `KvConnectorWorker.start`."""
+        now = self._clock()
+        self._lookups.update((job.job_id, (now, len(job.keys))) for job in work.lookups)
+        self._started_at.update((job.job_id, now) for job in work.loads)
+        self._started_at.update((job.job_id, now) for job in work.saves)
+        for job_id in work.cancelled_lookups:
+            self._lookups.pop(job_id, None)  # it may have no answer
+        self._worker.start(work)
+
+    def poll(self) -> TransferResults:
+        """See `KvConnectorWorker.poll`."""
+        results = self._worker.poll()
+        if results:
+            self._count(results)
+        return results
+
+    def close(self) -> None:
+        """See `KvConnectorWorker.close`."""
+        self._worker.close()
+
+    def _count(self, results: TransferResults) -> None:
+        now, metrics = self._clock(), self._metrics
+        for lookup in results.lookups:
+            if lookup.job_id in self._lookups:
+                started_at, num_keys = self._lookups.pop(lookup.job_id)
+                metrics.looked_up(now - started_at, num_keys, lookup.num_blocks)
+        for load in results.loads:
+            metrics.job_ended("load", now - self._started_at.pop(load.job_id), load.error)
+        for save in results.saves:
+            error = "" if save.committed else save.error or "failed"
+            metrics.job_ended("save", now - self._started_at.pop(save.job_id), error)
+
+
+class MeasuredBackend:
+    """A backend whose calls are counted; see `kvstore.staged_mover.Backend`."""
+
+    def __init__(self, backend: "Backend", metrics: TransferMetrics) -> None:
+        self._backend = backend
+        self._metrics = metrics
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.num_held`."""
+        num_held = self._backend.num_held(keys)
+        self._metrics.skipped(num_held)
+        return num_held
+
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+        """See `Backend.put`."""
+        num_objects, began_at = 0, time.perf_counter()
+        try:
+            self._backend.put(job, keys, slots)
+            num_objects = len(keys)
+        finally:  # one that timed out counts, too
+            seconds = time.perf_counter() - began_at
+            self._metrics.called("save", seconds, num_objects, num_objects * slots[0].nbytes)
+
+    def fetch(
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
+    ) -> Sequence[GetStatus]:
+        """See `Backend.fetch`."""
+        num_objects, began_at = 0, time.perf_counter()
+        try:
+            statuses = self._backend.fetch(job, keys, slots)
+            num_objects = sum(status is GetStatus.HIT for status in statuses)
+        finally:
+            seconds = time.perf_counter() - began_at
+            self._metrics.called("load", seconds, num_objects, num_objects * slots[0].nbytes)
+        return statuses
+
+    def discard(self, key: bytes) -> None:
+        """See `Backend.discard`."""
+        self._metrics.verify_failed()
+        self._backend.discard(key)

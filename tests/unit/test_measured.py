@@ -1,0 +1,168 @@
+"""The wrappers count what passes through them, and pass everything on."""
+
+import pytest
+
+from kvstore.connector import (
+    ConnectorWork,
+    LoadJob,
+    LoadResult,
+    LookupJob,
+    LookupResult,
+    SaveJob,
+    SaveResult,
+    TransferResults,
+)
+from kvstore.measured import MeasuredBackend, MeasuredWorker
+from kvstore.metrics import KvMetrics, TransferMetrics
+from kvstore.store import GetStatus, StoreUnavailableError
+from tests.support.fake_connector import FakeWorker
+
+LOAD = LoadJob(1, (b"a", b"b"), (0, 1))
+SAVE = SaveJob(2, (b"a",), (0,))
+SLOTS = [memoryview(bytearray(8)), memoryview(bytearray(8))]
+
+
+class ScriptedWorker(FakeWorker):
+    """Reports what the test puts into `results`."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.results = TransferResults()
+        self.measured: list[tuple[KvMetrics, str]] = []
+
+    def measure(self, metrics: KvMetrics, backend: str) -> None:
+        self.measured.append((metrics, backend))
+
+    def poll(self) -> TransferResults:
+        results, self.results = self.results, TransferResults()
+        return results
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.inner = ScriptedWorker()
+        self.metrics = TransferMetrics()
+        self.now = 10.0
+        self.worker = MeasuredWorker(self.inner, self.metrics, lambda: self.now)
+
+    def report(self, **results: object) -> None:
+        self.inner.results = TransferResults(**results)
+        assert self.worker.poll() == TransferResults(**results)
+
+    def value(self, *series: str) -> float:
+        return self.metrics.snapshot()[0][series]
+
+    def total_s(self, *series: str) -> tuple[int, float]:
+        histogram = self.metrics.snapshot()[1][series]
+        return sum(histogram.counts), histogram.total_s
+
+
+def test_jobs_are_timed_from_start_to_result():
+    rig = Rig()
+    rig.worker.start(ConnectorWork(loads=(LOAD,), saves=(SAVE,)))
+    assert rig.inner.pending == [LOAD, SAVE]
+    rig.now = 12.0
+    rig.report(loads=(LoadResult(1, 2),))
+    rig.now = 15.0
+    rig.report(saves=(SaveResult(2, committed=True),))
+    assert rig.total_s("baton_kv_job_seconds", "load") == (1, 2.0)
+    assert rig.total_s("baton_kv_job_seconds", "save") == (1, 5.0)
+    assert not any(v for (name, *_), v in rig.metrics.snapshot()[0].items() if "failures" in name)
+
+
+@pytest.mark.parametrize(
+    ("results", "direction", "cause"),
+    [
+        ({"loads": (LoadResult(1, 1, "corrupt"),)}, "load", "corrupt"),
+        ({"saves": (SaveResult(2, committed=False, error="unavailable"),)}, "save", "unavailable"),
+        ({"saves": (SaveResult(2, committed=False),)}, "save", "failed"),
+    ],
+)
+def test_failures_are_counted_by_cause(results, direction, cause):
+    rig = Rig()
+    rig.worker.start(ConnectorWork(loads=(LOAD,), saves=(SAVE,)))
+    rig.report(**results)
+    assert rig.value("baton_kv_failures", direction, cause) == 1
+
+
+def test_look_ups_tell_what_they_asked_and_found():
+    rig = Rig()
+    rig.worker.start(ConnectorWork(lookups=(LookupJob(7, (b"a", b"b", b"c")),)))
+    rig.now = 10.5
+    rig.report(lookups=(LookupResult(7, 2),))
+    assert rig.total_s("baton_kv_lookup_seconds") == (1, 0.5)
+    assert rig.value("baton_kv_lookup_objects") == 3
+    assert rig.value("baton_kv_lookup_hits") == 2
+
+
+def test_a_cancelled_look_up_may_be_answered_or_not():
+    rig = Rig()
+    rig.worker.start(ConnectorWork(lookups=(LookupJob(7, (b"a",)), LookupJob(8, (b"a",)))))
+    rig.worker.start(ConnectorWork(cancelled_lookups=(7, 8)))
+    rig.report(lookups=(LookupResult(7, 1),))
+    assert rig.total_s("baton_kv_lookup_seconds") == (0, 0.0)
+
+
+def test_the_rest_is_passed_on():
+    rig, metrics = Rig(), KvMetrics()
+    rig.worker.measure(metrics, "shm")
+    assert rig.inner.measured == [(metrics, "shm")]
+    rig.worker.register_pool("pool", None)
+    rig.worker.set_waker(print)
+    rig.worker.close()
+
+
+class FakeBackend:
+    def __init__(self) -> None:
+        self.fails = False
+        self.discarded: list[bytes] = []
+
+    def num_held(self, keys):
+        return 1
+
+    def put(self, job, keys, slots):
+        if self.fails:
+            raise StoreUnavailableError("down")
+
+    def fetch(self, job, keys, slots):
+        if self.fails:
+            raise StoreUnavailableError("down")
+        return [GetStatus.HIT, GetStatus.MISSING]
+
+    def discard(self, key):
+        self.discarded.append(key)
+
+
+def test_calls_count_what_they_moved():
+    metrics = TransferMetrics()
+    backend = MeasuredBackend(FakeBackend(), metrics)
+    backend.put(SAVE, [b"a", b"b"], SLOTS)
+    assert backend.fetch(LOAD, LOAD.keys, SLOTS) == [GetStatus.HIT, GetStatus.MISSING]
+    assert backend.num_held([b"a", b"b"]) == 1
+    values, _ = metrics.snapshot()
+    assert values["baton_kv_objects", "save"] == 2
+    assert values["baton_kv_bytes", "save"] == 16
+    assert values["baton_kv_objects", "load"] == 1
+    assert values["baton_kv_bytes", "load"] == 8
+    assert values["baton_kv_skipped_objects",] == 1
+
+
+def test_calls_that_fail_are_timed_and_move_nothing():
+    metrics, inner = TransferMetrics(), FakeBackend()
+    backend = MeasuredBackend(inner, metrics)
+    inner.fails = True
+    with pytest.raises(StoreUnavailableError):
+        backend.put(SAVE, [b"a"], SLOTS)
+    with pytest.raises(StoreUnavailableError):
+        backend.fetch(LOAD, LOAD.keys, SLOTS)
+    values, histograms = metrics.snapshot()
+    assert values["baton_kv_bytes", "save"] == values["baton_kv_bytes", "load"] == 0
+    assert sum(histograms["baton_kv_call_seconds", "save"].counts) == 1
+    assert sum(histograms["baton_kv_call_seconds", "load"].counts) == 1
+
+
+def test_what_is_discarded_was_not_what_was_saved():
+    metrics, inner = TransferMetrics(), FakeBackend()
+    MeasuredBackend(inner, metrics).discard(b"a")
+    assert inner.discarded == [b"a"]
+    assert metrics.snapshot()[0]["baton_kv_verify_failures",] == 1
