@@ -103,6 +103,13 @@ METRICS: dict[str, MetricInfo] = {
     ),
     "baton_kv_stored_objects": MetricInfo("gauge", "Objects that the store holds."),
     "baton_kv_stored_bytes": MetricInfo("gauge", "Bytes that the store holds."),
+    "baton_kv_oldest_object_seconds": MetricInfo(
+        "gauge", "Age of the least recently touched object, since its last touch."
+    ),
+    "baton_kv_evictions": MetricInfo("counter", "Objects that the store removed to make room."),
+    "baton_kv_expirations": MetricInfo(
+        "counter", "Objects that the store removed because their TTL was over."
+    ),
     "baton_kv_open_breakers": MetricInfo(
         "gauge", "Breakers that spare a backend which does not answer.", _PER_DIRECTION
     ),
@@ -120,6 +127,9 @@ METRICS: dict[str, MetricInfo] = {
 _FROM_STATS = {
     "baton_kv_stored_objects": "num_objects",
     "baton_kv_stored_bytes": "num_bytes",
+    "baton_kv_oldest_object_seconds": "oldest_age_s",
+    "baton_kv_evictions": "evictions",
+    "baton_kv_expirations": "expirations",
 }
 
 

@@ -1,5 +1,6 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,9 +157,11 @@ def test_the_rest_is_counted():
 def test_a_store_tells_what_it_knows():
     exported = Exported()
     assert exported.value("baton_kv_stored_bytes") is None
-    exported.metrics.read_stats = lambda: _stats(3, None)
+    exported.metrics.read_stats = lambda: replace(_stats(3, None), evictions=2, oldest_age_s=5.0)
     assert exported.value("baton_kv_stored_objects") == 3
     assert exported.value("baton_kv_stored_bytes") is None
+    assert exported.value("baton_kv_evictions_total") == 2
+    assert exported.value("baton_kv_oldest_object_seconds") == 5
 
 
 def test_breakers_are_read_when_asked():
