@@ -91,6 +91,19 @@ def worker_request(prompt, namespace):
     )
 
 
+async def prefilled(channel, request, decode_stream):
+    """The prompt's first tokens and handoff; what is saved is told to decode as it comes."""
+    events = {}
+    message = prefill_pb2.PrefillRequest(request=request)
+    async for response in prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(message, timeout=30):
+        kind = response.WhichOneof("event")
+        events[kind] = getattr(response, kind)
+        if kind == "saved":
+            prefetch = decode_pb2.PrefetchKv(blocks=response.saved)
+            await decode_stream.write(decode_pb2.ConnectRequest(prefetch=prefetch))
+    return events["result"], events["end"].handoff
+
+
 async def test_prefill_hands_over_and_decode_finishes_while_draining(tmp_path):
     prompt = prompt_of(37)
     expected = reference_greedy(tiny_checkpoint("llama"), prompt, NUM_TOKENS)
@@ -104,17 +117,11 @@ async def test_prefill_hands_over_and_decode_finishes_while_draining(tmp_path):
         namespace = await namespace_of(prefill_channel)
         assert namespace == await namespace_of(decode_channel)
         request = worker_request(prompt, namespace)
-        first = await prefill_pb2_grpc.PrefillServiceStub(prefill_channel).Prefill(
-            prefill_pb2.PrefillRequest(request=request), timeout=30
-        )
-        assert first.handoff.num_tokens == len(prompt)
-
         stream = decode_pb2_grpc.DecodeServiceStub(decode_channel).Connect()
-        start = decode_pb2.StartDecode(
-            request=request,
-            handoff=first.handoff,
-            timeout_ms=30_000,
-        )
+        first, handoff = await prefilled(prefill_channel, request, stream)
+        assert handoff.num_tokens == len(prompt)
+
+        start = decode_pb2.StartDecode(request=request, handoff=handoff, timeout_ms=30_000)
         start.candidates.add(output_token_ids=first.token_ids)
         await stream.write(decode_pb2.ConnectRequest(start=start))
         outputs = [(await stream.read()).outputs[0]]
