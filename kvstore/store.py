@@ -23,6 +23,7 @@ Contract, tested by the conformance suite:
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, Self
@@ -30,6 +31,7 @@ from typing import ClassVar, Self
 __all__ = [
     "GetStatus",
     "KvStore",
+    "MappedObjects",
     "StoreCapabilities",
     "StoreStats",
     "StoreUnavailableError",
@@ -62,6 +64,7 @@ class StoreCapabilities:
         takes_max_bytes: the URL's `max_bytes` bounds the store; otherwise the
             backend is bounded by its own configuration.
         keeps_leases: eviction spares what was touched within `lease_s`, an option of the URL.
+        maps_objects: `map_many` shows objects where they lie.
     """
 
     shared_between_processes: bool
@@ -69,6 +72,7 @@ class StoreCapabilities:
     survives_restart: bool
     takes_max_bytes: bool
     keeps_leases: bool = False
+    maps_objects: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,31 @@ class StoreStats:
     oldest_age_s: float | None = None
     evictions: int | None = None
     expirations: int | None = None
+
+
+class MappedObjects:
+    """Objects of a store, where they lie: a context manager that ends with the views.
+
+    Attributes:
+        views: read-only, each a whole object; None where there is none. Until `close` their
+            bytes stay as they are, also if the objects are evicted or deleted.
+    """
+
+    def __init__(self, views: list[memoryview | None]) -> None:
+        self.views = views
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the views. Idempotent. Whatever still borrows from one keeps its object alive."""
+        for view in self.views:
+            if view is not None:
+                with suppress(BufferError):
+                    view.release()
 
 
 class KvStore(ABC):
@@ -150,6 +179,20 @@ class KvStore(ABC):
         Raises:
             StoreUnavailableError: the backend did not answer.
         """
+
+    def map_many(self, keys: Sequence[bytes]) -> MappedObjects | None:
+        """Shows objects where they lie, which spares the copy of `get_many_into`.
+
+        Counts and touches as `get_many_into` does. A mapping may cost a file descriptor
+        per object until it is closed.
+
+        Returns:
+            The objects; None if the backend cannot map.
+
+        Raises:
+            StoreUnavailableError: the backend did not answer.
+        """
+        return None
 
     @abstractmethod
     def contains_prefix(self, keys: Sequence[bytes]) -> int:

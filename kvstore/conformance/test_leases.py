@@ -61,6 +61,17 @@ def _fill(store: KvStore) -> list[bytes]:
     return keys[:num_put]
 
 
+def _touch(store: KvStore, key: bytes, how: str) -> None:
+    if how == "put":
+        assert _put(store, key)
+    elif how == "get":
+        read(store, key, _OBJECT_BYTES)
+    elif how == "contains_prefix":
+        store.contains_prefix([key])
+    elif mapped := store.map_many([key]):
+        mapped.close()
+
+
 def _await_room(store: KvStore) -> bytes:
     """Puts an object as soon as the store takes it."""
     (key,) = random_keys(1)
@@ -114,21 +125,18 @@ def test_what_is_no_longer_leased_goes(open_leasing: StoreOpener) -> None:
     assert store.contains_prefix(keys[:1]) == 0
 
 
-@pytest.mark.parametrize("touch", ["put", "get", "contains_prefix"])
+@pytest.mark.parametrize("touch", ["put", "get", "contains_prefix", "map"])
 def test_a_touch_renews_the_lease(open_leasing: StoreOpener, touch: str) -> None:
     store = open_leasing(lease_s=_SHORT_LEASE_S)
+    if touch == "map" and not store.capabilities.maps_objects:
+        pytest.skip("the store does not map objects")
 
     def outlives_others() -> bool:
         """False where the machine paused for longer than the lease."""
         touched, *_ = _fill(store)
         time.sleep(_SHORT_LEASE_S)
         touched_s = time.monotonic()
-        if touch == "put":
-            assert _put(store, touched)
-        elif touch == "get":
-            read(store, touched, _OBJECT_BYTES)
-        else:
-            store.contains_prefix([touched])
+        _touch(store, touched, touch)
         _fill(store)
         is_alive = store.contains_prefix([touched]) == 1
         if time.monotonic() > touched_s + _SHORT_LEASE_S:

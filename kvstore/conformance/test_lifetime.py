@@ -86,6 +86,17 @@ def test_a_hit_touches(short_lived: KvStore) -> None:
     _assert_touches(short_lived, read_all)
 
 
+def test_a_mapping_touches(short_lived: KvStore) -> None:
+    if not short_lived.capabilities.maps_objects:
+        pytest.skip("the store does not map objects")
+
+    def map_all(keys: list[bytes]) -> bool:
+        with short_lived.map_many(keys) or pytest.fail("declared and not done") as mapped:
+            return mapped.views == [filled(1, 100)] * len(keys)
+
+    _assert_touches(short_lived, map_all)
+
+
 def test_a_look_up_touches_all_that_it_counts(short_lived: KvStore) -> None:
     _assert_touches(short_lived, lambda keys: short_lived.contains_prefix(keys) == _NUM_TOUCHED)
 

@@ -40,6 +40,14 @@ class StoreCounters:
             self._hits += len(hit_bytes)
             self._get_bytes += sum(hit_bytes)
 
+    def count_maps(self, views: Sequence[memoryview | None]) -> None:
+        """Counts one `map_many`."""
+        hit_bytes = [view.nbytes for view in views if view is not None]
+        with self._lock:
+            self._gets += len(views)
+            self._hits += len(hit_bytes)
+            self._get_bytes += sum(hit_bytes)
+
     def count_removals(self, *, evictions: int = 0, expirations: int = 0) -> None:
         """Counts objects that the store removed of itself. Only with `sees_removals`."""
         with self._lock:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from kvstore.store import GetStatus, KvStore, StoreCapabilities, StoreStats
+from kvstore.store import GetStatus, KvStore, MappedObjects, StoreCapabilities, StoreStats
 from kvstore.stores.file_io import os_errors_as_unavailable, status_of
 from kvstore.stores.folder_space import FolderSpace
 from kvstore.stores.object_folder import ObjectFolder
@@ -128,7 +128,11 @@ class FileStore(_DirectoryStore):
 
 
 class ShmStore(_DirectoryStore):
-    """`shm://NAME`: objects in the machine's shared memory, `/dev/shm/baton-NAME`."""
+    """`shm://NAME`: objects in the machine's shared memory, `/dev/shm/baton-NAME`.
+
+    It maps objects, which `FileStore` does not: where a disk fails to read a page of a
+    mapping, the process is killed.
+    """
 
     capabilities = StoreCapabilities(
         shared_between_processes=True,
@@ -136,6 +140,7 @@ class ShmStore(_DirectoryStore):
         survives_restart=False,
         takes_max_bytes=True,
         keeps_leases=True,
+        maps_objects=True,
     )
 
     @classmethod
@@ -159,6 +164,13 @@ class ShmStore(_DirectoryStore):
         if not _is_private_or_absent(folder):
             raise parts.error(f"{folder} is not a private folder of this user; choose another name")
         return cls._open(parts, folder, default_max_bytes=4 << 30)
+
+    def map_many(self, keys: Sequence[bytes]) -> MappedObjects:
+        """See `KvStore.map_many`."""
+        with os_errors_as_unavailable():
+            views = [self._folder.map(key) for key in keys]
+        self._counters.count_maps(views)
+        return MappedObjects(views)
 
 
 def _is_private_or_absent(folder: Path) -> bool:

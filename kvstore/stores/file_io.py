@@ -1,5 +1,6 @@
 """Whole reads and writes of open files, and their errors told as a store's."""
 
+import mmap
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from kvstore.store import StoreUnavailableError
 
 __all__ = [
+    "map_all",
     "os_errors_as_unavailable",
     "read_all",
     "status_of",
@@ -59,6 +61,16 @@ def read_all(fd: int, buffer: memoryview) -> bool:
             return False
         filled += num_read
     return True
+
+
+def map_all(fd: int, num_bytes: int) -> memoryview:
+    """The bytes of an open file where they lie, read-only.
+
+    The view keeps the file open, and what is locked of it; its end ends both.
+    """
+    if not num_bytes:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ))
 
 
 def write_all(fd: int, value: memoryview) -> None:

@@ -12,7 +12,14 @@ from threading import Lock
 from time import monotonic
 from typing import Self
 
-from kvstore.store import GetStatus, KvStore, StoreCapabilities, StoreStats, StoreUnavailableError
+from kvstore.store import (
+    GetStatus,
+    KvStore,
+    MappedObjects,
+    StoreCapabilities,
+    StoreStats,
+    StoreUnavailableError,
+)
 from kvstore.stores.buffers import copy_into
 from kvstore.stores.counters import StoreCounters
 from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
@@ -129,6 +136,7 @@ class MemoryStore(KvStore):
         survives_restart=False,
         takes_max_bytes=True,
         keeps_leases=True,
+        maps_objects=True,
     )
 
     def __init__(self, name: str, objects: _Objects) -> None:
@@ -195,6 +203,14 @@ class MemoryStore(KvStore):
         statuses = [copy_into(value, buffer) for value, buffer in zip(values, buffers, strict=True)]
         self._counters.count_gets(statuses, buffers)
         return statuses
+
+    def map_many(self, keys: Sequence[bytes]) -> MappedObjects:
+        """See `KvStore.map_many`."""
+        with self._objects.lock:
+            values = [self._objects.touch(key) for key in keys]
+        views = [None if value is None else memoryview(value) for value in values]
+        self._counters.count_maps(views)
+        return MappedObjects(views)
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.contains_prefix`."""

@@ -17,12 +17,12 @@ the folder is left alone.
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.file_io import read_all, status_of, sync_folder, touch, write_all
+from kvstore.stores.file_io import map_all, read_all, status_of, sync_folder, touch, write_all
 from kvstore.stores.folder_space import FolderSpace, ReservedFile
 
 __all__ = ["ObjectFolder"]
@@ -62,24 +62,22 @@ class ObjectFolder:
     def read_into(self, key: bytes, buffer: memoryview) -> GetStatus:
         """Reads and touches an object."""
         path = self._path(key)
-        try:
-            fd = os.open(path, _READ_FLAGS)
-        except OSError as error:
-            if error.errno in _NOT_AN_OBJECT:
-                return GetStatus.MISSING
-            raise
-        try:
-            status = os.fstat(fd)
-            if not self._space.is_alive(status):
+        with _opened(path) as fd:
+            if fd is None or not self._space.is_alive(status := os.fstat(fd)):
                 return GetStatus.MISSING
             if status.st_size != buffer.nbytes or not read_all(fd, buffer):
                 return GetStatus.WRONG_SIZE
-            touch(path)
-        except FileNotFoundError:  # evicted just now: a hit would promise a lease
-            return GetStatus.MISSING
-        finally:
-            os.close(fd)
-        return GetStatus.HIT
+            # One that was evicted just now is no hit: that would promise a lease.
+            return GetStatus.HIT if _touch(path) else GetStatus.MISSING
+
+    def map(self, key: bytes) -> memoryview | None:
+        """Touches an object; its bytes where they lie, or None if there is none."""
+        path = self._path(key)
+        with _opened(path) as fd:
+            if fd is None or not self._space.is_alive(status := os.fstat(fd)):
+                return None
+            view = map_all(fd, status.st_size)
+            return view if _touch(path) else None
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """Commits objects, or touches those that exist."""
@@ -101,11 +99,7 @@ class ObjectFolder:
         return f"{self._space.objects_folder}/{name[:2]}/{name}"
 
     def _touch_if_alive(self, path: str) -> bool:
-        if self._space.is_alive(status_of(path)):
-            with suppress(FileNotFoundError):  # evicted just now
-                touch(path)
-                return True
-        return False
+        return self._space.is_alive(status_of(path)) and _touch(path)
 
     def _batches(
         self, pairs: Iterator[tuple[str, memoryview]]
@@ -173,3 +167,28 @@ class ObjectFolder:
             return False
         os.rename(new.file.path, new.path)
         return True
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int | None]:
+    """An object's file, open for reading; None where there is none."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+    except OSError as error:
+        if error.errno not in _NOT_AN_OBJECT:
+            raise
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _touch(path: str) -> bool:
+    """Touches what was there a moment ago; whether it still is."""
+    try:
+        touch(path)
+    except FileNotFoundError:
+        return False
+    return True
