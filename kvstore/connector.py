@@ -123,13 +123,15 @@ class SaveResult:
     """Whether every block of the job can now be loaded by others.
 
     `is_held`: they are read where they lie, until `TransferResults.released` names the job.
-    `error` says why it is not committed, as in `LoadResult`, where that is known.
+    `error` says why it is not committed, where that is known, and `seconds` how long the
+    save took: both as in `LoadResult`.
     """
 
     job_id: int
     committed: bool
     is_held: bool = False
     error: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

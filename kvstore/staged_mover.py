@@ -221,7 +221,11 @@ class StagedMover:
             if isinstance(job.job, LoadJob):
                 loads.append(LoadResult(job_id, job.num_good_prefix, job.error, job.seconds))
             else:
-                saves.append(SaveResult(job_id, committed=not job.error, error=job.error))
+                saves.append(
+                    SaveResult(
+                        job_id, committed=not job.error, error=job.error, seconds=job.seconds
+                    )
+                )
         return loads, saves
 
     # I/O threads.
