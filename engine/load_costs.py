@@ -8,6 +8,7 @@ recovered is seen, one load in a while is tried nevertheless; if that is worth
 it, what was before is forgotten.
 """
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["LoadCosts"]
@@ -30,7 +31,8 @@ class LoadCosts:
     """Running estimates of one connector's loads. Times are seconds of one clock.
 
     Args:
-        prompt_token_s: seconds to compute one more token of a prompt.
+        prompt_token_s: seconds to compute one more token of a prompt; infinite where
+            nothing is to be computed that could be loaded.
         block_size: tokens per block.
     """
 
@@ -39,41 +41,50 @@ class LoadCosts:
         self._line = _Line()
         self._num_seen = 0
         self._running: dict[int, _Running] = {}
-        self._last_start = -float("inf")
-        self._last_end = -float("inf")
+        self._last_start = -math.inf
+        self._last_end = -math.inf
 
     def may_load(self, num_blocks: int, num_queued_blocks: int, now: float) -> bool:
         """Whether a load of so many blocks is sooner done than computing them, or is to be tried.
 
         Args:
-            num_blocks: to load, or else to compute.
+            num_blocks: to load, or else to compute; one or more.
             num_queued_blocks: others that would be computed before them.
             now: the time.
         """
         is_due = now - self._last_start >= _PROBE_INTERVAL_S
-        return is_due or self._is_worth(num_blocks, num_queued_blocks)
+        return is_due or self._is_worth(num_blocks, self._compute_s(num_blocks, num_queued_blocks))
 
     def predict_s(self, num_blocks: int) -> float:
         """Seconds that a load of so many blocks would take now, behind those that run."""
         ahead = sum(self._line.at(load.num_blocks) for load in self._running.values())
         return ahead + self._line.at(num_blocks)
 
-    def start(self, job_id: int, num_blocks: int, num_queued_blocks: int, now: float) -> float:
-        """A load begins.
+    # Loads that run.
 
-        Returns:
-            When it is to be given up.
-        """
-        compute_s = (num_blocks + num_queued_blocks) * self._block_s
-        is_probe = not self._is_worth(num_blocks, num_queued_blocks)
+    def start(self, job_id: int, num_blocks: int, num_queued_blocks: int, now: float) -> None:
+        """A load begins, for which nobody waits yet; as in `may_load`."""
+        compute_s = self._compute_s(num_blocks, num_queued_blocks)
+        is_probe = not self._is_worth(num_blocks, compute_s)
         self._running[job_id] = _Running(num_blocks, now, compute_s, is_probe)
         self._last_start = now
-        return now + max(_MIN_PATIENCE_S, _PATIENCE_FACTOR * compute_s)
 
-    def end(self, job_id: int, ended_at: float) -> None:
-        """All that a load asked for has come. Unknown ids are fine."""
+    def wait(self, job_id: int, now: float) -> None:
+        """A request waits for a load from now on. Unknown ids are fine."""
+        if (load := self._running.get(job_id)) is not None:
+            load.give_up_at = now + max(_MIN_PATIENCE_S, _PATIENCE_FACTOR * load.compute_s)
+
+    def end(self, job_id: int, now: float, seconds: float = 0.0) -> None:
+        """All that a load asked for has come. Unknown ids are fine.
+
+        Args:
+            job_id: as given to `start`.
+            now: the time.
+            seconds: what it took; 0 if it is over only now.
+        """
         if (load := self._running.pop(job_id, None)) is None:
             return
+        ended_at = load.started_at + seconds if seconds else now
         # Loads share what moves them: one that waited for another took only what came after.
         load_s = ended_at - max(load.started_at, min(self._last_end, ended_at))
         if load.is_probe and load_s <= max(_ALWAYS_WORTH_S, load.compute_s):
@@ -82,27 +93,39 @@ class LoadCosts:
         self._last_end = max(self._last_end, ended_at)
         self._num_seen += 1
 
-    def give_up(self, job_id: int, now: float) -> None:
-        """Nobody waits for a load any more: it would take that long, at least."""
-        self.end(job_id, now)
-
     def drop(self, job_id: int) -> None:
         """A load has ended in a way that tells nothing of its costs. Unknown ids are fine."""
         self._running.pop(job_id, None)
 
-    def _is_worth(self, num_blocks: int, num_queued_blocks: int) -> bool:
+    @property
+    def next_give_up(self) -> float | None:
+        """When `give_up` is next due."""
+        earliest = min((load.give_up_at for load in self._running.values()), default=math.inf)
+        return earliest if earliest < math.inf else None
+
+    def give_up(self, now: float) -> list[int]:
+        """Loads that have been waited for too long: they take so long, at least."""
+        overdue = [job_id for job_id, load in self._running.items() if load.give_up_at <= now]
+        for job_id in overdue:
+            self.end(job_id, now)
+        return overdue
+
+    def _compute_s(self, num_blocks: int, num_queued_blocks: int) -> float:
+        return (num_blocks + num_queued_blocks) * self._block_s
+
+    def _is_worth(self, num_blocks: int, compute_s: float) -> bool:
         if self._num_seen < _MIN_LOADS:
             return True
-        compute_s = (num_blocks + num_queued_blocks) * self._block_s
         return self.predict_s(num_blocks) <= max(_ALWAYS_WORTH_S, compute_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Running:
     num_blocks: int
     started_at: float
     compute_s: float
     is_probe: bool
+    give_up_at: float = math.inf
 
 
 @dataclass(slots=True)

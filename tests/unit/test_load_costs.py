@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,22 +99,45 @@ def test_a_load_that_is_given_up_tells_that_loads_take_long():
     store = Store(latency_s=0.001)
     for _ in range(5):
         store.load(10)
-    assert store.may_load(10)
-    give_up_at = store.costs.start(99, 10, 0, store.now)
-    store.costs.give_up(99, give_up_at)
-    store.now = give_up_at
-    for job in range(100, 110):
-        give_up_at = store.costs.start(job, 10, 0, store.now)
-        store.costs.give_up(job, give_up_at)
-        store.now = give_up_at
+    for job in range(100, 105):
+        store.costs.start(job, 10, 0, store.now)
+        store.costs.wait(job, store.now)
+        store.now = store.costs.next_give_up
+        assert store.costs.give_up(store.now) == [job]
+        store.costs.end(job, store.now + 100)  # that it ends at last tells nothing more
     assert not store.may_load(10)
 
 
 def test_patience_is_some_times_what_computing_takes():
     costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
-    assert costs.start(1, 1, 0, now=50.0) == pytest.approx(50.25)
-    assert costs.start(2, 100, 0, now=50.0) == pytest.approx(50.0 + 3 * 100 * BLOCK_S)
-    assert costs.start(3, 100, 100, now=50.0) == pytest.approx(50.0 + 3 * 200 * BLOCK_S)
+    for job, (num_blocks, num_queued) in enumerate([(1, 0), (100, 0), (100, 100)]):
+        costs.start(job, num_blocks, num_queued, now=50.0)
+        assert costs.next_give_up is None, "nobody waits for it"
+        costs.wait(job, now=60.0)
+        patience_s = max(0.25, 3 * (num_blocks + num_queued) * BLOCK_S)
+        assert costs.next_give_up == pytest.approx(60.0 + patience_s)
+        assert costs.give_up(60.0 + patience_s - 0.01) == []
+        assert costs.give_up(60.0 + patience_s + 0.01) == [job]
+        assert costs.next_give_up is None
+
+
+def test_where_nothing_may_be_computed_nothing_is_given_up():
+    store = Store(latency_s=100.0)
+    store.costs = LoadCosts(math.inf, BLOCK_SIZE)
+    for _ in range(10):
+        store.load(10)
+    assert store.may_load(10)
+    store.costs.start(99, 10, 0, store.now)
+    store.costs.wait(99, store.now)
+    assert store.costs.next_give_up is None
+    assert store.costs.give_up(1e9) == []
+
+
+def test_what_a_load_took_counts_and_not_when_it_was_asked_for():
+    costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
+    costs.start(1, 10, 0, now=0.0)
+    costs.end(1, now=5.0, seconds=0.2)
+    assert costs.predict_s(10) == pytest.approx(0.2)
 
 
 def test_loads_that_run_side_by_side_share_their_time():
@@ -132,6 +157,7 @@ def test_what_ended_otherwise_tells_nothing():
     costs.drop(1)
     costs.end(1, 100.0)
     costs.drop(2)
+    costs.wait(2, 100.0)
     assert costs.predict_s(10) == 0
 
 
