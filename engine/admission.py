@@ -84,6 +84,7 @@ class Admission:
                 continue
             sequence.count_computed()
             self._branches.register(sequence)
+            self._transfers.save_filled(sequence)
             self._branches.release_behind(sequence)
             if self._extend(sequence, position, position + 1, plan):
                 self._decoding.renew(sequence, plan.step)
@@ -209,6 +210,7 @@ class Admission:
         self._queues.stop_waiting(group)
         lead.table = self._kv.admit(num_tokens, match, num_loaded=num_loaded)
         lead.num_computed = lead.num_scheduled = num_cached
+        group.num_matched = match.num_blocks
         self._branches.seat(lead)
         if self._transfers.start_load(group, num_loadable):
             self._queues.start_loading(group)

@@ -19,6 +19,7 @@ from engine.engine_thread import (
     Add,
     EngineThread,
     FinishCandidate,
+    Prefetch,
     RecordKvEvents,
     ReleaseHandoff,
     ResetPrefixCache,
@@ -26,6 +27,7 @@ from engine.engine_thread import (
 from engine.kv_event_feed import KvEventFeeds
 from engine.kv_events import KvEvent
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
+from kvstore.handoff import KvHandoff, connector_name
 
 __all__ = ["AsyncEngine"]
 
@@ -46,6 +48,7 @@ class AsyncEngine:
         config: as given.
         info: the loaded model's facts.
         namespace: digest that block keys are rooted in.
+        kv_form: what the namespace is made of, in words.
         num_blocks: KV blocks in the pool.
     """
 
@@ -53,6 +56,7 @@ class AsyncEngine:
         self.config = core.config
         self.info = core.info
         self.namespace = core.namespace
+        self.kv_form = core.kv_form
         self.num_blocks = core.num_blocks
         self._core = core
         self._loop = asyncio.get_running_loop()
@@ -143,6 +147,19 @@ class AsyncEngine:
         """
         if request_id in self._handlers:
             self._thread.put(FinishCandidate(request_id, index))
+
+    def prefetch(self, handoff: KvHandoff) -> None:
+        """Begins to load full blocks of a prompt that prefill is still computing, as far as
+        there is room. The request that needs them comes later, with a handoff of this id.
+
+        Raises:
+            FailedPreconditionError: the handoff is not for this engine.
+        """
+        connector = connector_name(self.config.kv_connector)
+        handoff.check_compatible(
+            namespace=self.namespace, connector=connector, kv_form=self.kv_form
+        )
+        self._thread.put(Prefetch(handoff))
 
     def release_handoff(self, handoff_id: str) -> None:
         """Drops what the connector kept for one handoff alone."""

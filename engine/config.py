@@ -95,6 +95,11 @@ class EngineConfig:
     kv_connector: str | None = _flag(
         None, "URL of the KV connector: shm://NAME, file:///path, redis://host:port/db"
     )
+    kv_publish: str = _flag(
+        "finish",
+        "when generated KV is put into the store: off, finish (of a sequence), or a number: "
+        "whenever so many blocks have filled up",
+    )
     kv_load_failure_policy: str = _flag(
         "recompute", "what to do when KV cannot be loaded", choices=LOAD_FAILURE_POLICIES
     )
@@ -124,6 +129,7 @@ class EngineConfig:
             raise _bad_flag("swap_space", self.swap_space, ">= 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise _bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        _check_kv_publish(self.kv_publish)
         _check_turns_folder(self.turns_folder)
         if self.role == "prefill" and self.kv_connector is None:
             raise ConfigurationError("a prefill engine needs --kv-connector to hand KV over")
@@ -160,6 +166,11 @@ _POSITIVE = (
     "max_num_partial_prefills",
 )
 _POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s")
+
+
+def _check_kv_publish(policy: str) -> None:
+    if policy not in ("off", "finish") and not (policy.isdecimal() and int(policy) > 0):
+        raise _bad_flag("kv_publish", policy, "off, finish or a number >= 1")
 
 
 def _check_turns_folder(path: str | None) -> None:

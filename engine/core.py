@@ -24,8 +24,9 @@ from engine.request import EngineLoad, EngineRequest, RequestOutput
 from engine.runner import ModelInfo, PendingOutput, Runner
 from engine.scheduler import Scheduler
 from engine.validation import check_request
-from kvstore.block_key import derive_namespace
+from kvstore.block_key import derive_namespace, describe_namespace
 from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
+from kvstore.handoff import KvHandoff
 from kvstore.layout import LAYOUT_VERSION
 
 __all__ = ["EngineCore"]
@@ -55,6 +56,7 @@ class EngineCore:
         config: as given.
         info: the loaded model's facts.
         namespace: digest that block keys are rooted in.
+        kv_form: what the namespace is made of, in words.
         num_blocks: KV blocks in the pool.
         is_stalled: the last step found nothing to run; see `wait`.
     """
@@ -72,6 +74,7 @@ class EngineCore:
         self.info: ModelInfo = runner.info
         self.num_blocks = runner.num_blocks
         self.namespace = _namespace_of(runner.info)
+        self.kv_form = _describe_kv(runner.info)
         self._runner = runner
         self._connector = connector[1] if connector else None
         self._woken = threading.Event()
@@ -85,6 +88,7 @@ class EngineCore:
             num_host_blocks=runner.num_host_blocks,
             costs=runner.costs,
             namespace=self.namespace,
+            kv_form=self.kv_form,
             connector=connector[0] if connector else None,
             clock=clock,
         )
@@ -129,6 +133,7 @@ class EngineCore:
             info=self.info,
             num_blocks=self.num_blocks,
             namespace=self.namespace,
+            kv_form=self.kv_form,
         )
 
     def add_request(self, request: EngineRequest) -> list[RequestOutput]:
@@ -179,6 +184,13 @@ class EngineCore:
     def release_handoff(self, handoff_id: str) -> None:
         """Drops what the connector kept for one handoff alone."""
         self.scheduler.release_handoff(handoff_id)
+
+    def prefetch(self, handoff: KvHandoff) -> None:
+        """Begins to load full blocks of a prompt that prefill is still computing into the
+        prefix cache, as far as there is room. The handoff is for this engine.
+        """
+        self.is_stalled = False
+        self.scheduler.prefetch(handoff)
 
     def load(self) -> EngineLoad:
         """How busy the engine is."""
@@ -273,6 +285,15 @@ class EngineCore:
 def _namespace_of(info: ModelInfo) -> bytes:
     return derive_namespace(
         model_fingerprint=info.fingerprint,
+        kv_dtype=info.layout.dtype,
+        layout_version=LAYOUT_VERSION,
+        block_size=info.layout.block_size,
+    )
+
+
+def _describe_kv(info: ModelInfo) -> str:
+    return describe_namespace(
+        model_fingerprint=info.fingerprint.hex(),
         kv_dtype=info.layout.dtype,
         layout_version=LAYOUT_VERSION,
         block_size=info.layout.block_size,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from engine.core import EngineCore
 from engine.kv_events import KvEvent
 from engine.request import EngineLoad, EngineRequest, RequestOutput
+from kvstore.handoff import KvHandoff
 
 __all__ = [
     "Abort",
@@ -24,6 +25,7 @@ __all__ = [
     "EngineListener",
     "EngineThread",
     "FinishCandidate",
+    "Prefetch",
     "RecordKvEvents",
     "ReleaseHandoff",
     "ResetPrefixCache",
@@ -58,6 +60,13 @@ class FinishCandidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Begin to load blocks of a prompt that is still being computed."""
+
+    handoff: KvHandoff
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseHandoff:
     """Drop what the connector kept for a handoff."""
 
@@ -78,7 +87,9 @@ class RecordKvEvents:
     on: bool
 
 
-Command = Add | Abort | FinishCandidate | ReleaseHandoff | ResetPrefixCache | RecordKvEvents
+Command = (
+    Add | Abort | FinishCandidate | Prefetch | ReleaseHandoff | ResetPrefixCache | RecordKvEvents
+)
 
 
 class EngineListener(Protocol):
@@ -178,6 +189,8 @@ class EngineThread:
                     self._post(listener.on_aborted, request_ids)
             case FinishCandidate(request_id, index):
                 self._tell(core.finish_candidate(request_id, index))
+            case Prefetch(handoff):
+                core.prefetch(handoff)
             case ReleaseHandoff(handoff_id):
                 core.release_handoff(handoff_id)
             case ResetPrefixCache(answer):

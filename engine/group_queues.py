@@ -151,6 +151,7 @@ class GroupQueues:
     def forget(self, group: SequenceGroup) -> None:
         """The request is over."""
         self.withdraw(group)
+        self._transfers.abandon(group)
         group.state = GroupState.FINISHED
         del self.groups[group.request_id]
 

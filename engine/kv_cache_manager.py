@@ -115,6 +115,34 @@ class KvCacheManager:
         self._epoch += 1
         return self.pool.forget_all()
 
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether full blocks are indexed and matched."""
+        return self._enable_prefix_caching
+
+    @property
+    def epoch(self) -> int:
+        """How often the prefix cache was reset."""
+        return self._epoch
+
+    def can_prefetch(self, num_blocks: int) -> Allocation:
+        """Whether so many blocks are free beyond what running sequences may need soon."""
+        return self.pool.can_allocate(num_blocks, self._watermark)
+
+    def adopt(self, keys: Sequence[bytes], block_ids: Sequence[int], epoch: int) -> None:
+        """Offers full blocks that belong to no sequence to the prefix cache of group 0.
+
+        Args:
+            keys: their keys.
+            block_ids: the blocks, which the caller holds.
+            epoch: the cache's when they were asked for: what was reset since stays forgotten.
+        """
+        if self._enable_prefix_caching and epoch == self._epoch:
+            pairs = zip(block_ids, keys, strict=True)
+            new = [key for block_id, key in pairs if self.pool.register(block_id, key)]
+            if new:
+                self.events.record_stored(new, None)
+
     # Admission.
 
     def can_admit(

@@ -118,6 +118,14 @@ class Outcomes:
                     RequestOutput(sequence.group.request.request_id, sequence.index, (token_id,))
                 )
 
+    def tell_saved(self, group: SequenceGroup) -> Outputs:
+        """A save of the group has ended: whoever takes it over may load what is saved."""
+        saved = self._transfers.take_progress(group)
+        outputs = [RequestOutput(group.request_id, saved=saved)] if saved else []
+        if group.state is GroupState.SAVING and not group.pending_saves:
+            outputs.append(self._end_handed_over(group))
+        return outputs
+
     # Tokens.
 
     def _take_token(self, sequence: Sequence, result: ChunkOutput) -> Outputs:
@@ -206,13 +214,10 @@ class Outcomes:
         self._queues.forget(group)
         return output
 
-    def end_handed_over(self, group: SequenceGroup) -> RequestOutput:
+    def _end_handed_over(self, group: SequenceGroup) -> RequestOutput:
         """The group's KV is saved, or not: prefill is over."""
-        token_ids, logprobs = group.first_tokens
         output = self._output(
             group,
-            token_ids=token_ids,
-            logprobs=logprobs,
             finish_reason=FinishReason.HANDOFF,
             is_last=True,
             handoff=self._transfers.commit_handoff(group),
@@ -242,6 +247,8 @@ class Outcomes:
         reason = group.finish_reason(sequence.token_ids)
         if reason is None:
             return []
+        if sequence.is_streamed:
+            self._transfers.save_ended(sequence)
         self._remove(sequence)
         if group.request.is_ranked:
             token_ids = tuple(sequence.token_ids[group.num_prompt :])
@@ -284,12 +291,14 @@ class Outcomes:
         return self.end(group, FinishReason.ERROR, error)
 
     def _hand_over(self, group: SequenceGroup, result: ChunkOutput) -> Outputs:
-        """Frees the group's blocks; its end is told when its saves have ended."""
-        group.first_tokens = (result.token_ids, result.logprobs)
+        """Tells the first tokens and frees the group's blocks; its end is told when its
+        saves have ended.
+        """
+        first = self._output(group, token_ids=result.token_ids, logprobs=result.logprobs)
         self._transfers.save_for_handoff(group)
         self._queues.withdraw(group)
         group.state = GroupState.SAVING
-        return [] if group.pending_saves else [self.end_handed_over(group)]
+        return [first, *self.tell_saved(group)]
 
     def _remove(self, sequence: Sequence) -> None:
         sequence.group.branches.remove(sequence)

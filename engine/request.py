@@ -167,21 +167,24 @@ class RequestOutput:
         request_id: whose it is.
         index: the candidate's number.
         token_ids: tokens drawn since the candidate's last output, in order; all
-            of them where candidates are ranked. With HANDOFF: the first token
-            of every candidate, by index; in beam search the most likely first
-            tokens, the likeliest first.
+            of them where candidates are ranked. Of a request that will be handed
+            over: the first token of every candidate, by index; in beam search the
+            most likely first tokens, the likeliest first.
         finish_reason: set on the candidate's last output.
         is_last: the request's last output: it ends all candidates that have
             not ended.
         error: set where `finish_reason` is ERROR or IGNORED.
         score: what a ranked candidate was ranked by: beam search's score, or
             the mean log-probability of its tokens. On its last output.
-        logprobs: of `token_ids`, with HANDOFF where candidates are ranked.
+        logprobs: of `token_ids`, where candidates are ranked and the request will be handed over.
         cached_tokens: prompt tokens not computed here but found or loaded. On the
             request's first output and on its candidates' last ones; else 0.
         timings: set on the request's first output that carries tokens and on its last.
         handoff: set where `finish_reason` is HANDOFF, unless the connector did
             not take every block: decode must then compute the prompt itself.
+        saved: full blocks of the prompt that decode can load already, those
+            since the last output that told of any; such an output tells of
+            nothing else.
     """
 
     request_id: str
@@ -195,6 +198,7 @@ class RequestOutput:
     cached_tokens: int = 0
     timings: StageTimings | None = None
     handoff: KvHandoff | None = None
+    saved: KvHandoff | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,11 @@ from engine.deadlines import Deadlines
 from engine.decode_set import DecodeSet
 from engine.group_queues import GroupQueues
 from engine.kv_cache_manager import KvCacheManager
-from engine.kv_cache_spec import spec_of
+from engine.kv_cache_spec import KvCacheSpec, spec_of
 from engine.outcomes import Outcomes
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo, StepCosts
+from engine.saves import SavePolicy
 from engine.sequence import Sequence
 from engine.sequence_group import GroupState, SequenceGroup, order_of
 from engine.step_plan import StepPlan, StepRecord
@@ -37,6 +38,7 @@ from engine.transfers import FinishedLoad, Transfers
 from engine.validation import num_blocks_needed
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import ConnectorWork, KvConnectorScheduler, TransferResults
+from kvstore.handoff import KvHandoff
 
 __all__ = ["Scheduler"]
 
@@ -46,7 +48,7 @@ class Scheduler:
 
     Call order per step: `apply`, `expire`, `schedule`, (the runner), `commit`
     or `fail`, `build_work`. Between steps: `add`, `abort`, `finish_candidate`,
-    `release_handoff`.
+    `release_handoff`, `prefetch`.
 
     Args:
         config: limits and role.
@@ -55,6 +57,7 @@ class Scheduler:
         num_host_blocks: KV blocks in the host pool.
         costs: what preemption weighs.
         namespace: digest that block keys are rooted in.
+        kv_form: see `kvstore.handoff.KvHandoff`.
         connector: scheduler half of the KV connector, if there is one.
         clock: monotonic seconds.
 
@@ -71,6 +74,7 @@ class Scheduler:
         num_host_blocks: int,
         costs: StepCosts,
         namespace: bytes,
+        kv_form: str = "",
         connector: KvConnectorScheduler | None,
         clock: Callable[[], float],
     ) -> None:
@@ -87,10 +91,10 @@ class Scheduler:
         )
         self._transfers = Transfers(
             connector,
-            self.kv.pool,
-            spec,
+            self.kv,
             namespace=namespace,
-            saves=config.role in ("prefill", "both"),
+            kv_form=kv_form,
+            policy=_save_policy(config, spec, connector),
             timeout_s=config.kv_transfer_timeout_s,
         )
         self._decoding = DecodeSet(config.block_size)
@@ -159,6 +163,7 @@ class Scheduler:
             return [_ignored(request, num_needed, self.kv.pool.num_blocks)]
         group = self._new_group(request)
         self._queues.enqueue(group)
+        self._transfers.accept(group)
         if request.deadline is not None:
             self._deadlines.add(request.deadline, group.arrival, group.request_id)
         return self._outcomes.take_progress(group)
@@ -187,6 +192,10 @@ class Scheduler:
     def release_handoff(self, handoff_id: str) -> None:
         """Drops what was kept for one handoff alone."""
         self._transfers.release_handoff(handoff_id)
+
+    def prefetch(self, handoff: KvHandoff) -> None:
+        """Begins to load blocks of a prompt that another engine is still computing."""
+        self._transfers.prefetch(handoff)
 
     def apply(self, results: TransferResults) -> list[RequestOutput]:
         """Takes in what the connector's worker half reported."""
@@ -272,11 +281,10 @@ class Scheduler:
         self, loads: list[FinishedLoad], saved: list[SequenceGroup]
     ) -> list[RequestOutput]:
         outputs = [output for load in loads for output in self._outcomes.take_load(load)]
-        return outputs + [
-            self._outcomes.end_handed_over(group)
-            for group in saved
-            if group.state is GroupState.SAVING
-        ]
+        for group in saved:
+            if self._groups.get(group.request_id) is group:
+                outputs += self._outcomes.tell_saved(group)
+        return outputs
 
     def _new_group(self, request: EngineRequest) -> SequenceGroup:
         now, arrival = self._clock(), self._num_arrivals
@@ -296,6 +304,22 @@ class Scheduler:
             hands_over=self._config.role == "prefill",
             arrived_at=now,
         )
+
+
+def _save_policy(
+    config: EngineConfig, spec: KvCacheSpec, connector: KvConnectorScheduler | None
+) -> SavePolicy:
+    """What the engine publishes: nothing that nobody could find."""
+    if config.role == "prefill":
+        return SavePolicy(prompts=True)
+    if connector is None or not connector.finds_by_key:
+        return SavePolicy()
+    interval = int(config.kv_publish) if config.kv_publish.isdecimal() else None
+    if config.kv_publish == "finish" and any(spec.windows):
+        interval = 1  # at the end, what lies behind a window is gone
+    return SavePolicy(
+        prompts=config.role == "both", interval=interval, at_end=config.kv_publish != "off"
+    )
 
 
 def _ignored(request: EngineRequest, num_needed: int, num_blocks: int) -> RequestOutput:

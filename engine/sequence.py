@@ -37,6 +37,7 @@ class Sequence:
         num_scheduled: these, and the tokens of steps in flight; see `DecodeSet`.
         logprob: sum of the generated tokens' log-probabilities, if asked for.
         is_streamed: its tokens are told as they come.
+        num_saved: leading blocks that were published; see `engine.saves`.
         is_given_up: nobody wants it any more; it ends when it is back from the host.
         due: the step at which `DecodeSet` looks at it next.
         offset: `num_scheduled` minus the step number while it decodes.
@@ -55,6 +56,7 @@ class Sequence:
     num_computed: int = 0
     num_scheduled: int = 0
     logprob: float = 0.0
+    num_saved: int = 0
     is_given_up: bool = False
     due: int = -1
     offset: int = 0

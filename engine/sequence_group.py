@@ -7,6 +7,7 @@ leads back from preemption: what the candidates have in common is computed in
 the root, the rest in each. A request of one candidate has no root.
 """
 
+import uuid
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
@@ -61,16 +62,20 @@ class SequenceGroup:
         num_held_seats: seats taken since admission.
         swapped: its KV on the host, in state SWAPPED.
         num_cached: prompt tokens found or loaded at first admission.
-        num_saved: leading blocks that a save job or the store already has.
+        num_matched: leading blocks that its lead found in the prefix cache.
+        num_saved: leading blocks of the prompt that a save job or the store already has.
+        num_told: leading blocks that others were told to be saved.
         lookup_job: the connector's look-up for it, open or answered.
         load_job: the load under way, in state LOADING.
-        pending_saves: save jobs under way.
+        pending_saves: save jobs under way, in order, each with its first block's index.
         save_failed: a save job did not commit.
         is_poisoned: its KV is not finite and must not be used by anybody.
         may_load: whether the connector may still be asked for it.
         pending_handoff: the request's handoff until its load has started.
-        handoff: the handoff that this group's prefill makes.
-        first_tokens: with `handoff`: what prefill drew, with log-probabilities if ranked.
+        kept_handoff: id of the handoff whose lease is renewed for it.
+        handoff_id: names the handoff that this group's prefill makes; empty where it makes none.
+        handoff: that handoff.
+        is_handed_over: it was told.
         reported: whether an output with timings has been sent.
     """
 
@@ -90,16 +95,20 @@ class SequenceGroup:
     num_held_seats: int = 0
     swapped: SwappedTables | None = None
     num_cached: int | None = None
+    num_matched: int = 0
     num_saved: int = 0
+    num_told: int = 0
     lookup_job: int | None = None
     load_job: int | None = None
-    pending_saves: set[int] = field(default_factory=set)
+    pending_saves: dict[int, int] = field(default_factory=dict)
     save_failed: bool = False
     is_poisoned: bool = False
     may_load: bool = True
     pending_handoff: KvHandoff | None = None
+    kept_handoff: str | None = None
+    handoff_id: str = ""
     handoff: KvHandoff | None = None
-    first_tokens: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+    is_handed_over: bool = False
     reported: bool = False
     scheduled_at: float | None = None
     loaded_at: float | None = None
@@ -107,6 +116,8 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         self.pending_handoff = self.request.handoff
+        if self.hands_over:
+            self.handoff_id = uuid.uuid4().hex
         for progress in self.request.progress:
             self.branches.append(self.new_branch(progress.index, progress.output_token_ids))
             self.branches[-1].logprob = progress.logprob
@@ -158,6 +169,7 @@ class SequenceGroup:
         """
         child = self._new_sequence(index, parent.token_ids.copy(), parent.keys.copy())
         child.logprob = parent.logprob
+        child.num_saved = parent.num_saved
         return child
 
     def make_root(self) -> None:

@@ -1,94 +1,65 @@
 """`Transfers`: ties requests to the KV connector's scheduler half. Pure.
 
-Decides what a request loads and saves, and keeps a reference on every block
-that a job names until the job's result is in, whatever becomes of the
-request. So an abort or a preemption never hands a block that is still being
-read or written to somebody else. A job that does not report in time is given
-up: its request goes on without it. Its blocks stay held, since whoever moves
-the bytes may still be at it.
+`engine.loads` and `engine.saves` decide what moves. Here jobs get their
+deadlines: one that does not report in time is given up, and its request goes
+on without it. Its blocks stay held, since whoever moves the bytes may still be
+at it.
 """
 
 import logging
-import uuid
-from collections import OrderedDict, abc, deque
-from dataclasses import dataclass
-from itertools import chain
+from collections import deque
 
-from engine.block_pool import BlockPool
-from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_cache_manager import KvCacheManager
+from engine.loads import FinishedLoad, Loads
+from engine.saves import SavePolicy, Saves
+from engine.sequence import Sequence
 from engine.sequence_group import SequenceGroup
-from kvstore.block_key import layer_group_key
-from kvstore.connector import ConnectorWork, KvConnectorScheduler, LoadResult, TransferResults
+from kvstore.connector import ConnectorWork, KvConnectorScheduler, TransferResults
 from kvstore.handoff import KvHandoff
 
 __all__ = ["FinishedLoad", "Transfers"]
 
-# Handoffs nobody released are forgotten beyond this; the store's TTL removes their tails.
-_MAX_HANDOFFS = 65_536
-
 _logger = logging.getLogger("baton.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedLoad:
-    """A group's load has ended; the group still waits for it.
-
-    Attributes:
-        group: whose load it was.
-        num_tokens: tokens whose KV is in the blocks of the group's lead now.
-        error: why fewer than asked arrived; empty if all did.
-    """
-
-    group: SequenceGroup
-    num_tokens: int
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """`block_indices` are those of `block_ids`, ascending."""
-
-    group: SequenceGroup
-    block_indices: list[int]
-    block_ids: list[int]
-    num_tokens: int
 
 
 class Transfers:
     """Loads and saves of all requests of one scheduler.
 
     Args:
-        connector: the scheduler half; None runs without a connector.
-        pool: where job references are kept.
-        spec: which layer groups there are.
+        connector: the scheduler half; None runs without a connector, and then every
+            method does nothing.
+        kv: the KV cache manager.
         namespace: digest that block keys are rooted in.
-        saves: whether computed prompt blocks are published.
+        kv_form: see `KvHandoff`.
+        policy: what is published.
         timeout_s: how long a request waits for a job.
     """
 
     def __init__(
         self,
         connector: KvConnectorScheduler | None,
-        pool: BlockPool,
-        spec: KvCacheSpec,
+        kv: KvCacheManager,
         *,
         namespace: bytes,
-        saves: bool,
+        kv_form: str,
+        policy: SavePolicy,
         timeout_s: float,
     ) -> None:
         self._connector = connector
-        self._pool = pool
-        self._spec = spec
-        self._namespace = namespace
-        self._saves = saves and connector is not None
         self._timeout_s = timeout_s
-        self._lookups: dict[int, SequenceGroup] = {}  # open ones
-        self._loads: dict[int, _Load] = {}
-        self._save_jobs: dict[int, tuple[SequenceGroup, list[int]]] = {}
         self._unstarted: list[int] = []
         self._started: deque[tuple[float, int]] = deque()  # (give up at, job id)
-        # Tails of handoffs that nobody has released yet, by handoff id.
-        self._tail_keys: OrderedDict[str, list[bytes]] = OrderedDict()
+        if connector is not None:
+            self._loads = Loads(connector, kv, self._unstarted.append)
+            self._saves = Saves(
+                connector,
+                kv.pool,
+                kv.spec,
+                namespace=namespace,
+                kv_form=kv_form,
+                policy=policy,
+                on_job=self._unstarted.append,
+            )
 
     @property
     def is_connected(self) -> bool:
@@ -98,162 +69,116 @@ class Transfers:
     @property
     def in_flight(self) -> int:
         """Jobs whose result is not in."""
-        return len(self._loads) + len(self._save_jobs)
+        return self._loads.in_flight + self._saves.in_flight if self.is_connected else 0
 
     @property
     def next_deadline(self) -> float | None:
         """When `expire` is next due."""
-        self._forget_reported()
+        while self._started and not self._is_open(self._started[0][1]):
+            self._started.popleft()
         return self._started[0][0] if self._started else None
 
     def held_blocks(self) -> list[int]:
         """One entry per reference that a job holds."""
-        held = [block for load in self._loads.values() for block in load.block_ids]
-        return held + [block for _, blocks in self._save_jobs.values() for block in blocks]
+        if not self.is_connected:
+            return []
+        return self._loads.held_blocks() + self._saves.held_blocks()
 
-    def num_loadable(self, group: SequenceGroup) -> int | None:
-        """Leading blocks that the connector can load; None: ask again next step."""
-        if self._connector is None or not group.may_load or group.swapped is not None:
-            return 0
-        if group.pending_handoff is not None:
-            return len(group.pending_handoff.block_keys)
-        lead = group.lead
-        num_keys = (len(lead.token_ids) - 1) // self._spec.block_size
-        if num_keys == 0:
-            return 0
-        if group.lookup_job is None:
-            keys = lead.keys.extend(lead.token_ids)[:num_keys]
-            every_group = chain.from_iterable(map(self._object_keys, keys))
-            group.lookup_job = self._connector.lookup(list(every_group))
-            self._lookups[group.lookup_job] = group
-            self._unstarted.append(group.lookup_job)
-        num_found = self._connector.num_found(group.lookup_job)
-        return None if num_found is None else num_found // self._spec.num_groups
+    # Requests come and go.
 
-    def num_loaded_tokens(self, group: SequenceGroup, num_loadable: int) -> int:
-        """Tokens that a load of the first `num_loadable` blocks brings."""
-        if group.pending_handoff is not None and num_loadable:
-            return group.pending_handoff.num_tokens
-        return num_loadable * self._spec.block_size
-
-    def start_load(self, group: SequenceGroup, num_loadable: int) -> bool:
-        """Loads what the admitted group's lead lacks of the first `num_loadable` blocks.
-
-        Returns:
-            Whether there was anything to load.
-        """
-        num_tokens = self.num_loaded_tokens(group, num_loadable)
-        handoff, group.pending_handoff = group.pending_handoff, None
-        lead = group.lead
-        first = lead.num_computed // self._spec.block_size
-        group.num_saved = max(group.num_saved, num_loadable)
-        if self._connector is None or num_loadable <= first:
-            return False
-        assert lead.table is not None
-        keys = handoff.block_keys if handoff else lead.keys.keys
-        items = [
-            (index, layer_group_key(keys[index], layers), lead.table.blocks[layers][index])
-            for index in range(first, num_loadable)
-            for layers in range(self._spec.num_groups)
-            if index >= self._spec.first_live(layers, num_tokens)
-        ]
-        indices, object_keys, block_ids = map(list, zip(*items, strict=True))
-        job_id = self._connector.load(object_keys, block_ids)
-        self._pool.acquire(block_ids)
-        self._loads[job_id] = _Load(group, indices, block_ids, num_tokens)
-        self._unstarted.append(job_id)
-        group.load_job = job_id
-        return True
-
-    def save_computed(self, group: SequenceGroup) -> None:
-        """Publishes the group's full, computed prompt blocks not published yet."""
-        lead = group.lead
-        end = min(lead.num_computed, group.num_prompt) // self._spec.block_size
-        if not self._saves or end <= group.num_saved:
-            return
-        assert lead.table is not None
-        keys = lead.keys.extend(lead.token_ids)
-        items = [
-            (layer_group_key(keys[index], layers), lead.table.blocks[layers][index])
-            for index in range(group.num_saved, end)
-            for layers in range(self._spec.num_groups)
-            if index >= lead.table.first_live[layers]  # behind a window: found here, not computed
-        ]
-        group.num_saved = end
-        if items:
-            self._save(group, items, 0)
-
-    def save_for_handoff(self, group: SequenceGroup) -> None:
-        """Publishes what `save_computed` leaves of the prompt: its partial tail."""
-        assert self._connector is not None, "prefill engines have a connector"
-        lead = group.lead
-        assert lead.table is not None
-        num_full, num_tail = divmod(group.num_prompt, self._spec.block_size)
-        handoff_id = uuid.uuid4().hex
-        keys = lead.keys.of_prompt(group.request.prompt_token_ids, handoff_id)
-        for layers in range(self._spec.num_groups if num_tail else 0):
-            tail = (layer_group_key(keys[-1], layers), lead.table.blocks[layers][num_full])
-            self._save(group, [tail], num_tail)
-        group.handoff = self._connector.make_handoff(
-            handoff_id, self._namespace, keys, group.num_prompt
-        )
-
-    def commit_handoff(self, group: SequenceGroup) -> KvHandoff | None:
-        """The handoff of a group whose saves have ended; None if one failed."""
-        handoff = group.handoff
-        if handoff is None or group.save_failed:
-            return None
-        if handoff.num_tokens % self._spec.block_size != 0:
-            self._tail_keys[handoff.handoff_id] = self._object_keys(handoff.block_keys[-1])
-        if len(self._tail_keys) > _MAX_HANDOFFS:
-            self._tail_keys.popitem(last=False)
-        return handoff
-
-    def release_handoff(self, handoff_id: str) -> None:
-        """Deletes the handoff's tail, which nobody else can use. Unknown ids are fine.
-
-        Full blocks stay for other requests.
-        """
-        keys = self._tail_keys.pop(handoff_id, None)
-        if keys is not None and self._connector is not None:
-            self._connector.delete(keys)
-
-    def discard_saved(self, group: SequenceGroup) -> None:
-        """Takes back what the group has published: it must not be loaded.
-
-        Where saves are still under way, their ends are awaited first, so that
-        none comes after the deletion.
-        """
-        group.is_poisoned = True
-        if self._saves and not group.pending_saves:
-            self._unpublish(group)
+    def accept(self, group: SequenceGroup) -> None:
+        """A request has come; see `Loads.accept`."""
+        if self.is_connected:
+            self._loads.accept(group)
 
     def forget(self, group: SequenceGroup) -> None:
         """The group has left the scheduler's queues, or starts over."""
-        if self._connector is None:
-            return
-        if group.lookup_job is not None:
-            self._lookups.pop(group.lookup_job, None)
-            self._connector.forget_lookup(group.lookup_job)
-            group.lookup_job = None
-        if group.load_job is not None:
-            self._connector.cancel_load(group.load_job)
-            group.load_job = None
+        if self.is_connected:
+            self._loads.forget(group)
+
+    def abandon(self, group: SequenceGroup) -> None:
+        """The request is over; see `Saves.abandon`."""
+        if self.is_connected:
+            self._saves.abandon(group)
+
+    # Loads.
+
+    def num_loadable(self, group: SequenceGroup) -> int | None:
+        """Leading blocks that the connector can load; None: ask again next step."""
+        return self._loads.num_loadable(group) if self.is_connected else 0
+
+    def num_loaded_tokens(self, group: SequenceGroup, num_loadable: int) -> int:
+        """Tokens that a load of the first `num_loadable` blocks brings."""
+        return self._loads.num_loaded_tokens(group, num_loadable) if self.is_connected else 0
+
+    def start_load(self, group: SequenceGroup, num_loadable: int) -> bool:
+        """Loads what the admitted group lacks; see `Loads.start`."""
+        return self.is_connected and self._loads.start(group, num_loadable)
+
+    def prefetch(self, handoff: KvHandoff) -> None:
+        """Begins to load blocks into the prefix cache; see `Loads.prefetch`."""
+        if self.is_connected:
+            self._loads.prefetch(handoff)
+
+    # Saves.
+
+    def save_computed(self, group: SequenceGroup) -> None:
+        """Publishes what is computed of a prompt; see `Saves.save_computed`."""
+        if self.is_connected:
+            self._saves.save_computed(group)
+
+    def save_filled(self, sequence: Sequence) -> None:
+        """Publishes generated blocks that are due; see `Saves.save_filled`."""
+        if self.is_connected:
+            self._saves.save_filled(sequence)
+
+    def save_ended(self, sequence: Sequence) -> None:
+        """Publishes what a sequence leaves; see `Saves.save_ended`."""
+        if self.is_connected:
+            self._saves.save_ended(sequence)
+
+    def save_for_handoff(self, group: SequenceGroup) -> None:
+        """Publishes the prompt's partial tail, and makes its handoff."""
+        assert self.is_connected, "prefill engines have a connector"
+        self._saves.save_for_handoff(group)
+
+    def take_progress(self, group: SequenceGroup) -> KvHandoff | None:
+        """What others can load by now; see `Saves.take_progress`."""
+        return self._saves.take_progress(group) if self.is_connected else None
+
+    def commit_handoff(self, group: SequenceGroup) -> KvHandoff | None:
+        """The handoff of a group whose saves have ended; None if one failed."""
+        return self._saves.commit_handoff(group)
+
+    def release_handoff(self, handoff_id: str) -> None:
+        """Gives back what was saved for one handoff alone; see `Saves.end_handoff`."""
+        if self.is_connected:
+            self._saves.end_handoff(handoff_id)
+
+    def discard_saved(self, group: SequenceGroup) -> None:
+        """Takes back what the group has published: it must not be loaded."""
+        group.is_poisoned = True
+        if self.is_connected:
+            self._saves.discard(group)
+
+    # What becomes of jobs.
 
     def apply(self, results: TransferResults) -> tuple[list[FinishedLoad], list[SequenceGroup]]:
         """Takes in results; drops the jobs' references.
 
         Returns:
-            Loads that groups still wait for, and groups whose last save has ended.
+            Loads that groups still wait for, and groups of which a save has ended.
         """
         if self._connector is None:
             return [], []
         results = self._connector.update(results)
         for lookup in results.lookups:
-            self._lookups.pop(lookup.job_id, None)
-        loads = [finished for r in results.loads if (finished := self._finish_load(r))]
-        saved = dict.fromkeys(self._finish_save(r.job_id, r.committed) for r in results.saves)
-        return loads, [group for group in saved if not group.pending_saves]
+            self._loads.finish_lookup(lookup)
+        loads = [finished for r in results.loads if (finished := self._loads.finish(r))]
+        saved = dict.fromkeys(self._saves.finish(result) for result in results.saves)
+        for job_id in results.released:
+            self._saves.release(job_id)
+        return loads, list(saved)
 
     def expire(self, now: float) -> tuple[list[FinishedLoad], list[SequenceGroup]]:
         """Gives up jobs that have not reported in time; as `apply`."""
@@ -261,21 +186,15 @@ class Transfers:
         saved: dict[SequenceGroup, None] = {}
         while self._started and self._started[0][0] <= now:
             _, job_id = self._started.popleft()
-            if (load := self._loads.get(job_id)) and load.group.load_job == job_id:
-                self._log_overdue("load", load.group, load.block_ids)
-                self.forget(load.group)
-                loads.append(FinishedLoad(load.group, 0, "timed out"))
-            elif group := self._lookups.get(job_id):
-                self._log_overdue("look-up", group, [])
-                self.forget(group)
-                group.may_load = False
-            elif job_id in self._save_jobs:
-                group, block_ids = self._save_jobs[job_id]
-                self._log_overdue("save", group, block_ids)
-                group.pending_saves.discard(job_id)
-                group.save_failed = True
+            if self._saves.is_open(job_id):
+                group, num_blocks = self._saves.give_up(job_id)
+                self._log_overdue("save", group, num_blocks)
                 saved[group] = None
-        return loads, [group for group in saved if not group.pending_saves]
+            elif self._loads.is_open(job_id):
+                waiting, load, num_blocks = self._loads.give_up(job_id)
+                self._log_overdue("load", waiting, num_blocks)
+                loads += [load] if load else []
+        return loads, list(saved)
 
     def build_work(self, now: float) -> ConnectorWork:
         """What the worker half must start now."""
@@ -285,56 +204,14 @@ class Transfers:
         self._unstarted.clear()
         return self._connector.build_work()
 
-    def _object_keys(self, key: bytes) -> list[bytes]:
-        """The keys of one block index, one per layer group."""
-        return [layer_group_key(key, layers) for layers in range(self._spec.num_groups)]
+    def _is_open(self, job_id: int) -> bool:
+        return self._loads.is_open(job_id) or self._saves.is_open(job_id)
 
-    def _save(
-        self, group: SequenceGroup, items: abc.Sequence[tuple[bytes, int]], num_tail: int
-    ) -> None:
-        assert self._connector is not None
-        block_ids = [block_id for _, block_id in items]
-        job_id = self._connector.save([key for key, _ in items], block_ids, num_tail)
-        self._pool.acquire(block_ids)
-        self._save_jobs[job_id] = (group, block_ids)
-        self._unstarted.append(job_id)
-        group.pending_saves.add(job_id)
-
-    def _finish_load(self, result: LoadResult) -> FinishedLoad | None:
-        load = self._loads.pop(result.job_id)
-        self._pool.release(load.block_ids)
-        if load.group.load_job != result.job_id:
-            return None  # aborted or given up meanwhile
-        load.group.load_job = None
-        if result.num_blocks == len(load.block_ids):
-            return FinishedLoad(load.group, load.num_tokens, "")
-        num_good = load.block_indices[result.num_blocks] * self._spec.block_size
-        return FinishedLoad(load.group, num_good, result.error or "missing")
-
-    def _finish_save(self, job_id: int, committed: bool) -> SequenceGroup:
-        group, block_ids = self._save_jobs.pop(job_id)
-        self._pool.release(block_ids)
-        group.pending_saves.discard(job_id)
-        group.save_failed |= not committed
-        if group.is_poisoned and not group.pending_saves:
-            self._unpublish(group)
-        return group
-
-    def _unpublish(self, group: SequenceGroup) -> None:
-        assert self._connector is not None
-        keys = group.lead.keys.extend(group.lead.token_ids)[: group.num_saved]
-        self._connector.delete(list(chain.from_iterable(map(self._object_keys, keys))))
-
-    def _forget_reported(self) -> None:
-        jobs = (self._lookups, self._loads, self._save_jobs)
-        while self._started and not any(self._started[0][1] in open_jobs for open_jobs in jobs):
-            self._started.popleft()
-
-    def _log_overdue(self, what: str, group: SequenceGroup, block_ids: list[int]) -> None:
+    def _log_overdue(self, what: str, group: SequenceGroup | None, num_blocks: int) -> None:
         _logger.error(
             "%s: a KV %s has not reported for %s s; going on without it, %d blocks stay fenced",
-            group.request_id,
+            group.request_id if group else "a request that is over, or yet to come",
             what,
             self._timeout_s,
-            len(block_ids),
+            num_blocks,
         )

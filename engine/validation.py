@@ -21,6 +21,7 @@ def check_request(
     info: ModelInfo,
     num_blocks: int,
     namespace: bytes,
+    kv_form: str = "",
 ) -> None:
     """Refuses a request that the engine could never finish.
 
@@ -36,7 +37,7 @@ def check_request(
     _check_blocks(request, config, info, num_blocks)
     if request.handoff is not None:
         connector = connector_name(config.kv_connector)
-        request.handoff.check_compatible(namespace=namespace, connector=connector)
+        request.handoff.check_compatible(namespace=namespace, connector=connector, kv_form=kv_form)
         _check_handoff(request, request.handoff, config.block_size)
 
 

@@ -250,9 +250,14 @@ class KvConnectorScheduler(ABC):
 
     @abstractmethod
     def make_handoff(
-        self, handoff_id: str, namespace: bytes, keys: Sequence[bytes], num_tokens: int
+        self,
+        handoff_id: str,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        kv_form: str = "",
     ) -> KvHandoff:
-        """The handoff for committed blocks of a prompt."""
+        """The handoff for blocks of a prompt that are saved, or some of them."""
 
     @abstractmethod
     def keep(self, handoff: KvHandoff) -> None:

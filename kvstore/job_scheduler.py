@@ -88,7 +88,12 @@ class JobScheduler(KvConnectorScheduler):
         return job_id
 
     def make_handoff(
-        self, handoff_id: str, namespace: bytes, keys: Sequence[bytes], num_tokens: int
+        self,
+        handoff_id: str,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        kv_form: str = "",
     ) -> KvHandoff:
         """See `KvConnectorScheduler.make_handoff`."""
         return KvHandoff(
@@ -100,6 +105,7 @@ class JobScheduler(KvConnectorScheduler):
             digest_scheme=DIGEST_SCHEME,
             lease_ms=self._lease_ms,
             connector_params=self._params,
+            kv_form=kv_form,
         )
 
     def keep(self, handoff: KvHandoff) -> None:

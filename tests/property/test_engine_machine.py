@@ -16,6 +16,7 @@ from engine.batch import DrawParams
 from engine.request import BeamSearchParams, EngineRequest, RequestOutput
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
+from kvstore.handoff import KvHandoff
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.fake_model import GREEDY, fake_config, fake_info
 from tests.support.reference_decoding import candidates, first_beams, progress_of
@@ -32,7 +33,7 @@ PROMPTS = st.builds(
 )
 MISHAPS = (
     *("abort", "finish_candidate", "finish_candidate", "break_next_step", "pass_time"),
-    *("lose_transfer", "find_transfers", "lose_object", "release_handoff"),
+    *("lose_transfer", "find_transfers", "lose_object", "release_handoff", "end_lease"),
     *("reset_prefix_cache", "watch"),
 )
 WINDOWS = [(None,), (None,), (3,), (5, None), (None, 2), (2, 6)]
@@ -47,6 +48,8 @@ class Cluster(RuleBasedStateMachine):
         num_spare=st.sampled_from([0, 1, 2, 4, 8]),
         num_host_blocks=st.sampled_from([0, 4, 50, 50]),
         submits=st.sampled_from(["now", "late"]),
+        lends=st.booleans(),
+        prefetches=st.booleans(),
         config=st.fixed_dictionaries(
             {
                 "max_num_batched_tokens": st.sampled_from([1, 3, 7, 12, 20]),
@@ -59,6 +62,7 @@ class Cluster(RuleBasedStateMachine):
                 "kv_load_failure_policy": st.sampled_from(["recompute", "recompute", "fail"]),
                 "kv_transfer_timeout_s": st.sampled_from([2.0, 20.0]),
                 "priority_ageing_s": st.sampled_from([0.5, 100.0]),
+                "kv_publish": st.sampled_from(["off", "finish", "1", "2"]),
             }
         ),
     )
@@ -69,8 +73,11 @@ class Cluster(RuleBasedStateMachine):
         num_spare: int,
         num_host_blocks: int,
         submits: str,
+        lends: bool,
+        prefetches: bool,
         config: dict[str, object],
     ) -> None:
+        self.prefetches = prefetches
         self.store: dict = {}
         self.now = 0.0
         self.handoff_ids: list[str] = []
@@ -84,6 +91,7 @@ class Cluster(RuleBasedStateMachine):
                 clock=lambda: self.now,
                 num_host_blocks=num_host_blocks,
                 submits=submits,
+                lends=lends,
                 role=role,
                 **config,
             )
@@ -207,12 +215,16 @@ class Cluster(RuleBasedStateMachine):
 
     def _lose_object(self, engine: CheckedEngine, index: int) -> None:
         if self.store:
-            del self.store[sorted(self.store)[index % len(self.store)]]
+            del self.store[list(self.store)[index % len(self.store)]]
 
     def _release_handoff(self, engine: CheckedEngine, index: int) -> None:
         if self.handoff_ids:
             handoff_id = self.handoff_ids[index % len(self.handoff_ids)]
             self.engines[0].core.release_handoff(handoff_id)
+
+    def _end_lease(self, engine: CheckedEngine, index: int) -> None:
+        if leases := self.engines[0].worker.leases:
+            self.engines[0].worker.end_lease(leases[index % len(leases)])
 
     def _reset_prefix_cache(self, engine: CheckedEngine, index: int) -> None:
         engine.core.reset_prefix_cache()
@@ -236,10 +248,17 @@ class Cluster(RuleBasedStateMachine):
             assert not engine.live or engine.worker.lost, "a request starved"
             engine.worker.find()
         self._run_until(lambda: not any(engine.core.has_work for engine in engines))
+        self._end_leases()
         for engine in engines:
             self._step(engine)  # with overlap the last step is still to be committed
             engine.check_is_empty()
             self._check_full_load(engine)
+
+    def _end_leases(self) -> None:
+        """As time does."""
+        for engine in getattr(self, "engines", ()):
+            for lease_id in engine.worker.leases:
+                engine.worker.end_lease(lease_id)
 
     def _run_until(self, is_over: Callable[[], bool]) -> None:
         """At most until nothing has happened for longer than any time limit."""
@@ -248,6 +267,7 @@ class Cluster(RuleBasedStateMachine):
             if is_over() or num_idle > 100:
                 return
             self.now += 0.25
+            self._end_leases()
             self.run_all(1)
             is_idle = all(engine.core.is_stalled for engine in self.engines)
             num_idle = num_idle + 1 if is_idle else 0
@@ -270,14 +290,20 @@ class Cluster(RuleBasedStateMachine):
 
     def _step(self, engine: CheckedEngine) -> None:
         engine.step()
-        for checked, output in engine.handed_over:
-            self._hand_over(checked.request, output)
+        for saved in engine.saved:
+            if self.prefetches:
+                self.engines[1].core.prefetch(saved)
+        engine.saved.clear()
+        for checked, output, handoff in engine.handed_over:
+            self._hand_over(checked.request, output, handoff)
         engine.handed_over.clear()
 
-    def _hand_over(self, request: EngineRequest, output: RequestOutput) -> None:
-        if output.handoff is not None:
-            self.handoff_ids.append(output.handoff.handoff_id)
-        request = replace(request, handoff=output.handoff)
+    def _hand_over(
+        self, request: EngineRequest, output: RequestOutput, handoff: KvHandoff | None
+    ) -> None:
+        if handoff is not None:
+            self.handoff_ids.append(handoff.handoff_id)
+        request = replace(request, handoff=handoff)
         if request.beam_search is not None:
             beams = tuple(zip(output.token_ids, output.logprobs, strict=True))
             request = replace(request, first_beams=beams)

@@ -10,6 +10,7 @@ from engine.kv_events import BlocksRemoved, BlocksStored, KvEvent
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
+from kvstore.handoff import KvHandoff
 from kvstore.job_scheduler import JobScheduler
 from tests.support.fake_connector import FakeWorker, Store
 from tests.support.fake_model import fake_config
@@ -58,10 +59,10 @@ class CheckedRequest:
             self.ended.add(index)
         assert output.is_last == self.is_over
 
-    def check_handoff(self, output: RequestOutput, info: ModelInfo) -> None:
+    def check_first_tokens(self, output: RequestOutput, info: ModelInfo) -> None:
         """What prefill has drawn is what the candidates, or beams, begin with."""
         request, is_ranked = self.request, self.request.is_ranked
-        assert output.is_last
+        assert not output.is_last
         assert not self.told
         if request.beam_search is not None:
             pairs = tuple(zip(output.token_ids, output.logprobs, strict=True))
@@ -82,6 +83,7 @@ class CheckedEngine:
         clock: what the engine takes for time.
         num_host_blocks: KV blocks in the host pool.
         submits: see `FakeRunner`.
+        lends: see `FakeWorker`.
         config: of the engine.
     """
 
@@ -94,6 +96,7 @@ class CheckedEngine:
         clock: Callable[[], float] = lambda: 0.0,
         num_host_blocks: int = 0,
         submits: str = "late",
+        lends: bool = False,
         **config: object,
     ) -> None:
         if store is not None:
@@ -101,7 +104,7 @@ class CheckedEngine:
         self.config = fake_config(block_size=info.layout.block_size, **config)
         self.info = info
         self.clock = clock
-        self.worker = FakeWorker(store if store is not None else {})
+        self.worker = FakeWorker(store if store is not None else {}, lends=lends)
         self.runner = FakeRunner(
             info,
             num_blocks,
@@ -109,13 +112,16 @@ class CheckedEngine:
             max_rows=self.config.max_running,
             submits=submits,
         )
-        connector = (JobScheduler("fake", lease_s=1), self.worker)
+        connector = (JobScheduler("fake", lease_s=1, finds_by_key=not lends), self.worker)
         self.core = EngineCore(
             self.config, self.runner, connector if store is not None else None, clock
         )
         self.live: dict[str, CheckedRequest] = {}
         self.finished: dict[str, CheckedRequest] = {}
-        self.handed_over: list[tuple[CheckedRequest, RequestOutput]] = []
+        self.handed_over: list[tuple[CheckedRequest, RequestOutput, KvHandoff | None]] = []
+        self.saved: list[KvHandoff] = []
+        self._first_tokens: dict[str, RequestOutput] = {}
+        self._num_saved = Counter[str]()
         self.followed_keys: set[bytes] = set()
         self.counts = Counter[str]()
         self._next_event = 1
@@ -141,6 +147,8 @@ class CheckedEngine:
         outputs = self.core.abort([request_id, "unknown"])
         assert [(o.finish_reason, o.is_last) for o in outputs] == [(FinishReason.ABORTED, True)]
         del self.live[request_id]
+        self._first_tokens.pop(request_id, None)
+        self._num_saved.pop(request_id, None)
 
     def finish_candidate(self, request_id: str, index: int) -> None:
         """As a router does that has found a stop text in what it was told."""
@@ -166,7 +174,7 @@ class CheckedEngine:
         outputs = self.core.step()
         self._check_runner()
         for output in outputs:
-            if output.finish_reason is not FinishReason.ERROR:
+            if output.finish_reason is not FinishReason.ERROR and output.token_ids:
                 told[output.request_id, output.index] += 1
             self._take(output)
         assert max(told.values(), default=1) == 1, "a candidate has two outputs in a step"
@@ -230,12 +238,20 @@ class CheckedEngine:
 
     def _take(self, output: RequestOutput) -> None:
         checked = self.live[output.request_id]
+        if output.saved is not None:
+            self._take_saved(checked.request, output.saved)
+            return
         match output.finish_reason:
+            case None if self.config.role == "prefill":
+                checked.check_first_tokens(output, self.info)
+                self._first_tokens[output.request_id] = output
             case None | FinishReason.STOP | FinishReason.LENGTH:
                 checked.take(output)
             case FinishReason.HANDOFF:
-                checked.check_handoff(output, self.info)
-                self.handed_over.append((checked, output))
+                assert output.is_last
+                assert not output.token_ids
+                first = self._first_tokens.pop(output.request_id)
+                self.handed_over.append((checked, first, output.handoff))
             case FinishReason.ERROR:
                 assert output.is_last
                 self._check_error(checked.request, output)
@@ -244,7 +260,17 @@ class CheckedEngine:
             case unexpected:
                 raise AssertionError(unexpected)
         if output.is_last:
+            self._first_tokens.pop(output.request_id, None)
+            self._num_saved.pop(output.request_id, None)
             self.finished[output.request_id] = self.live.pop(output.request_id)
+
+    def _take_saved(self, request: EngineRequest, saved: KvHandoff) -> None:
+        """Full blocks of the prompt, each once and in order."""
+        self._num_saved[request.request_id] += len(saved.block_keys)
+        num_tokens = self._num_saved[request.request_id] * self.config.block_size
+        assert saved.block_keys
+        assert saved.num_tokens == num_tokens <= len(request.prompt_token_ids)
+        self.saved.append(saved)
 
     def _check_error(self, request: EngineRequest, output: RequestOutput) -> None:
         match output.error:

@@ -1,10 +1,12 @@
 """A connector worker over a dict, whose jobs end when and how the test says.
 
 It is as unkind as the interface allows: saves read the pool, and loads write
-it, only at their end, even when the load was cancelled meanwhile.
+it, only at their end, even when the load was cancelled meanwhile. One that
+lends has others read its pool until the lease has ended, and says so late.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.connector import (
@@ -21,12 +23,40 @@ from kvstore.connector import (
 from kvstore.layout import KvLayout
 
 Job = LookupJob | LoadJob | SaveJob
-Store = dict[bytes, list[Any]]
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A block in its owner's pool, of which the first slots may be read."""
+
+    pool: list[list[Any]]
+    block_id: int
+    num_slots: int
+    job_id: int
+
+    def read(self) -> list[Any]:
+        block = self.pool[self.block_id]
+        return block[: self.num_slots] + [None] * (len(block) - self.num_slots)
+
+
+Store = dict[Any, Any]
+"""Blocks by key; those that are lent by (lease, key)."""
 
 
 class FakeWorker(KvConnectorWorker):
-    def __init__(self, store: Store) -> None:
+    """Saves to a store that others share.
+
+    Args:
+        store: the blocks.
+        lends: whether it saves nothing, but lets others read its pool.
+    """
+
+    def __init__(self, store: Store, *, lends: bool = False) -> None:
         self.store = store
+        self.lends = lends
+        self._held: dict[str, set[int]] = {}  # save jobs by lease
+        self._ended: set[str] = set()
+        self._released: list[int] = []
         self.pending: list[Job] = []
         self.lost: list[Job] = []
         self._results: list[LookupResult | LoadResult | SaveResult] = []
@@ -41,6 +71,20 @@ class FakeWorker(KvConnectorWorker):
         self.pending += (*work.lookups, *work.loads, *work.saves)
         for key in work.deletes:
             self.store.pop(key, None)
+        for lease_id in work.ended:
+            self.end_lease(lease_id)
+
+    @property
+    def leases(self) -> list[str]:
+        """Those that have not ended, in the order of their first blocks."""
+        return list(self._held)
+
+    def end_lease(self, lease_id: str) -> None:
+        """As when it is released, or has run out: nothing of it can be read any more."""
+        self._ended.add(lease_id)
+        for name in [n for n in self.store if isinstance(n, tuple) and n[0] == lease_id]:
+            del self.store[name]
+        self._released += self._held.pop(lease_id, ())
 
     def lose(self, index: int) -> None:
         """One pending job does not report until `find`; it may move bytes until then."""
@@ -70,7 +114,7 @@ class FakeWorker(KvConnectorWorker):
     def _load(self, job: LoadJob, *, fails: bool) -> LoadResult:
         limit = len(job.keys) // 2 if fails else len(job.keys)
         for index in range(limit):
-            block = self.store.get(job.keys[index])
+            block = self._find(job, job.keys[index])
             if block is None:
                 return LoadResult(job.job_id, index, "missing")
             self._pool[job.block_ids[index]][:] = block
@@ -81,6 +125,8 @@ class FakeWorker(KvConnectorWorker):
     def _save(self, job: SaveJob, *, fails: bool) -> SaveResult:
         if fails:
             return SaveResult(job.job_id, committed=False)
+        if self.lends:
+            return self._lend(job)
         for key, block_id in zip(job.keys, job.block_ids, strict=True):
             block = list(self._pool[block_id])
             if job.num_tail_tokens and key == job.keys[-1]:
@@ -89,12 +135,32 @@ class FakeWorker(KvConnectorWorker):
             self.store.setdefault(key, block)
         return SaveResult(job.job_id, committed=True)
 
+    def _find(self, job: LoadJob, key: bytes) -> list[Any] | None:
+        if job.handoff is not None and (job.handoff.handoff_id, key) in self.store:
+            return self.store[job.handoff.handoff_id, key].read()
+        return self.store.get(key)
+
+    def _lend(self, job: SaveJob) -> SaveResult:
+        if job.lease_id in self._ended:
+            return SaveResult(job.job_id, committed=False)
+        for key, block_id in zip(job.keys, job.block_ids, strict=True):
+            is_tail = job.num_tail_tokens and key == job.keys[-1]
+            num_slots = job.num_tail_tokens if is_tail else len(self._pool[block_id])
+            lent = Lent(self._pool, block_id, num_slots, job.job_id)
+            assert None not in lent.read()[:num_slots]
+            self.store[job.lease_id, key] = lent
+        self._held.setdefault(job.lease_id, set()).add(job.job_id)
+        return SaveResult(job.job_id, committed=True, is_held=True)
+
     def poll(self) -> TransferResults:
         results, self._results = self._results, []
+        # A release is told after the save that it is of.
+        released, self._released = self._released, []
         return TransferResults(
             tuple(r for r in results if isinstance(r, LookupResult)),
             tuple(r for r in results if isinstance(r, LoadResult)),
             tuple(r for r in results if isinstance(r, SaveResult)),
+            tuple(released),
         )
 
     def close(self) -> None:

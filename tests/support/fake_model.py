@@ -33,7 +33,12 @@ def fake_info(
 
 
 def fake_config(**overrides: object) -> EngineConfig:
-    defaults: dict[str, object] = {"model": "fake", "block_size": 4, "max_num_seqs": 4}
+    defaults: dict[str, object] = {
+        "model": "fake",
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "kv_publish": "off",
+    }
     return EngineConfig(**(defaults | overrides))
 
 

@@ -185,17 +185,21 @@ def test_prefill_hands_over_when_every_block_is_committed() -> None:
     driven.add(request("a", 10))
     driven.step()
     driven.answer()
-    assert driven.step() == []
+    (first,) = driven.step()
     assert driven.shares == {"a": 10}
+    assert first.token_ids == tuple(expected_tokens((1,) * 10, 1)), "it waits for no save"
+    assert not first.is_last
     full, tail = driven.work().saves
     assert (len(full.keys), full.num_tail_tokens) == (2, 0)
     assert (len(tail.keys), tail.num_tail_tokens) == (1, 2)
 
-    assert driven.end_saves([full.job_id]) == []
+    (told,) = driven.end_saves([full.job_id])
+    assert (told.saved.block_keys, told.saved.num_tokens) == (full.keys, 8)
     (output,) = driven.end_saves([tail.job_id])
 
     assert output.finish_reason is FinishReason.HANDOFF
-    assert output.token_ids == tuple(expected_tokens((1,) * 10, 1))
+    assert output.token_ids == ()
+    assert output.handoff.handoff_id == told.saved.handoff_id
     assert output.handoff.block_keys == (*full.keys, *tail.keys)
     driven.scheduler.release_handoff(output.handoff.handoff_id)
     assert driven.work().deletes == tail.keys
@@ -205,10 +209,10 @@ def test_prefill_hands_every_candidates_first_token_over() -> None:
     driven = DrivenScheduler(with_connector=True, role="prefill")
     asked = request("a", 3, num_candidates=3, num_returned=2)
     driven.add(asked)
-    driven.step()
+    (first,) = driven.step()
     (output,) = driven.end_saves(job.job_id for job in driven.work().saves)
 
-    assert len(output.token_ids) == len(output.logprobs) == 3
+    assert len(first.token_ids) == len(first.logprobs) == 3
     assert output.is_last
 
 

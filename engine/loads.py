@@ -1,0 +1,259 @@
+"""`Loads`: what requests look up and load through the KV connector. Pure.
+
+A load job holds a reference on its blocks until its result is in, whatever
+becomes of the request. So an abort never hands a block that is still being
+written to somebody else.
+
+*Prefetches* load blocks of a prompt that another engine is still computing. They
+belong to no request: what they bring enters the prefix cache, where the request
+finds it, or from where it is evicted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+from engine.block_pool import Allocation
+from engine.kv_cache_manager import KvCacheManager
+from engine.sequence_group import SequenceGroup
+from kvstore.block_key import layer_group_key
+from kvstore.connector import KvConnectorScheduler, LoadResult, LookupResult
+from kvstore.handoff import KvHandoff
+
+__all__ = ["FinishedLoad", "Loads"]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedLoad:
+    """A group's load has ended; the group still waits for it.
+
+    Attributes:
+        group: whose load it was.
+        num_tokens: tokens whose KV is in the blocks of the group's lead now.
+        error: why fewer than asked arrived; empty if all did.
+    """
+
+    group: SequenceGroup
+    num_tokens: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """`block_indices` are those of `block_ids`, ascending."""
+
+    group: SequenceGroup
+    block_indices: list[int]
+    block_ids: list[int]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefetch:
+    """`epoch` is the prefix cache's at its start."""
+
+    handoff_id: str
+    keys: tuple[bytes, ...]
+    block_ids: list[int]
+    epoch: int
+
+
+class Loads:
+    """Look-ups, loads and prefetches of one scheduler.
+
+    Args:
+        connector: the scheduler half.
+        kv: the KV cache manager, in whose pool job references are kept.
+        on_job: called with the id of each job that is scheduled.
+    """
+
+    def __init__(
+        self,
+        connector: KvConnectorScheduler,
+        kv: KvCacheManager,
+        on_job: Callable[[int], None],
+    ) -> None:
+        self._connector = connector
+        self._kv = kv
+        self._pool = kv.pool
+        self._spec = kv.spec
+        self._on_job = on_job
+        self._lookups: dict[int, SequenceGroup] = {}  # open ones
+        self._loads: dict[int, _Load] = {}
+        self._prefetches: dict[int, _Prefetch] = {}
+        self._awaited: set[int] = set()  # prefetches that requests may wait for
+
+    @property
+    def in_flight(self) -> int:
+        """Loads whose result is not in."""
+        return len(self._loads) + len(self._prefetches)
+
+    def is_open(self, job_id: int) -> bool:
+        """Whether a result is awaited."""
+        return job_id in self._lookups or job_id in self._loads or job_id in self._prefetches
+
+    def held_blocks(self) -> list[int]:
+        """One entry per reference that a job holds."""
+        held = [block for load in self._loads.values() for block in load.block_ids]
+        return held + [block for job in self._prefetches.values() for block in job.block_ids]
+
+    # Requests.
+
+    def accept(self, group: SequenceGroup) -> None:
+        """A request has come that may wait for its turn: what it shall load must stay."""
+        if group.pending_handoff is not None:
+            group.kept_handoff = group.pending_handoff.handoff_id
+            self._connector.keep(group.pending_handoff)
+
+    def num_loadable(self, group: SequenceGroup) -> int | None:
+        """Leading blocks that the connector can load; None: ask again next step."""
+        if not group.may_load or group.swapped is not None:
+            return 0
+        if group.pending_handoff is not None:
+            handoff = group.pending_handoff
+            if any(self._prefetches[job].handoff_id == handoff.handoff_id for job in self._awaited):
+                return None
+            return len(handoff.block_keys)
+        if not self._connector.finds_by_key:
+            return 0
+        return self._num_found(group)
+
+    def num_loaded_tokens(self, group: SequenceGroup, num_loadable: int) -> int:
+        """Tokens that a load of the first `num_loadable` blocks brings."""
+        if group.pending_handoff is not None and num_loadable:
+            return group.pending_handoff.num_tokens
+        return num_loadable * self._spec.block_size
+
+    def start(self, group: SequenceGroup, num_loadable: int) -> bool:
+        """Loads what the admitted group's lead lacks of the first `num_loadable` blocks.
+
+        Returns:
+            Whether there was anything to load.
+        """
+        num_tokens = self.num_loaded_tokens(group, num_loadable)
+        handoff, group.pending_handoff = group.pending_handoff, None
+        lead = group.lead
+        first = lead.num_computed // self._spec.block_size
+        group.num_saved = max(group.num_saved, num_tokens // self._spec.block_size)
+        if num_loadable <= first:
+            self._drop_handoff(group)
+            return False
+        assert lead.table is not None
+        keys = handoff.block_keys if handoff else lead.keys.keys
+        items = [
+            (index, layer_group_key(keys[index], layers), lead.table.blocks[layers][index])
+            for index in range(first, num_loadable)
+            for layers in range(self._spec.num_groups)
+            if index >= self._spec.first_live(layers, num_tokens)
+        ]
+        indices, object_keys, block_ids = map(list, zip(*items, strict=True))
+        job_id = self._connector.load(object_keys, block_ids, handoff)
+        self._pool.acquire(block_ids)
+        self._loads[job_id] = _Load(group, indices, block_ids, num_tokens)
+        self._on_job(job_id)
+        group.load_job = job_id
+        return True
+
+    def forget(self, group: SequenceGroup) -> None:
+        """The group has left the scheduler's queues, or starts over."""
+        if group.lookup_job is not None:
+            self._lookups.pop(group.lookup_job, None)
+            self._connector.forget_lookup(group.lookup_job)
+            group.lookup_job = None
+        if group.load_job is not None:
+            self._connector.cancel_load(group.load_job)
+            group.load_job = None
+        self._drop_handoff(group)
+
+    # Prompts that are still being computed elsewhere.
+
+    def prefetch(self, handoff: KvHandoff) -> None:
+        """Begins to load what of these full blocks is neither cached nor on its way, if there
+        is room beyond what running sequences need. Models with windows do without.
+        """
+        if self._spec.windows != (None,) or not self._kv.caches_prefixes:
+            return
+        coming = {key for job in self._awaited for key in self._prefetches[job].keys}
+        keys = tuple(
+            key
+            for key in handoff.block_keys
+            if key not in coming and self._pool.lookup(key) is None
+        )
+        if not keys or self._kv.can_prefetch(len(keys)) is not Allocation.OK:
+            return
+        block_ids = self._pool.allocate(len(keys))
+        job_id = self._connector.load(keys, block_ids, handoff)
+        self._prefetches[job_id] = _Prefetch(handoff.handoff_id, keys, block_ids, self._kv.epoch)
+        self._awaited.add(job_id)
+        self._on_job(job_id)
+
+    # What becomes of jobs.
+
+    def finish_lookup(self, result: LookupResult) -> None:
+        """A look-up is answered; the connector knows how."""
+        self._lookups.pop(result.job_id, None)
+
+    def finish(self, result: LoadResult) -> FinishedLoad | None:
+        """Takes in a load's result; None if nobody waits for it."""
+        if result.job_id in self._prefetches:
+            self._finish_prefetch(result)
+            return None
+        load = self._loads.pop(result.job_id)
+        self._pool.release(load.block_ids)
+        group = load.group
+        if group.load_job != result.job_id:
+            return None  # aborted or given up meanwhile
+        group.load_job = None
+        self._drop_handoff(group)
+        if result.num_blocks == len(load.block_ids):
+            return FinishedLoad(group, load.num_tokens, "")
+        num_good = load.block_indices[result.num_blocks] * self._spec.block_size
+        return FinishedLoad(group, num_good, result.error or "missing")
+
+    def give_up(self, job_id: int) -> tuple[SequenceGroup | None, FinishedLoad | None, int]:
+        """A job does not report: its group goes on. Its blocks stay held.
+
+        Returns:
+            Whose it was, its load's end if it waits for it, and how many blocks stay.
+        """
+        if job_id in self._awaited:
+            self._awaited.discard(job_id)
+            return None, None, len(self._prefetches[job_id].block_ids)
+        if (load := self._loads.get(job_id)) and load.group.load_job == job_id:
+            self.forget(load.group)
+            return load.group, FinishedLoad(load.group, 0, "timed out"), len(load.block_ids)
+        if group := self._lookups.get(job_id):
+            self.forget(group)
+            group.may_load = False
+            return group, None, 0
+        return None, None, 0
+
+    def _num_found(self, group: SequenceGroup) -> int | None:
+        lead = group.lead
+        num_keys = (len(lead.token_ids) - 1) // self._spec.block_size
+        if num_keys == 0:
+            return 0
+        if group.lookup_job is None:
+            keys = lead.keys.extend(lead.token_ids)[:num_keys]
+            every_group = chain.from_iterable(map(self._object_keys, keys))
+            group.lookup_job = self._connector.lookup(list(every_group))
+            self._lookups[group.lookup_job] = group
+            self._on_job(group.lookup_job)
+        num_found = self._connector.num_found(group.lookup_job)
+        return None if num_found is None else num_found // self._spec.num_groups
+
+    def _finish_prefetch(self, result: LoadResult) -> None:
+        prefetch = self._prefetches.pop(result.job_id)
+        self._awaited.discard(result.job_id)
+        good = prefetch.block_ids[: result.num_blocks]
+        self._kv.adopt(prefetch.keys[: result.num_blocks], good, prefetch.epoch)
+        self._pool.release(prefetch.block_ids)
+
+    def _drop_handoff(self, group: SequenceGroup) -> None:
+        if group.kept_handoff is not None:
+            self._connector.drop(group.kept_handoff)
+            group.kept_handoff = None
+
+    def _object_keys(self, key: bytes) -> list[bytes]:
+        """The keys of one block index, one per layer group."""
+        return [layer_group_key(key, layers) for layers in range(self._spec.num_groups)]

@@ -1,0 +1,267 @@
+"""`Saves`: what requests publish through the KV connector, and the handoffs of it. Pure.
+
+Prompts are saved block by block while they are computed, so that whoever loads
+them can begin before the last chunk. What is generated is saved by policy: when
+a sequence ends, every so many blocks, or not at all.
+
+A save job holds a reference on its blocks until its result is in; where the
+connector lends the blocks themselves, until they are released (`kvstore.connector`).
+"""
+
+from collections import OrderedDict, abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+from engine.block_pool import BlockPool
+from engine.kv_cache_spec import KvCacheSpec
+from engine.sequence import Sequence
+from engine.sequence_group import SequenceGroup
+from kvstore.block_key import layer_group_key
+from kvstore.connector import KvConnectorScheduler, SaveResult
+from kvstore.handoff import KvHandoff
+
+__all__ = ["SavePolicy", "Saves"]
+
+# Handoffs nobody released are forgotten beyond this; the store's TTL removes their tails.
+_MAX_HANDOFFS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """What an engine publishes.
+
+    Attributes:
+        prompts: blocks of prompts, as they are computed.
+        interval: generated blocks, whenever so many have filled up; None: not while a
+            sequence runs.
+        at_end: generated blocks, when a sequence ends.
+    """
+
+    prompts: bool = False
+    interval: int | None = None
+    at_end: bool = False
+
+
+class Saves:
+    """Saves and handoffs of all requests of one scheduler.
+
+    Args:
+        connector: the scheduler half.
+        pool: where job references are kept.
+        spec: which layer groups there are.
+        namespace: digest that block keys are rooted in.
+        kv_form: see `KvHandoff`.
+        policy: what is published.
+        on_job: called with the id of each job that is scheduled.
+    """
+
+    def __init__(
+        self,
+        connector: KvConnectorScheduler,
+        pool: BlockPool,
+        spec: KvCacheSpec,
+        *,
+        namespace: bytes,
+        kv_form: str,
+        policy: SavePolicy,
+        on_job: Callable[[int], None],
+    ) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._spec = spec
+        self._namespace = namespace
+        self._kv_form = kv_form
+        self._policy = policy
+        self._on_job = on_job
+        self._jobs: dict[int, tuple[SequenceGroup, list[int]]] = {}
+        self._held: dict[int, list[int]] = {}
+        # Tails of handoffs that nobody has released yet, by handoff id.
+        self._tail_keys: OrderedDict[str, list[bytes]] = OrderedDict()
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs whose result is not in."""
+        return len(self._jobs)
+
+    def is_open(self, job_id: int) -> bool:
+        """Whether a save's result is awaited."""
+        return job_id in self._jobs
+
+    def held_blocks(self) -> list[int]:
+        """One entry per reference that a job holds."""
+        held = [block for _, blocks in self._jobs.values() for block in blocks]
+        return held + list(chain.from_iterable(self._held.values()))
+
+    # What is saved.
+
+    def save_computed(self, group: SequenceGroup) -> None:
+        """Publishes the group's full, computed prompt blocks not published yet."""
+        if self._policy.prompts:
+            end = min(group.lead.num_computed, group.num_prompt) // self._spec.block_size
+            self._save_up_to(group.lead, end)
+
+    def save_filled(self, sequence: Sequence) -> None:
+        """A block of a running sequence has filled up: publishes what is due by policy."""
+        if self._policy.interval is None:
+            return
+        end = sequence.num_computed // self._spec.block_size
+        if end - self._first_unsaved(sequence) >= self._policy.interval:
+            self._save_up_to(sequence, end)
+
+    def save_ended(self, sequence: Sequence) -> None:
+        """A sequence has all its tokens, and still its blocks: publishes them by policy."""
+        if self._policy.at_end and sequence.table is not None:
+            sequence.count_computed()
+            self._save_up_to(sequence, sequence.num_computed // self._spec.block_size)
+
+    def save_for_handoff(self, group: SequenceGroup) -> None:
+        """Publishes what `save_computed` leaves of the prompt: its partial tail."""
+        lead = group.lead
+        assert lead.table is not None
+        num_full, num_tail = divmod(group.num_prompt, self._spec.block_size)
+        keys = lead.keys.of_prompt(group.request.prompt_token_ids, group.handoff_id)
+        for layers in range(self._spec.num_groups if num_tail else 0):
+            tail = (layer_group_key(keys[-1], layers), lead.table.blocks[layers][num_full])
+            self._save(group, num_full, [tail], num_tail)
+        group.handoff = self._make_handoff(group, keys, group.num_prompt)
+
+    # What others hear of it.
+
+    def take_progress(self, group: SequenceGroup) -> KvHandoff | None:
+        """Blocks that others can load since the last call; None if there are none, or the
+        group hands nothing over.
+        """
+        if not group.hands_over or group.save_failed or group.is_poisoned:
+            return None
+        first, end = group.num_told, min(group.pending_saves.values(), default=group.num_saved)
+        if end <= first:
+            return None
+        group.num_told = end
+        keys = group.lead.keys.extend(group.request.prompt_token_ids)[first:end]
+        return self._make_handoff(group, keys, end * self._spec.block_size)
+
+    def commit_handoff(self, group: SequenceGroup) -> KvHandoff | None:
+        """The handoff of a group whose saves have ended; None if one failed."""
+        handoff = group.handoff
+        if handoff is None or group.save_failed:
+            return None
+        group.is_handed_over = True
+        if handoff.num_tokens % self._spec.block_size != 0:
+            self._tail_keys[handoff.handoff_id] = self._object_keys(handoff.block_keys[-1])
+        if len(self._tail_keys) > _MAX_HANDOFFS:
+            self._tail_keys.popitem(last=False)
+        return handoff
+
+    def end_handoff(self, handoff_id: str) -> None:
+        """Gives back what was saved for one handoff alone. Unknown ids are fine.
+
+        Full blocks that a store has stay for other requests.
+        """
+        self._connector.end_lease(handoff_id)
+        if keys := self._tail_keys.pop(handoff_id, None):
+            self._connector.delete(keys)
+
+    def abandon(self, group: SequenceGroup) -> None:
+        """The request is over; unless it was handed over, nobody comes for what it saved."""
+        if group.hands_over and not group.is_handed_over:
+            self._connector.end_lease(group.handoff_id)
+
+    def discard(self, group: SequenceGroup) -> None:
+        """Takes back what the group has published: it must not be loaded.
+
+        Where saves are still under way, their ends are awaited first, so that
+        none comes after the deletion.
+        """
+        group.is_poisoned = True
+        if not group.pending_saves:
+            self._unpublish(group)
+
+    # What becomes of jobs.
+
+    def finish(self, result: SaveResult) -> SequenceGroup:
+        """Takes in a result; whose save it was."""
+        group, block_ids = self._jobs.pop(result.job_id)
+        if result.is_held:
+            self._held[result.job_id] = block_ids
+        else:
+            self._pool.release(block_ids)
+        group.pending_saves.pop(result.job_id, None)
+        group.save_failed |= not result.committed
+        if group.is_poisoned and not group.pending_saves:
+            self._unpublish(group)
+        return group
+
+    def release(self, job_id: int) -> None:
+        """Nobody reads the blocks of a finished job any more."""
+        self._pool.release(self._held.pop(job_id))
+
+    def give_up(self, job_id: int) -> tuple[SequenceGroup, int]:
+        """A save does not report: its group goes on. Its blocks stay held.
+
+        Returns:
+            The group, and how many blocks stay.
+        """
+        group, block_ids = self._jobs[job_id]
+        group.pending_saves.pop(job_id, None)
+        group.save_failed = True
+        return group, len(block_ids)
+
+    def _first_unsaved(self, sequence: Sequence) -> int:
+        return max(sequence.num_saved, sequence.group.num_saved)
+
+    def _save_up_to(self, sequence: Sequence, end: int) -> None:
+        """Saves the full blocks before index `end` that are not saved yet."""
+        group, first = sequence.group, self._first_unsaved(sequence)
+        if end <= first or group.is_poisoned:
+            return
+        assert sequence.table is not None
+        keys = sequence.keys.extend(sequence.token_ids)
+        items = [
+            (layer_group_key(keys[index], layers), sequence.table.blocks[layers][index])
+            for index in range(first, end)
+            for layers in range(self._spec.num_groups)
+            if index >= sequence.table.first_live[layers]  # behind a window: found, not computed
+        ]
+        sequence.num_saved = end
+        group.num_saved = max(group.num_saved, min(end, group.num_prompt // self._spec.block_size))
+        if items:
+            num_found = max(0, group.num_matched - first) * self._spec.num_groups
+            self._save(group, first, items, 0, num_found=min(num_found, len(items)))
+
+    def _save(
+        self,
+        group: SequenceGroup,
+        first: int,
+        items: abc.Sequence[tuple[bytes, int]],
+        num_tail: int,
+        *,
+        num_found: int = 0,
+    ) -> None:
+        block_ids = [block_id for _, block_id in items]
+        job_id = self._connector.save(
+            [key for key, _ in items],
+            block_ids,
+            num_tail,
+            num_found=num_found,
+            lease_id=group.handoff_id,
+        )
+        self._pool.acquire(block_ids)
+        self._jobs[job_id] = (group, block_ids)
+        self._on_job(job_id)
+        group.pending_saves[job_id] = first
+
+    def _make_handoff(
+        self, group: SequenceGroup, keys: abc.Sequence[bytes], num_tokens: int
+    ) -> KvHandoff:
+        return self._connector.make_handoff(
+            group.handoff_id, self._namespace, keys, num_tokens, self._kv_form
+        )
+
+    def _unpublish(self, group: SequenceGroup) -> None:
+        keys = group.lead.keys.extend(group.lead.token_ids)[: group.num_saved]
+        self._connector.delete(list(chain.from_iterable(map(self._object_keys, keys))))
+
+    def _object_keys(self, key: bytes) -> list[bytes]:
+        """The keys of one block index, one per layer group."""
+        return [layer_group_key(key, layers) for layers in range(self._spec.num_groups)]
