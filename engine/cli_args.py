@@ -14,7 +14,7 @@ from baton.errors import ConfigurationError
 from engine.config import EngineConfig
 from kvstore.byte_size import parse_byte_size
 from kvstore.handoff import connector_name
-from kvstore.registry import store_capabilities
+from kvstore.open_connector import connector_capabilities
 
 __all__ = ["add_engine_args", "engine_config_from_args"]
 
@@ -39,8 +39,8 @@ def engine_config_from_args(args: argparse.Namespace, **overrides: Any) -> Engin
     Flags are of server processes, whose connector must reach other processes.
 
     Raises:
-        ConfigurationError: a value is out of range, or the connector's store is
-            of one process only; names the flag.
+        ConfigurationError: a value is out of range, or the connector is of one
+            process only; names the flag.
     """
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     flags = {name: value for name, value in vars(args).items() if name in names}
@@ -51,10 +51,10 @@ def engine_config_from_args(args: argparse.Namespace, **overrides: Any) -> Engin
 
 
 def _check_shared(kv_connector: str) -> None:
-    if not store_capabilities(kv_connector).shared_between_processes:
+    if not connector_capabilities(kv_connector).shared_between_processes:
         raise ConfigurationError(
             f"--kv-connector {connector_name(kv_connector)}:// is shared within one process only; "
-            "between processes use shm://NAME, file:///path or redis://host:port/db"
+            "between processes use shm://NAME, file:///path, redis://host:port/db, grpc:// or nixl://"
         )
 
 

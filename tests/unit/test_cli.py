@@ -129,5 +129,5 @@ def test_a_store_of_one_process_alone_is_refused(command, capsys):
     assert main([command, "--model", "m", "--port", "0", "--kv-connector", "memory://x"]) == 2
     assert capsys.readouterr().err == (
         f"baton {command}: error: --kv-connector memory:// is shared within one process only; "
-        "between processes use shm://NAME, file:///path or redis://host:port/db\n"
+        "between processes use shm://NAME, file:///path, redis://host:port/db, grpc:// or nixl://\n"
     )

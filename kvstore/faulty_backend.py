@@ -1,0 +1,185 @@
+"""`FaultyBackend`: what lies between a mover and its backend goes wrong, by chance. For tests.
+
+Each fault strikes each block, or call, with a probability of its own:
+
+    fault      when blocks are put                    when they are fetched
+    corrupt    bytes are flipped on the way           bytes are flipped on the way
+    truncate   a shorter object is stored             another size, or an end that is blank
+    drop       it is said to be stored, and is not    it is missing
+    delay      the call takes up to `delay_s` longer  so here, and when it is asked what is held
+    duplicate  it is put twice                        another key's object comes in its place
+    reorder    it changes places with the one before  so here
+    fail_load                                         it is missing, or the whole call fails
+
+A dropped block is also said to be held by others. Draws follow from the seed,
+the key and how often the key has been drawn for: threads change no outcome.
+"""
+
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.connector import LoadJob, SaveJob
+from kvstore.staged_mover import Backend
+from kvstore.store import GetStatus, StoreUnavailableError
+
+__all__ = ["FAULTS", "FaultPlan", "FaultyBackend"]
+
+FAULTS = ("corrupt", "truncate", "drop", "delay", "duplicate", "reorder", "fail_load")
+
+_MAX_COUNTED_DRAWS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """What shall go wrong.
+
+    Attributes:
+        probabilities: from 0 to 1, by fault; faults not named do not strike.
+        seed: of all draws.
+        delay_s: longest delay of a call.
+    """
+
+    probabilities: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+    delay_s: float = 0.0
+
+
+class FaultyBackend:
+    """See the module, and `kvstore.staged_mover.Backend`."""
+
+    def __init__(self, backend: Backend, plan: FaultPlan) -> None:
+        self._backend = backend
+        self._dice = _Dice(plan)
+        self._delay_s = plan.delay_s
+        self._stale: bytes | None = None  # an object that was fetched before
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.num_held`."""
+        self._delay("ask", keys)
+        num_held = self._backend.num_held(keys)
+        while num_held < len(keys) and self._dice.draw("drop", "ask", keys[num_held]):
+            num_held += 1
+        return num_held
+
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+        """See `Backend.put`. The slots are left as they are."""
+        self._delay("put", keys)
+        kept: list[tuple[bytes, memoryview]] = []
+        for key, slot in zip(keys, slots, strict=True):
+            if not self._dice.draw("drop", "put", key):
+                kept.append((key, self._altered(key, slot)))
+                self._swap_last(kept)
+                if self._dice.draw("duplicate", "put", key):
+                    kept.append(kept[-1])
+        if kept:
+            put_keys, values = zip(*kept, strict=True)
+            self._backend.put(job, put_keys, values)
+
+    def fetch(
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
+    ) -> list[GetStatus]:
+        """See `Backend.fetch`."""
+        self._delay("fetch", keys)
+        drawn = {key: self._dice.draw("fail_load", "fetch", key) for key in keys}
+        failing = {key: dice for key, dice in drawn.items() if dice}
+        if any(dice.random() < 1 / 2 for dice in failing.values()):
+            raise StoreUnavailableError("a fault that was asked for")
+        statuses = list(self._backend.fetch(job, keys, slots))
+        for index, key in enumerate(keys):
+            if key in failing or self._dice.draw("drop", "fetch", key):
+                statuses[index] = GetStatus.MISSING
+            elif statuses[index] is GetStatus.HIT:
+                statuses[index] = self._spoil(key, slots, index)
+        return statuses
+
+    def discard(self, key: bytes) -> None:
+        """See `Backend.discard`."""
+        self._backend.discard(key)
+
+    # What is put.
+
+    def _altered(self, key: bytes, slot: memoryview) -> memoryview:
+        """The slot, or a copy with faults."""
+        if dice := self._dice.draw("corrupt", "put", key):
+            slot = memoryview(bytearray(slot))
+            _flip(slot, dice)
+        if dice := self._dice.draw("truncate", "put", key):
+            slot = slot[: dice.randrange(len(slot))]
+        return slot
+
+    def _swap_last(self, kept: list[tuple[bytes, memoryview]]) -> None:
+        """By chance, the last two objects change places, and their keys do not."""
+        if len(kept) > 1 and self._dice.draw("reorder", "put", kept[-1][0]):
+            (key, slot), (last_key, last_slot) = kept[-2:]
+            kept[-2:] = [(key, last_slot), (last_key, slot)]
+
+    # What was fetched.
+
+    def _spoil(self, key: bytes, slots: Sequence[memoryview], index: int) -> GetStatus:
+        """Puts faults into a slot that was filled."""
+        slot = slots[index]
+        self._offer_stale(key, slot)
+        if index and self._dice.draw("reorder", "fetch", key):
+            before = bytes(slots[index - 1])
+            slots[index - 1][:] = slot
+            slot[:] = before
+        if dice := self._dice.draw("corrupt", "fetch", key):
+            _flip(slot, dice)
+        if dice := self._dice.draw("truncate", "fetch", key):
+            start = dice.randrange(len(slot))
+            slot[start:] = bytes(len(slot) - start)
+            return dice.choice([GetStatus.HIT, GetStatus.WRONG_SIZE])
+        return GetStatus.HIT
+
+    def _offer_stale(self, key: bytes, slot: memoryview) -> None:
+        """By chance, an object that came before, under another key or this, comes again."""
+        if not self._dice.may_strike("duplicate"):
+            return
+        stale, self._stale = self._stale, bytes(slot)
+        if stale and len(stale) == len(slot) and self._dice.draw("duplicate", "fetch", key):
+            slot[:] = stale
+
+    def _delay(self, call: str, keys: Sequence[bytes]) -> None:
+        """One delay a call, however many of its blocks are struck."""
+        struck = [dice for key in keys if (dice := self._dice.draw("delay", call, key))]
+        if struck:
+            time.sleep(max(dice.random() for dice in struck) * self._delay_s)
+
+
+class _Dice:
+    """Draws that are the same whatever threads do. Thread-safe, in bounded memory."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._num_draws: OrderedDict[tuple[str, str, bytes], int] = OrderedDict()
+
+    def may_strike(self, fault: str) -> bool:
+        return self._plan.probabilities.get(fault, 0.0) > 0
+
+    def draw(self, fault: str, call: str, key: bytes) -> random.Random | None:
+        """Whether a fault strikes: then a source of numbers for how."""
+        if not self.may_strike(fault):
+            return None
+        count = self._count((fault, call, key))
+        dice = random.Random(f"{self._plan.seed}/{fault}/{call}/{key.hex()}/{count}")
+        return dice if dice.random() < self._plan.probabilities[fault] else None
+
+    def _count(self, what: tuple[str, str, bytes]) -> int:
+        """How often this has been drawn for."""
+        with self._lock:
+            count = self._num_draws.pop(what, 0)
+            self._num_draws[what] = count + 1
+            if len(self._num_draws) > _MAX_COUNTED_DRAWS:
+                self._num_draws.popitem(last=False)
+        return count
+
+
+def _flip(slot: memoryview, dice: random.Random) -> None:
+    """Changes one to four bytes."""
+    for index in dice.sample(range(len(slot)), min(len(slot), dice.randint(1, 4))):
+        slot[index] ^= dice.randint(1, 255)

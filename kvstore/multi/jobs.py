@@ -1,0 +1,121 @@
+"""Jobs of a connector over several members, each of which became jobs of members. Pure."""
+
+from dataclasses import dataclass, field
+
+from kvstore.connector import LoadResult, SaveResult
+from kvstore.handoff import KvHandoff
+
+__all__ = ["Load", "Lookup", "Save"]
+
+_MISSING = "missing"
+# The member answered, and may have what comes after the block that it could not give.
+_ANSWERS = ("", _MISSING, "corrupt")
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Members are asked in turn for what those before them lack.
+
+    Attributes:
+        members: those to be asked, in this order.
+        jobs: of the members asked so far.
+        num_found: leading keys found by members that have answered.
+    """
+
+    keys: tuple[bytes, ...]
+    members: tuple[int, ...]
+    jobs: list[int] = field(default_factory=list)
+    num_found: int = 0
+    is_answered: bool = False
+
+
+@dataclass(slots=True)
+class Load:
+    """One member at a time brings what those before it could not.
+
+    Attributes:
+        sources: members that may have the blocks, in order of preference.
+        member: who is at it.
+        member_job: its job.
+        num_good: leading blocks that have arrived.
+        lacking: members that cannot give the next block.
+        given_up: members that did not answer; they are not asked again.
+        error: why somebody could not give a block.
+    """
+
+    keys: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    handoff: KvHandoff | None
+    sources: tuple[int, ...]
+    member: int = 0
+    member_job: int = 0
+    num_good: int = 0
+    lacking: set[int] = field(default_factory=set)
+    given_up: set[int] = field(default_factory=set)
+    error: str = ""
+    is_cancelled: bool = False
+
+    def next_source(self) -> int | None:
+        """Whom to ask for the next block; None if it is no use to ask anybody."""
+        if self.is_cancelled or self.num_good == len(self.keys):
+            return None
+        refused = self.lacking | self.given_up
+        return next((member for member in self.sources if member not in refused), None)
+
+    def take(self, result: LoadResult) -> None:
+        """Takes in what the member brought that was at it."""
+        self.num_good += result.num_blocks
+        if result.num_blocks:
+            self.lacking.clear()  # who lacked that block may have the next
+        self.lacking.add(self.member)
+        if result.error not in _ANSWERS:
+            self.given_up.add(self.member)
+        if self.error in ("", _MISSING):
+            self.error = result.error or self.error
+
+    def result(self, job_id: int) -> LoadResult:
+        """What has become of it."""
+        if self.num_good == len(self.keys):
+            return LoadResult(job_id, self.num_good)
+        error = "cancelled" if self.is_cancelled else self.error or _MISSING
+        return LoadResult(job_id, self.num_good, error)
+
+
+@dataclass(slots=True)
+class Save:
+    """All members save the same blocks.
+
+    Attributes:
+        open_members: members whose result is not in.
+        committed: members that offer all blocks.
+        held: those of them that lend the blocks themselves.
+        is_reported: whether its result has been made.
+    """
+
+    open_members: set[int]
+    committed: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
+    is_reported: bool = False
+
+    def take(self, member: int, result: SaveResult) -> None:
+        """Takes in a member's result."""
+        self.open_members.discard(member)
+        if result.committed:
+            self.committed.add(member)
+        if result.is_held:
+            self.held.add(member)
+
+    def release(self, member: int) -> None:
+        """A member lends the blocks no longer."""
+        self.held.discard(member)
+        self.committed.discard(member)
+
+    def result(self, job_id: int, carriers: frozenset[int]) -> SaveResult:
+        """What has become of it, once all members' results are in.
+
+        Args:
+            job_id: its number.
+            carriers: members through which a handoff reaches its reader.
+        """
+        is_committed = bool(self.committed & carriers or self.held)
+        return SaveResult(job_id, is_committed, is_held=bool(self.held))

@@ -1,0 +1,49 @@
+"""The worker half over several members: each gets its own work and reports its own results."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+from kvstore.connector import ConnectorWork, KvConnectorWorker
+from kvstore.layout import KvLayout
+from kvstore.multi.messages import MultiResults, MultiWork
+
+__all__ = ["MultiWorker"]
+
+
+class MultiWorker(KvConnectorWorker):
+    """Hands work to members. What a member makes wait for makes only its own jobs wait.
+
+    Args:
+        members: in the order of the scheduler half's.
+    """
+
+    def __init__(self, members: Sequence[KvConnectorWorker]) -> None:
+        self._members = tuple(members)
+
+    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+        """See `KvConnectorWorker.register_pool`."""
+        for member in self._members:
+            member.register_pool(pool, layout)
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See `KvConnectorWorker.set_waker`."""
+        for member in self._members:
+            member.set_waker(wake)
+
+    def start(self, work: ConnectorWork) -> None:
+        """See `KvConnectorWorker.start`."""
+        assert isinstance(work, MultiWork), "the halves belong together"
+        for member, share in zip(self._members, work.members, strict=True):
+            if share:
+                member.start(share)
+
+    def poll(self) -> MultiResults:
+        """See `KvConnectorWorker.poll`."""
+        return MultiResults(members=tuple(member.poll() for member in self._members))
+
+    def close(self) -> None:
+        """See `KvConnectorWorker.close`. One that fails to close keeps no other open."""
+        with ExitStack() as members:
+            for member in reversed(self._members):
+                members.enter_context(closing(member))
