@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from baton.errors import FailedPreconditionError
 from kvstore.codec import DIGEST_SCHEME
+from kvstore.connector_url import FAULTY_PREFIX, MULTI_SCHEME, split_members
 
 __all__ = ["HANDOFF_FORMAT_VERSION", "KvHandoff", "connector_name", "in_words"]
 
@@ -18,8 +19,14 @@ _SAME_CONNECTOR = {
 
 
 def connector_name(url: str | None) -> str:
-    """What tiers compare of their connectors' URLs; empty without a connector."""
-    scheme = (url or "").partition(":")[0].lower()
+    """What tiers compare of their connectors' URLs; empty without a connector.
+
+    Faults do not change it; several connectors are `multi(NAME,NAME)`.
+    """
+    url = url or ""
+    scheme = url.partition(":")[0].lower().removeprefix(FAULTY_PREFIX)
+    if scheme == MULTI_SCHEME:
+        return f"{MULTI_SCHEME}({','.join(map(connector_name, split_members(url)))})"
     return _SAME_CONNECTOR.get(scheme, scheme)
 
 
