@@ -314,12 +314,12 @@ def _save_policy(
         return SavePolicy(prompts=True)
     if connector is None or not connector.finds_by_key:
         return SavePolicy()
+    if config.kv_publish == "off":
+        return SavePolicy(prompts=config.role == "both")
+    if any(spec.windows):  # at the end, or after a while, what lies behind a window is gone
+        return SavePolicy(prompts=True, interval=1, at_end=True)
     interval = int(config.kv_publish) if config.kv_publish.isdecimal() else None
-    if config.kv_publish == "finish" and any(spec.windows):
-        interval = 1  # at the end, what lies behind a window is gone
-    return SavePolicy(
-        prompts=config.role == "both", interval=interval, at_end=config.kv_publish != "off"
-    )
+    return SavePolicy(prompts=config.role == "both", interval=interval, at_end=True)
 
 
 def _ignored(request: EngineRequest, num_needed: int, num_blocks: int) -> RequestOutput:

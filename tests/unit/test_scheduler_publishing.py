@@ -1,0 +1,226 @@
+"""What engines publish beyond prompts, what they lend, and what decode loads ahead."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import ConfigurationError
+from engine.request import RequestOutput
+from kvstore.connector import LoadResult, SaveResult, TransferResults
+from kvstore.handoff import KvHandoff
+from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
+from tests.support.fake_model import fake_config
+
+
+def decode_engine(**config: object) -> DrivenScheduler:
+    return DrivenScheduler(with_connector=True, role="decode", **config)
+
+
+def run_handed_over(
+    driven: DrivenScheduler, num_steps: int, **fields: object
+) -> list[RequestOutput]:
+    """A request of ten tokens whose KV is loaded, and some steps of it."""
+    asked = handed_over("a", **fields)
+    driven.add(asked)
+    driven.step()
+    (load,) = driven.work().loads
+    driven.end_load(load, asked.prompt_token_ids)
+    return driven.steps(num_steps)
+
+
+class TestGeneratedBlocks:
+    def test_they_are_published_when_a_sequence_ends(self) -> None:
+        driven = decode_engine(kv_publish="finish")
+        run_handed_over(driven, 40, max_tokens=12)
+        (save,) = driven.work().saves
+        # 10 prompt tokens and 12 generated ones, of which the last has no KV.
+        assert len(save.keys) == 21 // 4 - 10 // 4
+        assert (save.num_tail_tokens, save.num_found, save.lease_id) == (0, 0, "")
+        assert driven.num_free == 32 - len(save.keys), "they stay until the save has ended"
+        driven.end_saves([save.job_id])
+        assert driven.num_free == 32
+
+    def test_the_next_turn_asks_for_the_keys_under_which_they_are(self) -> None:
+        driven = decode_engine(kv_publish="finish", enable_prefix_caching=False)
+        outputs = run_handed_over(driven, 40, max_tokens=12)
+        (save,) = driven.work().saves
+        answer = [token for output in outputs for token in output.token_ids]
+        prompt = (*handed_over("a").prompt_token_ids, 0, *answer)
+        driven.add(request("b", prompt_token_ids=prompt))
+        driven.step()
+        (lookup,) = driven.work().lookups
+        assert lookup.keys == (*handed_over("a").handoff.block_keys[:2], *save.keys)
+
+    @pytest.mark.parametrize(("interval", "sizes"), [("1", [1, 1, 1]), ("2", [2, 1]), ("9", [3])])
+    def test_or_whenever_so_many_have_filled_up(self, interval: str, sizes: list[int]) -> None:
+        driven = decode_engine(kv_publish=interval)
+        asked = handed_over("a", max_tokens=12)
+        driven.add(asked)
+        driven.step()
+        (load,) = driven.work().loads
+        driven.end_load(load, asked.prompt_token_ids)
+        saves = []
+        for _ in range(40):
+            driven.step()
+            saves += driven.work().saves
+        assert [len(save.keys) for save in saves] == sizes
+        assert len({key for save in saves for key in save.keys}) == 3
+
+    def test_or_not_at_all(self) -> None:
+        driven = decode_engine(kv_publish="off")
+        run_handed_over(driven, 40, max_tokens=12)
+        assert driven.work().saves == ()
+
+    def test_a_request_that_is_aborted_publishes_nothing(self) -> None:
+        driven = decode_engine(kv_publish="finish")
+        run_handed_over(driven, 8, max_tokens=12)
+        driven.scheduler.abort(["a"])
+        assert driven.work().saves == ()
+
+    def test_behind_windows_they_are_published_before_they_are_gone(self) -> None:
+        driven = DrivenScheduler(
+            with_connector=True, role="decode", windows=(None, 4), kv_publish="finish"
+        )
+        driven.add(request("a", 9, max_tokens=20))
+        saves = []
+        for _ in range(60):
+            driven.step()
+            saves += driven.answer().saves
+        # 28 tokens have KV: seven blocks, each in both groups.
+        assert len({key for save in saves for key in save.keys}) == 14
+
+    @pytest.mark.parametrize("policy", ["", "never", "0", "-1", "1.5"])
+    def test_a_bad_policy_is_refused(self, policy: str) -> None:
+        with pytest.raises(ConfigurationError, match="--kv-publish"):
+            fake_config(kv_publish=policy)
+
+
+class TestPrefetch:
+    def test_blocks_enter_the_cache_and_the_request_loads_the_rest(self) -> None:
+        driven = decode_engine()
+        asked = handed_over("a", max_tokens=2)
+        driven.scheduler.prefetch(_first_blocks(asked.handoff, 1))
+        (early,) = driven.work().loads
+        assert early.keys == asked.handoff.block_keys[:1]
+        driven.add(asked)
+        driven.step()
+        assert driven.work().loads == (), "it waits for what is on its way"
+        driven.end_load(early, asked.prompt_token_ids)
+        driven.step()
+        (rest,) = driven.work().loads
+        assert rest.keys == asked.handoff.block_keys[1:]
+        assert rest.handoff == asked.handoff
+
+    def test_what_is_cached_or_on_its_way_is_not_asked_for_again(self) -> None:
+        driven = decode_engine()
+        handoff = handed_over("a").handoff
+        driven.scheduler.prefetch(_first_blocks(handoff, 1))
+        driven.scheduler.prefetch(_first_blocks(handoff, 2))
+        first, second = driven.work().loads
+        assert (first.keys, second.keys) == (handoff.block_keys[:1], handoff.block_keys[1:2])
+        driven.scheduler.apply(
+            TransferResults(loads=(LoadResult(first.job_id, 1), LoadResult(second.job_id, 1)))
+        )
+        driven.scheduler.prefetch(_first_blocks(handoff, 2))
+        assert driven.work().loads == ()
+        assert driven.num_free == 32
+
+    def test_what_did_not_come_is_not_cached(self) -> None:
+        driven = decode_engine()
+        handoff = handed_over("a").handoff
+        driven.scheduler.prefetch(_first_blocks(handoff, 2))
+        (early,) = driven.work().loads
+        result = LoadResult(early.job_id, 1, "corrupt")
+        driven.scheduler.apply(TransferResults(loads=(result,)))
+        assert driven.scheduler.kv.pool.cached_keys() == handoff.block_keys[:1]
+        assert driven.num_free == 32
+
+    def test_a_reset_of_the_cache_holds_for_what_was_on_its_way(self) -> None:
+        driven = decode_engine()
+        handoff = handed_over("a").handoff
+        driven.scheduler.prefetch(_first_blocks(handoff, 2))
+        (early,) = driven.work().loads
+        driven.scheduler.kv.reset_prefix_cache()
+        driven.scheduler.apply(TransferResults(loads=(LoadResult(early.job_id, 2),)))
+        assert driven.scheduler.kv.pool.cached_keys() == ()
+        assert driven.num_free == 32
+
+    def test_without_room_nothing_is_loaded_ahead(self) -> None:
+        driven = DrivenScheduler(2, with_connector=True, role="decode")
+        driven.scheduler.prefetch(_first_blocks(handed_over("a").handoff, 2))
+        assert driven.work().loads == ()
+
+    def test_a_request_does_not_wait_for_what_never_reports(self) -> None:
+        driven = decode_engine(kv_transfer_timeout_s=5.0)
+        asked = handed_over("a")
+        driven.scheduler.prefetch(_first_blocks(asked.handoff, 1))
+        driven.work()
+        driven.add(asked)
+        driven.step()
+        driven.now = 5.0
+        driven.scheduler.expire()
+        driven.step()
+        (load,) = driven.work().loads
+        assert load.keys == asked.handoff.block_keys
+
+
+class TestLeases:
+    def test_a_handoff_is_kept_until_its_load_has_ended(self) -> None:
+        driven = decode_engine()
+        asked = handed_over("a")
+        driven.add(asked)
+        assert driven.work().kept == (asked.handoff,)
+        driven.step()
+        work = driven.work()
+        assert work.dropped == ()
+        driven.end_load(work.loads[0], asked.prompt_token_ids)
+        assert driven.work().dropped == (asked.handoff.handoff_id,)
+
+    def test_or_until_nobody_waits_any_more(self) -> None:
+        driven = decode_engine()
+        asked = handed_over("a")
+        driven.add(asked)
+        driven.scheduler.abort(["a"])
+        assert driven.work().dropped == (asked.handoff.handoff_id,)
+
+    def test_lent_blocks_stay_until_they_are_released(self) -> None:
+        driven = DrivenScheduler(with_connector=True, role="prefill")
+        driven.add(request("a", 10))
+        driven.step()
+        driven.answer()
+        driven.step()
+        saves = driven.work().saves
+        assert len({save.lease_id for save in saves}) == 1
+        results = tuple(SaveResult(s.job_id, committed=True, is_held=True) for s in saves)
+        outputs = driven.scheduler.apply(TransferResults(saves=results))
+        assert outputs[-1].handoff.handoff_id == saves[0].lease_id
+        assert (driven.num_free, driven.scheduler.num_transfers) == (32 - 3, 0)
+        driven.scheduler.release_handoff(saves[0].lease_id)
+        assert driven.work().ended == (saves[0].lease_id,)
+        driven.scheduler.apply(TransferResults(released=tuple(save.job_id for save in saves)))
+        assert driven.num_free == 32
+
+    def test_a_prompt_that_is_not_handed_over_ends_its_lease(self) -> None:
+        driven = DrivenScheduler(with_connector=True, role="prefill", max_num_batched_tokens=4)
+        driven.add(request("a", 10))
+        driven.step()
+        driven.answer()
+        driven.step()
+        (save,) = driven.work().saves
+        driven.scheduler.abort(["a"])
+        assert driven.work().ended == (save.lease_id,)
+
+    def test_blocks_found_in_the_cache_are_named_as_such(self) -> None:
+        driven = DrivenScheduler(with_connector=True, role="prefill")
+        for name in ("a", "b"):
+            driven.add(request(name, 10))
+            driven.step()
+            driven.answer()
+            driven.step()
+            full = driven.work().saves[0]
+            assert full.num_found == (0 if name == "a" else 2)
+            driven.end_saves([full.job_id])
+
+
+def _first_blocks(handoff: KvHandoff, count: int) -> KvHandoff:
+    return replace(handoff, block_keys=handoff.block_keys[:count], num_tokens=4 * count)
