@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
 
 _NUM_SLOTS = 16384
 _SERVICE = "kv"
+_NODE_TIMEOUT_MS = "60000"  # no test is about whom the servers give up
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,10 @@ def ask(server: RedisServer, *command: Any) -> Any:
 
 @dataclass(frozen=True)
 class RedisCluster:
-    """A cluster's servers, each with its range of slots.
+    """A cluster's servers.
 
     Attributes:
-        servers: the primaries.
+        servers: the primaries, then the replicas.
         url: `redis+cluster://` with all of them.
     """
 
@@ -93,27 +95,46 @@ class RedisCluster:
 
 
 @contextmanager
-def running_cluster(folder: Path, num_servers: int = 3) -> Iterator[RedisCluster]:
-    """A running cluster without replicas, in which every server knows every slot's."""
+def running_cluster(
+    folder: Path, num_servers: int = 3, num_replicas: int = 0
+) -> Iterator[RedisCluster]:
+    """A running cluster in which every server knows every slot's.
+
+    Args:
+        folder: for what the servers note.
+        num_servers: with slots.
+        num_replicas: of the first one.
+    """
     with ExitStack() as stack:
         servers, bus_ports = [], []
-        for index in range(num_servers):
+        for index in range(num_servers + num_replicas):
             bus_ports.append(free_port())
             # fmt: off
             server = running_redis_server(
-                "--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{index}.conf",
-                "--cluster-port", str(bus_ports[-1]), "--dir", str(folder),
-                "--cluster-node-timeout", "2000",
+                "--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf",
+                "--cluster-port", str(bus_ports[-1]), *_own_folder(folder, f"node-{index}"),
+                "--cluster-node-timeout", _NODE_TIMEOUT_MS,
             )
             # fmt: on
             servers.append(stack.enter_context(server))
         for index, server in enumerate(servers):
-            first, end = (_NUM_SLOTS * edge // num_servers for edge in (index, index + 1))
             ask(server, "CLUSTER", "SET-CONFIG-EPOCH", index + 1)
-            ask(server, "CLUSTER", "ADDSLOTSRANGE", first, end - 1)
             ask(servers[0], "CLUSTER", "MEET", "127.0.0.1", server.port, bus_ports[index])
+        for index, server in enumerate(servers[:num_servers]):
+            first, end = (_NUM_SLOTS * edge // num_servers for edge in (index, index + 1))
+            ask(server, "CLUSTER", "ADDSLOTSRANGE", first, end - 1)
         await_true(lambda: all(_is_whole(server, num_servers) for server in servers), "a cluster")
-        yield RedisCluster(servers)
+        cluster = RedisCluster(servers)
+        for replica in servers[num_servers:]:
+            ask(replica, "CLUSTER", "REPLICATE", cluster.id_of(0))
+            await_true(partial(_is_connected, replica), "a connected replica")
+        yield cluster
+
+
+def _own_folder(folder: Path, name: str) -> tuple[str, ...]:
+    """Where a server that replicates leaves files, and that it ends without asking its replicas."""
+    (folder / name).mkdir()
+    return "--dir", str(folder / name), "--shutdown-timeout", "0"
 
 
 def _is_whole(server: RedisServer, num_servers: int) -> bool:
@@ -150,11 +171,15 @@ class SentinelDeployment:
 def running_sentinels(folder: Path) -> Iterator[SentinelDeployment]:
     """A running deployment whose sentinels know each other and the replica."""
     with ExitStack() as stack:
-        master = stack.enter_context(running_redis_server("--repl-diskless-sync-delay", "0"))
-        replica = stack.enter_context(
-            running_redis_server("--replicaof", "127.0.0.1", str(master.port))
+        master = stack.enter_context(
+            running_redis_server(*_own_folder(folder, "master"), "--repl-diskless-sync-delay", "0")
         )
-        await_true(lambda: ask(replica, "ROLE")[3] == b"connected", "a connected replica")
+        replica = stack.enter_context(
+            running_redis_server(
+                *_own_folder(folder, "replica"), "--replicaof", "127.0.0.1", str(master.port)
+            )
+        )
+        await_true(partial(_is_connected, replica), "a connected replica")
         sentinels = []
         for index in range(3):
             config = folder / f"sentinel-{index}.conf"
@@ -171,6 +196,10 @@ sentinel monitor {service} 127.0.0.1 {port} 2
 sentinel down-after-milliseconds {service} 500
 sentinel failover-timeout {service} 3000
 """
+
+
+def _is_connected(replica: RedisServer) -> bool:
+    return bool(ask(replica, "ROLE")[3:4] == [b"connected"])
 
 
 def _is_ready(sentinel: RedisServer) -> bool:

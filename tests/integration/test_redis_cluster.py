@@ -1,0 +1,186 @@
+"""The redis store on a cluster: keys of all servers, slots on the move, servers that stop."""
+
+import os
+import time
+from contextlib import closing
+
+import pytest
+from redis.crc import key_slot
+
+from kvstore.conformance.objects import blank, filled, random_keys, read
+from kvstore.registry import open_store
+from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.stores.redis_objects import object_name
+from tests.support.redis_deployments import ask, running_cluster
+from tests.support.redis_server import await_true, running_redis_server
+
+_TIMEOUT_S = 1.0
+_SLACK_S = 4.0  # a busy machine; a call that hangs takes longer than any slack
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def store(cluster):
+    with closing(open_store(f"{cluster.url}?timeout_s=10")) as store:
+        yield store
+
+
+@pytest.fixture
+def hasty_store(cluster):
+    """A store that has spoken to all servers, and waits for none for long."""
+    with closing(open_store(f"{cluster.url}?timeout_s={_TIMEOUT_S}")) as store:
+        store.contains_prefix(random_keys(100))
+        store.put_many(random_keys(100), [filled(1, 10)] * 100)
+        yield store
+
+
+def keys_of(cluster, index, num_keys):
+    """Keys that the server of that index holds."""
+    first, end = 16384 * index // 3, 16384 * (index + 1) // 3
+    keys = (os.urandom(32) for _ in range(100 * num_keys))
+    return [key for key in keys if first <= key_slot(object_name(key)) < end][:num_keys]
+
+
+def test_all_servers_hold_objects(cluster, store):
+    keys = random_keys(60)
+    values = [memoryview(os.urandom(size)) for size in [1000] * 57 + [5_000_000] * 3]
+    before = [ask(server, "DBSIZE") for server in cluster.servers]
+    store.put_many(keys, values)
+    after = [ask(server, "DBSIZE") for server in cluster.servers]
+    assert sum(after) - sum(before) == 60
+    assert all(more > less for less, more in zip(before, after, strict=True))
+    buffers = [blank(value.nbytes) for value in values]
+    assert store.get_many_into(keys, buffers) == [GetStatus.HIT] * 60
+    assert buffers == values
+    assert store.contains_prefix(keys) == 60
+    assert store.delete(keys) == 60
+
+
+def test_a_look_up_touches_nothing_behind_the_first_missing_key(cluster, store):
+    keys = random_keys(30)
+    present = keys[:10] + keys[11:]
+    store.put_many(present, [filled(1, 10)] * 29)
+    holders = {
+        key: next(one for one in cluster.servers if ask(one, "EXISTS", object_name(key)) == 1)
+        for key in present
+    }
+    for key in present:
+        ask(holders[key], "PEXPIRE", object_name(key), 60_000)
+    assert store.contains_prefix(keys) == 10
+    lives_ms = [ask(holders[key], "PTTL", object_name(key)) for key in present]
+    assert min(lives_ms[:10]) > 60_000
+    assert max(lives_ms[10:]) <= 60_000
+
+
+def test_objects_are_found_while_their_slot_moves_and_after(cluster, store):
+    (source, target), (source_id, target_id) = cluster.servers[:2], map(cluster.id_of, (0, 1))
+    small, large, late = keys_of(cluster, 0, 3)
+    values = {small: filled(1, 1000), large: memoryview(os.urandom(9_000_000))}
+    store.put_many(list(values), list(values.values()))
+    slots = [key_slot(object_name(key)) for key in (small, large, late)]
+
+    def assert_found():
+        assert {key: read(store, key, value.nbytes) for key, value in values.items()} == values
+        assert store.contains_prefix(list(values)) == len(values)
+
+    for slot in slots:
+        ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+        ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+    assert_found()
+    for key in list(values):
+        ask(source, "MIGRATE", "127.0.0.1", target.port, object_name(key), 0, 5000)
+        assert ask(target, "CLUSTER", "COUNTKEYSINSLOT", key_slot(object_name(key))) == 1
+    assert_found()
+    values[late] = filled(3, 1000)
+    store.put_many([late], [values[late]])
+    assert_found()
+    for slot in slots:
+        for server in (target, source, cluster.servers[2]):
+            ask(server, "CLUSTER", "SETSLOT", slot, "NODE", target_id)
+    assert_found()
+    assert store.delete(list(values)) == 3
+
+
+def test_a_stopped_server_is_unavailable_in_time_and_comes_back(cluster, hasty_store):
+    here, there = keys_of(cluster, 0, 5), keys_of(cluster, 1, 5)
+    hasty_store.put_many(here + there, [filled(1, 100)] * 10)
+    cluster.servers[0].pause()
+    for call in (
+        lambda: hasty_store.contains_prefix(here),
+        lambda: hasty_store.put_many(here, [filled(2, 1_000_000)] * 5),
+        lambda: read(hasty_store, here[0], 100),
+        lambda: hasty_store.delete(here),
+    ):
+        started_s = time.monotonic()
+        with pytest.raises(StoreUnavailableError):
+            call()
+        assert time.monotonic() - started_s < _TIMEOUT_S + _SLACK_S
+    await_true(lambda: is_held(hasty_store, there, 5), "others answer")
+    cluster.servers[0].resume()
+    await_true(lambda: is_held(hasty_store, here, 5), "it answers again")
+
+
+def test_a_stopped_server_is_no_reason_not_to_begin(cluster):
+    cluster.servers[0].pause()
+    with closing(open_store(f"{cluster.url}?timeout_s={_TIMEOUT_S}")) as store:
+        await_true(lambda: is_held(store, keys_of(cluster, 1, 5), 0), "others answer")
+    cluster.servers[0].resume()
+    with closing(open_store(f"{cluster.url}?timeout_s={_TIMEOUT_S}")) as store:
+        await_true(lambda: is_held(store, keys_of(cluster, 0, 5), 0), "it answers again")
+
+
+def test_a_killed_server_that_returns_is_empty_and_works(cluster, hasty_store):
+    keys = keys_of(cluster, 2, 5)
+    hasty_store.put_many(keys, [filled(1, 100)] * 5)
+    cluster.servers[2].kill()
+    with pytest.raises(StoreUnavailableError):
+        hasty_store.contains_prefix(keys)
+    cluster.servers[2].start()
+    await_true(lambda: is_held(hasty_store, keys, 0), "it answers again")
+    hasty_store.put_many(keys, [filled(2, 100)] * 5)
+    assert read(hasty_store, keys[0], 100) == bytes(filled(2, 100))
+
+
+@pytest.mark.slow
+def test_the_store_follows_a_failover(tmp_path):
+    """The one that was the primary lives on, and sends elsewhere."""
+    with (
+        running_cluster(tmp_path, num_replicas=1) as cluster,
+        closing(open_store(f"{cluster.url}?timeout_s=10")) as store,
+    ):
+        keys = keys_of(cluster, 0, 20)
+        store.put_many(keys, [filled(1, 100)] * 20)
+        assert ask(cluster.servers[0], "WAIT", 1, 10_000) >= 0
+        assert ask(cluster.servers[3], "CLUSTER", "FAILOVER") == b"OK"
+        await_true(lambda: ask(cluster.servers[3], "ROLE")[0] == b"master", "a new primary")
+        assert store.contains_prefix(keys) == 20
+        assert read(store, keys[0], 100) == bytes(filled(1, 100))
+        assert store.delete(keys) == 20
+
+
+def test_one_server_is_no_cluster_and_a_cluster_is_not_one_server(cluster):
+    with (
+        running_redis_server() as server,
+        closing(open_store(server.url.replace("://", "+cluster://"))) as store,
+        pytest.raises(StoreUnavailableError, match="cluster support disabled"),
+    ):
+        store.contains_prefix(random_keys(1))
+    url = f"redis://127.0.0.1:{cluster.servers[0].port}"
+    with (
+        closing(open_store(url)) as store,
+        pytest.raises(StoreUnavailableError, match=r"redis\+cluster://"),
+    ):
+        store.put_many(keys_of(cluster, 1, 1), [filled(1, 100)])
+
+
+def is_held(store, keys, num_present):
+    """Whether the servers of the keys answer, and say that they hold so many."""
+    try:
+        return store.contains_prefix(keys) == num_present
+    except StoreUnavailableError:
+        return False

@@ -1,0 +1,173 @@
+"""How objects lie in a Redis server: large ones in parts that are there together or not at all."""
+
+import os
+from contextlib import closing
+
+import pytest
+from redis import Redis
+
+from kvstore.conformance.objects import blank, filled, random_keys, read
+from kvstore.registry import open_store
+from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.stores.redis_connection import CallDeadline
+from kvstore.stores.redis_objects import StagedObject, get_status, object_name
+from kvstore.stores.redis_pipeline import run_commands
+from kvstore.stores.redis_servers import open_servers
+from kvstore.stores.redis_url import RedisUrl
+from tests.support.redis_server import running_redis_server
+
+_LARGE_BYTES = 9_000_001  # three parts
+_MAX_VALUE_BYTES = 4 << 20
+
+
+@pytest.fixture
+def store(redis_server):
+    with closing(open_store(f"{redis_server.url}?timeout_s=30")) as store:
+        yield store
+
+
+@pytest.fixture
+def client(redis_server):
+    with Redis.from_url(redis_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def large(store):
+    """The key and the bytes of a large object that the store holds."""
+    (key,) = random_keys(1)
+    value = os.urandom(_LARGE_BYTES)
+    store.put_many([key], [memoryview(value)])
+    return key, value
+
+
+@pytest.fixture
+def run(redis_server):
+    """Sends commands as a store does that might die after any of them."""
+    url, deadline = RedisUrl.parse(redis_server.url), CallDeadline()
+    with closing(open_servers(url, deadline)) as servers, deadline.within(30):
+        yield lambda commands: run_commands(servers, commands)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_parts"),
+    [(_MAX_VALUE_BYTES + 1, 2), (2 * _MAX_VALUE_BYTES, 2), (2 * _MAX_VALUE_BYTES + 1, 3)],
+)
+def test_a_large_object_is_equal_parts_under_one_key(store, client, num_bytes, num_parts):
+    (key,) = random_keys(1)
+    value = os.urandom(num_bytes)
+    store.put_many([key], [memoryview(value)])
+    assert client.keys() == [object_name(key)]
+    sizes = [client.hstrlen(object_name(key), index) for index in range(num_parts)]
+    assert client.hlen(object_name(key)) == num_parts + 1
+    assert sum(sizes) == num_bytes
+    assert max(sizes) - min(sizes) < num_parts
+    assert read(store, key, num_bytes) == value
+
+
+def test_an_object_of_one_value_is_a_string(store, client):
+    (key,) = random_keys(1)
+    store.put_many([key], [filled(1, _MAX_VALUE_BYTES)])
+    assert client.strlen(object_name(key)) == _MAX_VALUE_BYTES
+    assert read(store, key, _MAX_VALUE_BYTES) == bytes(filled(1, _MAX_VALUE_BYTES))
+
+
+def test_small_and_large_objects_share_a_batch(store):
+    sizes = [100, _LARGE_BYTES, 5_000_000, 7, 4_200_000]
+    keys, values = random_keys(5), [memoryview(os.urandom(size)) for size in sizes]
+    store.put_many(keys, values)
+    buffers = [blank(size) for size in sizes]
+    assert store.contains_prefix(keys) == 5
+    assert store.get_many_into(keys, buffers) == [GetStatus.HIT] * 5
+    assert buffers == values
+    assert store.delete(keys) == 5
+
+
+@pytest.mark.parametrize("field", ["head", 0, 2])
+def test_a_lost_part_is_a_missing_object(store, client, large, field):
+    key, _ = large
+    client.hdel(object_name(key), field)
+    assert read(store, key, _LARGE_BYTES) is GetStatus.MISSING
+
+
+@pytest.mark.parametrize("num_bytes", [100, 5_000_000, _LARGE_BYTES - 1, _LARGE_BYTES + 1])
+def test_a_large_object_has_another_size(store, large, num_bytes):
+    assert read(store, large[0], num_bytes) is GetStatus.WRONG_SIZE
+
+
+def test_a_small_object_is_not_a_large_one(store):
+    (key,) = random_keys(1)
+    store.put_many([key], [filled(1, 100)])
+    assert read(store, key, _LARGE_BYTES) is GetStatus.WRONG_SIZE
+    assert read(store, key, 100) == bytes(filled(1, 100))
+
+
+def test_parts_of_two_objects_are_never_mixed():
+    """What a read gets whose object is deleted and put anew between its commands."""
+    size = _LARGE_BYTES.to_bytes(8, "little")
+    parts = [3_000_001, 3_000_001, 2_999_999]
+    buffer = memoryview(bytearray(_LARGE_BYTES))
+    before, after = size + b"a" * 16, size + b"b" * 16
+    assert get_status(buffer, [1, before, *parts, before]) is GetStatus.HIT
+    assert get_status(buffer, [1, before, *parts, after]) is GetStatus.MISSING
+    assert get_status(buffer, [1, before, *parts, None]) is GetStatus.MISSING
+    assert get_status(buffer, [0, None, *parts, after]) is GetStatus.MISSING
+
+
+def test_the_first_writer_of_a_large_object_wins(run, store, client, large):
+    key, value = large
+    late = StagedObject(object_name(key), filled(1, _LARGE_BYTES))
+    run(late.put_commands(60_000))
+    client.pexpire(object_name(key), 30_000)
+    assert run([late.commit_command(3_600_000)]) == [1]
+    assert read(store, key, _LARGE_BYTES) == value
+    assert client.keys() == [object_name(key)]
+    assert client.pttl(object_name(key)) > 3_500_000, "the late put did not touch it"
+
+
+def test_a_writer_that_dies_leaves_nothing_to_see_and_nothing_for_long(run, store, client):
+    (key,) = random_keys(1)
+    staged = StagedObject(object_name(key), filled(1, _LARGE_BYTES))
+    for num_sent in range(1, 9):
+        run(list(staged.put_commands(60_000))[:num_sent])
+        assert store.contains_prefix([key]) == 0
+        assert read(store, key, _LARGE_BYTES) is GetStatus.MISSING
+    (name,) = client.keys()
+    assert 0 < client.pttl(name) <= 60_000
+
+
+def test_parts_evicted_before_the_commit_are_no_object(run, store, client):
+    (key,) = random_keys(1)
+    staged = StagedObject(object_name(key), filled(1, _LARGE_BYTES))
+    first, second = list(staged.put_commands(60_000))[:4], list(staged.put_commands(60_000))[4:]
+    run(first)
+    client.flushall()
+    run(second)
+    assert run([staged.commit_command(60_000)]) == [0]
+    assert client.keys() == []
+    assert read(store, key, _LARGE_BYTES) is GetStatus.MISSING
+
+
+def test_a_large_object_is_touched_as_a_whole(store, client, large):
+    key, value = large
+    touches = [
+        lambda: store.put_many([key], [memoryview(value)]),
+        lambda: store.contains_prefix([key]),
+        lambda: read(store, key, _LARGE_BYTES),
+    ]
+    for touch in touches:
+        client.pexpire(object_name(key), 60_000)
+        touch()
+        assert client.pttl(object_name(key)) > 3_500_000
+
+
+def test_a_full_server_keeps_no_half_of_an_object():
+    with (
+        running_redis_server("--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server,
+        closing(open_store(f"{server.url}?timeout_s=30")) as store,
+    ):
+        (key,) = random_keys(1)
+        with pytest.raises(StoreUnavailableError, match="maxmemory"):
+            store.put_many([key], [filled(1, _LARGE_BYTES)])
+        assert store.contains_prefix([key]) == 0
+        assert read(store, key, _LARGE_BYTES) is GetStatus.MISSING
