@@ -23,7 +23,10 @@ the job. What is lent belongs to a lease, which whoever loads renews, and which
 ends when it is released or has run out.
 
 Block lists are half-open prefixes: job item `i` moves `block_ids[i]` under
-`keys[i]`.
+`keys[i]`. What they name are *transfer blocks*, as `kvstore.transfer_form` cuts
+them out of the pool's: with `n` in each, pool block `b` has `b * n` to
+`b * n + n - 1`. Where an engine's blocks go as they are, these are the pool's.
+In how many objects the heads of a block go is the worker half's matter.
 """
 
 from abc import ABC, abstractmethod
@@ -34,6 +37,7 @@ from typing import Any
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
+from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
 __all__ = [
     "ConnectorWork",
@@ -60,7 +64,7 @@ class LookupJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Fill these blocks of the pool.
+    """Fill these blocks of the pool, converted to its type.
 
     Attributes:
         handoff: the terms under which a prefill engine offers them; None for
@@ -292,10 +296,26 @@ class KvConnectorWorker(ABC):
     """The half beside the model runner: buffers, threads, bytes."""
 
     @abstractmethod
-    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+    def register_pool(
+        self,
+        pool: Any,
+        layout: KvLayout,
+        form: TransferForm | None = None,
+        share: HeadShare = WHOLE,
+    ) -> None:
         """Hands over the KV pool tensor `[num_blocks, *layout.block_shape]`.
 
         Called once, before `start`.
+
+        Args:
+            pool: the tensor.
+            layout: of its blocks.
+            form: in which blocks come and go; None: as they are in the pool. `PoolCut.of`
+                tells what that means for this pool.
+            share: which of the model's KV heads the pool has.
+
+        Raises:
+            ConfigurationError: the pool cannot be cut so; names the flag.
         """
 
     @abstractmethod

@@ -1,20 +1,22 @@
-"""`BlockCopier`: how blocks get from the pool into segments and back, whatever the pool is on.
+"""`BlockCopier`: how a pool's objects get into segments and back, whatever the pool is on.
 
 The connector's worker starts copies in the engine's thread, which never waits
-for a device: what is not over at once is waited for in a thread of the worker.
+for a device nor converts: what is not over at once is waited for in a thread of the worker.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kernels import gather_blocks, scatter_blocks
-from kvstore.layout import KvLayout
+from kvstore.pool_objects import PoolObjects, open_pool
 from kvstore.staging import Segment
+from kvstore.transfer_form import PoolCut, RangeError
 
-__all__ = ["BlockCopier", "Copy", "HostCopier", "make_copier"]
+__all__ = ["BlockCopier", "ConvertingCopier", "Copy", "HostCopier", "make_copier"]
 
 
 class Copy(Protocol):
@@ -24,20 +26,25 @@ class Copy(Protocol):
         """Returns once the bytes are where they shall be. Any thread may call it.
 
         Raises:
+            RangeError: the type copied to cannot hold what there was; the bytes must not be used.
             RuntimeError: the device failed; the bytes are undefined.
         """
 
 
 class BlockCopier(ABC):
-    """Copies blocks between a pool and segments. Engine thread only.
+    """Copies objects between a pool and segments. Engine thread only.
 
     Until a copy is over, its segment and its blocks are its own: others write
     to neither, and read nothing that it writes.
     """
 
     @abstractmethod
-    def gather(self, block_ids: Sequence[int], segment: Segment) -> Copy | None:
-        """Copies blocks of the pool into the payloads of the first slots.
+    def gather(self, object_ids: Sequence[int], segment: Segment) -> Copy | None:
+        """Copies objects of the pool into the payloads of the first slots.
+
+        Args:
+            object_ids: as `PoolCut` numbers them; where blocks go as they are, blocks.
+            segment: has a slot for each.
 
         Returns:
             What to wait for; None if the copy is over.
@@ -47,8 +54,8 @@ class BlockCopier(ABC):
         """
 
     @abstractmethod
-    def scatter(self, segment: Segment, block_ids: Sequence[int]) -> Copy | None:
-        """Copies the payloads of the first slots into blocks of the pool; as `gather`."""
+    def scatter(self, segment: Segment, object_ids: Sequence[int]) -> Copy | None:
+        """Copies the payloads of the first slots into objects of the pool; as `gather`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -56,7 +63,7 @@ class BlockCopier(ABC):
 
 
 class HostCopier(BlockCopier):
-    """Copies in memory: over when the call returns.
+    """Copies blocks in memory as they are: over when the call returns.
 
     Args:
         pool: the pool, `[num_blocks, *layout.block_shape]`.
@@ -65,22 +72,77 @@ class HostCopier(BlockCopier):
     def __init__(self, pool: torch.Tensor) -> None:
         self._pool = pool
 
-    def gather(self, block_ids: Sequence[int], segment: Segment) -> None:
+    def gather(self, object_ids: Sequence[int], segment: Segment) -> None:
         """See `BlockCopier.gather`."""
-        gather_blocks(self._pool, block_ids, segment.payload[: len(block_ids)])
+        gather_blocks(self._pool, object_ids, segment.payload[: len(object_ids)])
 
-    def scatter(self, segment: Segment, block_ids: Sequence[int]) -> None:
+    def scatter(self, segment: Segment, object_ids: Sequence[int]) -> None:
         """See `BlockCopier.scatter`."""
-        scatter_blocks(segment.payload[: len(block_ids)], self._pool, block_ids)
+        scatter_blocks(segment.payload[: len(object_ids)], self._pool, object_ids)
 
     def close(self) -> None:
         """See `BlockCopier.close`."""
 
 
-def make_copier(pool: torch.Tensor, layout: KvLayout) -> BlockCopier:
-    """What copies blocks of this pool."""
-    if pool.device.type != "cuda":
-        return HostCopier(pool)
-    from kvstore.side_streams import SideStreamCopier
+class ConvertingCopier(BlockCopier):
+    """Copies in memory what is converted, or part of a block: in the thread that waits.
 
-    return SideStreamCopier(pool, layout)
+    What takes milliseconds would hold up the engine's step. The blocks are the copy's own, so
+    it does not matter which thread touches them.
+
+    Args:
+        pool: the pool, `[num_blocks, *cut.layout.block_shape]`.
+        cut: how it is cut.
+    """
+
+    def __init__(self, pool: torch.Tensor, cut: PoolCut) -> None:
+        self._objects = open_pool(pool, cut)
+
+    def gather(self, object_ids: Sequence[int], segment: Segment) -> Copy:
+        """See `BlockCopier.gather`."""
+        return _Gather(self._objects, object_ids, segment)
+
+    def scatter(self, segment: Segment, object_ids: Sequence[int]) -> Copy:
+        """See `BlockCopier.scatter`."""
+        return _Scatter(self._objects, object_ids, segment)
+
+    def close(self) -> None:
+        """See `BlockCopier.close`: those who wait have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    objects: PoolObjects
+    object_ids: Sequence[int]
+    segment: Segment
+
+    def wait(self) -> None:
+        """See `Copy.wait`."""
+        payload = self.segment.payload[: len(self.object_ids)]
+        _check_range(self.objects.read(self.object_ids, payload))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scatter:
+    objects: PoolObjects
+    object_ids: Sequence[int]
+    segment: Segment
+
+    def wait(self) -> None:
+        """See `Copy.wait`."""
+        payload = self.segment.payload[: len(self.object_ids)]
+        _check_range(self.objects.write(payload, self.object_ids))
+
+
+def _check_range(overflowed: torch.Tensor | None) -> None:
+    if overflowed is not None and bool(overflowed):
+        raise RangeError
+
+
+def make_copier(pool: torch.Tensor, cut: PoolCut) -> BlockCopier:
+    """What copies objects of this pool."""
+    if pool.device.type == "cuda":
+        from kvstore.side_streams import SideStreamCopier
+
+        return SideStreamCopier(pool, cut)
+    return HostCopier(pool) if cut.is_native else ConvertingCopier(pool, cut)

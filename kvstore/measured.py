@@ -12,6 +12,7 @@ from kvstore.connector import ConnectorWork, KvConnectorWorker, LoadJob, SaveJob
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics, TransferMetrics
 from kvstore.store import GetStatus
+from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.staged_mover import Backend
@@ -40,9 +41,15 @@ class MeasuredWorker(KvConnectorWorker):
         self._lookups: dict[int, tuple[float, int]] = {}  # started at, number of keys
         self._started_at: dict[int, float] = {}  # loads and saves
 
-    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+    def register_pool(
+        self,
+        pool: Any,
+        layout: KvLayout,
+        form: TransferForm | None = None,
+        share: HeadShare = WHOLE,
+    ) -> None:
         """See `KvConnectorWorker.register_pool`."""
-        self._worker.register_pool(pool, layout)
+        self._worker.register_pool(pool, layout, form, share)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `KvConnectorWorker.set_waker`."""

@@ -1,5 +1,7 @@
 """`StagedMover`: moves blocks between the pool and a backend by way of staging segments.
 
+What moves are objects (`kvstore.transfer_form`): where blocks go as they are, the blocks.
+
 Blocks are copied between the engine's pool and preallocated segments by a
 `BlockCopier`, in an order that the engine's thread gives; I/O threads move
 bytes between segments and the backend and never touch the pool. So a backend
@@ -26,17 +28,31 @@ from kvstore.codec import seal, verify
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.transfer_jobs import CANCELLED, JobState, Piece, PieceEnd, PieceRead
+from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, RangeError, TransferForm
+from kvstore.transfer_jobs import CANCELLED, JobState, Piece, PieceEnd, PieceRead, in_objects
 
 if TYPE_CHECKING:
     from kvstore.copier import BlockCopier, Copy
     from kvstore.staging import StagingBuffers
 
-__all__ = ["Backend", "StagedMover"]
+__all__ = ["Backend", "InDoubtError", "StagedMover"]
 
 _NUM_IO_THREADS = 2
 
 _logger = logging.getLogger("baton.kvstore")
+
+
+class InDoubtError(StoreUnavailableError):
+    """A fetch failed, and something may still write to its slots.
+
+    Attributes:
+        has_settled: whether nothing can any more; asked often, so it does not block. When that
+            changes, the mover's `poll` has news.
+    """
+
+    def __init__(self, message: str, has_settled: Callable[[], bool]) -> None:
+        super().__init__(message)
+        self.has_settled = has_settled
 
 
 class Backend(Protocol):
@@ -55,7 +71,11 @@ class Backend(Protocol):
     def fetch(
         self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
     ) -> Sequence[GetStatus]:
-        """Fills slots with sealed blocks; nothing writes to them afterwards."""
+        """Fills slots with sealed blocks; nothing writes to them afterwards.
+
+        Raises:
+            InDoubtError: something may; the mover uses the slots for nothing else until then.
+        """
 
     def discard(self, key: bytes) -> None:
         """What was fetched under a key is corrupt: it should not be found again."""
@@ -72,10 +92,10 @@ class _Held:
 _News = PieceRead | PieceEnd | _Held
 
 
-def _copier_for(pool: Any, layout: KvLayout) -> "BlockCopier":
+def _copier_for(pool: Any, cut: PoolCut) -> "BlockCopier":
     from kvstore.copier import make_copier
 
-    return make_copier(pool, layout)
+    return make_copier(pool, cut)
 
 
 class StagedMover:
@@ -84,19 +104,21 @@ class StagedMover:
     Args:
         backend: where blocks come from and go to.
         wake: called, from any thread, when `poll` has news.
-        make_copier: what copies the blocks of a pool of that layout.
+        make_copier: what copies the objects of a pool that is cut so.
+        num_threads: how many calls of the backend run at a time.
     """
 
     def __init__(
         self,
         backend: Backend,
         wake: Callable[[], None],
-        make_copier: "Callable[[Any, KvLayout], BlockCopier] | None" = None,
+        make_copier: "Callable[[Any, PoolCut], BlockCopier] | None" = None,
+        num_threads: int = _NUM_IO_THREADS,
     ) -> None:
         self._backend = backend
         self._wake = wake
         self._make_copier = make_copier or _copier_for
-        self._io = ThreadPoolExecutor(_NUM_IO_THREADS, thread_name_prefix="baton-kv-io")
+        self._io = ThreadPoolExecutor(num_threads, thread_name_prefix="baton-kv-io")
         # Copies into the pool get a thread of their own: they end in the order in which they start.
         self._landings = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
         self._news: deque[_News] = deque()
@@ -104,17 +126,36 @@ class StagedMover:
         self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
+        self._cut: PoolCut
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
         """Puts something between the mover and its backend. Before the first job."""
         self._backend = wrap(self._backend)
 
-    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+    def register_pool(
+        self,
+        pool: Any,
+        layout: KvLayout,
+        form: TransferForm | None = None,
+        share: HeadShare = WHOLE,
+    ) -> None:
         """See `KvConnectorWorker.register_pool`."""
         from kvstore.staging import StagingBuffers
 
-        self._staging = StagingBuffers(layout, device=pool.device)
-        self._copier = self._make_copier(pool, layout)
+        self._cut = PoolCut.of(layout, form, share)
+        self._staging = StagingBuffers(self._cut.object_layout, device=pool.device)
+        self._copier = self._make_copier(pool, self._cut)
+
+    @property
+    def copier(self) -> "BlockCopier":
+        """What copies blocks of the registered pool. Engine thread only."""
+        assert self._copier is not None
+        return self._copier
+
+    @property
+    def staging(self) -> "StagingBuffers":
+        """The segments; whoever makes their memory known to others may look, and take none."""
+        return self._staging
 
     def start(
         self,
@@ -124,8 +165,8 @@ class StagedMover:
     ) -> None:
         """Starts jobs; returns without waiting for them."""
         jobs: tuple[LoadJob | SaveJob, ...] = (*loads, *saves)
-        for job in jobs:
-            self._jobs[job.job_id] = state = JobState(job)
+        for job in in_objects(jobs, self._cut):
+            self._jobs[job.job_id] = state = JobState(job, len(self._cut.slices))
             if isinstance(job, SaveJob) and job.num_found:
                 self._io.submit(self._ask_held, state, job.keys[: job.num_found])
             else:
@@ -145,7 +186,7 @@ class StagedMover:
                 case PieceEnd() as end:
                     self._finish_piece(end)
                 case _Held(job, num_blocks):
-                    job.next_block = num_blocks
+                    job.next_object = num_blocks
                     self._waiting.append(job)
         self._start_pieces()
         return self._collect()
@@ -167,6 +208,10 @@ class StagedMover:
                 self._waiting.popleft()
                 continue
             segment = self._staging.take()
+            if segment is None and self._staging.is_lost:
+                job.error = "unavailable"
+                self._wake()
+                continue
             if segment is None:
                 return
             piece = job.start_piece(segment)
@@ -178,7 +223,7 @@ class StagedMover:
     def _start_save(self, job: SaveJob, piece: Piece) -> None:
         assert self._copier is not None
         try:
-            copy = self._copier.gather(piece.block_ids, piece.segment)
+            copy = self._copier.gather(piece.object_ids, piece.segment)
         except Exception:
             _logger.exception("KV blocks cannot be copied out of the pool")
             piece.job.error = "failed"
@@ -197,7 +242,7 @@ class StagedMover:
             self._finish_piece(PieceEnd(piece, 0, read.error))
             return
         try:
-            copy = self._copier.scatter(piece.segment, piece.block_ids[:num_good])
+            copy = self._copier.scatter(piece.segment, piece.object_ids[:num_good])
         except Exception:
             _logger.exception("KV blocks cannot be copied into the pool")
             self._finish_piece(PieceEnd(piece, 0, "failed"))
@@ -210,7 +255,10 @@ class StagedMover:
 
     def _finish_piece(self, end: PieceEnd) -> None:
         end.piece.job.end_piece(end)
-        self._staging.give_back(end.piece.segment)
+        if end.has_settled is None:
+            self._staging.give_back(end.piece.segment)
+        else:
+            self._staging.quarantine(end.piece.segment, end.has_settled)
 
     def _collect(self) -> tuple[list[LoadResult], list[SaveResult]]:
         over = [job for job in self._jobs.values() if job.is_over]
@@ -219,7 +267,7 @@ class StagedMover:
             job_id = job.job.job_id
             del self._jobs[job_id]
             if isinstance(job.job, LoadJob):
-                loads.append(LoadResult(job_id, job.num_good_prefix, job.error, job.seconds))
+                loads.append(LoadResult(job_id, job.num_good_blocks, job.error, job.seconds))
             else:
                 saves.append(
                     SaveResult(
@@ -246,7 +294,10 @@ class StagedMover:
         try:
             news = move()
         except StoreUnavailableError as cause:
-            news = PieceEnd(piece, 0, "unavailable")
+            has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
+            news = PieceEnd(piece, 0, "unavailable", has_settled)
+            _logger.warning("KV transfer: %s", cause)
+        except RangeError as cause:
             _logger.warning("KV transfer: %s", cause)
         except Exception:
             _logger.exception("KV transfer failed")
@@ -261,8 +312,8 @@ class StagedMover:
     def _put(self, job: SaveJob, piece: Piece, copy: "Copy | None") -> PieceEnd:
         if copy is not None:
             copy.wait()
-        if piece.num_tail_tokens:
-            piece.segment.clear_after(len(piece.keys) - 1, piece.num_tail_tokens)
+        for tail in piece.tail_slots:
+            piece.segment.clear_after(tail, piece.num_tail_tokens)
         for slot, key in zip(piece.slots, piece.keys, strict=True):
             seal(slot, key)
         self._backend.put(job, piece.keys, piece.slots)

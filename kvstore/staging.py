@@ -1,8 +1,10 @@
-"""Staging buffers: where blocks lie between the pool and a store.
+"""Staging buffers: where objects lie between the pool and a store.
 
 Allocated once and reused; on a CUDA machine pinned, so that copies to and
 from the pool run at full speed.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -18,19 +20,24 @@ _NUM_SEGMENTS = 8
 
 
 def slots_per_segment(layout: KvLayout) -> int:
-    """Blocks that one segment holds; a block larger than a segment has one to itself."""
+    """Objects that one segment holds; one larger than a segment has one to itself."""
     return max(1, _SEGMENT_BYTES // (HEADER_BYTES + layout.block_bytes))
 
 
 class Segment:
-    """Some slots, each a header and one block.
+    """Some slots, each a header and one object.
+
+    Args:
+        layout: of an object; see `PoolCut.object_layout`.
+        pinned: for a device's copies.
 
     Attributes:
         frames: the slots, `[num_slots, HEADER_BYTES + block_bytes]` uint8.
-        payload: the blocks in them, `[num_slots, block_bytes]` uint8.
-        block_ids: `[num_slots]` int64: room for the blocks' places in the pool, for copies that
+        payload: the objects in them, `[num_slots, block_bytes]` uint8.
+        object_ids: `[num_slots]` int64: room for the objects' places in the pool, for copies that
             read them after their start.
-        num_slots: blocks that fit.
+        overflowed: `[1]` bool: room for what a copy tells at its end; see `PoolObjects`.
+        num_slots: objects that fit.
         slots: each slot's bytes, as stores and codec take them.
     """
 
@@ -39,7 +46,8 @@ class Segment:
         shape = (self.num_slots, HEADER_BYTES + layout.block_bytes)
         self.frames = torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned)
         self.payload = self.frames[:, HEADER_BYTES:]
-        self.block_ids = torch.zeros(self.num_slots, dtype=torch.int64, pin_memory=pinned)
+        self.object_ids = torch.zeros(self.num_slots, dtype=torch.int64, pin_memory=pinned)
+        self.overflowed = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
         self.slots = [memoryview(frame.numpy()) for frame in self.frames]
         self._layout = layout
 
@@ -57,15 +65,43 @@ class Segment:
 
 
 class StagingBuffers:
-    """A fixed set of segments. Not thread-safe: the engine's thread takes and gives back."""
+    """A fixed set of segments. Not thread-safe: the engine's thread takes and gives back.
+
+    Attributes:
+        segments: all of them.
+    """
 
     def __init__(self, layout: KvLayout, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._free = [Segment(layout, pinned=pinned) for _ in range(_NUM_SEGMENTS)]
+        self.segments = tuple(Segment(layout, pinned=pinned) for _ in range(_NUM_SEGMENTS))
+        self._free = list(self.segments)
+        self._quarantined: list[tuple[Segment, Callable[[], bool]]] = []
+
+    @property
+    def num_quarantined(self) -> int:
+        """Segments that somebody may still write to."""
+        return len(self._quarantined)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no segment is free, nor will be when what is under way ends."""
+        return len(self._quarantined) == len(self.segments)
 
     def take(self) -> Segment | None:
         """A free segment; None while all are in use."""
+        self._end_quarantines()
         return self._free.pop() if self._free else None
+
+    def quarantine(self, segment: Segment, has_settled: Callable[[], bool]) -> None:
+        """As `give_back`, but the segment is free only once `has_settled` says so."""
+        self._quarantined.append((segment, has_settled))
+
+    def _end_quarantines(self) -> None:
+        for entry in list(self._quarantined):
+            segment, has_settled = entry
+            if has_settled():
+                self._quarantined.remove(entry)
+                self._free.append(segment)
 
     def give_back(self, segment: Segment) -> None:
         """Makes a segment free again."""

@@ -22,6 +22,7 @@ from kvstore.measured import MeasuredBackend
 from kvstore.metrics import KvMetrics
 from kvstore.staged_mover import Backend, StagedMover
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
+from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.copier import BlockCopier
@@ -38,13 +39,13 @@ class StoreConnectorWorker(KvConnectorWorker):
 
     Args:
         store: where blocks go; closed with the worker.
-        make_copier: what copies the blocks of a pool of that layout.
+        make_copier: what copies the objects of a pool that is cut so.
     """
 
     def __init__(
         self,
         store: KvStore,
-        make_copier: "Callable[[Any, KvLayout], BlockCopier] | None" = None,
+        make_copier: "Callable[[Any, PoolCut], BlockCopier] | None" = None,
     ) -> None:
         self._read_stats = store.stats
         self._store = BreakerStore(store)
@@ -54,14 +55,22 @@ class StoreConnectorWorker(KvConnectorWorker):
         self._answers: deque[LookupResult] = deque()
         self._open_lookups: dict[int, LookupJob] = {}
         self._wake: Callable[[], None] = lambda: None
+        self._cut: PoolCut
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
         """See `kvstore.faults.Faultable`."""
         self._mover.wrap_backend(wrap)
 
-    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+    def register_pool(
+        self,
+        pool: Any,
+        layout: KvLayout,
+        form: TransferForm | None = None,
+        share: HeadShare = WHOLE,
+    ) -> None:
         """See `KvConnectorWorker.register_pool`."""
-        self._mover.register_pool(pool, layout)
+        self._cut = PoolCut.of(layout, form, share)
+        self._mover.register_pool(pool, layout, form, share)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `KvConnectorWorker.set_waker`."""
@@ -111,13 +120,15 @@ class StoreConnectorWorker(KvConnectorWorker):
             return
         num_blocks = 0
         if time.monotonic() - submitted_at < _MAX_LOOKUP_WAIT_S:
-            num_blocks = self._try("look-up", lambda: self._store.contains_prefix(job.keys)) or 0
+            keys = self._cut.object_keys(job.keys)
+            found = self._try("look-up", lambda: self._store.contains_prefix(keys)) or 0
+            num_blocks = found // len(self._cut.slices)
         self._answers.append(LookupResult(job_id, num_blocks))
         self._wake()
 
     def _delete(self, keys: tuple[bytes, ...]) -> None:
         """What cannot be deleted stays until its TTL."""
-        self._try("delete", lambda: self._store.delete(keys))
+        self._try("delete", lambda: self._store.delete(self._cut.object_keys(keys)))
 
     def _try(self, name: str, call: Callable[[], int]) -> int | None:
         try:

@@ -1,15 +1,17 @@
 """What the store connector's worker remembers of its jobs. Pure."""
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore.connector import LoadJob, SaveJob
+from kvstore.transfer_form import PoolCut
 
 if TYPE_CHECKING:
     from kvstore.staging import Segment
 
-__all__ = ["CANCELLED", "JobState", "Piece", "PieceEnd", "PieceRead"]
+__all__ = ["CANCELLED", "JobState", "Piece", "PieceEnd", "PieceRead", "in_objects"]
 
 CANCELLED = "cancelled"
 
@@ -19,18 +21,21 @@ class JobState:
     """A load or save under way; moved in pieces of one segment each.
 
     Attributes:
-        next_block: blocks before it have been given to pieces.
+        job: with the keys and numbers of objects, where its blocks are not objects.
+        objects_per_block: how many objects a block is.
+        next_object: objects before it have been given to pieces.
         num_open: pieces that have not ended.
-        good_blocks: indices of blocks that were put, or verified and scattered.
+        good_objects: indices of objects that were put, or verified and scattered.
         error: why it will not be whole; no further pieces are started then.
         started_at: `time.monotonic()` at its start.
         told_at: `time.monotonic()` when a thread last did a part of it.
     """
 
     job: LoadJob | SaveJob
-    next_block: int = 0
+    objects_per_block: int = 1
+    next_object: int = 0
     num_open: int = 0
-    good_blocks: set[int] = field(default_factory=set)
+    good_objects: set[int] = field(default_factory=set)
     error: str = ""
     started_at: float = field(default_factory=time.monotonic)
     told_at: float = 0.0
@@ -43,7 +48,7 @@ class JobState:
     @property
     def is_started(self) -> bool:
         """Whether no further pieces will be started."""
-        return self.next_block >= len(self.job.keys) or self.error != ""
+        return self.next_object >= len(self.job.keys) or self.error != ""
 
     @property
     def is_over(self) -> bool:
@@ -51,36 +56,36 @@ class JobState:
         return self.is_started and self.num_open == 0
 
     @property
-    def num_good_prefix(self) -> int:
+    def num_good_blocks(self) -> int:
         """Leading good blocks: pieces end in any order, only an unbroken prefix counts."""
         count = 0
-        while count in self.good_blocks:
+        while count in self.good_objects:
             count += 1
-        return count
+        return count // self.objects_per_block
 
     def start_piece(self, segment: "Segment") -> "Piece":
-        """The next blocks, as many as the segment holds."""
-        first, end = self.next_block, self.next_block + segment.num_slots
+        """The next objects, as many as the segment holds."""
+        first, end = self.next_object, self.next_object + segment.num_slots
         piece = Piece(self, first, self.job.keys[first:end], self.job.block_ids[first:end], segment)
-        self.next_block += len(piece.keys)
+        self.next_object += len(piece.keys)
         self.num_open += 1
         return piece
 
     def end_piece(self, end: "PieceEnd") -> None:
         """Takes in what became of a piece."""
-        self.good_blocks.update(range(end.piece.first, end.piece.first + end.num_good))
+        self.good_objects.update(range(end.piece.first, end.piece.first + end.num_good))
         self.error = self.error or end.error
         self.num_open -= 1
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The blocks `[first, first + len(keys))` of a job, in one segment."""
+    """The objects `[first, first + len(keys))` of a job, in one segment."""
 
     job: JobState
     first: int
     keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
+    object_ids: tuple[int, ...]
     segment: "Segment"
 
     @property
@@ -90,15 +95,22 @@ class Piece:
 
     @property
     def num_tail_tokens(self) -> int:
-        """Valid tokens in its last block if that is a partial tail to be saved, else 0."""
+        """Valid tokens in the objects of a partial tail to be saved; 0 if all blocks are full."""
         job = self.job.job
-        is_last = self.first + len(self.keys) == len(job.keys)
-        return job.num_tail_tokens if isinstance(job, SaveJob) and is_last else 0
+        return job.num_tail_tokens if isinstance(job, SaveJob) else 0
+
+    @property
+    def tail_slots(self) -> range:
+        """The slots of what `num_tail_tokens` is about."""
+        if not self.num_tail_tokens:
+            return range(0)
+        first_tail = len(self.job.job.keys) - self.job.objects_per_block - self.first
+        return range(max(0, first_tail), len(self.keys))
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRead:
-    """A load's piece is in its segment: its good leading blocks, and why not all."""
+    """A load's piece is in its segment: its good leading objects, and why not all."""
 
     piece: Piece
     num_good: int
@@ -107,8 +119,26 @@ class PieceRead:
 
 @dataclass(frozen=True, slots=True)
 class PieceEnd:
-    """A piece has been put, or is in the pool: its good leading blocks, and why not all."""
+    """A piece has been put, or is in the pool: its good leading objects, and why not all.
+
+    `has_settled`: see `kvstore.staged_mover.InDoubtError`; None if its segment is free.
+    """
 
     piece: Piece
     num_good: int
     error: str = ""
+    has_settled: Callable[[], bool] | None = None
+
+
+def in_objects(jobs: Sequence[LoadJob | SaveJob], cut: PoolCut) -> Sequence[LoadJob | SaveJob]:
+    """Jobs whose keys and ids are those of objects instead of transfer blocks."""
+    if cut.slices == range(1):
+        return jobs
+    return [_in_objects(job, cut) for job in jobs]
+
+
+def _in_objects(job: LoadJob | SaveJob, cut: PoolCut) -> LoadJob | SaveJob:
+    keys, ids = cut.object_keys(job.keys), cut.object_ids(job.block_ids)
+    if isinstance(job, LoadJob):
+        return replace(job, keys=keys, block_ids=ids)
+    return replace(job, keys=keys, block_ids=ids, num_found=job.num_found * len(cut.slices))

@@ -7,6 +7,7 @@ from typing import Any
 from kvstore.connector import ConnectorWork, KvConnectorWorker
 from kvstore.layout import KvLayout
 from kvstore.multi.messages import MultiResults, MultiWork
+from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
 __all__ = ["MultiWorker"]
 
@@ -21,10 +22,16 @@ class MultiWorker(KvConnectorWorker):
     def __init__(self, members: Sequence[KvConnectorWorker]) -> None:
         self._members = tuple(members)
 
-    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+    def register_pool(
+        self,
+        pool: Any,
+        layout: KvLayout,
+        form: TransferForm | None = None,
+        share: HeadShare = WHOLE,
+    ) -> None:
         """See `KvConnectorWorker.register_pool`."""
         for member in self._members:
-            member.register_pool(pool, layout)
+            member.register_pool(pool, layout, form, share)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `KvConnectorWorker.set_waker`."""

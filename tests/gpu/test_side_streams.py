@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.copier import ConvertingCopier
 from kvstore.layout import KvLayout
 from kvstore.registry import open_store
 from kvstore.side_streams import SideStreamCopier
 from kvstore.staging import Segment
+from kvstore.transfer_form import PoolCut, RangeError, TransferForm
 from tests.support.connector_rig import ConnectorRig, keys
 from tests.support.devices import DEVICE, IS_CUDA
 
@@ -32,8 +34,13 @@ def _bits(blocks: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def copier() -> Iterator[SideStreamCopier]:
-    copier = SideStreamCopier(_random_pool(), LAYOUT)
+def pool() -> torch.Tensor:
+    return _random_pool()
+
+
+@pytest.fixture
+def copier(pool: torch.Tensor) -> Iterator[SideStreamCopier]:
+    copier = SideStreamCopier(pool, PoolCut.of(LAYOUT))
     yield copier
     copier.close()
 
@@ -56,8 +63,8 @@ def busy() -> torch.cuda.Event:
     return end
 
 
-def test_blocks_go_out_and_come_back_as_they_were(copier, segment) -> None:
-    before = copier._pool.clone()
+def test_blocks_go_out_and_come_back_as_they_were(copier, pool, segment) -> None:
+    before = pool.clone()
     sources = list(range(segment.num_slots))[::-1]
     targets = list(range(_NUM_BLOCKS - segment.num_slots, _NUM_BLOCKS))
     copier.gather(sources, segment).wait()
@@ -65,37 +72,66 @@ def test_blocks_go_out_and_come_back_as_they_were(copier, segment) -> None:
     copier.scatter(segment, targets).wait()
 
     assert torch.equal(gathered.view(_bits(before[sources]).shape), _bits(before[sources]).cpu())
-    assert torch.equal(_bits(copier._pool[targets]), _bits(before[sources]))
+    assert torch.equal(_bits(pool[targets]), _bits(before[sources]))
     first = targets[0]
-    assert torch.equal(_bits(copier._pool[:first]), _bits(before[:first]))
+    assert torch.equal(_bits(pool[:first]), _bits(before[:first]))
 
 
-def test_many_copies_follow_each_other_through_one_staging_tensor(copier) -> None:
+def test_many_copies_follow_each_other_through_one_staging_tensor(copier, pool) -> None:
     segments = [Segment(LAYOUT, pinned=True) for _ in range(8)]
     copies = [copier.gather([2 * i, 2 * i + 1], each) for i, each in enumerate(segments)]
     copies[-1].wait()
 
     for i, each in enumerate(segments):
-        expected = copier._pool[2 * i : 2 * i + 2].view(2, -1).view(torch.uint8).cpu()
+        expected = pool[2 * i : 2 * i + 2].view(2, -1).view(torch.uint8).cpu()
         assert torch.equal(each.payload[:2], expected)
 
 
-def test_copies_run_beside_a_busy_device(copier, segment, busy) -> None:
+def test_copies_run_beside_a_busy_device(copier, pool, segment, busy) -> None:
     copier.gather([1, 2], segment).wait()
     copier.scatter(segment, [30, 31]).wait()
     assert not busy.query(), "it waited for the compute stream"
 
     # What is launched after the wait reads what was loaded.
-    later = copier._pool[30:32].clone()
-    assert torch.equal(_bits(later), _bits(copier._pool[1:3]))
+    later = pool[30:32].clone()
+    assert torch.equal(_bits(later), _bits(pool[1:3]))
 
 
-def test_a_copy_that_cannot_start_does_not_hurt_the_next(copier, segment) -> None:
+def test_a_copy_that_cannot_start_does_not_hurt_the_next(copier, pool, segment) -> None:
     with pytest.raises(RuntimeError):
         copier.gather(range(segment.num_slots + 1), segment)
     copier.gather([3], segment).wait()
 
-    assert torch.equal(segment.payload[0], copier._pool[3].view(-1).view(torch.uint8).cpu())
+    assert torch.equal(segment.payload[0], pool[3].view(-1).view(torch.uint8).cpu())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "fp8_e4m3"])
+def test_parts_of_blocks_are_converted_as_on_a_cpu(dtype: str) -> None:
+    form = TransferForm(8, dtype, num_head_slices=2)
+    cut = PoolCut.of(LAYOUT, form)
+    on_cpu = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(torch.bfloat16)
+    on_gpu = on_cpu.to(DEVICE)
+    copiers = [ConvertingCopier(on_cpu, cut), SideStreamCopier(on_gpu, cut)]
+    segments = [Segment(cut.object_layout, pinned=True) for _ in copiers]
+    count = min(segments[0].num_slots, 30)
+    for each, segment in zip(copiers, segments, strict=True):
+        each.gather(range(7, 7 + count), segment).wait()
+    assert torch.equal(segments[0].payload, segments[1].payload)
+    for each, segment in zip(copiers, segments, strict=True):
+        each.scatter(segment, range(60, 60 + count)).wait()
+        each.close()
+    assert torch.equal(_bits(on_gpu).cpu(), _bits(on_cpu))
+
+
+def test_a_number_out_of_range_is_told_when_the_copy_is_over() -> None:
+    cut = PoolCut.of(LAYOUT, TransferForm(LAYOUT.block_size, "float16"))
+    pool = torch.zeros(4, *LAYOUT.block_shape, dtype=torch.bfloat16, device=DEVICE)
+    pool[2, 1, 1, 1, 1, 1] = 1e6
+    copier, segment = SideStreamCopier(pool, cut), Segment(cut.object_layout, pinned=True)
+    with pytest.raises(RangeError):
+        copier.gather([1, 2], segment).wait()
+    copier.gather([1, 3], segment).wait()
+    copier.close()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from kvstore.copier import BlockCopier, make_copier
 from kvstore.layout import KvLayout
 from kvstore.store import KvStore
 from kvstore.store_worker import StoreConnectorWorker
+from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 __all__ = ["LAYOUT", "TIMEOUT_S", "ConnectorRig", "keys"]
 
@@ -32,19 +33,36 @@ def keys(count: int, first: int = 0) -> tuple[bytes, ...]:
 
 
 class ConnectorRig:
-    """The worker, its pool of 64 blocks, and who is woken when it has news."""
+    """The worker, its pool of 64 blocks, and who is woken when it has news.
+
+    Args:
+        store: where it saves to and loads from.
+        copier_of: what copies its blocks.
+        device: of its pool.
+        pool: its pool; None for one of random blocks in `LAYOUT`.
+        layout: of a pool that is given.
+        form: see `KvConnectorWorker.register_pool`.
+        share: as `form`.
+    """
 
     def __init__(
         self,
         store: KvStore,
-        copier_of: Callable[[torch.Tensor, KvLayout], BlockCopier] = make_copier,
+        copier_of: Callable[[torch.Tensor, PoolCut], BlockCopier] = make_copier,
         device: str = "cpu",
+        *,
+        pool: torch.Tensor | None = None,
+        layout: KvLayout = LAYOUT,
+        form: TransferForm | None = None,
+        share: HeadShare = WHOLE,
     ) -> None:
         self.store = store
         self.worker = StoreConnectorWorker(store, copier_of)
-        self.pool = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(device)
+        if pool is None:
+            pool = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(device)
+        self.pool = pool
         self.woken = threading.Event()
-        self.worker.register_pool(self.pool, LAYOUT)
+        self.worker.register_pool(self.pool, layout, form, share)
         self.worker.set_waker(self.woken.set)
 
     def start(self, **work: object) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvstore.copier import BlockCopier, HostCopier
-from kvstore.layout import KvLayout
 from kvstore.staging import Segment
+from kvstore.transfer_form import PoolCut
 from tests.support.connector_rig import TIMEOUT_S
 
 __all__ = ["HeldCopier", "HeldCopy"]
@@ -39,18 +39,18 @@ class HeldCopy:
 class HeldCopier(BlockCopier):
     """Holds every copy in `copies`, the oldest first; raises `refusal` instead if it is set."""
 
-    def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
+    def __init__(self, pool: torch.Tensor, cut: PoolCut) -> None:
         self.copies: list[HeldCopy] = []
         self.refusal: Exception | None = None
         self.is_closed = False
         self._host = HostCopier(pool)
 
-    def gather(self, block_ids: Sequence[int], segment: Segment) -> HeldCopy:
+    def gather(self, object_ids: Sequence[int], segment: Segment) -> HeldCopy:
         segment.payload.fill_(0xAA)  # what is read too early is not what was gathered
-        return self._hold(lambda: self._host.gather(block_ids, segment))
+        return self._hold(lambda: self._host.gather(object_ids, segment))
 
-    def scatter(self, segment: Segment, block_ids: Sequence[int]) -> HeldCopy:
-        return self._hold(lambda: self._host.scatter(segment, block_ids))
+    def scatter(self, segment: Segment, object_ids: Sequence[int]) -> HeldCopy:
+        return self._hold(lambda: self._host.scatter(segment, object_ids))
 
     def close(self) -> None:
         for copy in self.copies:

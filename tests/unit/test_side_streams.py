@@ -11,7 +11,10 @@ import torch
 from kvstore.codec import HEADER_BYTES
 from kvstore.side_streams import SideStreamCopier
 from kvstore.staging import Segment
+from kvstore.transfer_form import PoolCut
 from tests.support.connector_rig import LAYOUT
+
+CUT = PoolCut.of(LAYOUT)
 
 
 class Stream:
@@ -65,7 +68,7 @@ def pool() -> torch.Tensor:
 
 def test_blocks_go_out_and_come_back_as_they_were(streams: list[Stream], pool) -> None:
     before = pool.clone()
-    copier, segment = SideStreamCopier(pool, LAYOUT), Segment(LAYOUT, pinned=False)
+    copier, segment = SideStreamCopier(pool, CUT), Segment(LAYOUT, pinned=False)
     assert torch.equal(pool, before), "warming up changes nothing"
 
     copier.gather([7, 0, 12], segment).wait()
@@ -76,7 +79,7 @@ def test_blocks_go_out_and_come_back_as_they_were(streams: list[Stream], pool) -
 
 
 def test_each_direction_has_its_stream(streams: list[Stream], pool) -> None:
-    copier, segment = SideStreamCopier(pool, LAYOUT), Segment(LAYOUT, pinned=False)
+    copier, segment = SideStreamCopier(pool, CUT), Segment(LAYOUT, pinned=False)
     out, into = (stream.num_entered for stream in streams)
     copier.gather([1], segment)
     copier.gather([2], segment)
@@ -86,7 +89,7 @@ def test_each_direction_has_its_stream(streams: list[Stream], pool) -> None:
 
 
 def test_a_slot_that_is_not_gathered_keeps_its_bytes(streams: list[Stream], pool) -> None:
-    copier, segment = SideStreamCopier(pool, LAYOUT), Segment(LAYOUT, pinned=False)
+    copier, segment = SideStreamCopier(pool, CUT), Segment(LAYOUT, pinned=False)
     segment.frames.fill_(7)
     copier.gather([5, 6], segment).wait()
 
@@ -96,7 +99,7 @@ def test_a_slot_that_is_not_gathered_keeps_its_bytes(streams: list[Stream], pool
 
 
 def test_a_copy_that_cannot_start_leaves_nothing_under_way(streams: list[Stream], pool) -> None:
-    copier, segment = SideStreamCopier(pool, LAYOUT), Segment(LAYOUT, pinned=False)
+    copier, segment = SideStreamCopier(pool, CUT), Segment(LAYOUT, pinned=False)
     with pytest.raises(RuntimeError):
         copier.gather(range(segment.num_slots + 1), segment)
 
@@ -104,7 +107,7 @@ def test_a_copy_that_cannot_start_leaves_nothing_under_way(streams: list[Stream]
 
 
 def test_closing_waits_for_both_streams_even_of_a_lost_device(streams: list[Stream], pool) -> None:
-    copier = SideStreamCopier(pool, LAYOUT)
+    copier = SideStreamCopier(pool, CUT)
     streams[0].error = RuntimeError("the device is lost")
     copier.close()
 

@@ -1,0 +1,214 @@
+"""`TransferForm`: what KV looks like between engines, whatever their pools are.
+
+    pool block  [num_layers, 2, heads here, tokens of a pool block, head_dim]
+    object      [num_layers, 2, heads of a slice, tokens of a transfer block, head_dim]
+
+Tiers may differ in the size of their pool's blocks, in how many ranks share a model's
+heads, and in the type of their KV. They agree on a form: how many tokens a transfer block
+has, in how many slices its heads go, and the type of its elements. Pool block `b` is cut into
+transfer blocks `b * n` to `b * n + n - 1`; a transfer block into one object per slice of the
+heads that the pool has. Jobs name transfer blocks; stores and peers move objects.
+
+Pure: no torch here; `kvstore.pool_objects` reads and writes the bytes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from baton.errors import ConfigurationError
+from kvstore.block_key import derive_namespace, describe_namespace, head_slice_key
+from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout
+
+__all__ = ["WHOLE", "HeadShare", "PoolCut", "RangeError", "TransferForm", "object_runs"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferForm:
+    """What both sides of a transfer agree on.
+
+    Attributes:
+        block_size: tokens of a transfer block; divides every pool's.
+        dtype: element type, as in `KvLayout`.
+        num_head_slices: equal parts that a model's KV heads go in; a multiple of every
+            tier's degree of tensor parallelism.
+    """
+
+    block_size: int
+    dtype: str
+    num_head_slices: int = 1
+
+    @classmethod
+    def of(cls, layout: KvLayout) -> "TransferForm":
+        """The form in which blocks of this layout go as they are."""
+        return cls(layout.block_size, layout.dtype)
+
+    def namespace(self, model_fingerprint: bytes) -> bytes:
+        """What the keys of a model's blocks in this form are rooted in."""
+        return derive_namespace(
+            model_fingerprint=model_fingerprint,
+            kv_dtype=self.dtype,
+            layout_version=LAYOUT_VERSION,
+            block_size=self.block_size,
+            num_head_slices=self.num_head_slices,
+        )
+
+    def describe(self, model_fingerprint: bytes) -> str:
+        """What `namespace` is made of, in words."""
+        return describe_namespace(
+            model_fingerprint=model_fingerprint.hex(),
+            kv_dtype=self.dtype,
+            layout_version=LAYOUT_VERSION,
+            block_size=self.block_size,
+            num_head_slices=self.num_head_slices,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """Which KV heads of a model a pool has: of `degree` equal parts the one at `rank`."""
+
+    rank: int = 0
+    degree: int = 1
+
+
+WHOLE = HeadShare()
+
+
+class RangeError(RuntimeError):
+    """A number of a block became infinite in the type that it was converted to."""
+
+    def __init__(self) -> None:
+        super().__init__("KV has numbers that the type converted to cannot hold")
+
+
+@dataclass(frozen=True)
+class PoolCut:
+    """How one pool is cut into objects.
+
+    Objects of the pool are numbered: pool block by pool block, within it transfer block by
+    transfer block, within that slice by slice of the heads that the pool has.
+
+    Attributes:
+        layout: of the pool's blocks, with the heads that it has.
+        form: of the objects.
+        share: which of the model's heads the pool has.
+
+    Raises:
+        ConfigurationError: the pool cannot be cut so; names the flag and the limit.
+    """
+
+    layout: KvLayout
+    form: TransferForm
+    share: HeadShare = WHOLE
+
+    @classmethod
+    def of(
+        cls, layout: KvLayout, form: TransferForm | None = None, share: HeadShare = WHOLE
+    ) -> "PoolCut":
+        """The cut into `form`; None: blocks go as they are, a share of heads as a slice."""
+        native = TransferForm(layout.block_size, layout.dtype, share.degree)
+        return cls(layout, form or native, share)
+
+    def __post_init__(self) -> None:
+        form, layout = self.form, self.layout
+        if form.block_size < 1 or layout.block_size % form.block_size:
+            limit = f"a divisor of --block-size {layout.block_size}"
+            raise _bad_form("block-size", form.block_size, limit)
+        num_heads, slices = layout.num_kv_heads * self.share.degree, form.num_head_slices
+        if slices < 1 or num_heads % slices:
+            raise _bad_form("head-slices", slices, f"a divisor of the model's {num_heads} KV heads")
+        if slices % self.share.degree:
+            limit = f"a multiple of the {self.share.degree} ranks that share the heads"
+            raise _bad_form("head-slices", slices, limit)
+        if self.object_layout.has_scales and form.block_size * layout.head_dim % SCALE_BYTES:
+            whole = SCALE_BYTES // math.gcd(SCALE_BYTES, layout.head_dim)
+            limit = f"a multiple of {whole} for {form.dtype} and heads of {layout.head_dim}"
+            raise _bad_form("block-size", form.block_size, limit)
+
+    @cached_property
+    def transfer_blocks(self) -> int:
+        """Transfer blocks of a pool block."""
+        return self.layout.block_size // self.form.block_size
+
+    @cached_property
+    def slices(self) -> range:
+        """The slices of the model's heads that the pool has."""
+        count = self.form.num_head_slices // self.share.degree
+        return range(self.share.rank * count, (self.share.rank + 1) * count)
+
+    @cached_property
+    def object_layout(self) -> KvLayout:
+        """Of one object."""
+        return replace(
+            self.layout,
+            num_kv_heads=self.layout.num_kv_heads // len(self.slices),
+            block_size=self.form.block_size,
+            dtype=self.form.dtype,
+        )
+
+    @property
+    def is_native(self) -> bool:
+        """Whether an object is a pool block, byte by byte."""
+        return self.object_layout == self.layout
+
+    def object_keys(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Keys of the objects of transfer blocks, in order."""
+        if self.slices == range(1):
+            return tuple(keys)
+        return tuple(head_slice_key(key, number) for key in keys for number in self.slices)
+
+    def object_ids(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Numbers of the objects of transfer blocks, in order."""
+        count = len(self.slices)
+        if count == 1:
+            return tuple(block_ids)
+        return tuple(block * count + index for block in block_ids for index in range(count))
+
+
+def object_runs(cut: PoolCut, object_id: int) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+    """Where an object's bytes lie in the pool, for peers that read them there.
+
+    Args:
+        cut: how the pool is cut.
+        object_id: as `PoolCut` numbers them.
+
+    Returns:
+        The pool block, and (offset, number of bytes) within it of runs that, one behind the
+        other, are the object; None where the types differ, and no bytes of the pool are.
+    """
+    if cut.layout.dtype != cut.form.dtype:
+        return None
+    block_id, index = divmod(object_id, cut.transfer_blocks * len(cut.slices))
+    return block_id, _runs_in_block(cut, *divmod(index, len(cut.slices)))
+
+
+@lru_cache(maxsize=1024)
+def _runs_in_block(cut: PoolCut, sub_block: int, head_slice: int) -> tuple[tuple[int, int], ...]:
+    """Runs of one object, those that touch put together."""
+    layout, part = cut.layout, cut.object_layout
+    row = layout.head_dim * DTYPE_BYTES["uint8" if layout.has_scales else layout.dtype]
+    head_bytes = layout.block_bytes // (layout.num_layers * 2 * layout.num_kv_heads)
+    pieces = [(sub_block * part.block_size * row, part.block_size * row)]
+    if layout.has_scales:
+        factors = layout.block_size * row + sub_block * part.block_size * SCALE_BYTES
+        pieces.append((factors, part.block_size * SCALE_BYTES))
+    runs: list[tuple[int, int]] = []
+    for states in range(layout.num_layers * 2):
+        first = states * layout.num_kv_heads + head_slice * part.num_kv_heads
+        for head in range(first, first + part.num_kv_heads):
+            for offset, num_bytes in pieces:
+                _append_run(runs, head * head_bytes + offset, num_bytes)
+    return tuple(runs)
+
+
+def _append_run(runs: list[tuple[int, int]], offset: int, num_bytes: int) -> None:
+    if runs and sum(runs[-1]) == offset:
+        start, before = runs.pop()
+        offset, num_bytes = start, before + num_bytes
+    runs.append((offset, num_bytes))
+
+
+def _bad_form(flag: str, value: object, limit: str) -> ConfigurationError:
+    return ConfigurationError(f"--kv-transfer-{flag} is {value}; it must be {limit}")

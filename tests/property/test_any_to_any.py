@@ -1,0 +1,297 @@
+"""Blocks between any two pools: what is gathered from one and scattered into the other.
+
+The reference goes token by token and head by head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.reference.cache import quantize_kv, write_kv
+from kvstore import staging
+from kvstore.block_views import view_blocks
+from kvstore.copier import ConvertingCopier, HostCopier, make_copier
+from kvstore.layout import FP8, KvLayout
+from kvstore.pool_objects import ConvertedObjects
+from kvstore.staging import Segment
+from kvstore.transfer_form import HeadShare, PoolCut, RangeError, TransferForm, object_runs
+
+DTYPES = ("float32", "bfloat16", "float16", FP8)
+NUM_POOL_BLOCKS = 5
+LAYERS, HEADS, HEAD_DIM = 2, 4, 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_segments() -> Iterator[None]:
+    """A slot is a view, of which 4 MiB of tiny blocks have tens of thousands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "_SEGMENT_BYTES", 2**16)
+        yield
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One rank's pool."""
+
+    cut: PoolCut
+    blocks: torch.Tensor
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """K and V in float32, `[num_layers, 2, heads, tokens of the pool, head_dim]`."""
+        views = view_blocks(self.blocks, self.cut.layout)
+        states = views.states.float()
+        if views.scales is not None:
+            states = states * views.scales.unsqueeze(-1)
+        return states.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+
+
+def make_pool(
+    form: TransferForm, num_parts: int, share: HeadShare, dtype: str, seed: int = 0
+) -> Pool:
+    """A pool of random numbers."""
+    layout = KvLayout(LAYERS, HEADS // share.degree, num_parts * form.block_size, HEAD_DIM, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (NUM_POOL_BLOCKS, LAYERS, 2, layout.num_kv_heads, layout.block_size, HEAD_DIM)
+    states = torch.randn(shape, generator=generator)
+    blocks = torch.zeros(NUM_POOL_BLOCKS, *layout.block_shape, dtype=_torch(layout.pool_dtype))
+    views = view_blocks(blocks, layout)
+    if views.scales is None:
+        views.states.copy_(states)
+    else:
+        narrow, scales = quantize_kv(states)
+        views.states.view(torch.uint8).copy_(narrow.view(torch.uint8))
+        views.scales.copy_(scales)
+    return Pool(PoolCut(layout, form, share), blocks)
+
+
+def _torch(dtype: str) -> torch.dtype:
+    return getattr(torch, dtype)
+
+
+def as_type(tokens: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Rounded to a type, in float32."""
+    if dtype != FP8:
+        return tokens.to(_torch(dtype)).float()
+    narrow, scales = quantize_kv(tokens)
+    return narrow.float() * scales.unsqueeze(-1)
+
+
+def gather(pool: Pool, block_ids: list[int]) -> dict[bytes, bytes]:
+    """Objects of transfer blocks by key, the block's number."""
+    segment = Segment(pool.cut.object_layout, pinned=False)
+    segment.frames.fill_(0xAA)
+    keys = pool.cut.object_keys([bytes([index]) for index in range(len(block_ids))])
+    ids = pool.cut.object_ids(block_ids)
+    copy = make_copier(pool.blocks, pool.cut).gather(ids, segment)
+    if copy is not None:
+        copy.wait()
+    return {key: bytes(segment.payload[i].numpy()) for i, key in enumerate(keys)}
+
+
+def scatter(pool: Pool, objects: dict[bytes, bytes], block_ids: list[int]) -> None:
+    segment = Segment(pool.cut.object_layout, pinned=False)
+    keys = pool.cut.object_keys([bytes([index]) for index in range(len(block_ids))])
+    for index, key in enumerate(keys):
+        segment.payload[index] = torch.frombuffer(bytearray(objects[key]), dtype=torch.uint8)
+    copy = make_copier(pool.blocks, pool.cut).scatter(segment, pool.cut.object_ids(block_ids))
+    if copy is not None:
+        copy.wait()
+
+
+forms = st.builds(
+    TransferForm, st.sampled_from([1, 2, 4]), st.sampled_from(DTYPES), st.sampled_from([1, 2, 4])
+)
+
+
+@st.composite
+def two_sides(draw: st.DrawFn) -> tuple[TransferForm, list[list[Pool]], list[list[int]]]:
+    """A form, the ranks of two tiers that agree on it, and transfer blocks of each tier."""
+    form, sides, places = draw(forms), [], []
+    count = draw(st.integers(1, NUM_POOL_BLOCKS))
+    for side in range(2):
+        degree = draw(st.sampled_from([d for d in (1, 2, 4) if form.num_head_slices % d == 0]))
+        num_parts, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(DTYPES))
+        sides.append(
+            [
+                make_pool(form, num_parts, HeadShare(rank, degree), dtype, 10 * side + rank)
+                for rank in range(degree)
+            ]
+        )
+        numbers = range(NUM_POOL_BLOCKS * num_parts)
+        places.append(draw(st.permutations(numbers))[:count])
+    return form, sides, places
+
+
+def tokens_at(pools: list[Pool], block_ids: list[int], size: int) -> torch.Tensor:
+    """`[num_layers, 2, all heads, transfer blocks, tokens, head_dim]`."""
+    tokens = torch.cat([pool.tokens for pool in pools], dim=2)
+    return tokens.unflatten(3, (-1, size))[:, :, :, block_ids]
+
+
+@settings(max_examples=150, deadline=None)
+@given(two_sides())
+def test_any_pool_to_any_pool(drawn) -> None:
+    form, (sources, targets), (source_ids, target_ids) = drawn
+    objects: dict[bytes, bytes] = {}
+    for pool in sources:
+        before = pool.blocks.clone()
+        objects |= gather(pool, source_ids)
+        assert torch.equal(pool.blocks, before)
+    assert len(objects) == len(source_ids) * form.num_head_slices
+
+    num_tokens = targets[0].blocks.shape[0] * targets[0].cut.layout.block_size
+    others = sorted(set(range(num_tokens // form.block_size)) - set(target_ids))
+    untouched = tokens_at(targets, others, form.block_size)
+    for pool in targets:
+        scatter(pool, objects, target_ids)
+
+    sent = tokens_at(sources, source_ids, form.block_size)
+    source_type, target_type = sources[0].cut.layout.dtype, targets[0].cut.layout.dtype
+    expected = sent if source_type == form.dtype else as_type(sent, form.dtype)
+    if target_type != form.dtype:
+        expected = as_type(expected, target_type)
+    assert torch.equal(tokens_at(targets, target_ids, form.block_size), expected)
+    assert torch.equal(tokens_at(targets, others, form.block_size), untouched)
+
+
+@settings(max_examples=100, deadline=None)
+@given(two_sides())
+def test_runs_of_bytes_are_the_object(drawn) -> None:
+    _, sides, places = drawn
+    for pools, block_ids in zip(sides, places, strict=True):
+        for pool in pools:
+            ids = pool.cut.object_ids(block_ids)
+            for number, gathered in zip(ids, gather(pool, block_ids).values(), strict=True):
+                found = object_runs(pool.cut, number)
+                if found is None:
+                    assert pool.cut.layout.dtype != pool.cut.form.dtype
+                    continue
+                block_id, runs = found
+                block = bytes(pool.blocks[block_id].view(torch.uint8).flatten().numpy())
+                assert b"".join(block[start : start + size] for start, size in runs) == gathered
+                ends = [start + size for start, size in runs[:-1]]
+                assert all(a != b for a, (b, _) in zip(ends, runs[1:], strict=True)), "in one"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    num_parts=st.integers(1, 3),
+    num_slices=st.sampled_from([1, 2, 4]),
+    num_tokens=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_of_a_tail_nothing_but_its_tokens_leaves(
+    dtype: str, num_parts: int, num_slices: int, num_tokens: int, seed: int
+) -> None:
+    form = TransferForm(4, dtype, num_slices)
+    pool = make_pool(form, num_parts, HeadShare(), "bfloat16", seed)
+    segment = Segment(pool.cut.object_layout, pinned=False)
+    ids = pool.cut.object_ids([2])
+    copy = make_copier(pool.blocks, pool.cut).gather(ids, segment)
+    if copy is not None:
+        copy.wait()
+    for slot in range(len(ids)):
+        segment.clear_after(slot, num_tokens)
+    other = make_pool(form, num_parts, HeadShare(), "float32", seed + 1)
+    copy = make_copier(other.blocks, other.cut).scatter(segment, ids)
+    if copy is not None:
+        copy.wait()
+    sent, arrived = (tokens_at([each], [2], 4)[:, :, :, 0] for each in (pool, other))
+    assert torch.equal(arrived[..., :num_tokens, :], as_type(sent, dtype)[..., :num_tokens, :])
+    assert not arrived[..., num_tokens:, :].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_loaded_in_8_bits_is_what_the_engine_itself_would_have_written(dtype: str) -> None:
+    form = TransferForm(4, dtype)
+    source = make_pool(form, 1, HeadShare(), dtype)
+    target = make_pool(form, 2, HeadShare(), FP8, seed=1)
+    expected = target.blocks.clone()
+    views = view_blocks(expected, target.cut.layout)
+    states = view_blocks(source.blocks, source.cut.layout).states
+    for layer in range(LAYERS):
+        key, value = (states[3, layer, index].transpose(0, 1) for index in (0, 1))
+        slots = torch.arange(4 * 7, 4 * 8)
+        write_kv(key, value, views.states[:, layer], slots, views.scales[:, layer])
+
+    scatter(target, gather(source, [3]), [7])
+
+    assert torch.equal(target.blocks, expected)
+
+
+@pytest.mark.parametrize("poison", [0xFF, 0x7F])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_poisoned_neighbours_stay_where_they_are(dtype: str, poison: int) -> None:
+    form = TransferForm(4, "float16", 2)
+    source = make_pool(form, 3, HeadShare(), dtype)
+    clean = gather(source, [4])
+    for number in range(NUM_POOL_BLOCKS * 3):
+        if number != 4:
+            _fill(source, number, poison)
+    assert gather(source, [4]) == clean
+
+
+def _fill(pool: Pool, number: int, byte: int) -> None:
+    block, part = divmod(number, pool.cut.transfer_blocks)
+    views = view_blocks(pool.blocks, pool.cut.layout)
+    tokens = slice(part * pool.cut.form.block_size, (part + 1) * pool.cut.form.block_size)
+    views.states[block, :, :, :, tokens].view(torch.uint8).fill_(byte)
+    if views.scales is not None:
+        views.scales[block, :, :, :, tokens].view(torch.uint8).fill_(byte)
+
+
+@pytest.mark.parametrize("ours", ["float32", "bfloat16", FP8])
+@pytest.mark.parametrize("number", [65_600.0, -1e6])
+def test_a_number_that_became_infinite_is_told(ours: str, number: float) -> None:
+    form = TransferForm(4, "float16")
+    pool = make_pool(form, 2, HeadShare(), ours)
+    states = torch.full((1, HEAD_DIM), number)
+    views = view_blocks(pool.blocks, pool.cut.layout)
+    if views.scales is None:
+        views.states[1, 0, 1, 2, 5] = number
+    else:
+        narrow, scales = quantize_kv(states)
+        views.states.view(torch.uint8)[1, 0, 1, 2, 5] = narrow.view(torch.uint8)[0]
+        views.scales[1, 0, 1, 2, 5] = scales[0]
+    with pytest.raises(RangeError):
+        gather(pool, [2, 3])
+    assert len(gather(pool, [2])) == 1
+
+
+def test_what_is_not_finite_is_not_hidden() -> None:
+    form = TransferForm(4, "float16")
+    pool = make_pool(form, 1, HeadShare(), "bfloat16")
+    pool.blocks[1, 0, 0, 0, 0, :2] = torch.tensor([torch.inf, torch.nan])
+    other = make_pool(form, 1, HeadShare(), FP8)
+    scatter(other, gather(pool, [1]), [2])
+    assert not other.tokens[0, 0, 0, 8].isfinite().any()
+    assert other.tokens[0, 0, 1, 8].isfinite().all()
+
+
+def test_blocks_that_go_as_they_are_take_one_copy() -> None:
+    layout = KvLayout(LAYERS, HEADS, 4, HEAD_DIM, "bfloat16")
+    pool = torch.zeros(2, *layout.block_shape, dtype=torch.bfloat16)
+    assert isinstance(make_copier(pool, PoolCut.of(layout)), HostCopier)
+    cut = PoolCut(layout, TransferForm(2, "bfloat16"))
+    assert isinstance(make_copier(pool, cut), ConvertingCopier)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 3, 5, 6])
+def test_odd_heads_are_copied_in_narrower_words(head_dim: int) -> None:
+    layout = KvLayout(1, 2, 6, head_dim, "bfloat16")
+    cut = PoolCut(layout, TransferForm(2, "bfloat16", 2))
+    pool = torch.randn(3, *layout.block_shape).to(torch.bfloat16)
+    segment = Segment(cut.object_layout, pinned=False)
+    objects = ConvertedObjects(pool, cut)
+    objects.read([9], segment.payload[:1])
+    found = segment.payload[0].view(torch.bfloat16).view(cut.object_layout.block_shape)
+    assert torch.equal(found[:, :, 0], pool[1, :, :, 1, 2:4])
+    target = torch.zeros_like(pool)
+    ConvertedObjects(target, cut).write(segment.payload[:1], [0])
+    assert torch.equal(target[0, :, :, 0, :2], pool[1, :, :, 1, 2:4])

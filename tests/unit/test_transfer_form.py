@@ -1,0 +1,122 @@
+"""What a form says of keys, numbers and bytes, and what it refuses."""
+
+import pytest
+
+from baton.errors import ConfigurationError
+from kvstore.block_key import BlockKeyChain, derive_namespace
+from kvstore.layout import KvLayout
+from kvstore.transfer_form import HeadShare, PoolCut, TransferForm, object_runs
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, block_size=16, head_dim=6, dtype="bfloat16")
+
+
+def test_the_namespace_is_made_of_the_form_and_the_model() -> None:
+    form = TransferForm(16, "bfloat16")
+    assert form.namespace(b"model") == derive_namespace(
+        model_fingerprint=b"model", kv_dtype="bfloat16", layout_version=1, block_size=16
+    )
+    others = [TransferForm(8, "bfloat16"), TransferForm(16, "float16")]
+    others += [TransferForm(16, "bfloat16", slices) for slices in (2, 4)]
+    namespaces = {each.namespace(model) for each in (form, *others) for model in (b"a", b"b")}
+    assert len(namespaces) == 10
+
+
+def test_a_form_is_told_in_words() -> None:
+    fingerprint = bytes.fromhex("3fa2b1c4d5e6f708")
+    assert TransferForm(16, "bfloat16").describe(fingerprint) == (
+        "model 3fa2b1c4d5e6, bfloat16, 16 tokens per block, layout 1"
+    )
+    assert "8 tokens per block, 2 head slices" in TransferForm(8, "fp8_e4m3", 2).describe(b"m")
+
+
+def test_without_a_form_blocks_go_as_they_are() -> None:
+    cut = PoolCut.of(LAYOUT)
+    assert cut.is_native
+    assert cut.object_layout == LAYOUT
+    assert cut.object_keys([b"a", b"b"]) == (b"a", b"b")
+    assert cut.object_ids([5, 3]) == (5, 3)
+
+
+def test_a_share_of_the_heads_alone_is_one_slice() -> None:
+    first, second = (PoolCut.of(LAYOUT, share=HeadShare(rank, 2)) for rank in (0, 1))
+    assert first.is_native
+    assert second.is_native
+    assert first.form == second.form == TransferForm(16, "bfloat16", 2)
+    keys = {*first.object_keys([b"a"]), *second.object_keys([b"a"])}
+    assert len(keys) == 2
+    assert second.object_ids([7]) == (7,)
+
+
+def test_shares_of_one_model_name_the_slices_of_the_whole() -> None:
+    form = TransferForm(16, "bfloat16", 4)
+    keys = [b"a", b"b", b"c"]
+    whole = PoolCut(LAYOUT, form)
+    half = KvLayout(2, 2, 16, 6, "bfloat16")
+    parts = [PoolCut(half, form, HeadShare(rank, 2)) for rank in (0, 1)]
+    assert whole.object_layout == parts[0].object_layout == parts[1].object_layout
+    assert len(set(whole.object_keys(keys))) == 12
+    for index in range(len(keys)):
+        (key,) = (keys[index],)
+        both = [*parts[0].object_keys([key]), *parts[1].object_keys([key])]
+        assert both == list(whole.object_keys([key]))
+    assert whole.object_ids([2, 0]) == (8, 9, 10, 11, 0, 1, 2, 3)
+    assert parts[1].object_ids([2, 0]) == (4, 5, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("form", "share", "told"),
+    [
+        (TransferForm(12, "bfloat16"), HeadShare(), "--kv-transfer-block-size is 12"),
+        (TransferForm(32, "bfloat16"), HeadShare(), "divisor of --block-size 16"),
+        (TransferForm(0, "bfloat16"), HeadShare(), "--kv-transfer-block-size is 0"),
+        (TransferForm(16, "bfloat16", 3), HeadShare(), "divisor of the model's 4 KV heads"),
+        (TransferForm(16, "bfloat16", 16), HeadShare(0, 2), "divisor of the model's 8 KV heads"),
+        (TransferForm(16, "bfloat16", 1), HeadShare(1, 2), "multiple of the 2 ranks"),
+        (TransferForm(1, "fp8_e4m3"), HeadShare(), "multiple of 2 for fp8_e4m3"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(form: TransferForm, share: HeadShare, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        PoolCut(LAYOUT, form, share)
+
+
+def test_a_whole_block_is_one_run() -> None:
+    assert object_runs(PoolCut.of(LAYOUT), 5) == (5, ((0, LAYOUT.block_bytes),))
+    narrow = KvLayout(2, 4, 16, 6, "fp8_e4m3")
+    assert object_runs(PoolCut.of(narrow), 2) == (2, ((0, narrow.block_bytes),))
+
+
+def test_bytes_of_another_type_lie_nowhere() -> None:
+    assert object_runs(PoolCut(LAYOUT, TransferForm(16, "float16")), 0) is None
+
+
+def test_slices_of_whole_blocks_are_a_run_per_layer_k_and_v() -> None:
+    cut = PoolCut(LAYOUT, TransferForm(16, "bfloat16", 2))
+    half = 2 * 16 * 6 * 2
+    expected = tuple((half * index, half) for index in (1, 3, 5, 7))
+    assert object_runs(cut, 7) == (3, expected)
+
+
+def test_pool_keys_are_every_nth_of_a_chain() -> None:
+    tokens = list(range(50))
+    chain = BlockKeyChain(b"n", 4, blocks_per_pool_block=3)
+    plain = BlockKeyChain(b"n", 4)
+    for end in (3, 11, 12, 13, 35, 36, 50):
+        keys = plain.extend(tokens[:end])
+        assert list(chain.extend_pool(tokens[:end])) == list(keys[2::3])
+        assert list(chain.keys) == list(keys)
+    other = chain.copy()
+    other.extend(list(range(60)))
+    assert len(chain.pool_keys) == 4
+    assert len(other.pool_keys) == 5
+    assert list(other.pool_keys) == list(other.keys[2::3])
+
+
+def test_a_chain_of_the_pools_own_blocks_has_one_list() -> None:
+    chain = BlockKeyChain(b"n", 4)
+    chain.extend(list(range(9)))
+    assert chain.pool_keys is chain.keys
+    other = chain.copy()
+    other.extend(list(range(20)))
+    assert other.pool_keys is other.keys
+    assert len(chain.keys) == 2
