@@ -21,6 +21,7 @@ from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import CandidateProgress, EngineRequest, RequestOutput
+from kvstore.handoff import KvHandoff
 
 __all__ = ["measure"]
 
@@ -123,13 +124,17 @@ class _TwoTiers:
         """When the requests' tokens came, from either tier."""
         clock = _Clock(requests)
         by_id = {request.request_id: request for request in requests}
+        first_tokens: dict[str, tuple[int, ...]] = {}
         handed_over: SimpleQueue[EngineRequest] = SimpleQueue()
 
         def hand_over(outputs: Sequence[RequestOutput]) -> None:
             clock.take(outputs)
             for output in outputs:
+                name = output.request_id
+                if output.token_ids:
+                    first_tokens[name] = output.token_ids
                 if output.handoff is not None:
-                    handed_over.put(_resumed(by_id[output.request_id], output))
+                    handed_over.put(_resumed(by_id[name], first_tokens[name], output.handoff))
                     self._decode.wake()
 
         sent: SimpleQueue[EngineRequest] = SimpleQueue()
@@ -183,10 +188,12 @@ def _serve(
             core.wait()
 
 
-def _resumed(request: EngineRequest, output: RequestOutput) -> EngineRequest:
-    """What the router makes of a prefill tier's answer."""
-    progress = CandidateProgress(0, output.token_ids, 0.0)
-    return replace(request, handoff=output.handoff, progress=(progress,))
+def _resumed(
+    request: EngineRequest, first_tokens: tuple[int, ...], handoff: KvHandoff
+) -> EngineRequest:
+    """What the router makes of what a prefill tier tells."""
+    progress = CandidateProgress(0, first_tokens, 0.0)
+    return replace(request, handoff=handoff, progress=(progress,))
 
 
 def _config(plan: Plan, folder: Path, **flags: Any) -> EngineConfig:
