@@ -1,0 +1,77 @@
+"""`PeerBackend`: peers as a `StagedMover` sees them; see `kvstore.staged_mover.Backend`."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from kvstore.connector import LoadJob, SaveJob
+from kvstore.peer.address import PeerAddress
+from kvstore.peer.data_planes import BlockRequest, DataPlane
+from kvstore.peer.lender import Lender
+from kvstore.peer.peers import PeerRefusedError, Peers
+from kvstore.peer.renewals import Renewals
+from kvstore.store import GetStatus
+
+__all__ = ["PeerBackend"]
+
+_logger = logging.getLogger("baton.kvstore")
+
+
+class PeerBackend:
+    """Fetches what handoffs offer; what is put is lent.
+
+    Args:
+        peers: who lends.
+        plane: how bytes come.
+        renewals: which leases are known to be lost.
+        lender: takes blocks that had to be gathered.
+        timeout_s: longest time of a fetch.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        plane: DataPlane,
+        renewals: Renewals,
+        lender: Lender,
+        timeout_s: float,
+    ) -> None:
+        self._peers = peers
+        self._plane = plane
+        self._renewals = renewals
+        self._lender = lender
+        self._timeout_s = timeout_s
+        self.layout = ""
+        """Own form of a block in words; set when the pool is registered."""
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.num_held`. Each lease has its own."""
+        return 0
+
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+        """See `Backend.put`."""
+        self._lender.put(job, keys, slots)
+
+    def fetch(
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
+    ) -> Sequence[GetStatus]:
+        """See `Backend.fetch`. What a peer does not lend, or lends no longer, is missing."""
+        num_blocks = self._fetch(job, keys, slots)
+        hits, missing = [GetStatus.HIT] * num_blocks, len(keys) - num_blocks
+        return hits + [GetStatus.MISSING] * missing
+
+    def discard(self, key: bytes) -> None:
+        """See `Backend.discard`. The bytes came to harm on the way: nothing is to be removed."""
+
+    def _fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> int:
+        handoff = job.handoff
+        if handoff is None or self._renewals.is_lost(handoff.handoff_id):
+            return 0
+        give_up_at = time.monotonic() + self._timeout_s
+        request = BlockRequest(handoff.handoff_id, keys, self.layout, give_up_at)
+        try:
+            with self._peers.use(PeerAddress.from_params(handoff.connector_params)) as peer:
+                return self._plane.fetch(peer, request, slots)
+        except (PeerRefusedError, ValueError) as error:
+            _logger.warning("KV of handoff %s cannot be had: %s", handoff.handoff_id, error)
+            return 0

@@ -1,0 +1,273 @@
+"""How blocks get from a peer into staging slots.
+
+    GrpcPlane   the peer sends them in the answer
+    PullPlane   the peer says where they lie, this process reads them there
+    PushPlane   this process says where to, the peer writes them there
+
+Each slot gets the codec's header and the block's bytes; whoever takes them from
+there verifies them. So what comes late or damaged spoils a slot at most. That
+nobody writes to a slot that has been given to another load is `InDoubtError`'s
+matter.
+"""
+
+import ctypes
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import grpc
+
+from baton.v1 import kv_peer_pb2 as pb
+from kvstore.codec import HEADER_BYTES
+from kvstore.peer.address import PeerAddress
+from kvstore.peer.framing import FrameFiller
+from kvstore.peer.locations import from_protos, split_ranges, to_protos
+from kvstore.peer.peers import GenerationGoneError, Peer, Peers, is_refusal
+from kvstore.peer.settlements import Settlements
+from kvstore.peer.transport import MemoryRange, PeerTransport, TransferError
+from kvstore.staged_mover import InDoubtError
+from kvstore.store import StoreUnavailableError
+
+__all__ = ["BlockRequest", "DataPlane", "GrpcPlane", "PullPlane", "PushPlane"]
+
+# Of a push's time, so that the answer comes before the call's deadline.
+_WRITE_SHARE = 0.8
+_ASK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRequest:
+    """Blocks that a lease lends.
+
+    Attributes:
+        lease_id: the lease.
+        keys: of the blocks.
+        layout: the reader's form of a block in words.
+        give_up_at: when it is too late, by `time.monotonic`.
+    """
+
+    lease_id: str
+    keys: Sequence[bytes]
+    layout: str
+    give_up_at: float
+
+    @property
+    def remaining_s(self) -> float:
+        """Time left."""
+        return max(0.0, self.give_up_at - time.monotonic())
+
+    def rest(self, first: int) -> "BlockRequest":
+        """The request without its leading blocks."""
+        return replace(self, keys=self.keys[first:])
+
+    def to_proto(self, address: PeerAddress) -> pb.KvBlockList:
+        """As a peer is asked for them."""
+        return pb.KvBlockList(
+            generation=address.generation,
+            lease_id=self.lease_id,
+            keys=self.keys,
+            layout=self.layout,
+        )
+
+
+class DataPlane(ABC):
+    """Fetches blocks. Called in I/O threads, several at once."""
+
+    def fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+        """Fills the slots of the leading blocks that the peer has; returns how many.
+
+        Raises:
+            PeerRefusedError: it does not lend them.
+            StoreUnavailableError: they did not come in time.
+            InDoubtError: so, and something may still write to the slots.
+        """
+        return peer.ask(lambda: self._fetch(peer, request, slots))
+
+    @abstractmethod
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+        """As `fetch`; what grpc raises is for `Peer.ask`."""
+
+
+class GrpcPlane(DataPlane):
+    """The bytes come in the answer to a call."""
+
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+        return _read_answer(peer, request, slots)
+
+
+class PullPlane(DataPlane):
+    """Reads the blocks where they lie.
+
+    Args:
+        transport: what reads.
+        settlements: who waits for reads in doubt.
+    """
+
+    def __init__(self, transport: PeerTransport, settlements: Settlements) -> None:
+        self._transport = transport
+        self._settlements = settlements
+
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+        self._add(peer, request)
+        message = pb.OpenBlocksRequest(
+            blocks=request.to_proto(peer.address), timeout_ms=int(request.remaining_s * 1000)
+        )
+        opened = peer.stub.OpenBlocks(message, timeout=request.remaining_s)
+        try:
+            num_read = self._read(peer, opened.locations, slots, request)
+        finally:
+            _close_read(peer, opened.read_id)
+        if num_read < len(opened.locations):
+            return num_read + _read_answer(peer, request.rest(num_read), slots[num_read:])
+        return num_read
+
+    def _add(self, peer: Peer, request: BlockRequest) -> None:
+        """Makes the transport know the peer."""
+        if peer.is_added:
+            return
+        described = peer.stub.Describe(pb.DescribeRequest(), timeout=request.remaining_s)
+        if described.generation != peer.address.generation:
+            raise GenerationGoneError(f"{peer.address.endpoint}: another process answers")
+        try:
+            self._transport.add_peer(peer.address.peer_id, described.metadata)
+        except TransferError as error:
+            raise StoreUnavailableError(f"{peer.address.endpoint}: {error}") from error
+        peer.is_added = True
+
+    def _read(
+        self,
+        peer: Peer,
+        locations: Sequence[pb.KvBlockLocation],
+        slots: Sequence[memoryview],
+        request: BlockRequest,
+    ) -> int:
+        """Reads the leading blocks that can be reached so; returns how many."""
+        places = list(takewhile(bool, (from_protos(place.ranges) for place in locations)))
+        if not places:
+            return 0
+        sources, parts = split_ranges(places, _payload_ranges(slots[: len(places)]))
+        try:
+            self._transport.read(peer.address.peer_id, sources, parts, request.remaining_s)
+        except TransferError as error:
+            raise self._give_up(peer, error) from error
+        _write_headers(locations[: len(places)], slots)
+        return len(places)
+
+    def _give_up(self, peer: Peer, error: TransferError) -> StoreUnavailableError:
+        """Cuts the peer off; the next read adds it anew."""
+        peer_id = peer.address.peer_id
+        self._transport.remove_peer(peer_id)
+        peer.is_added = False
+        message = f"{peer.address.endpoint}: {error}"
+        if error.is_settled:
+            return StoreUnavailableError(message)
+        return InDoubtError(
+            message, self._settlements.add(lambda: self._transport.has_settled(peer_id))
+        )
+
+
+class PushPlane(DataPlane):
+    """Has the blocks written into the slots.
+
+    Args:
+        transport: what the slots are registered with.
+        settlements: who waits for writes in doubt.
+        peers: where to ask what became of them.
+        generation: of this process.
+    """
+
+    def __init__(
+        self, transport: PeerTransport, settlements: Settlements, peers: Peers, generation: bytes
+    ) -> None:
+        self._transport = transport
+        self._settlements = settlements
+        self._peers = peers
+        self._generation = generation
+
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+        message = pb.PushBlocksRequest(
+            blocks=request.to_proto(peer.address),
+            push_id=os.urandom(16),
+            reader_generation=self._generation,
+            reader_metadata=self._transport.metadata(),
+            targets=to_protos(_payload_ranges(slots)),
+            timeout_ms=int(request.remaining_s * 1000 * _WRITE_SHARE),
+        )
+        pushed = self._push(peer, message, request.remaining_s)
+        _write_headers(pushed.locations, slots)
+        num_pushed = len(pushed.locations)
+        if num_pushed < len(slots):  # missing, or of a type that must be converted first
+            return num_pushed + _read_answer(peer, request.rest(num_pushed), slots[num_pushed:])
+        return num_pushed
+
+    def _push(
+        self, peer: Peer, message: pb.PushBlocksRequest, timeout_s: float
+    ) -> pb.PushBlocksResponse:
+        try:
+            pushed: pb.PushBlocksResponse = peer.stub.PushBlocks(message, timeout=timeout_s)
+        except grpc.RpcError as error:
+            if is_refusal(error):
+                raise
+            raise self._in_doubt(peer, message.push_id, "a push was not answered") from error
+        if not pushed.is_settled:
+            raise self._in_doubt(peer, message.push_id, pushed.error)
+        if pushed.error:
+            raise StoreUnavailableError(f"{peer.address.endpoint}: {pushed.error}")
+        return pushed
+
+    def _in_doubt(self, peer: Peer, push_id: bytes, cause: str) -> InDoubtError:
+        address = peer.address
+        has_settled = self._settlements.add(lambda: self._has_settled(address, push_id))
+        return InDoubtError(f"{address.endpoint}: {cause}", has_settled)
+
+    def _has_settled(self, address: PeerAddress, push_id: bytes) -> bool:
+        """Whether the peer says so, or is gone with all that it had begun."""
+        message = pb.SettlePushRequest(generation=address.generation, push_id=push_id)
+        try:
+            with self._peers.use(address) as peer:
+                return peer.ask(lambda: peer.stub.SettlePush(message, timeout=_ASK_S)).is_settled
+        except GenerationGoneError:
+            return self._transport.has_settled(address.peer_id)
+        except StoreUnavailableError:
+            return False
+
+
+def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+    """Has the leading blocks sent; returns how many came whole."""
+    filler = FrameFiller(slots)
+    message = pb.ReadBlocksRequest(blocks=request.to_proto(peer.address))
+    call = peer.read_blocks(message, timeout=request.remaining_s)
+    try:
+        for data in call:
+            filler.feed(data)
+    finally:
+        call.cancel()  # does nothing to a call that is over
+    return filler.num_full
+
+
+def _close_read(peer: Peer, read_id: int) -> None:
+    """Tells the peer that its blocks are no longer read, without waiting for an answer."""
+    message = pb.CloseBlocksRequest(generation=peer.address.generation, read_ids=[read_id])
+    call = peer.stub.CloseBlocks.future(message, timeout=_ASK_S)
+    call.add_done_callback(lambda _: None)  # grpc cancels calls that nobody refers to
+
+
+def _write_headers(locations: Sequence[pb.KvBlockLocation], slots: Sequence[memoryview]) -> None:
+    for location, slot in zip(locations, slots, strict=False):
+        if len(location.header) != HEADER_BYTES:
+            raise StoreUnavailableError("a header of another length")
+        slot[:HEADER_BYTES] = location.header
+
+
+def _payload_ranges(slots: Sequence[memoryview]) -> list[MemoryRange]:
+    """Where the slots' blocks go."""
+    return [
+        MemoryRange(
+            ctypes.addressof(ctypes.c_char.from_buffer(slot)) + HEADER_BYTES,
+            len(slot) - HEADER_BYTES,
+        )
+        for slot in slots
+    ]

@@ -1,0 +1,149 @@
+"""`Lender`: publishes the blocks of save jobs under leases, where they lie.
+
+In a host pool nothing is copied but tails: I/O threads hash blocks in place.
+ADR 3 keeps such threads away from the pool; these only read, and only what a
+job holds, which nobody writes to (docs/adr/0019-peer-connectors.md).
+
+Where blocks must be gathered first, a `StagedMover` brings them to `put`.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvstore.codec import HEADER_BYTES, make_header
+from kvstore.connector import SaveJob, SaveResult
+from kvstore.peer.leases import LeaseTable, LentBlock
+from kvstore.peer.lent_memory import HostMemory, LentMemory
+from kvstore.store import StoreUnavailableError
+from kvstore.transfer_form import PoolCut
+
+__all__ = ["Lender"]
+
+_NUM_THREADS = 2
+
+_logger = logging.getLogger("baton.kvstore")
+
+
+class Lender:
+    """Turns save jobs into lent blocks.
+
+    Args:
+        leases: where they are lent.
+        wake: called, from any thread, when `poll` has news.
+    """
+
+    def __init__(self, leases: LeaseTable, wake: Callable[[], None]) -> None:
+        self._leases = leases
+        self._wake = wake
+        self._io = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="baton-kv-lend")
+        self._results: deque[SaveResult] = deque()
+        self._gathered: dict[int, list[LentBlock]] = {}  # of jobs under way
+        self._memory: LentMemory
+        self._cut: PoolCut
+
+    def register(self, memory: LentMemory, cut: PoolCut) -> None:
+        """Says where blocks are, and what is lent of them. Called once, before any job."""
+        self._memory = memory
+        self._cut = cut
+
+    def start(self, saves: Sequence[SaveJob]) -> list[SaveJob]:
+        """Starts jobs. Engine thread only.
+
+        Returns:
+            Those whose blocks the caller has to bring to `put`, and to `finish` then.
+        """
+        to_gather = []
+        for job in saves:
+            if not job.lease_id:
+                # Nobody could find it: only a handoff leads to blocks that are lent.
+                self._tell(SaveResult(job.job_id, committed=False))
+                continue
+            self._leases.begin_save(job.lease_id, job.job_id)
+            if isinstance(self._memory, HostMemory):
+                self._io.submit(self._lend, job, self._memory)
+            else:
+                self._gathered[job.job_id] = []
+                to_gather.append(job)
+        return to_gather
+
+    def poll(self) -> tuple[list[SaveResult], list[int]]:
+        """Saves that have ended since the last call, and jobs that were released.
+
+        No job is released in an earlier call than its result comes in.
+        """
+        released = self._leases.take_released()
+        self._memory.tails.give_back(released.tail_slots)
+        results = [self._results.popleft() for _ in range(len(self._results))]
+        return results, list(released.job_ids)
+
+    def finish(self, result: SaveResult) -> SaveResult:
+        """What becomes of a job whose blocks have been gathered. Engine thread only."""
+        blocks = self._gathered.pop(result.job_id)
+        return self._end(result.job_id, blocks, is_good=result.committed)
+
+    def close(self) -> None:
+        """Stops the threads. Idempotent."""
+        self._io.shutdown(wait=True, cancel_futures=True)
+
+    # I/O threads.
+
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+        """Takes sealed objects of a job that were gathered; see `kvstore.staged_mover.Backend`.
+
+        Raises:
+            StoreUnavailableError: there is no room for a tail.
+        """
+        places = dict(zip(job.keys, job.block_ids, strict=True))
+        tails = job.keys[-len(self._cut.slices) :] if job.num_tail_tokens else ()
+        for key, slot in zip(keys, slots, strict=True):
+            header, payload = bytes(slot[:HEADER_BYTES]), slot[HEADER_BYTES:]
+            tail_slot = self._copy_tail(payload, job.num_tail_tokens) if key in tails else None
+            block = LentBlock(key, header, places[key], tail_slot)
+            self._gathered[job.job_id].append(block)
+
+    def _lend(self, job: SaveJob, memory: HostMemory) -> None:
+        blocks: list[LentBlock] = []
+        is_good = False
+        try:
+            keys = self._cut.object_keys(job.keys)  # one per block: they go as they are
+            for index, (key, object_id) in enumerate(zip(keys, job.block_ids, strict=True)):
+                is_last = index + 1 == len(job.keys)
+                num_tail_tokens = job.num_tail_tokens if is_last else 0
+                blocks.append(self._lend_block(memory, key, object_id, num_tail_tokens))
+            is_good = True
+        except StoreUnavailableError as error:
+            _logger.warning("KV blocks are not lent: %s", error)
+        except Exception:
+            _logger.exception("KV blocks cannot be lent")
+        self._tell(self._end(job.job_id, blocks, is_good=is_good))
+
+    def _lend_block(
+        self, memory: HostMemory, key: bytes, object_id: int, num_tail_tokens: int
+    ) -> LentBlock:
+        payload = memory.block(object_id)
+        if num_tail_tokens:
+            slot = self._copy_tail(payload, num_tail_tokens)
+            return LentBlock(key, make_header(memory.tails.payload(slot), key), object_id, slot)
+        header = self._leases.known_header(key, object_id) or make_header(payload, key)
+        return LentBlock(key, header, object_id)
+
+    def _copy_tail(self, block: memoryview, num_tokens: int) -> int:
+        tails = self._memory.tails
+        slot = tails.take()
+        if slot is None:
+            raise StoreUnavailableError("too many partial tails are lent at a time")
+        tails.fill(slot, block, num_tokens)
+        return slot
+
+    def _end(self, job_id: int, blocks: Sequence[LentBlock], *, is_good: bool) -> SaveResult:
+        is_lent = self._leases.end_save(job_id, blocks if is_good else None)
+        if not is_lent:
+            tails = [block.tail_slot for block in blocks if block.tail_slot is not None]
+            self._memory.tails.give_back(tails)
+        return SaveResult(job_id, committed=is_lent, is_held=is_lent)
+
+    def _tell(self, result: SaveResult) -> None:
+        self._results.append(result)
+        self._wake()

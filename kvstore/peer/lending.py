@@ -1,0 +1,147 @@
+"""`LendingSide`: all that lends blocks of one process: books, bytes, a port."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvstore.connector import SaveJob, SaveResult
+from kvstore.layout import LAYOUT_VERSION, KvLayout
+from kvstore.metrics import TransferMetrics
+from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port
+from kvstore.peer.leases import LeaseTable
+from kvstore.peer.lender import Lender
+from kvstore.peer.pushes import Pusher
+from kvstore.peer.server import PeerServer
+from kvstore.peer.service import Lending, PeerServicer
+from kvstore.peer.sweeper import Sweeper
+from kvstore.peer.transport import PeerTransport
+from kvstore.transfer_form import PoolCut
+
+if TYPE_CHECKING:
+    from kvstore.copier import BlockCopier
+    from kvstore.peer.lent_memory import GatherDesk, LentMemory, TailSlots
+    from kvstore.staging import StagingBuffers
+
+__all__ = ["LendingSide", "describe_layout"]
+
+_NUM_GATHER_SEGMENTS = 2
+
+_logger = logging.getLogger("baton.kvstore")
+
+
+class LendingSide:
+    """Listens from its construction on, and lends once the pool is registered.
+
+    Args:
+        url: where to listen, and how long to lend.
+        generation: of this process.
+        transport: what readers reach memory by; None for grpc itself.
+        wake: called, from any thread, when `poll` has news.
+
+    Attributes:
+        address: what handoffs say of this process.
+        lender: takes save jobs.
+        metrics: where to count; may be set until the first job.
+
+    Raises:
+        ConfigurationError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        url: PeerUrl,
+        generation: bytes,
+        transport: PeerTransport | None,
+        wake: Callable[[], None],
+    ) -> None:
+        self.metrics: TransferMetrics | None = None
+        self._transport = transport
+        self._wake = wake
+        self._leases = LeaseTable(url.lease_s, time.monotonic)
+        self.lender = Lender(self._leases, wake)
+        name = transport.name if transport is not None else "grpc"
+        self._servicer = PeerServicer(generation, name, self._leases, url.timeout_s, wake)
+        self._server = PeerServer(join_host_port(url.host, url.port), self._servicer)
+        endpoint = join_host_port(url.advertised_host, self._server.port)
+        self.address = PeerAddress(endpoint, generation)
+        self._sweeper = Sweeper(self._leases, min(url.timeout_s, url.lease_s), self._after_sweep)
+        self._desk: GatherDesk | None = None
+
+    def register_pool(
+        self, pool: Any, cut: PoolCut, copier: "BlockCopier", staging: "StagingBuffers"
+    ) -> None:
+        """From now on blocks of the pool are lent."""
+        from kvstore.peer.lent_memory import TailSlots
+
+        num_objects = len(pool) * cut.transfer_blocks * len(cut.slices)
+        tails = TailSlots(cut.object_layout, num_objects)
+        memory = self._memory_of(pool, cut, tails)
+        self.lender.register(memory, cut)
+        self._copier = copier
+        self._servicer.lend(self._lending(pool, cut, memory, staging))
+
+    def start(self, saves: tuple[SaveJob, ...], ended: tuple[str, ...]) -> list[SaveJob]:
+        """Starts saves and ends leases; returns those that the caller has to gather."""
+        to_gather = self.lender.start(saves)
+        if ended:
+            self._leases.end(ended)
+            self._wake()
+        return to_gather
+
+    def poll(self) -> tuple[list[SaveResult], list[int]]:
+        """What has ended since the last call: saves, and the lending of earlier ones."""
+        if self._desk is not None:
+            self._desk.serve(self._copier)
+        return self.lender.poll()
+
+    def close(self) -> None:
+        """Ends all leases and all reads. Idempotent."""
+        if self._desk is not None:
+            self._desk.close()
+        self._leases.end_all()
+        self._server.close()
+        self._sweeper.close()
+        self.lender.close()
+
+    def _memory_of(self, pool: Any, cut: PoolCut, tails: "TailSlots") -> "LentMemory":
+        from kvstore.peer.lent_memory import GatherDesk, GatheredMemory, HostMemory
+        from kvstore.staging import Segment
+
+        if cut.is_native and pool.device.type == "cpu":
+            return HostMemory(pool, tails)
+        self._desk = GatherDesk(self._wake)
+        pinned = pool.device.type == "cuda"
+        segments = [Segment(cut.object_layout, pinned=pinned) for _ in range(_NUM_GATHER_SEGMENTS)]
+        return GatheredMemory(self._desk, segments, tails)
+
+    def _lending(
+        self, pool: Any, cut: PoolCut, memory: "LentMemory", staging: "StagingBuffers"
+    ) -> Lending:
+        layout = describe_layout(cut.object_layout)
+        transport = self._transport
+        if transport is None:
+            return Lending(layout, memory)
+        from kvstore.peer.locations import LentRanges
+
+        ranges = LentRanges(pool, cut, memory.tails, transport)
+        for segment in staging.segments:
+            frames = segment.frames
+            transport.register(frames.data_ptr(), frames.nbytes, device="cpu")
+        return Lending(layout, memory, ranges, Pusher(transport), transport.metadata())
+
+    def _after_sweep(self, num_expired: int) -> None:
+        if num_expired:
+            _logger.warning("%d KV leases ran out before anybody released them", num_expired)
+            if self.metrics is not None:
+                self.metrics.leases_expired(num_expired)
+        if self._leases.has_released:
+            self._wake()
+
+
+def describe_layout(layout: KvLayout) -> str:
+    """What peers compare of their blocks."""
+    return (
+        f"{layout.num_layers} layers, {layout.num_kv_heads} heads of {layout.head_dim}, "
+        f"{layout.block_size} tokens per block, {layout.dtype}, layout {LAYOUT_VERSION}"
+    )

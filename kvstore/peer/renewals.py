@@ -1,0 +1,148 @@
+"""`Renewals`: keeps the leases on others' blocks that requests wait to load."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.v1 import kv_peer_pb2 as pb
+from kvstore.handoff import KvHandoff
+from kvstore.metrics import TransferMetrics
+from kvstore.peer.address import PeerAddress
+from kvstore.peer.peers import PeerRefusedError, Peers
+from kvstore.store import StoreUnavailableError
+
+__all__ = ["Renewals"]
+
+# What is loaded at once needs no renewal; what waits longer than this, soon.
+_FIRST_AFTER_S = 1.0
+
+_logger = logging.getLogger("baton.kvstore")
+
+
+@dataclass(slots=True)
+class _Kept:
+    address: PeerAddress
+    lease_s: float
+    num_requests: int
+    renew_at: float
+    lost_at: float  # unless it is renewed before
+    is_gone: bool = False
+
+
+class Renewals:
+    """Renews leases in a thread of its own, one call for all those of a peer.
+
+    A lease is lost when its peer says so, or has not renewed it in time.
+
+    Args:
+        peers: who lends.
+        timeout_s: longest wait for one of them.
+        clock: seconds, monotonic.
+
+    Attributes:
+        metrics: where to count; may be set until the first `keep`.
+    """
+
+    def __init__(
+        self, peers: Peers, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.metrics: TransferMetrics | None = None
+        self._peers = peers
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._kept: dict[str, _Kept] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def keep(self, handoff: KvHandoff) -> None:
+        """Renews a handoff's lease until as many calls of `drop`. One that cannot be read is
+        left alone.
+        """
+        try:
+            address = PeerAddress.from_params(handoff.connector_params)
+        except ValueError as error:
+            _logger.warning("KV handoff %s: %s", handoff.handoff_id, error)
+            return
+        with self._changed:
+            if kept := self._kept.get(handoff.handoff_id):
+                kept.num_requests += 1
+                return
+            now, lease_s = self._clock(), handoff.lease_ms / 1000
+            self._kept[handoff.handoff_id] = _Kept(
+                address, lease_s, 1, now + min(_FIRST_AFTER_S, lease_s / 3), now + lease_s
+            )
+            self._start()
+            self._changed.notify()
+
+    def drop(self, handoff_id: str) -> None:
+        """Ends one `keep`. Unknown ids are fine."""
+        with self._changed:
+            if kept := self._kept.get(handoff_id):
+                kept.num_requests -= 1
+                if not kept.num_requests:
+                    del self._kept[handoff_id]
+
+    def is_lost(self, handoff_id: str) -> bool:
+        """Whether a kept lease is over, so that its peer need not be asked."""
+        kept = self._kept.get(handoff_id)
+        return kept is not None and (kept.is_gone or kept.lost_at <= self._clock())
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._is_closed:
+            self._thread = threading.Thread(target=self._run, name="baton-kv-renew", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while due := self._wait_for_due():
+            for address, lease_ids in due.items():
+                self._renew(address, lease_ids)
+
+    def _wait_for_due(self) -> dict[PeerAddress, list[str]]:
+        """The leases to renew now, by peer; none once closed."""
+        with self._changed:
+            while not self._is_closed:
+                now = self._clock()
+                due: dict[PeerAddress, list[str]] = {}
+                for lease_id, kept in self._kept.items():
+                    if not kept.is_gone and kept.renew_at <= now:
+                        kept.renew_at = now + kept.lease_s / 3
+                        due.setdefault(kept.address, []).append(lease_id)
+                if due:
+                    return due
+                times = [kept.renew_at for kept in self._kept.values() if not kept.is_gone]
+                self._changed.wait(min(times) - now if times else None)
+        return {}
+
+    def _renew(self, address: PeerAddress, lease_ids: Sequence[str]) -> None:
+        asked_at = self._clock()
+        message = pb.RenewLeasesRequest(generation=address.generation, lease_ids=lease_ids)
+        try:
+            with self._peers.use(address) as peer:
+                answer = peer.ask(lambda: peer.stub.RenewLeases(message, timeout=self._timeout_s))
+        except PeerRefusedError as error:
+            _logger.warning("KV leases are lost: %s", error)
+            self._mark(lease_ids, asked_at, gone=lease_ids)
+        except StoreUnavailableError as error:
+            _logger.warning("KV leases are not renewed: %s", error)
+        else:
+            self._mark(lease_ids, asked_at, gone=answer.gone)
+            if self.metrics is not None:
+                self.metrics.leases_renewed(len(lease_ids) - len(answer.gone))
+
+    def _mark(self, lease_ids: Sequence[str], asked_at: float, gone: Sequence[str]) -> None:
+        with self._changed:
+            for lease_id in lease_ids:
+                if kept := self._kept.get(lease_id):
+                    kept.is_gone = lease_id in gone
+                    kept.lost_at = asked_at + kept.lease_s

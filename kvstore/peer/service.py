@@ -1,0 +1,214 @@
+"""`PeerServicer`: what a process that lends answers its readers, call by call."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NoReturn
+
+import grpc
+
+from baton.v1 import kv_peer_pb2 as pb
+from kvstore.peer.framing import pack_chunks, to_message
+from kvstore.peer.leases import BlockRead, LeaseGoneError, LeaseTable
+from kvstore.peer.lent_memory import LentMemory
+from kvstore.peer.locations import LentRanges, to_protos
+from kvstore.peer.pushes import Pusher
+from kvstore.peer.server import GENERATION_REFUSED
+from kvstore.store import StoreUnavailableError
+
+__all__ = ["Lending", "PeerServicer"]
+
+_LONGEST_CALL_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """What a process lends from, once its pool is registered.
+
+    Attributes:
+        layout: the form of a block in words.
+        memory: where bytes are read.
+        ranges: where readers reach them by themselves; None if they cannot.
+        pusher: what writes them to readers; None if nothing does.
+        metadata: of the transport.
+    """
+
+    layout: str
+    memory: LentMemory
+    ranges: LentRanges | None = None
+    pusher: Pusher | None = None
+    metadata: bytes = b""
+
+
+class PeerServicer:
+    """Answers from a lease table.
+
+    Args:
+        generation: of this process.
+        transport: name of the data plane.
+        leases: what is lent.
+        timeout_s: longest read.
+        on_released: called after a read that may have released something.
+    """
+
+    def __init__(
+        self,
+        generation: bytes,
+        transport: str,
+        leases: LeaseTable,
+        timeout_s: float,
+        on_released: Callable[[], None],
+    ) -> None:
+        self._generation = generation
+        self._transport = transport
+        self._leases = leases
+        self._timeout_s = timeout_s
+        self._on_released = on_released
+        self._lending: Lending | None = None
+
+    def lend(self, lending: Lending) -> None:
+        """From now on blocks can be read."""
+        self._lending = lending
+
+    # `KvPeerService`, see the proto; grpc calls each in a thread.
+
+    def Describe(  # noqa: N802 - gRPC's name
+        self, request: pb.DescribeRequest, context: Any
+    ) -> pb.DescribeResponse:
+        """What this process is, and how its memory is reached."""
+        lending = self._open_for(context)
+        return pb.DescribeResponse(
+            generation=self._generation,
+            transport=self._transport,
+            metadata=lending.metadata,
+            layout=lending.layout,
+        )
+
+    def OpenBlocks(  # noqa: N802 - gRPC's name
+        self, request: pb.OpenBlocksRequest, context: Any
+    ) -> pb.OpenBlocksResponse:
+        """Where blocks lie."""
+        lending = self._open_for(context)
+        read = self._open(request.blocks, request.timeout_ms / 1000, lending, context)
+        locations = _locate(read, lending.ranges)
+        return pb.OpenBlocksResponse(read_id=read.read_id, locations=locations)
+
+    def CloseBlocks(  # noqa: N802 - gRPC's name
+        self, request: pb.CloseBlocksRequest, context: Any
+    ) -> pb.CloseBlocksResponse:
+        """The caller has read them."""
+        self._open_for(context)
+        self._check_generation(request.generation, context)
+        for read_id in request.read_ids:
+            self._close(read_id)
+        return pb.CloseBlocksResponse()
+
+    def ReadBlocks(  # noqa: N802 - gRPC's name
+        self, request: pb.ReadBlocksRequest, context: Any
+    ) -> Iterator[bytes]:
+        """The blocks' bytes, in messages as they go over the wire."""
+        lending = self._open_for(context)
+        timeout_s = context.time_remaining()
+        read = self._open(request.blocks, timeout_s, lending, context)
+        try:
+            yield from _messages(read, lending.memory, timeout_s)
+        except LeaseGoneError as error:
+            _abort(context, grpc.StatusCode.NOT_FOUND, str(error))
+        except StoreUnavailableError as error:
+            _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
+        finally:
+            self._close(read.read_id)
+
+    def PushBlocks(  # noqa: N802 - gRPC's name
+        self, request: pb.PushBlocksRequest, context: Any
+    ) -> pb.PushBlocksResponse:
+        """Writes blocks into the caller's memory."""
+        lending = self._open_for(context)
+        if lending.pusher is None or lending.ranges is None:
+            _abort(context, grpc.StatusCode.UNIMPLEMENTED, f"{self._transport} does not push")
+        timeout_s = min(request.timeout_ms / 1000, self._timeout_s)
+        read = self._open(request.blocks, timeout_s, lending, context)
+        try:
+            return lending.pusher.push(request, read, lending.ranges, timeout_s)
+        finally:
+            self._close(read.read_id)
+
+    def SettlePush(  # noqa: N802 - gRPC's name
+        self, request: pb.SettlePushRequest, context: Any
+    ) -> pb.SettlePushResponse:
+        """Whether a push can write no more."""
+        lending = self._open_for(context)
+        self._check_generation(request.generation, context)
+        is_settled = lending.pusher is None or lending.pusher.settle(request.push_id)
+        return pb.SettlePushResponse(is_settled=is_settled)
+
+    def RenewLeases(  # noqa: N802 - gRPC's name
+        self, request: pb.RenewLeasesRequest, context: Any
+    ) -> pb.RenewLeasesResponse:
+        """Extends leases."""
+        self._check_generation(request.generation, context)
+        return pb.RenewLeasesResponse(gone=self._leases.renew(request.lease_ids))
+
+    # What they share.
+
+    def _open_for(self, context: Any) -> Lending:
+        """What is lent from, for a call with a sensible deadline."""
+        remaining_s = context.time_remaining()
+        if remaining_s is None or remaining_s > _LONGEST_CALL_S:
+            message = f"a call needs a deadline of at most {_LONGEST_CALL_S:g} s"
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
+        if self._lending is None:
+            _abort(context, grpc.StatusCode.UNAVAILABLE, "the engine is starting")
+        return self._lending
+
+    def _check_generation(self, generation: bytes, context: Any) -> None:
+        if generation != self._generation:
+            _abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{GENERATION_REFUSED}: the reader asks for {generation.hex()}, "
+                f"this process is {self._generation.hex()}",
+            )
+
+    def _open(
+        self, blocks: pb.KvBlockList, timeout_s: float, lending: Lending, context: Any
+    ) -> BlockRead:
+        self._check_generation(blocks.generation, context)
+        if blocks.layout != lending.layout:
+            _abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"KV layout: the reader has {blocks.layout}, the lender has {lending.layout}",
+            )
+        try:
+            timeout_s = min(timeout_s, self._timeout_s)
+            return self._leases.open_read(blocks.lease_id, blocks.keys, timeout_s)
+        except LeaseGoneError as error:
+            _abort(context, grpc.StatusCode.NOT_FOUND, str(error))
+
+    def _close(self, read_id: int) -> None:
+        self._leases.close_read(read_id)
+        if self._leases.has_released:
+            self._on_released()
+
+
+def _abort(context: Any, status: grpc.StatusCode, message: str) -> NoReturn:
+    context.abort(status, message)
+    raise AssertionError("abort raises")
+
+
+def _messages(read: BlockRead, memory: LentMemory, timeout_s: float) -> Iterator[bytes]:
+    for frames in memory.frames(read, timeout_s):
+        buffers = chain.from_iterable((memoryview(header), payload) for header, payload in frames)
+        for chunk in pack_chunks(buffers):
+            with read.copying():
+                message = to_message(chunk)
+            yield message
+
+
+def _locate(read: BlockRead, ranges: LentRanges | None) -> list[pb.KvBlockLocation]:
+    found = ranges.of_blocks(read.blocks) if ranges is not None else [()] * len(read.blocks)
+    return [
+        pb.KvBlockLocation(header=block.header, ranges=to_protos(places))
+        for block, places in zip(read.blocks, found, strict=True)
+    ]

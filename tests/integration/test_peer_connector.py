@@ -1,0 +1,285 @@
+"""The peer connector over real sockets: bytes, leases, faults, ends."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.connector import LoadResult, SaveResult
+from kvstore.layout import FP8, KvLayout
+from kvstore.peer.data_planes import DataPlane
+from kvstore.transfer_form import TransferForm
+from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig, random_pool
+
+MakeRig = Callable[..., PeerRig]
+WAYS = ("grpc", "pull", "push")
+
+
+@pytest.fixture
+def make_rig() -> Iterator[MakeRig]:
+    rigs: list[PeerRig] = []
+
+    def make(way: str = "grpc", options: str = "", **arguments: Any) -> PeerRig:
+        if way != "grpc":
+            arguments.setdefault("transport", MemoryTransport())
+        scheme = "grpc://" if way == "grpc" else f"nixl://?mode={way}"
+        separator = "&" if "?" in scheme else "?"
+        url = f"{scheme}{separator}{options}" if options else scheme
+        rigs.append(PeerRig(url, **arguments))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.worker.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_blocks", [1, 7, 40])
+def test_blocks_come_as_they_are(make_rig: MakeRig, way: str, num_blocks: int) -> None:
+    prefill, decode = make_rig(way), make_rig(way, pool=torch.zeros(64, *LAYOUT.block_shape))
+    job_id = prefill.publish(range(3, 3 + num_blocks))
+
+    assert prefill.saves[job_id] == SaveResult(job_id, committed=True, is_held=True)
+    result = decode.load(prefill.handoff(num_blocks), range(63, 63 - num_blocks, -1))
+    assert (result.num_blocks, result.error) == (num_blocks, "")
+    assert torch.equal(decode.pool[-num_blocks:].flip(0), prefill.pool[3 : 3 + num_blocks])
+    assert not decode.pool[: 64 - num_blocks].any(), "and nothing else"
+    assert prefill.released == []
+
+
+LAYOUTS = {
+    "bfloat16": KvLayout(1, 4, 16, 64, "bfloat16"),
+    "float16": KvLayout(3, 2, 8, 64, "float16"),
+    "fp8": KvLayout(2, 2, 8, 64, FP8),
+    "one block to a segment": KvLayout(16, 8, 64, 64, "float32"),
+    "many chunks to a block": KvLayout(8, 4, 64, 128, "float32"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_comes_as_it_is(make_rig: MakeRig, name: str, way: str) -> None:
+    layout = LAYOUTS[name]
+    prefill = make_rig(way, layout=layout, num_blocks=8)
+    decode = make_rig(way, layout=layout, pool=torch.zeros_like(prefill.pool))
+    prefill.publish(range(5), num_tail_tokens=3)
+
+    assert decode.load(prefill.handoff(5), range(5)).num_blocks == 5
+    assert torch.equal(decode.pool[:4], prefill.pool[:4])
+    valid = layout.head_dim * 3
+    ours, theirs = (pool[4].flatten(3)[..., :valid] for pool in (decode.pool, prefill.pool))
+    assert torch.equal(ours, theirs)
+    rest = decode.pool[4].flatten(3)[..., valid : layout.block_size * layout.head_dim]
+    assert not rest.any(), "what lies behind the tail stays where it was"
+    assert not decode.pool[5:].any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pools_of_other_block_sizes_meet_in_a_form(make_rig: MakeRig, way: str) -> None:
+    form = TransferForm(4, "float32")
+    prefill = make_rig(way, layout=replace(LAYOUT, block_size=8), form=form, num_blocks=8)
+    decode = make_rig(way, layout=LAYOUT, pool=torch.zeros(16, *LAYOUT.block_shape))
+    gathering = threading.Thread(target=lambda: prefill.run_until(lambda: bool(decode.loads)))
+    prefill.publish(range(2, 10))
+    gathering.start()  # an engine that steps while others read
+
+    assert decode.load(prefill.handoff(8), range(8)).num_blocks == 8
+    gathering.join(TIMEOUT_S)
+    cut_up = prefill.pool[1:5].unflatten(4, (2, 4)).movedim(4, 1).flatten(0, 1)
+    assert torch.equal(decode.pool[:8], cut_up)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_converted_blocks_come_in_the_answer(make_rig: MakeRig, way: str) -> None:
+    form = TransferForm(4, "float16")
+    prefill = make_rig(way, form=form)
+    layout = replace(LAYOUT, dtype="float16")
+    decode = make_rig(way, layout=layout, pool=torch.zeros(64, *LAYOUT.block_shape).half())
+    prefill.publish(range(5), num_tail_tokens=2)
+    gathering = threading.Thread(target=lambda: prefill.run_until(lambda: bool(decode.loads)))
+    gathering.start()
+
+    assert decode.load(prefill.handoff(5), range(5)).num_blocks == 5
+    gathering.join(TIMEOUT_S)
+    assert torch.equal(decode.pool[:4], prefill.pool[:4].half())
+    assert torch.equal(decode.pool[4, ..., :2, :], prefill.pool[4, ..., :2, :].half())
+    assert not decode.pool[4, ..., 2:, :].any()
+
+
+def test_the_bytes_of_full_blocks_are_not_copied_to_be_lent(make_rig: MakeRig) -> None:
+    prefill, decode = make_rig(), make_rig()
+    prefill.publish([3])
+    prefill.pool[3, 0, 0, 0, 0, 0] += 1  # nobody may do that; it shows where the bytes come from
+    before = decode.pool.clone()
+
+    result = decode.load(prefill.handoff(1), [9])
+
+    assert (result.num_blocks, result.error) == (0, "corrupt")
+    assert torch.equal(decode.pool, before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_released_lease_gives_the_blocks_back(make_rig: MakeRig, way: str) -> None:
+    prefill, decode = make_rig(way), make_rig(way)
+    jobs = [prefill.publish([1, 2]), prefill.publish([3], first_key=2, num_tail_tokens=1)]
+    other = prefill.publish([1, 2], lease_id="other")
+    handoff = prefill.handoff(3)
+    assert decode.load(handoff, [4, 5, 6]).num_blocks == 3
+
+    prefill.end("lease", "unknown")
+    prefill.run_until(lambda: sorted(prefill.released) == jobs)
+    before = decode.pool.clone()
+
+    assert decode.load(handoff, [7, 8, 9]) == LoadResult(1, 0, "missing")
+    assert torch.equal(decode.pool, before)
+    assert decode.load(prefill.handoff(2, "other"), [7, 8]).num_blocks == 2
+    assert other not in prefill.released
+
+
+def test_missing_blocks_end_the_prefix(make_rig: MakeRig) -> None:
+    prefill, decode = make_rig(), make_rig()
+    prefill.publish([1, 2])
+    prefill.publish([4], first_key=3)
+
+    assert decode.load(prefill.handoff(4), range(10, 14)) == LoadResult(0, 2, "missing")
+
+
+def test_saves_without_a_lease_are_not_lent(make_rig: MakeRig) -> None:
+    prefill = make_rig()
+    job_id = prefill.publish([1], lease_id="")
+    assert prefill.saves[job_id] == SaveResult(job_id, committed=False)
+
+
+def test_an_unrenewed_lease_runs_out(make_rig: MakeRig) -> None:
+    prefill, decode = make_rig(options="lease_s=0.3&timeout_s=0.3"), make_rig()
+    job_id = prefill.publish([1, 2])
+    handoff = prefill.handoff(2)
+
+    prefill.run_until(lambda: prefill.released == [job_id])
+
+    assert decode.load(handoff, [4, 5]) == LoadResult(0, 0, "missing")
+
+
+def test_a_kept_handoff_is_renewed_until_it_is_dropped(make_rig: MakeRig) -> None:
+    prefill, decode = make_rig(options="lease_s=0.6&timeout_s=0.3"), make_rig()
+    job_id = prefill.publish([1, 2])
+    handoff = prefill.handoff(2)
+    decode.scheduler.keep(handoff)
+    decode.scheduler.keep(handoff)
+    decode.step()
+    began_at = time.monotonic()
+    prefill.run_until(lambda: time.monotonic() > began_at + 1.5 or prefill.released != [])
+    assert prefill.released == [], "renewed"
+    assert decode.load(handoff, [4, 5]).num_blocks == 2
+
+    decode.scheduler.drop("lease")
+    decode.scheduler.drop("lease")
+    decode.step()
+    prefill.run_until(lambda: prefill.released == [job_id])
+
+
+def test_a_lost_lease_is_not_asked_for(make_rig: MakeRig) -> None:
+    prefill, decode = make_rig(options="lease_s=0.3"), make_rig()
+    prefill.publish([1, 2])
+    handoff = prefill.handoff(2)
+    prefill.end("lease")
+    decode.scheduler.keep(handoff)
+    decode.step()
+    decode.run_until(lambda: decode.worker._renewals.is_lost("lease"))
+    prefill.worker.close()
+
+    assert decode.load(handoff, [4, 5]) == LoadResult(0, 0, "missing")
+
+
+def test_a_restart_at_the_same_address_is_another_process(make_rig: MakeRig) -> None:
+    first, decode = make_rig(), make_rig()
+    first.publish([1, 2])
+    old = first.handoff(2)
+    assert decode.load(old, [4, 5]).num_blocks == 2
+    port = first.worker.address.endpoint.rpartition(":")[2]
+    first.worker.close()
+    second = PeerRig(f"grpc://127.0.0.1:{port}", pool=random_pool(64, LAYOUT, seed=1))
+    try:
+        second.publish([1, 2])
+
+        assert decode.load(old, [6, 7]) == LoadResult(1, 0, "missing")
+        assert decode.load(second.handoff(2), [6, 7]).num_blocks == 2
+        assert torch.equal(decode.pool[6:8], second.pool[1:3])
+    finally:
+        second.worker.close()
+
+
+def test_another_form_is_refused_with_both_sides_named(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = make_rig(), make_rig(layout=replace(LAYOUT, num_layers=3))
+    prefill.publish([1])
+
+    assert decode.load(prefill.handoff(1), [4]) == LoadResult(0, 0, "missing")
+    assert "the reader has 3 layers" in caplog.text
+    assert "the lender has 2 layers" in caplog.text
+
+
+def test_params_that_cannot_be_read_are_missing_blocks(make_rig: MakeRig) -> None:
+    prefill, decode = make_rig(), make_rig()
+    prefill.publish([1])
+    for params in (b"", b"\xff\xff", b"\x0a\x01x"):
+        handoff = replace(prefill.handoff(1), connector_params=params)
+        result = decode.load(handoff, [4])
+        assert (result.num_blocks, result.error) == (0, "missing")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fifty_loads_at_once(make_rig: MakeRig, way: str) -> None:
+    prefill, decode = make_rig(way, num_blocks=200), make_rig(way, num_blocks=200)
+    handoffs = []
+    for index in range(50):
+        lease = f"lease {index}"
+        prefill.publish(range(4 * index, 4 * index + 4), lease, first_key=4 * index)
+        handoffs.append(prefill.handoff(4, lease, first_key=4 * index))
+    decode.pool.zero_()
+    for index, handoff in enumerate(handoffs):
+        decode.start_load(handoff, range(196 - 4 * index, 200 - 4 * index))
+    decode.run_until(lambda: len(decode.loads) == 50)
+
+    assert all(result.num_blocks == 4 for result in decode.loads.values())
+    assert torch.equal(decode.pool.view(50, 4, -1).flip(0), prefill.pool.view(50, 4, -1))
+
+
+@pytest.mark.parametrize("byte", [0, 63, 64, -1])
+def test_bytes_that_come_to_harm_on_the_way_are_refused(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, byte: int
+) -> None:
+    prefill, decode = make_rig(), make_rig()
+    prefill.publish(range(4))
+    fetch = DataPlane.fetch
+
+    def harm(plane: DataPlane, peer: Any, request: Any, slots: Any) -> int:
+        num_blocks = fetch(plane, peer, request, slots)
+        slots[2][byte] ^= 1
+        return num_blocks
+
+    monkeypatch.setattr(DataPlane, "fetch", harm)
+    before = decode.pool.clone()
+
+    assert decode.load(prefill.handoff(4), range(10, 14)) == LoadResult(0, 2, "corrupt")
+    assert torch.equal(decode.pool[12:], before[12:])
+
+
+def test_more_tails_than_there_are_slots_for_are_not_lent(make_rig: MakeRig) -> None:
+    layout = KvLayout(16, 8, 64, 256, "float32")  # blocks of 16 MiB
+    prefill = make_rig(layout=layout, num_blocks=18, options="lease_s=60")
+    results = []
+    for index in range(18):
+        job_id = prefill.publish([index], f"lease {index}", index, num_tail_tokens=1)
+        results.append(prefill.saves[job_id].committed)
+    assert results == [True] * 16 + [False] * 2
+
+    prefill.end("lease 0")
+    prefill.run_until(lambda: prefill.released == [0])
+    job_id = prefill.publish([17], "lease 17", 17, num_tail_tokens=1)
+    assert prefill.saves[job_id].committed
