@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.connector import LoadJob, LookupJob, SaveJob
 from tests.support.fake_members import FakeMember, Members
 
-_KEYS = st.lists(
-    st.integers(0, 5).map(lambda number: bytes([number]) * 32), min_size=1, max_size=4, unique=True
-)
+_ALL = tuple(bytes([number]) * 32 for number in range(6))
+_KEYS = st.lists(st.sampled_from(_ALL), min_size=1, max_size=4, unique=True)
 _LASTING = ("unavailable", "timed out", "failed", "cancelled")
 _ERRORS = st.sampled_from(("missing", "corrupt", *_LASTING))
 
@@ -124,9 +123,13 @@ class MultiMachine(RuleBasedStateMachine):
     def evict(self, keys, data):
         data.draw(st.sampled_from(self.all.members)).objects -= set(keys)
 
-    @rule(keys=_KEYS, data=st.data())
-    def get_from_elsewhere(self, keys, data):
-        data.draw(st.sampled_from(self.all.members)).objects |= set(keys)
+    @rule(owners=st.lists(st.integers(0, 2), min_size=6, max_size=6))
+    def scatter(self, owners):
+        """Each key is with one member, put there from elsewhere."""
+        for index, member in enumerate(self.all.members):
+            member.objects = {
+                key for key, owner in zip(_ALL, owners, strict=True) if owner == index
+            }
 
     # What the engine hears.
 
@@ -155,17 +158,10 @@ class MultiMachine(RuleBasedStateMachine):
         lost = [name for name, _, _, error in answers if error in _LASTING]
         assert len(lost) == len(set(lost)), "one that did not answer was asked again"
         if num_good < len(keys) and result.job_id not in self.cancelled:
-            lacking = {
-                name
-                for name, first, count, _ in answers
-                if self.covers(keys, first, count, num_good)
-            }
+            ends = [(name, keys.index(first) + count) for name, first, count, _ in answers]
+            lacking = {name for name, end in ends if end == num_good}
             sources = {"peer", "far", "near"} if has_handoff else {"far", "near"}
             assert lacking | set(lost) == sources, "somebody else may have had it"
-
-    def covers(self, keys, first, count, num_good):
-        """Whether somebody who was asked from `first` on gave up at the block that is missing."""
-        return keys.index(first) + count == num_good
 
     def check_save(self, result):
         outcomes = self.ended_saves.pop(self.saves.pop(result.job_id))
@@ -208,7 +204,7 @@ class MultiMachine(RuleBasedStateMachine):
             assert self.all.scheduler.num_found(job_id) is not None
             self.all.scheduler.forget_lookup(job_id)
         half = self.all.scheduler
-        assert not (half._lookups or half._loads or half._saves)
+        assert not any((half._lookups, half._loads, half._saves))
         assert not any(member.loads or member.saves for member in half._members)
 
 

@@ -33,7 +33,7 @@ def test_a_look_up_asks_each_for_what_those_before_it_lack(peer, store, other):
     job = both.scheduler.lookup(KEYS)
     both.start()
     assert [lookup.keys for lookup in store.pending] == [KEYS]
-    assert not (peer.pending or other.pending)
+    assert peer.pending == other.pending == []
 
     store.answer(store.pending[0])
     assert not both.step().lookups
