@@ -30,6 +30,7 @@ class Segment:
     Args:
         layout: of an object; see `PoolCut.object_layout`.
         pinned: for a device's copies.
+        num_slots: objects that shall fit; None: one call's worth.
 
     Attributes:
         frames: the slots, `[num_slots, HEADER_BYTES + block_bytes]` uint8.
@@ -41,14 +42,16 @@ class Segment:
         slots: each slot's bytes, as stores and codec take them.
     """
 
-    def __init__(self, layout: KvLayout, *, pinned: bool) -> None:
-        self.num_slots = slots_per_segment(layout)
+    def __init__(self, layout: KvLayout, *, pinned: bool, num_slots: int | None = None) -> None:
+        self.num_slots = num_slots or slots_per_segment(layout)
         shape = (self.num_slots, HEADER_BYTES + layout.block_bytes)
         self.frames = torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned)
         self.payload = self.frames[:, HEADER_BYTES:]
         self.object_ids = torch.zeros(self.num_slots, dtype=torch.int64, pin_memory=pinned)
         self.overflowed = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
-        self.slots = [memoryview(frame.numpy()) for frame in self.frames]
+        whole = memoryview(self.frames.view(-1).numpy())
+        starts = range(0, len(whole), shape[1])
+        self.slots = [whole[start : start + shape[1]] for start in starts]
         self._layout = layout
 
     def clear_after(self, slot: int, num_tokens: int) -> None:

@@ -1,7 +1,6 @@
 """`PeerBackend`: peers as a `StagedMover` sees them; see `kvstore.staged_mover.Backend`."""
 
 import logging
-import time
 from collections.abc import Sequence
 
 from kvstore.connector import LoadJob, SaveJob
@@ -67,8 +66,7 @@ class PeerBackend:
         handoff = job.handoff
         if handoff is None or self._renewals.is_lost(handoff.handoff_id):
             return 0
-        give_up_at = time.monotonic() + self._timeout_s
-        request = BlockRequest(handoff.handoff_id, keys, self.layout, give_up_at)
+        request = BlockRequest(handoff.handoff_id, keys, self.layout, self._timeout_s)
         try:
             with self._peers.use(PeerAddress.from_params(handoff.connector_params)) as peer:
                 return self._plane.fetch(peer, request, slots)

@@ -15,7 +15,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import grpc
@@ -46,18 +46,24 @@ class BlockRequest:
         lease_id: the lease.
         keys: of the blocks.
         layout: the reader's form of a block in words.
-        give_up_at: when it is too late, by `time.monotonic`.
+        timeout_s: longest wait for all of them.
+        began_at: when the wait began, by `time.monotonic`.
     """
 
     lease_id: str
     keys: Sequence[bytes]
     layout: str
-    give_up_at: float
+    timeout_s: float
+    began_at: float = field(default_factory=time.monotonic)
 
     @property
     def remaining_s(self) -> float:
         """Time left."""
-        return max(0.0, self.give_up_at - time.monotonic())
+        return max(0.0, self.began_at + self.timeout_s - time.monotonic())
+
+    def begun_anew(self) -> "BlockRequest":
+        """The request with all of its time: to meet a peer for the first time is not its matter."""
+        return replace(self, began_at=time.monotonic())
 
     def rest(self, first: int) -> "BlockRequest":
         """The request without its leading blocks."""
@@ -111,7 +117,9 @@ class PullPlane(DataPlane):
         self._settlements = settlements
 
     def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
-        self._add(peer, request)
+        if not peer.is_added:
+            self._add(peer, request)
+            request = request.begun_anew()
         message = pb.OpenBlocksRequest(
             blocks=request.to_proto(peer.address), timeout_ms=int(request.remaining_s * 1000)
         )
@@ -126,8 +134,6 @@ class PullPlane(DataPlane):
 
     def _add(self, peer: Peer, request: BlockRequest) -> None:
         """Makes the transport know the peer."""
-        if peer.is_added:
-            return
         described = peer.stub.Describe(pb.DescribeRequest(), timeout=request.remaining_s)
         if described.generation != peer.address.generation:
             raise GenerationGoneError(f"{peer.address.endpoint}: another process answers")
@@ -196,7 +202,10 @@ class PushPlane(DataPlane):
             targets=to_protos(_payload_ranges(slots)),
             timeout_ms=int(request.remaining_s * 1000 * _WRITE_SHARE),
         )
-        pushed = self._push(peer, message, request.remaining_s)
+        # What the peer does to meet this process for the first time may take as long again.
+        timeout_s = request.remaining_s if peer.is_added else 2 * request.remaining_s
+        pushed = self._push(peer, message, timeout_s)
+        peer.is_added = True
         _write_headers(pushed.locations, slots)
         num_pushed = len(pushed.locations)
         if num_pushed < len(slots):  # missing, or of a type that must be converted first

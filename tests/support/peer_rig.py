@@ -12,6 +12,7 @@ from kvstore.handoff import KvHandoff
 from kvstore.job_scheduler import JobScheduler
 from kvstore.layout import KvLayout
 from kvstore.peer.address import PeerUrl
+from kvstore.peer.open import open_peer_connector
 from kvstore.peer.transport import MemoryRange, PeerTransport, TransferError
 from kvstore.peer.worker import PeerConnectorWorker
 from kvstore.transfer_form import TransferForm
@@ -45,14 +46,8 @@ class PeerRig:
         form: TransferForm | None = None,
         pool: torch.Tensor | None = None,
     ) -> None:
-        peer_url = PeerUrl.parse(url)
-        self.worker = PeerConnectorWorker(peer_url, transport)
-        self.scheduler = JobScheduler(
-            peer_url.scheme,
-            lease_s=peer_url.lease_s,
-            finds_by_key=False,
-            params=self.worker.address.to_params(peer_url.scheme),
-        )
+        opened = open_peer_connector(url) if transport is None else _open(url, transport)
+        self.scheduler, self.worker = opened
         self.pool = random_pool(num_blocks, layout) if pool is None else pool
         self.woken = threading.Event()
         self.worker.set_waker(self.woken.set)
@@ -116,6 +111,14 @@ class PeerRig:
         for lease_id in lease_ids:
             self.scheduler.end_lease(lease_id)
         self.step()
+
+
+def _open(url: str, transport: PeerTransport) -> tuple[JobScheduler, PeerConnectorWorker]:
+    peer_url = PeerUrl.parse(url)
+    worker = PeerConnectorWorker(peer_url, transport)
+    params = worker.address.to_params(peer_url.scheme)
+    lease_s = peer_url.lease_s
+    return JobScheduler("nixl", lease_s=lease_s, finds_by_key=False, params=params), worker
 
 
 class MemoryTransport(PeerTransport):

@@ -1,0 +1,167 @@
+"""Peers in processes of their own: real transfers, kills, stops, restarts."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.layout import KvLayout
+from tests.support.peer_process import LendingProcess
+from tests.support.peer_rig import PeerRig
+
+URLS = {"grpc": "grpc://", "pull": "nixl://?mode=pull", "push": "nixl://?mode=push"}
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, block_size=16, head_dim=64, dtype="bfloat16")
+TIMEOUT_S = 2.0  # of one transfer, on a machine that has much else to do
+
+
+def url_of(way: str, **options: Any) -> str:
+    url = URLS[way]
+    for name, value in options.items():
+        url += f"{'&' if '?' in url else '?'}{name}={value}"
+    return url
+
+
+@pytest.fixture(params=URLS)
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def lend(way: str) -> Iterator[Callable[..., LendingProcess]]:
+    processes: list[LendingProcess] = []
+
+    def start(num_blocks: int = 256, seed: int = 0, **options: Any) -> LendingProcess:
+        url = url_of(way, timeout_s=TIMEOUT_S, **options)
+        if "port" in options:
+            url = url.replace("://", f"://127.0.0.1:{options['port']}").replace(
+                f"&port={options['port']}", ""
+            )
+        processes.append(LendingProcess(url, LAYOUT, num_blocks, seed))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture
+def decode(way: str) -> Iterator[PeerRig]:
+    rig = PeerRig(
+        url_of(way, timeout_s=TIMEOUT_S),
+        LAYOUT,
+        pool=torch.zeros(256, *LAYOUT.block_shape).bfloat16(),
+    )
+    yield rig
+    began_at = time.monotonic()
+    rig.worker.close()
+    assert time.monotonic() - began_at < 10, "close is bounded"
+
+
+def test_blocks_cross(lend: Callable[..., LendingProcess], decode: PeerRig) -> None:
+    prefill = lend()
+    job_id = prefill.ask("publish", range(200), "lease", 0, 5)
+    handoff = prefill.ask("handoff", 200)
+
+    assert decode.load(handoff, range(200)).num_blocks == 200
+    assert torch.equal(decode.pool[:199], prefill.pool[:199])
+    assert torch.equal(decode.pool[199, ..., :5, :], prefill.pool[199, ..., :5, :])
+    assert not decode.pool[199, ..., 5:, :].any()
+    prefill.ask("end", "lease")
+    give_up_at = time.monotonic() + 10
+    while prefill.ask("released") != [job_id]:
+        assert time.monotonic() < give_up_at
+
+
+def test_a_killed_peer_costs_little_and_others_nothing(
+    lend: Callable[..., LendingProcess], decode: PeerRig
+) -> None:
+    killed, other = lend(seed=1), lend(seed=2)
+    for process in (killed, other):
+        process.ask("publish", range(16))
+    handoff, others = killed.ask("handoff", 16), other.ask("handoff", 16)
+    assert decode.load(handoff, range(16)).num_blocks == 16
+    killed.kill()
+    before = decode.pool.clone()
+
+    began_at = time.monotonic()
+    jobs = [decode.start_load(handoff, range(20, 36)) for _ in range(20)]
+    decode.run_until(lambda: len(decode.loads) == 21)
+
+    assert {decode.loads[job].error for job in jobs} == {"unavailable"}
+    assert time.monotonic() - began_at < 4 * TIMEOUT_S
+    assert torch.equal(decode.pool, before)
+    assert decode.load(others, range(16)).num_blocks == 16
+
+
+def test_loads_under_way_end_when_their_peer_is_killed(
+    lend: Callable[..., LendingProcess], decode: PeerRig
+) -> None:
+    prefill = lend()
+    prefill.ask("publish", range(250))
+    handoff = prefill.ask("handoff", 250)
+    jobs = [decode.start_load(handoff, range(250)) for _ in range(8)]
+    decode.step()
+    prefill.kill()
+    decode.run_until(lambda: len(decode.loads) == len(jobs))
+
+    for job in jobs:
+        result = decode.loads[job]
+        assert result.num_blocks == 250 or result.error == "unavailable"
+    longest = max(result.num_blocks for result in decode.loads.values())
+    assert torch.equal(decode.pool[:longest], prefill.pool[:longest])
+
+
+def test_a_stopped_peer_costs_one_timeout_and_is_found_again(
+    lend: Callable[..., LendingProcess], decode: PeerRig
+) -> None:
+    prefill = lend(lease_s=60)
+    prefill.ask("publish", range(16))
+    handoff = prefill.ask("handoff", 16)
+    prefill.stop()
+    began_at = time.monotonic()
+    jobs = [decode.start_load(handoff, range(20, 36)) for _ in range(20)]
+    decode.run_until(lambda: len(decode.loads) == len(jobs))
+    assert {decode.loads[job].error for job in jobs} == {"unavailable"}
+    assert time.monotonic() - began_at < 4 * TIMEOUT_S
+
+    prefill.go_on()
+    give_up_at = time.monotonic() + 15
+    while (result := decode.load(handoff, range(16))).num_blocks < 16:
+        assert time.monotonic() < give_up_at, result
+        decode.woken.wait(0.1)
+    assert torch.equal(decode.pool[:16], prefill.pool[:16])
+    decode.run_until(lambda: decode.worker._settlements.num_open == 0)
+    decode.start_load(handoff, [40])
+    decode.run_until(lambda: decode.worker._mover.staging.num_quarantined == 0)
+
+
+def test_a_restarted_process_at_the_same_address_lends_anew(
+    lend: Callable[..., LendingProcess], decode: PeerRig
+) -> None:
+    first = lend(seed=1)
+    first.ask("publish", range(16))
+    old = first.ask("handoff", 16)
+    assert decode.load(old, range(16)).num_blocks == 16
+    first.kill()
+    second = lend(seed=2, port=first.endpoint.rpartition(":")[2])
+    second.ask("publish", range(16))
+    before = decode.pool.clone()
+
+    result = decode.load(old, range(20, 36))
+    assert (result.num_blocks, result.error) == (0, "missing")
+    assert torch.equal(decode.pool, before)
+    assert decode.load(second.ask("handoff", 16), range(20, 36)).num_blocks == 16
+    assert torch.equal(decode.pool[20:36], second.pool[:16])
+
+
+def test_close_with_loads_under_way(lend: Callable[..., LendingProcess], decode: PeerRig) -> None:
+    prefill = lend()
+    prefill.ask("publish", range(250))
+    handoff = prefill.ask("handoff", 250)
+    prefill.stop()
+    for _ in range(8):
+        decode.start_load(handoff, range(250))
+    decode.step()
+    # The fixture closes it, within its bound.

@@ -1,0 +1,74 @@
+"""A `PeerRig` in a process of its own, to be asked, stopped and killed."""
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import torch
+
+from kvstore.layout import KvLayout
+from tests.support.peer_rig import LAYOUT, TIMEOUT_S, PeerRig, random_pool
+
+__all__ = ["LendingProcess"]
+
+
+class LendingProcess:
+    """Lends blocks of a pool that `random_pool` gives for the seed."""
+
+    def __init__(
+        self, url: str, layout: KvLayout = LAYOUT, num_blocks: int = 64, seed: int = 0
+    ) -> None:
+        # Forked from a process that has imported torch and nothing has begun in.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.peer_rig"])
+        self._ours, theirs = context.Pipe()
+        arguments = (theirs, url, layout, num_blocks, seed)
+        self._process = context.Process(target=_lend, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pool = random_pool(num_blocks, layout, seed)
+        self.endpoint: str = self._answer(60)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the rig, and steps it meanwhile and afterwards."""
+        self._ours.send((method, arguments))
+        return self._answer(TIMEOUT_S)
+
+    def stop(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+        self._ours.close()
+
+    def _answer(self, timeout_s: float) -> Any:
+        assert self._ours.poll(timeout_s), "the process does not answer"
+        return self._ours.recv()
+
+
+def _lend(commands: Connection, url: str, layout: KvLayout, num_blocks: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    rig = PeerRig(url, layout, pool=random_pool(num_blocks, layout, seed))
+    commands.send(rig.worker.address.endpoint)
+    while True:
+        if commands.poll(0.005):
+            method, arguments = commands.recv()
+            if method == "released":
+                commands.send(list(rig.released))
+            else:
+                commands.send(getattr(rig, method)(*arguments))
+        rig.step()
