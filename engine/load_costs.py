@@ -1,7 +1,7 @@
 """`LoadCosts`: whether KV is loaded sooner than it is computed. Pure.
 
 What a load will take is told by those before it: so much per load and so much
-per block, the straight line that fits best (least squares, where a load counts
+per token, the straight line that fits best (least squares, where a load counts
 less with each that ends after it). A load is given up before it begins, or
 while it runs, where computing is clearly cheaper. So that a store which has
 recovered is seen, one load in a while is tried nevertheless; if that is worth
@@ -10,6 +10,9 @@ it, what was before is forgotten.
 
 import math
 from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.runner import StepCosts
 
 __all__ = ["LoadCosts"]
 
@@ -33,40 +36,45 @@ class LoadCosts:
     Args:
         prompt_token_s: seconds to compute one more token of a prompt; infinite where
             nothing is to be computed that could be loaded.
-        block_size: tokens per block.
     """
 
-    def __init__(self, prompt_token_s: float, block_size: int) -> None:
-        self._block_s = prompt_token_s * block_size
+    def __init__(self, prompt_token_s: float) -> None:
+        self._prompt_token_s = prompt_token_s
         self._line = _Line()
         self._num_seen = 0
         self._running: dict[int, _Running] = {}
         self._last_start = -math.inf
         self._last_end = -math.inf
 
-    def may_load(self, num_blocks: int, num_queued_blocks: int, now: float) -> bool:
-        """Whether a load of so many blocks is sooner done than computing them, or is to be tried.
+    @classmethod
+    def of(cls, config: EngineConfig, costs: StepCosts) -> "LoadCosts":
+        """Those of an engine. By policy it computes nothing that a load was to bring."""
+        may_compute = config.kv_load_failure_policy == "recompute"
+        return cls(costs.prompt_token_s if may_compute else math.inf)
+
+    def may_load(self, num_tokens: int, num_queued_tokens: int, now: float) -> bool:
+        """Whether so many tokens' KV is sooner loaded than computed, or a load is to be tried.
 
         Args:
-            num_blocks: to load, or else to compute; one or more.
-            num_queued_blocks: others that would be computed before them.
+            num_tokens: to load, or else to compute; one or more.
+            num_queued_tokens: others that would be computed before them.
             now: the time.
         """
         is_due = now - self._last_start >= _PROBE_INTERVAL_S
-        return is_due or self._is_worth(num_blocks, self._compute_s(num_blocks, num_queued_blocks))
+        return is_due or self._is_worth(num_tokens, self._compute_s(num_tokens, num_queued_tokens))
 
-    def predict_s(self, num_blocks: int) -> float:
-        """Seconds that a load of so many blocks would take now, behind those that run."""
-        ahead = sum(self._line.at(load.num_blocks) for load in self._running.values())
-        return ahead + self._line.at(num_blocks)
+    def predict_s(self, num_tokens: int) -> float:
+        """Seconds that a load of so many tokens would take now, behind those that run."""
+        ahead = sum(self._line.at(load.num_tokens) for load in self._running.values())
+        return ahead + self._line.at(num_tokens)
 
     # Loads that run.
 
-    def start(self, job_id: int, num_blocks: int, num_queued_blocks: int, now: float) -> None:
+    def start(self, job_id: int, num_tokens: int, num_queued_tokens: int, now: float) -> None:
         """A load begins, for which nobody waits yet; as in `may_load`."""
-        compute_s = self._compute_s(num_blocks, num_queued_blocks)
-        is_probe = not self._is_worth(num_blocks, compute_s)
-        self._running[job_id] = _Running(num_blocks, now, compute_s, is_probe)
+        compute_s = self._compute_s(num_tokens, num_queued_tokens)
+        is_probe = not self._is_worth(num_tokens, compute_s)
+        self._running[job_id] = _Running(num_tokens, now, compute_s, is_probe)
         self._last_start = now
 
     def wait(self, job_id: int, now: float) -> None:
@@ -89,7 +97,7 @@ class LoadCosts:
         load_s = ended_at - max(load.started_at, min(self._last_end, ended_at))
         if load.is_probe and load_s <= max(_ALWAYS_WORTH_S, load.compute_s):
             self._line = _Line()
-        self._line.add(load.num_blocks, load_s)
+        self._line.add(load.num_tokens, load_s)
         self._last_end = max(self._last_end, ended_at)
         self._num_seen += 1
 
@@ -110,18 +118,18 @@ class LoadCosts:
             self.end(job_id, now)
         return overdue
 
-    def _compute_s(self, num_blocks: int, num_queued_blocks: int) -> float:
-        return (num_blocks + num_queued_blocks) * self._block_s
+    def _compute_s(self, num_tokens: int, num_queued_tokens: int) -> float:
+        return (num_tokens + num_queued_tokens) * self._prompt_token_s
 
-    def _is_worth(self, num_blocks: int, compute_s: float) -> bool:
+    def _is_worth(self, num_tokens: int, compute_s: float) -> bool:
         if self._num_seen < _MIN_LOADS:
             return True
-        return self.predict_s(num_blocks) <= max(_ALWAYS_WORTH_S, compute_s)
+        return self.predict_s(num_tokens) <= max(_ALWAYS_WORTH_S, compute_s)
 
 
 @dataclass(slots=True)
 class _Running:
-    num_blocks: int
+    num_tokens: int
     started_at: float
     compute_s: float
     is_probe: bool

@@ -7,28 +7,28 @@ from hypothesis import strategies as st
 from engine.load_costs import LoadCosts
 
 TOKEN_S = 0.001
-BLOCK_SIZE = 16
-BLOCK_S = TOKEN_S * BLOCK_SIZE
+TOKEN_SIZE = 16
+TOKEN_S = TOKEN_S * TOKEN_SIZE
 
 
 class Store:
     """Loads one after the other, by a clock of its own."""
 
-    def __init__(self, latency_s: float = 0.0, block_s: float = 0.0) -> None:
-        self.costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
+    def __init__(self, latency_s: float = 0.0, token_s: float = 0.0) -> None:
+        self.costs = LoadCosts(TOKEN_S)
         self.latency_s = latency_s
-        self.block_s = block_s
+        self.token_s = token_s
         self.now = 100.0
         self._num_jobs = 0
 
-    def load(self, num_blocks: int) -> None:
+    def load(self, num_tokens: int) -> None:
         self._num_jobs += 1
-        self.costs.start(self._num_jobs, num_blocks, 0, self.now)
-        self.now += self.latency_s + num_blocks * self.block_s
+        self.costs.start(self._num_jobs, num_tokens, 0, self.now)
+        self.now += self.latency_s + num_tokens * self.token_s
         self.costs.end(self._num_jobs, self.now)
 
-    def may_load(self, num_blocks: int, num_queued_blocks: int = 0) -> bool:
-        return self.costs.may_load(num_blocks, num_queued_blocks, self.now)
+    def may_load(self, num_tokens: int, num_queued_tokens: int = 0) -> bool:
+        return self.costs.may_load(num_tokens, num_queued_tokens, self.now)
 
 
 def test_the_first_loads_are_not_judged():
@@ -40,12 +40,12 @@ def test_the_first_loads_are_not_judged():
 
 
 def test_latency_and_rate_are_told_apart():
-    store = Store(latency_s=0.5, block_s=0.002)
-    for num_blocks in (10, 200, 50, 100):
-        store.load(num_blocks)
+    store = Store(latency_s=0.5, token_s=0.002)
+    for num_tokens in (10, 200, 50, 100):
+        store.load(num_tokens)
     assert store.costs.predict_s(20) == pytest.approx(0.54)
     assert store.costs.predict_s(1000) == pytest.approx(2.5)
-    # 0.5 s of latency are not worth 20 blocks at 16 ms each, but worth 1,000.
+    # 0.5 s of latency are not worth 20 tokens at 16 ms each, but worth 1,000.
     assert not store.may_load(20)
     assert store.may_load(1000)
 
@@ -55,12 +55,12 @@ def test_what_is_computed_first_counts():
     for _ in range(4):
         store.load(10)
     assert not store.may_load(10)
-    assert store.may_load(10, num_queued_blocks=40)
+    assert store.may_load(10, num_queued_tokens=40)
 
 
 def test_quick_loads_are_taken_however_quick_computing_is():
     store = Store(latency_s=0.04)
-    store.costs = LoadCosts(0.0, BLOCK_SIZE)
+    store.costs = LoadCosts(0.0)
     for _ in range(4):
         store.load(10)
     assert store.may_load(10)
@@ -109,12 +109,12 @@ def test_a_load_that_is_given_up_tells_that_loads_take_long():
 
 
 def test_patience_is_some_times_what_computing_takes():
-    costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
-    for job, (num_blocks, num_queued) in enumerate([(1, 0), (100, 0), (100, 100)]):
-        costs.start(job, num_blocks, num_queued, now=50.0)
+    costs = LoadCosts(TOKEN_S)
+    for job, (num_tokens, num_queued) in enumerate([(1, 0), (100, 0), (100, 100)]):
+        costs.start(job, num_tokens, num_queued, now=50.0)
         assert costs.next_give_up is None, "nobody waits for it"
         costs.wait(job, now=60.0)
-        patience_s = max(0.25, 3 * (num_blocks + num_queued) * BLOCK_S)
+        patience_s = max(0.25, 3 * (num_tokens + num_queued) * TOKEN_S)
         assert costs.next_give_up == pytest.approx(60.0 + patience_s)
         assert costs.give_up(60.0 + patience_s - 0.01) == []
         assert costs.give_up(60.0 + patience_s + 0.01) == [job]
@@ -123,7 +123,7 @@ def test_patience_is_some_times_what_computing_takes():
 
 def test_where_nothing_may_be_computed_nothing_is_given_up():
     store = Store(latency_s=100.0)
-    store.costs = LoadCosts(math.inf, BLOCK_SIZE)
+    store.costs = LoadCosts(math.inf)
     for _ in range(10):
         store.load(10)
     assert store.may_load(10)
@@ -134,14 +134,14 @@ def test_where_nothing_may_be_computed_nothing_is_given_up():
 
 
 def test_what_a_load_took_counts_and_not_when_it_was_asked_for():
-    costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
+    costs = LoadCosts(TOKEN_S)
     costs.start(1, 10, 0, now=0.0)
     costs.end(1, now=5.0, seconds=0.2)
     assert costs.predict_s(10) == pytest.approx(0.2)
 
 
 def test_loads_that_run_side_by_side_share_their_time():
-    costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
+    costs = LoadCosts(TOKEN_S)
     for job in range(8):
         costs.start(job, 10, 0, now=0.0)
     for job in range(8):
@@ -152,7 +152,7 @@ def test_loads_that_run_side_by_side_share_their_time():
 
 
 def test_what_ended_otherwise_tells_nothing():
-    costs = LoadCosts(TOKEN_S, BLOCK_SIZE)
+    costs = LoadCosts(TOKEN_S)
     costs.start(1, 10, 0, now=0.0)
     costs.drop(1)
     costs.end(1, 100.0)
@@ -165,13 +165,13 @@ def test_what_ended_otherwise_tells_nothing():
     st.lists(st.tuples(st.integers(1, 4096), st.floats(0, 100, allow_subnormal=False)), min_size=1),
     st.integers(1, 4096),
 )
-def test_predictions_neither_fall_nor_pass_below_zero(loads, num_blocks):
-    costs, now = LoadCosts(TOKEN_S, BLOCK_SIZE), 0.0
+def test_predictions_neither_fall_nor_pass_below_zero(loads, num_tokens):
+    costs, now = LoadCosts(TOKEN_S), 0.0
     for job, (size, seconds) in enumerate(loads):
         costs.start(job, size, 0, now)
         now += seconds
         costs.end(job, now)
-    assert 0 <= costs.predict_s(num_blocks) <= costs.predict_s(num_blocks + 1) + 1e-9
+    assert 0 <= costs.predict_s(num_tokens) <= costs.predict_s(num_tokens + 1) + 1e-9
 
 
 @given(
@@ -180,10 +180,10 @@ def test_predictions_neither_fall_nor_pass_below_zero(loads, num_blocks):
     st.floats(0, 0.1),
     st.integers(1, 500),
 )
-def test_a_steady_store_is_predicted_as_it_is(sizes, latency_s, block_s, num_blocks):
-    store = Store(latency_s, block_s)
-    store.costs = LoadCosts(1e3, BLOCK_SIZE)  # so slow that every load is worth it
+def test_a_steady_store_is_predicted_as_it_is(sizes, latency_s, token_s, num_tokens):
+    store = Store(latency_s, token_s)
+    store.costs = LoadCosts(1e3)  # so slow that every load is worth it
     for size in [*sizes, 1, 500]:  # of two sizes at least
         store.load(size)
-    expected_s = latency_s + num_blocks * block_s
-    assert store.costs.predict_s(num_blocks) == pytest.approx(expected_s, rel=1e-3, abs=1e-3)
+    expected_s = latency_s + num_tokens * token_s
+    assert store.costs.predict_s(num_tokens) == pytest.approx(expected_s, rel=1e-3, abs=1e-3)
