@@ -1,16 +1,36 @@
-"""Fixtures of the conformance suite: the store under test, opened as a test needs it."""
+"""Fixtures of the conformance suite: the store or connector under test, opened as a test
+needs it. Tests of stores are collected for stores alone, tests of connectors for all.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 
-from kvstore.registry import open_store, store_capabilities
+from kvstore.conformance.engines import TinyEngine
+from kvstore.connector_factory import ConnectorCapabilities
+from kvstore.connector_url import scheme_of, split_members
+from kvstore.open_connector import connector_capabilities
+from kvstore.registry import known_stores, open_store, store_capabilities
 from kvstore.store import KvStore
 
 StoreOpener = Callable[..., KvStore]
+EngineOpener = Callable[..., TinyEngine]
+
+_CONNECTOR_TESTS = "test_connector_"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Passes over the tests of stores where the connector is none."""
+    url = config.getoption("--kv-connector")
+    is_for_stores = collection_path.name.startswith("test_") and not (
+        collection_path.name.startswith(_CONNECTOR_TESTS)
+    )
+    is_no_store = bool(url) and scheme_of(str(url)) not in known_stores()
+    return True if is_for_stores and is_no_store else None
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +66,44 @@ def open_kv_store(make_url: Callable[..., str]) -> Iterator[StoreOpener]:
 @pytest.fixture
 def store(open_kv_store: StoreOpener) -> KvStore:
     return open_kv_store()
+
+
+@pytest.fixture
+def capabilities(kv_connector_url: str) -> ConnectorCapabilities:
+    """What the connector says that it can do."""
+    return connector_capabilities(kv_connector_url)
+
+
+@pytest.fixture
+def open_engine(kv_connector_url: str) -> Iterator[EngineOpener]:
+    """Opens engines on the connector; closes them."""
+    with ExitStack() as opened:
+
+        def open_one(*args: Any, url: str = kv_connector_url, **options: Any) -> TinyEngine:
+            return opened.enter_context(closing(TinyEngine(url, *args, **options)))
+
+        yield open_one
+
+
+@pytest.fixture
+def publisher(open_engine: EngineOpener) -> TinyEngine:
+    return open_engine()
+
+
+@pytest.fixture
+def reader(open_engine: EngineOpener) -> TinyEngine:
+    return open_engine()
+
+
+@pytest.fixture
+def short_lease_url(kv_connector_url: str) -> str:
+    """The URL with a lease of a second, for each member that keeps leases."""
+    if scheme_of(kv_connector_url) != "multi":
+        return _with_short_lease(kv_connector_url)
+    return "multi://" + ",".join(map(_with_short_lease, split_members(kv_connector_url)))
+
+
+def _with_short_lease(url: str) -> str:
+    if not connector_capabilities(url).keeps_leases:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}lease_s=1"

@@ -106,6 +106,18 @@ def test_who_lacked_one_block_is_asked_for_the_next_and_who_did_not_answer_is_no
     assert not other.pending
 
 
+def test_who_did_not_answer_is_not_asked_for_what_comes_later(store, other):
+    both = Members(store, other)
+    job = both.scheduler.load(KEYS, BLOCKS)
+    both.start()
+    store.end_load(store.pending[0], 0, "timed out")
+    both.step()
+    other.end_load(other.pending[0], 3, "missing")
+
+    assert both.step().loads == (LoadResult(job, 3, "timed out"),)
+    assert not store.pending
+
+
 def test_a_load_that_nobody_can_end_says_the_worst_that_it_heard(peer, store):
     both = Members(peer, store)
     job = both.scheduler.load(KEYS, BLOCKS, both.scheduler.make_handoff("h", b"n", KEYS, 20))

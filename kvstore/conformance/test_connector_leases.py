@@ -1,0 +1,151 @@
+"""Leases: what is lent is given back once, and not read afterwards."""
+
+import time
+
+import pytest
+import torch
+
+from kvstore.conformance.conftest import EngineOpener
+from kvstore.conformance.engines import DEADLINE_S, TinyEngine, random_prompt
+from kvstore.connector_factory import ConnectorCapabilities
+
+_AWHILE_S = 0.3
+
+
+@pytest.fixture
+def lends(capabilities: ConnectorCapabilities) -> None:
+    if not capabilities.lends_blocks:
+        pytest.skip("the connector copies blocks")
+
+
+@pytest.fixture
+def only_lends(capabilities: ConnectorCapabilities) -> None:
+    if not capabilities.lends_blocks or capabilities.finds_by_key:
+        pytest.skip("others have copies of what is saved")
+
+
+def test_what_is_lent_is_declared(
+    publisher: TinyEngine, capabilities: ConnectorCapabilities
+) -> None:
+    result = publisher.save(random_prompt(2), range(2), lease_id="l")
+    assert result.is_held == capabilities.lends_blocks
+
+
+@pytest.mark.usefixtures("lends")
+def test_what_is_lent_is_given_back_when_its_lease_is_ended(publisher: TinyEngine) -> None:
+    keys = random_prompt(6)
+    jobs = [
+        publisher.start_save(keys[:4], range(4), lease_id="l"),
+        publisher.start_save(keys[4:], range(4, 6), lease_id="l"),
+    ]
+    publisher.run_until(lambda: all(job in publisher.saves for job in jobs), "two saves")
+    publisher.run_for(_AWHILE_S)
+    assert not publisher.released, "nobody has ended the lease"
+
+    publisher.scheduler.end_lease("l")
+    publisher.scheduler.end_lease("l")
+    publisher.run_until(lambda: len(publisher.released) == 2, "giving back")
+    publisher.run_for(_AWHILE_S)
+    assert sorted(publisher.released) == sorted(jobs)
+
+
+@pytest.mark.usefixtures("only_lends")
+def test_nothing_is_read_after_the_end_of_a_lease(
+    publisher: TinyEngine, reader: TinyEngine
+) -> None:
+    keys = random_prompt(4)
+    handoff = publisher.publish(keys, range(4))
+    assert reader.load(handoff, range(4)).num_blocks == 4
+    publisher.scheduler.end_lease(handoff.handoff_id)
+    publisher.run_until(lambda: bool(publisher.released), "giving back")
+    publisher.block_bytes[:] = 0
+    before = reader.block_bytes.clone()
+
+    result = reader.load(handoff, range(10, 14))
+    assert result.num_blocks == 0
+    assert result.error
+    assert torch.equal(reader.block_bytes, before)
+
+
+@pytest.mark.usefixtures("only_lends")
+def test_one_leases_end_leaves_another_on_the_same_blocks(
+    publisher: TinyEngine, reader: TinyEngine
+) -> None:
+    keys = random_prompt(4)
+    first, second = publisher.publish(keys, range(4)), publisher.publish(keys, range(4))
+    publisher.scheduler.end_lease(first.handoff_id)
+    publisher.run_until(lambda: bool(publisher.released), "giving back")
+
+    assert len(publisher.released) == 1
+    assert reader.load(second, range(4)).num_blocks == 4
+    assert reader.load(first, range(4)).num_blocks == 0
+
+
+@pytest.mark.usefixtures("only_lends")
+def test_a_lease_that_nobody_renews_runs_out(
+    open_engine: EngineOpener, short_lease_url: str
+) -> None:
+    publisher, reader = open_engine(url=short_lease_url), open_engine(url=short_lease_url)
+    handoff = publisher.publish(random_prompt(4), range(4))
+    assert handoff.lease_ms == 1000, "`lease_s` of the URL is the lease of handoffs"
+    publisher.run_until(lambda: bool(publisher.released), "a lease of a second")
+    before = reader.block_bytes.clone()
+
+    assert reader.load(handoff, range(4)).num_blocks == 0
+    assert torch.equal(reader.block_bytes, before)
+
+
+@pytest.mark.usefixtures("only_lends")
+def test_a_lease_that_is_kept_lasts_until_it_is_dropped(
+    open_engine: EngineOpener, short_lease_url: str
+) -> None:
+    publisher, reader = open_engine(url=short_lease_url), open_engine(url=short_lease_url)
+    handoff = publisher.publish(random_prompt(4), range(4))
+    reader.scheduler.keep(handoff)
+    give_up_at = time.monotonic() + 3.0
+    while time.monotonic() < give_up_at:
+        publisher.run_for(0.02)
+        reader.run_for(0.02)
+    assert not publisher.released, "the lease was renewed"
+    assert reader.load(handoff, range(4)).num_blocks == 4
+
+    reader.scheduler.drop(handoff.handoff_id)
+    reader.step()
+    publisher.run_until(lambda: bool(publisher.released), "a lease that was dropped")
+
+
+def test_ending_and_dropping_what_nobody_knows_is_nothing(
+    publisher: TinyEngine, reader: TinyEngine
+) -> None:
+    publisher.scheduler.end_lease("unknown")
+    reader.scheduler.drop("unknown")
+    assert reader.load(publisher.publish(random_prompt(2), range(2)), range(2)).num_blocks == 2
+
+
+def test_the_end_of_a_lease_leaves_copies(
+    publisher: TinyEngine, reader: TinyEngine, capabilities: ConnectorCapabilities
+) -> None:
+    """What can be found by key serves other requests, whatever becomes of a handoff."""
+    if not capabilities.finds_by_key:
+        pytest.skip("nothing is found by its key")
+    keys = random_prompt(3)
+    handoff = publisher.publish(keys, range(3))
+    publisher.scheduler.end_lease(handoff.handoff_id)
+    publisher.run_for(_AWHILE_S)
+
+    assert reader.look_up(keys) == 3
+
+
+@pytest.mark.usefixtures("only_lends")
+def test_a_publisher_that_is_gone_costs_a_bounded_time(
+    publisher: TinyEngine, reader: TinyEngine
+) -> None:
+    handoff = publisher.publish(random_prompt(3), range(3))
+    publisher.close()
+    publisher.block_bytes[:] = 0
+    before = reader.block_bytes.clone()
+    began_at = time.monotonic()
+
+    assert reader.load(handoff, range(3)).num_blocks == 0
+    assert time.monotonic() - began_at < DEADLINE_S
+    assert torch.equal(reader.block_bytes, before)

@@ -1,0 +1,31 @@
+"""What a connector declares, and which URLs it takes."""
+
+import pytest
+
+from baton.errors import ConfigurationError
+from kvstore.conformance.engines import TinyEngine, random_prompt
+from kvstore.connector_factory import ConnectorCapabilities
+from kvstore.handoff import connector_name
+from kvstore.open_connector import open_connector
+
+
+def test_capabilities_agree_with_each_other(capabilities: ConnectorCapabilities) -> None:
+    if capabilities.shared_between_hosts:
+        assert capabilities.shared_between_processes
+    if capabilities.lends_blocks:
+        assert capabilities.keeps_leases, "what is lent is lent for a time"
+
+
+def test_handoffs_bear_the_connectors_name(kv_connector_url: str, publisher: TinyEngine) -> None:
+    keys = random_prompt(2)
+    handoff = publisher.scheduler.make_handoff("h", b"namespace", keys, 7, "words")
+    assert handoff.connector == publisher.scheduler.scheme == connector_name(kv_connector_url)
+    assert (handoff.handoff_id, handoff.namespace) == ("h", b"namespace")
+    assert (handoff.block_keys, handoff.num_tokens, handoff.kv_form) == (keys, 7, "words")
+    assert handoff.lease_ms > 0
+
+
+def test_an_unknown_option_is_an_error_that_names_it(kv_connector_url: str) -> None:
+    separator = "&" if "?" in kv_connector_url else "?"
+    with pytest.raises(ConfigurationError, match="no_such_option"):
+        open_connector(f"{kv_connector_url}{separator}no_such_option=1")
