@@ -1,0 +1,274 @@
+"""What a peer answers any reader: deadlines, generations, reads that outlive their lease."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.v1 import kv_peer_pb2 as pb
+from baton.v1 import kv_peer_pb2_grpc
+from kvstore.codec import HEADER_BYTES, verify
+from kvstore.connector import LoadResult
+from kvstore.layout import KvLayout
+from kvstore.peer.lending import describe_layout
+from kvstore.peer.transport import TransferError
+from kvstore.transfer_form import TransferForm
+from tests.support.connector_rig import keys
+from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig
+
+READ_S = 1.0
+LARGE = KvLayout(16, 8, 64, 128, "float32")  # blocks of 8 MiB
+
+
+class Reader:
+    """A client that does as it is told, and not as `PeerConnectorWorker` would."""
+
+    def __init__(self, rig: PeerRig, layout: KvLayout) -> None:
+        self.channel = grpc.insecure_channel(rig.worker.address.endpoint)
+        self.stub = kv_peer_pb2_grpc.KvPeerServiceStub(self.channel)
+        self.generation = rig.worker.address.generation
+        self.layout = describe_layout(layout)
+
+    def blocks(self, num_blocks: int, lease_id: str = "lease") -> pb.KvBlockList:
+        return pb.KvBlockList(
+            generation=self.generation,
+            lease_id=lease_id,
+            keys=keys(num_blocks),
+            layout=self.layout,
+        )
+
+    def open_blocks(self, num_blocks: int, timeout_ms: int = 60_000) -> pb.OpenBlocksResponse:
+        message = pb.OpenBlocksRequest(blocks=self.blocks(num_blocks), timeout_ms=timeout_ms)
+        return self.stub.OpenBlocks(message, timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+def prefill() -> Iterator[PeerRig]:
+    rig = PeerRig(f"nixl://?timeout_s={READ_S}", num_blocks=16, transport=MemoryTransport())
+    yield rig
+    rig.worker.close()
+
+
+@pytest.fixture
+def reader(prefill: PeerRig) -> Iterator[Reader]:
+    client = Reader(prefill, LAYOUT)
+    yield client
+    client.channel.close()
+
+
+def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as failed:
+        call()
+    return failed.value.code(), failed.value.details()
+
+
+def test_protobuf_reads_what_is_framed_by_hand(prefill: PeerRig, reader: Reader) -> None:
+    prefill.publish([1, 2, 3])
+    message = pb.ReadBlocksRequest(blocks=reader.blocks(3))
+    stream = b"".join(part.data for part in reader.stub.ReadBlocks(message, timeout=TIMEOUT_S))
+
+    frame_bytes = HEADER_BYTES + LAYOUT.block_bytes
+    assert len(stream) == 3 * frame_bytes
+    for index, key in enumerate(keys(3)):
+        frame = memoryview(stream)[index * frame_bytes :][:frame_bytes]
+        assert verify(frame, key)
+        assert frame[HEADER_BYTES:] == prefill.pool[1 + index].numpy().tobytes()
+
+
+@pytest.mark.parametrize("timeout_s", [None, 3600.0])
+def test_a_call_needs_a_sensible_deadline(
+    prefill: PeerRig, reader: Reader, timeout_s: float | None
+) -> None:
+    prefill.publish([1])
+    stub, blocks = reader.stub, reader.blocks(1)
+    calls = [
+        lambda: stub.Describe(pb.DescribeRequest(), timeout=timeout_s),
+        lambda: stub.OpenBlocks(pb.OpenBlocksRequest(blocks=blocks), timeout=timeout_s),
+        lambda: list(stub.ReadBlocks(pb.ReadBlocksRequest(blocks=blocks), timeout=timeout_s)),
+        lambda: stub.PushBlocks(pb.PushBlocksRequest(blocks=blocks), timeout=timeout_s),
+    ]
+    for call in calls:
+        assert status_of(call)[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_every_call_names_the_generation(prefill: PeerRig, reader: Reader) -> None:
+    prefill.publish([1])
+    reader.generation = b"another"
+    stub, blocks, timeout_s = reader.stub, reader.blocks(1), TIMEOUT_S
+    calls = [
+        lambda: stub.OpenBlocks(pb.OpenBlocksRequest(blocks=blocks), timeout=timeout_s),
+        lambda: stub.CloseBlocks(pb.CloseBlocksRequest(), timeout=timeout_s),
+        lambda: list(stub.ReadBlocks(pb.ReadBlocksRequest(blocks=blocks), timeout=timeout_s)),
+        lambda: stub.PushBlocks(pb.PushBlocksRequest(blocks=blocks), timeout=timeout_s),
+        lambda: stub.SettlePush(pb.SettlePushRequest(), timeout=timeout_s),
+        lambda: stub.RenewLeases(pb.RenewLeasesRequest(), timeout=timeout_s),
+    ]
+    for call in calls:
+        status, message = status_of(call)
+        assert status is grpc.StatusCode.FAILED_PRECONDITION
+        assert message.startswith("generation: ")
+
+
+def test_an_open_read_keeps_the_blocks_of_a_lease_that_is_over(
+    prefill: PeerRig, reader: Reader
+) -> None:
+    job_id = prefill.publish([1, 2])
+    opened = reader.open_blocks(2)
+    prefill.end("lease")
+    prefill.step()
+
+    assert prefill.released == []
+    assert status_of(lambda: reader.open_blocks(2))[0] is grpc.StatusCode.NOT_FOUND
+    message = pb.CloseBlocksRequest(generation=reader.generation, read_ids=[opened.read_id, 99])
+    reader.stub.CloseBlocks(message, timeout=TIMEOUT_S)
+    prefill.run_until(lambda: prefill.released == [job_id])
+
+
+def test_a_reader_that_never_closes_holds_blocks_for_a_bounded_time(
+    prefill: PeerRig, reader: Reader
+) -> None:
+    job_id = prefill.publish([1, 2])
+    reader.open_blocks(2)
+    prefill.end("lease")
+
+    prefill.run_until(lambda: prefill.released == [job_id], 4 * READ_S)
+
+
+def test_a_stalled_stream_is_cut_off_and_its_blocks_come_back() -> None:
+    prefill = PeerRig(f"grpc://?timeout_s={READ_S}", LARGE, num_blocks=4)
+    reader = Reader(prefill, LARGE)
+    try:
+        job_id = prefill.publish(range(4))
+        message = pb.ReadBlocksRequest(blocks=reader.blocks(4))
+        stream = reader.stub.ReadBlocks(message, timeout=TIMEOUT_S)
+        received = [len(next(stream).data)]
+        prefill.end("lease")
+        prefill.run_until(lambda: prefill.released == [job_id], 4 * READ_S)
+        prefill.pool.zero_()  # it is somebody else's now
+
+        with pytest.raises(grpc.RpcError) as failed:
+            received.extend(len(part.data) for part in stream)
+        assert failed.value.code() is grpc.StatusCode.NOT_FOUND
+        assert sum(received) < 4 * (HEADER_BYTES + LARGE.block_bytes)
+    finally:
+        reader.channel.close()
+        prefill.worker.close()
+
+
+def test_a_process_closes_under_its_readers() -> None:
+    prefill = PeerRig("grpc://?timeout_s=20", LARGE, num_blocks=4)
+    reader = Reader(prefill, LARGE)
+    prefill.publish(range(4))
+    message = pb.ReadBlocksRequest(blocks=reader.blocks(4))
+    stream = reader.stub.ReadBlocks(message, timeout=TIMEOUT_S)
+    next(stream)
+    began_at = time.monotonic()
+    prefill.worker.close()
+    prefill.worker.close()
+
+    assert time.monotonic() - began_at < 5
+    with pytest.raises(grpc.RpcError):
+        list(stream)
+    reader.channel.close()
+
+
+def test_an_engine_that_does_not_step_holds_readers_up_for_a_bounded_time() -> None:
+    form = TransferForm(4, "float16")  # blocks must be gathered, by the engine's thread
+    prefill = PeerRig(f"grpc://?timeout_s={READ_S}", form=form)
+    decode = PeerRig(f"grpc://?timeout_s={READ_S}", form=form)
+    try:
+        job_id = prefill.publish([1, 2])
+        assert decode.load(prefill.handoff(2), [1, 2]).error == "unavailable"
+        prefill.end("lease")
+        prefill.run_until(lambda: prefill.released == [job_id])
+    finally:
+        prefill.worker.close()
+        decode.worker.close()
+
+
+# Transfers of which nobody knows whether they still write.
+
+
+class Doubtful(MemoryTransport):
+    """Reads and writes fail, and go on writing, until `is_well`."""
+
+    def __init__(self) -> None:
+        super().__init__(self._fail)
+        self.is_well = False
+
+    def _fail(self) -> None:
+        if not self.is_well:
+            self.settled = False
+            raise TransferError("the time is up", is_settled=False)
+
+    def recover(self) -> None:
+        self.is_well = self.settled = True
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_segments_in_doubt_are_not_used_until_all_has_settled(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr("kvstore.staging._NUM_SEGMENTS", 2)
+    monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
+    monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
+    doubtful = Doubtful()
+    transports = (doubtful, MemoryTransport()) if mode == "push" else (MemoryTransport(), doubtful)
+    prefill, decode = (
+        PeerRig(f"nixl://?mode={mode}", num_blocks=16, transport=transport)
+        for transport in transports
+    )
+    staging = decode.worker._mover.staging
+    try:
+        prefill.publish([1, 2])
+        handoff = prefill.handoff(2)
+        while staging.num_quarantined < 2:
+            assert decode.load(handoff, [1, 2]).error == "unavailable"
+        assert staging.take() is None
+        num_moved = doubtful.num_moved
+        lost = decode.load(handoff, [1, 2])
+        assert lost.error == "unavailable", "at once: there is nothing to wait for"
+
+        doubtful.recover()
+        decode.run_until(lambda: decode.load(handoff, [1, 2]).num_blocks == 2)
+        assert doubtful.num_moved > num_moved
+        assert staging.num_quarantined == 0
+        assert (decode.pool[1:3] == prefill.pool[1:3]).all()
+    finally:
+        prefill.worker.close()
+        decode.worker.close()
+
+
+def test_a_push_whose_peer_is_gone_settles_with_its_generation() -> None:
+    transport = MemoryTransport()
+    prefill = PeerRig("nixl://?mode=push", transport=Doubtful())
+    decode = PeerRig("nixl://?mode=push&timeout_s=1", transport=transport)
+    staging = decode.worker._mover.staging
+    port = prefill.worker.address.endpoint.rpartition(":")[2]
+    try:
+        prefill.publish([1])
+        assert decode.load(prefill.handoff(1), [1]) == LoadResult(0, 0, "unavailable")
+        prefill.worker.close()
+        assert staging.num_quarantined == 1
+        restarted = PeerRig(f"grpc://127.0.0.1:{port}")
+        decode.run_until(lambda: decode.worker._settlements.num_open == 0)
+        restarted.worker.close()
+    finally:
+        prefill.worker.close()
+        decode.worker.close()
+
+
+def test_a_push_that_was_given_up_never_begins(prefill: PeerRig, reader: Reader) -> None:
+    prefill.publish([1])
+    settle = pb.SettlePushRequest(generation=reader.generation, push_id=b"p")
+    assert reader.stub.SettlePush(settle, timeout=TIMEOUT_S).is_settled
+
+    target = pb.KvMemoryRange(address=1, num_bytes=LAYOUT.block_bytes)
+    push = pb.PushBlocksRequest(
+        blocks=reader.blocks(1), push_id=b"p", targets=[target], timeout_ms=1000
+    )
+    answer = reader.stub.PushBlocks(push, timeout=TIMEOUT_S)
+    assert answer.is_settled
+    assert "given it up" in answer.error

@@ -1,0 +1,79 @@
+"""Peer connectors' URLs, and what handoffs say of a peer."""
+
+import ipaddress
+
+import pytest
+
+from baton.errors import ConfigurationError
+from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port
+
+
+def test_defaults():
+    url = PeerUrl.parse("grpc://")
+    assert (url.host, url.port, url.advertised_host) == ("127.0.0.1", 0, "127.0.0.1")
+    assert (url.lease_s, url.timeout_s, url.mode) == (30, 2, "pull")
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("grpc://node7", "node7", 0),
+        ("grpc://:7000", "127.0.0.1", 7000),
+        ("nixl://10.0.0.1:7000/", "10.0.0.1", 7000),
+        ("nixl://[::1]:7000", "::1", 7000),
+    ],
+)
+def test_hosts_and_ports(text, host, port):
+    url = PeerUrl.parse(text)
+    assert (url.host, url.port, url.advertised_host) == (host, port, host)
+
+
+def test_options():
+    url = PeerUrl.parse("nixl://0.0.0.0?lease_s=5&timeout_s=0.5&advertise=prefill-0&mode=push")
+    assert (url.lease_s, url.timeout_s, url.mode) == (5, 0.5, "push")
+    assert url.advertised_host == "prefill-0"
+
+
+def test_who_listens_everywhere_tells_an_address_of_this_machine(monkeypatch):
+    url = PeerUrl.parse("grpc://0.0.0.0")
+    assert not ipaddress.ip_address(url.advertised_host).is_unspecified
+
+    def refuse(*_):
+        raise OSError("no route")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    with pytest.raises(ConfigurationError, match="advertise=HOST"):
+        PeerUrl.parse("grpc://0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("grpc://?mode=push", "mode"),
+        ("nixl://?mode=both", "mode is 'both'; it must be pull or push"),
+        ("grpc://?ttl_s=5", "ttl_s"),
+        ("grpc://?lease_s=0.01", "lease_s is 0.01; it must be 0.1 to 86400"),
+        ("grpc://?timeout_s=600", "timeout_s is 600; it must be 0.01 to 60"),
+        ("grpc://?lease_s=soon", "lease_s"),
+        ("grpc://host/path", "/path"),
+        ("grpc://host:port", "Port"),
+        ("grpc://host:70000", "Port"),
+        ("grpc://user:secret@host", "no user"),
+    ],
+)
+def test_what_is_wrong_is_named(text, complaint):
+    with pytest.raises(ConfigurationError, match=complaint) as refused:
+        PeerUrl.parse(text)
+    assert "secret" not in str(refused.value)
+
+
+def test_handoffs_name_the_process():
+    address = PeerAddress(join_host_port("::1", 70), b"g" * 16)
+    assert PeerAddress.from_params(address.to_params("grpc")) == address
+    assert address.endpoint == "[::1]:70"
+
+
+@pytest.mark.parametrize("params", [b"", b"\xff", PeerAddress("", b"g").to_params("grpc")])
+def test_params_of_no_peer_are_refused(params):
+    with pytest.raises(ValueError, match="connector_params"):
+        PeerAddress.from_params(params)

@@ -1,0 +1,234 @@
+"""Renewals and the peers they go to: in batches, on time, until they are lost or dropped."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from baton.v1 import kv_peer_pb2 as pb
+from kvstore.handoff import KvHandoff
+from kvstore.peer import peers as peers_module
+from kvstore.peer.address import PeerAddress
+from kvstore.peer.peers import GenerationGoneError, PeerRefusedError, Peers
+from kvstore.peer.renewals import Renewals
+from kvstore.store import StoreUnavailableError
+
+LEASE_S = 30.0
+ADDRESSES = [PeerAddress(f"127.0.0.1:{port}", bytes([port] * 16)) for port in (1, 2)]
+
+
+class FakePeer:
+    """Answers RenewLeases as it is told."""
+
+    def __init__(self):
+        self.stub = self
+        self.calls = []
+        self.gone = []
+        self.failure = None
+
+    def ask(self, call):
+        return call()
+
+    def RenewLeases(self, request, timeout):
+        self.calls.append(sorted(request.lease_ids))
+        if self.failure:
+            raise self.failure
+        return pb.RenewLeasesResponse(gone=self.gone)
+
+
+class FakePeers:
+    def __init__(self):
+        self.peers = {address: FakePeer() for address in ADDRESSES}
+
+    @contextmanager
+    def use(self, address):
+        yield self.peers[address]
+
+
+@pytest.fixture
+def peers():
+    return FakePeers()
+
+
+@pytest.fixture
+def clock():
+    return [100.0]
+
+
+@pytest.fixture
+def renewals(peers, clock, monkeypatch):
+    """Renewals whose thread is the test's."""
+    monkeypatch.setattr(Renewals, "_start", lambda self: None)
+    return Renewals(peers, 1.0, lambda: clock[0])
+
+
+def handoff(name, address=ADDRESSES[0]):
+    return KvHandoff(
+        name, b"n", (), 0, "grpc", "xxh3-128", int(LEASE_S * 1000), address.to_params("grpc")
+    )
+
+
+def run_due(renewals):
+    """What is due now, as the thread does it; nothing if it would go to sleep."""
+    if any(k.renew_at <= renewals._clock() and not k.is_gone for k in renewals._kept.values()):
+        for address, lease_ids in renewals._wait_for_due().items():
+            renewals._renew(address, lease_ids)
+
+
+def test_leases_of_a_peer_go_in_one_call(renewals, peers, clock):
+    for name in "abc":
+        renewals.keep(handoff(name))
+    renewals.keep(handoff("d", ADDRESSES[1]))
+    run_due(renewals)
+    assert peers.peers[ADDRESSES[0]].calls == [], "what is loaded at once needs none"
+
+    clock[0] += 1
+    run_due(renewals)
+    clock[0] += LEASE_S / 3
+    run_due(renewals)
+    assert peers.peers[ADDRESSES[0]].calls == [["a", "b", "c"]] * 2
+    assert peers.peers[ADDRESSES[1]].calls == [["d"]] * 2
+
+
+def test_a_lease_is_renewed_until_as_many_drops(renewals, peers, clock):
+    renewals.keep(handoff("a"))
+    renewals.keep(handoff("a"))
+    renewals.drop("a")
+    clock[0] += 1
+    run_due(renewals)
+    assert peers.peers[ADDRESSES[0]].calls == [["a"]]
+    renewals.drop("a")
+    renewals.drop("a")
+    assert renewals._kept == {}
+
+
+def test_what_a_peer_says_is_gone_is_lost(renewals, peers, clock):
+    peers.peers[ADDRESSES[0]].gone = ["b"]
+    for name in "ab":
+        renewals.keep(handoff(name))
+    clock[0] += 1
+    run_due(renewals)
+    assert not renewals.is_lost("a")
+    assert renewals.is_lost("b")
+    clock[0] += LEASE_S / 3
+    run_due(renewals)
+    assert peers.peers[ADDRESSES[0]].calls[-1] == ["a"], "nothing more is asked of what is lost"
+
+
+@pytest.mark.parametrize("refusal", [PeerRefusedError("other KV"), GenerationGoneError("restart")])
+def test_a_refusal_loses_all(renewals, peers, clock, refusal):
+    peers.peers[ADDRESSES[0]].failure = refusal
+    renewals.keep(handoff("a"))
+    clock[0] += 1
+    run_due(renewals)
+    assert renewals.is_lost("a")
+    assert not renewals.is_lost("unknown")
+
+
+def test_a_peer_that_does_not_answer_loses_a_lease_with_time(renewals, peers, clock):
+    peers.peers[ADDRESSES[0]].failure = StoreUnavailableError("down")
+    renewals.keep(handoff("a"))
+    clock[0] += 1
+    run_due(renewals)
+    assert not renewals.is_lost("a"), "it may answer again"
+    clock[0] += LEASE_S
+    assert renewals.is_lost("a")
+
+
+def test_the_thread_renews_and_ends():
+    peers = FakePeers()
+    renewals = Renewals(peers, 1.0)
+    short = KvHandoff("a", b"", (), 0, "grpc", "", 30, ADDRESSES[0].to_params("grpc"))
+    renewals.keep(short)
+    give_up_at = time.monotonic() + 10
+    while len(peers.peers[ADDRESSES[0]].calls) < 3:
+        assert time.monotonic() < give_up_at
+        threading.Event().wait(0.005)
+    renewals.close()
+    assert not renewals._thread.is_alive()
+
+
+# Peers.
+
+
+class FakeTransport:
+    def __init__(self):
+        self.removed = []
+
+    def remove_peer(self, peer_id):
+        self.removed.append(peer_id)
+
+
+def address(number):
+    return PeerAddress("127.0.0.1:1", number.to_bytes(16, "big"))
+
+
+def test_a_bounded_number_of_peers_is_known(monkeypatch):
+    monkeypatch.setattr(peers_module, "_MAX_PEERS", 3)
+    transport = FakeTransport()
+    peers = Peers(transport)
+    with peers.use(address(0)) as in_use:
+        for number in range(1, 10):
+            with peers.use(address(number)):
+                pass
+        assert len(peers._peers) <= 5
+        with peers.use(address(0)) as same:
+            assert same is in_use, "what is used stays"
+    assert len(transport.removed) >= 5
+    peers.close()
+    assert sorted(transport.removed) == sorted(address(n).peer_id for n in range(10))
+    with pytest.raises(StoreUnavailableError), peers.use(address(0)):
+        pass
+
+
+def test_idle_peers_are_forgotten(monkeypatch):
+    monkeypatch.setattr(peers_module, "_IDLE_S", -1.0)
+    transport = FakeTransport()
+    peers = Peers(transport)
+    for number in range(2):
+        with peers.use(address(number)):
+            pass
+    assert transport.removed == [address(0).peer_id]
+    peers.close()
+
+
+def test_a_generation_that_is_gone_is_forgotten():
+    transport = FakeTransport()
+    peers = Peers(transport)
+    with pytest.raises(GenerationGoneError), peers.use(address(0)):
+        raise GenerationGoneError("restarted")
+    assert transport.removed == [address(0).peer_id]
+    assert peers.breakers == []
+    peers.close()
+
+
+def test_one_peers_breaker_is_not_anothers():
+    peers = Peers()
+
+    def fail():
+        raise StoreUnavailableError("down")
+
+    with peers.use(address(0)) as dead, peers.use(address(1)) as well:
+        with pytest.raises(StoreUnavailableError):
+            dead.ask(fail)
+        calls = []
+        with pytest.raises(StoreUnavailableError):
+            dead.ask(lambda: calls.append(0))
+        assert calls == [], "refused at once"
+        assert well.ask(lambda: 7) == 7
+    assert [breaker.is_open for breaker in peers.breakers] == [True, False]
+    peers.close()
+
+
+def test_a_refusal_is_an_answer():
+    peers = Peers()
+
+    def refuse():
+        raise PeerRefusedError("the lease is over")
+
+    with peers.use(address(0)) as peer:
+        with pytest.raises(PeerRefusedError):
+            peer.ask(refuse)
+        assert peer.ask(lambda: 7) == 7
+    peers.close()
