@@ -12,7 +12,7 @@ import pytest
 
 from engine.request import EngineRequest, FinishReason
 from tests.support.checkpoints import FAMILIES, VARIANTS, reference_greedy, tiny_checkpoint
-from tests.support.real_engines import GREEDY, build_core, hand_over, run_all, tokens_of
+from tests.support.real_engines import GREEDY, SplitRun, build_core, run_all, tokens_of
 from tests.support.redis_server import RedisServer
 
 NUM_TOKENS = 12
@@ -62,19 +62,25 @@ def test_split_equals_transformers_for_variants(variant: str, connector_url: str
 
 def check_split(variant: str, connector_url: str, block_size: int) -> None:
     path = tiny_checkpoint(variant)
-    flags = {"block_size": block_size, "kv_connector": connector_url}
+    flags = {
+        "block_size": block_size,
+        "kv_connector": connector_url,
+        "max_num_batched_tokens": 2 * block_size,
+    }
     prefill = build_core(path, "prefill", **flags)
     decode = build_core(path, "decode", **flags)
     requests = make_requests(block_size)
 
-    prefilled = run_all(prefill, requests)
-    handed = [hand_over(request, prefilled[request.request_id]) for request in requests]
-    decoded = run_all(decode, handed)
-    prefill.close()
-    decode.close()
+    split = SplitRun(prefill, decode)
+    try:
+        split.run(requests)
+    finally:
+        prefill.close()
+        decode.close()
 
-    for request in handed:
-        outputs = decoded[request.request_id]
+    assert split.num_told > 0
+    for request in split.handed.values():
+        outputs = split.outputs[request.request_id]
         tokens = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
         assert tokens == reference_greedy(path, request.prompt_token_ids, NUM_TOKENS)
         # Nothing is recomputed: the whole prompt came through the store.

@@ -1,5 +1,6 @@
 """Real engines on tiny checkpoints, stepped in the test's thread: whole, or split in two."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,12 +56,13 @@ def tokens_of(outputs: Sequence[RequestOutput], index: int = 0) -> list[int]:
 
 
 def hand_over(request: EngineRequest, outputs: Sequence[RequestOutput]) -> EngineRequest:
-    """What the router makes of a prefill answer."""
+    """What the router makes of all that a prefill engine told of a request."""
     answer = outputs[-1]
     assert answer.finish_reason is FinishReason.HANDOFF
     assert answer.handoff is not None
-    logprobs = answer.logprobs or (0.0,) * len(answer.token_ids)
-    first_tokens = tuple(zip(answer.token_ids, logprobs, strict=True))
+    (first,) = (output for output in outputs if output.token_ids)
+    logprobs = first.logprobs or (0.0,) * len(first.token_ids)
+    first_tokens = tuple(zip(first.token_ids, logprobs, strict=True))
     if request.beam_search is not None:
         return replace(request, handoff=answer.handoff, first_beams=first_tokens)
     progress = tuple(
@@ -68,3 +70,77 @@ def hand_over(request: EngineRequest, outputs: Sequence[RequestOutput]) -> Engin
         for index, (token_id, logprob) in enumerate(first_tokens)
     )
     return replace(request, handoff=answer.handoff, progress=progress)
+
+
+class SplitRun:
+    """A prefill and a decode engine, stepped in turn as router and services would have them.
+
+    Saved blocks are told to decode while prefill computes, handoffs follow, and a handoff is
+    released once decode has its first output.
+
+    Args:
+        prefill: an engine of that role.
+        decode: an engine of that role.
+        tells_saved: whether decode hears of blocks before the handoff.
+
+    Attributes:
+        handed: requests as decode got them, by id.
+        outputs: what decode told, by id.
+        num_told: blocks that decode was told of before the handoff.
+    """
+
+    def __init__(
+        self, prefill: EngineCore, decode: EngineCore, *, tells_saved: bool = True
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._tells_saved = tells_saved
+        self._news = threading.Event()
+        for core in (prefill, decode):
+            core._connector.set_waker(self._news.set)
+        self._prefilled: Outputs = {}
+        self.handed: dict[str, EngineRequest] = {}
+        self.outputs: Outputs = {}
+        self.num_told = 0
+
+    def run(self, requests: Sequence[EngineRequest]) -> None:
+        """Runs requests to their ends; then every block has come back on both sides."""
+        self._requests = {request.request_id: request for request in requests}
+        for request in requests:
+            self._prefill.check(request)
+            self._take_prefilled(self._prefill.add_request(request))
+        while not self._is_over():
+            self._news.clear()
+            self._take_prefilled(self._prefill.step())
+            self._take_decoded(self._decode.step())
+            if self._prefill.is_stalled and self._decode.is_stalled and not self._is_over():
+                assert self._news.wait(30), "nothing moves any more"
+        for core in (self._prefill, self._decode):
+            core.scheduler.check()
+
+    def _is_over(self) -> bool:
+        cores = (self._prefill, self._decode)
+        is_idle = not any(core.has_work for core in cores)
+        return is_idle and all(core.load().num_free_blocks == core.num_blocks for core in cores)
+
+    def _take_prefilled(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            if output.saved is not None:
+                self.num_told += len(output.saved.block_keys)
+                if self._tells_saved:
+                    self._decode.prefetch(output.saved)
+                continue
+            self._prefilled.setdefault(output.request_id, []).append(output)
+            if output.is_last:
+                request = self._requests[output.request_id]
+                handed = hand_over(request, self._prefilled[output.request_id])
+                self.handed[output.request_id] = handed
+                self._decode.check(handed)
+                self._take_decoded(self._decode.add_request(handed))
+
+    def _take_decoded(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            if output.request_id not in self.outputs:
+                handoff = self.handed[output.request_id].handoff
+                self._prefill.release_handoff(handoff.handoff_id)
+            self.outputs.setdefault(output.request_id, []).append(output)
