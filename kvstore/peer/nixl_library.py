@@ -1,0 +1,86 @@
+"""The `nixl` package: where it is found, and agents as Baton wants them.
+
+What is set here, and why, is told in docs/adr/0020-nixl-transport.md. An
+operator's own UCX_* and NIXL_* variables win.
+"""
+
+import logging
+import os
+import threading
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from baton.errors import ConfigurationError
+
+__all__ = ["LATE_WRITES_S", "load_nixl", "new_agent"]
+
+LATE_WRITES_S = 10.0
+"""Seconds after which a connection that was given up has delivered or lost what it had taken:
+more than the silence after which the keepalive below ends it, seen from either end.
+"""
+
+# Either build drives GPUs by the CUDA driver alone, and does without one.
+_MODULES = ("nixl_cu12", "nixl_cu13")
+# Without a way to reach memory directly, UCX would have the remote's CPU send what is read; a
+# reader that dies then takes the remote process with it.
+_UCX = "PROTO_EMULATION_ENABLE=n,TCP_KEEPIDLE=2s,TCP_KEEPINTVL=1s,TCP_KEEPCNT=3"
+_LOG_LEVELS = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
+
+_creating = threading.Lock()
+
+
+def load_nixl() -> ModuleType:
+    """Imports the package.
+
+    Raises:
+        ConfigurationError: it is not installed, or does not work here.
+    """
+    for name, level in _LOG_LEVELS.items():
+        os.environ.setdefault(name, level)  # the libraries read them as they are loaded
+    raises_in_logging = logging.raiseExceptions
+    try:
+        return _import_first()
+    finally:
+        logging.raiseExceptions = raises_in_logging
+        _send_logs_to_root()
+
+
+def new_agent(nixl: ModuleType, name: str, *, with_thread: bool) -> Any:
+    """An agent with the UCX backend.
+
+    Args:
+        nixl: the package.
+        name: unlike that of any other agent anywhere.
+        with_thread: whether a thread of its own answers remotes.
+
+    Raises:
+        ConfigurationError: UCX finds no transport that it may use.
+    """
+    config = nixl.nixl_agent_config(enable_prog_thread=with_thread, backends=[])
+    with _creating:
+        agent = nixl.nixl_agent(name, config)
+        try:
+            agent.create_backend("UCX", {"engine_config": _UCX})
+        except Exception as error:  # nixl's errors have no base of their own
+            raise ConfigurationError(f"nixl: UCX does not start ({error}); see UCX_TLS") from error
+    return agent
+
+
+def _import_first() -> ModuleType:
+    problems = []
+    for name in _MODULES:
+        try:
+            return import_module(name)
+        except ImportError as error:
+            problems.append(str(error))
+    raise ConfigurationError(
+        f'nixl:// needs a package: pip install "baton-llm[nixl]" ({"; ".join(problems)})'
+    )
+
+
+def _send_logs_to_root() -> None:
+    """Takes away the handler that writes to the standard output."""
+    logger = logging.getLogger("nixl")
+    logger.handlers.clear()
+    logger.propagate = True

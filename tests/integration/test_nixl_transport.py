@@ -1,0 +1,412 @@
+"""`NixlTransport` between real processes: whole bytes, deadlines, and remotes that die or stop."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import numpy as np
+import pytest
+
+from baton.errors import ConfigurationError
+from kvstore.peer import nixl_library, nixl_link, nixl_transport
+from kvstore.peer.nixl_transport import NixlTransport
+from kvstore.peer.transport import MemoryRange, TransferError
+from tests.support.nixl_remote import NixlRemote, Pool, ranges
+
+NUM_BYTES = 12 << 20
+GAP = 37
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def remote():
+    with closing(NixlRemote(NUM_BYTES)) as remote:
+        yield remote
+
+
+@pytest.fixture
+def new_remote():
+    """Starts remotes that tests may kill and stop."""
+    started = []
+
+    def start(**options):
+        started.append(NixlRemote(NUM_BYTES, **options))
+        return started[-1]
+
+    yield start
+    for remote in started:
+        remote.kill()
+        remote.close()
+
+
+@contextmanager
+def opened():
+    """A transport with a pool."""
+    with closing(NixlTransport()) as transport:
+        pool = Pool(NUM_BYTES, seed=2)
+        pool.register(transport)
+        yield transport, pool
+
+
+@pytest.fixture(scope="module")
+def shared(remote):
+    with opened() as (transport, pool):
+        transport.add_peer("remote", remote.metadata)
+        yield transport, pool
+
+
+def read_all(transport, peer_id, remote, pool, timeout_s=TIMEOUT_S):
+    transport.read(
+        peer_id,
+        [MemoryRange(remote.address, NUM_BYTES)],
+        [MemoryRange(pool.address, NUM_BYTES)],
+        timeout_s,
+    )
+
+
+def write_all(transport, peer_id, remote, pool, timeout_s=TIMEOUT_S):
+    transport.write(
+        peer_id,
+        [MemoryRange(pool.address, NUM_BYTES)],
+        [MemoryRange(remote.address, NUM_BYTES)],
+        timeout_s,
+    )
+
+
+def checked_error(call, *, at_most_s):
+    """The error of a transfer that has to fail within its time."""
+    began = time.monotonic()
+    with pytest.raises(TransferError) as caught:
+        call()
+    assert time.monotonic() - began < at_most_s
+    return caught.value
+
+
+def expected_after(before, ranges_to, source, ranges_from, base_to, base_from):
+    """What memory must hold after ranges were copied into it, guards and all."""
+    expected = before.copy()
+    for to, origin in zip(ranges_to, ranges_from, strict=True):
+        start = origin.address - base_from
+        expected[to.address - base_to :][: to.num_bytes] = source[start:][: origin.num_bytes]
+    return expected
+
+
+SHAPES = [(1, 1), (1, 65_537), (3, 12_345), (16, 100_003), (256, 20_480), (256, 77), (1, 11 << 20)]
+
+
+@pytest.mark.parametrize(("num_ranges", "num_bytes"), SHAPES)
+def test_a_read_brings_the_bytes_and_touches_nothing_else(remote, shared, num_ranges, num_bytes):
+    transport, pool = shared
+    source = remote.now()
+    pool.bytes[:] = 0xA5
+    sources = ranges(remote.address, num_ranges, num_bytes, gap=11)[::-1]
+    targets = ranges(pool.address, num_ranges, num_bytes, gap=GAP)
+    expected = expected_after(pool.bytes, targets, source, sources, pool.address, remote.address)
+    transport.read("remote", sources, targets, TIMEOUT_S)
+    assert np.array_equal(pool.bytes, expected)
+
+
+@pytest.mark.parametrize(("num_ranges", "num_bytes"), SHAPES)
+def test_a_write_brings_the_bytes_and_touches_nothing_else(remote, shared, num_ranges, num_bytes):
+    transport, pool = shared
+    before = remote.now()
+    pool.bytes[:] = np.random.default_rng(num_bytes).integers(0, 256, NUM_BYTES, np.uint8)
+    sources = ranges(pool.address, num_ranges, num_bytes, gap=11)[::-1]
+    targets = ranges(remote.address, num_ranges, num_bytes, gap=GAP)
+    expected = expected_after(before, targets, pool.bytes, sources, remote.address, pool.address)
+    transport.write("remote", sources, targets, TIMEOUT_S)
+    assert np.array_equal(remote.now(), expected)
+
+
+def test_what_goes_in_parts_arrives_whole(remote, shared, monkeypatch):
+    monkeypatch.setattr(nixl_link, "_PART_BYTES", 100_000)
+    transport, pool = shared
+    source = remote.now()
+    pool.bytes[:] = 0xA5
+    sizes = [1, 99_999, 100_001, 350_000, 7, 50_000, 50_000, 1]
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    sources, targets = (
+        [MemoryRange(base + start, size) for start, size in zip(starts, sizes, strict=True)]
+        for base in (remote.address, pool.address)
+    )
+    transport.read("remote", sources, targets, TIMEOUT_S)
+    total = sum(sizes)
+    assert np.array_equal(pool.bytes[:total], source[:total])
+    assert (pool.bytes[total:] == 0xA5).all()
+
+
+def test_no_ranges_are_no_transfer(shared):
+    transport, _ = shared
+    transport.read("remote", [], [], TIMEOUT_S)
+    transport.write("remote", [], [], TIMEOUT_S)
+
+
+@pytest.mark.parametrize("num_peers", [1, 2])
+def test_threads_read_side_by_side(remote, num_peers):
+    with opened() as (transport, pool), ThreadPoolExecutor(4) as threads:
+        pool.bytes[:] = 0
+        names = [f"peer {i % num_peers}" for i in range(4)]
+        for name in names:
+            transport.add_peer(name, remote.metadata)
+        size = NUM_BYTES // 5
+        source = remote.now()
+
+        def read(index):
+            start = index * size
+            for _ in range(10):
+                transport.read(
+                    names[index],
+                    [MemoryRange(remote.address + start, size)],
+                    [MemoryRange(pool.address + start, size)],
+                    TIMEOUT_S,
+                )
+
+        list(threads.map(read, range(4)))
+        assert np.array_equal(pool.bytes[: 4 * size], source[: 4 * size])
+        assert not pool.bytes[4 * size :].any()
+
+
+def test_what_cannot_be_is_refused_and_harms_nothing(remote, shared):
+    transport, pool = shared
+    theirs = MemoryRange(remote.address, 100)
+    own = MemoryRange(pool.address, 100)
+    for source, target, complaint in (
+        (MemoryRange(remote.address + NUM_BYTES - 50, 100), own, "not registered"),
+        (MemoryRange(remote.address - 1, 100), own, "not registered"),
+        (theirs, MemoryRange(pool.address + NUM_BYTES, 100), "not registered"),
+        (theirs, MemoryRange(2**64 - 50, 100), "not registered"),
+        (theirs, MemoryRange(pool.address, 99), "differ in length"),
+    ):
+        with pytest.raises(TransferError, match=complaint) as caught:
+            transport.read("remote", [source], [target], TIMEOUT_S)
+        assert caught.value.is_settled
+    with pytest.raises(TransferError, match="differ in length"):
+        transport.read("remote", [theirs], [own, own], TIMEOUT_S)
+    with pytest.raises(TransferError, match="no peer nobody"):
+        transport.read("nobody", [theirs], [own], TIMEOUT_S)
+    transport.read("remote", [theirs], [own], TIMEOUT_S)
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\0\0\0\2{}", b"\0\0\0\2[]", b"\0\0\1\0{", b"x" * 99])
+def test_metadata_that_is_none_is_refused(shared, metadata):
+    with pytest.raises(TransferError, match="malformed") as caught:
+        shared[0].add_peer("odd", metadata)
+    assert caught.value.is_settled
+
+
+def test_what_only_nixl_can_tell_to_be_no_metadata_is_refused(remote, shared):
+    cut = remote.metadata[:-20]
+    with pytest.raises(TransferError, match="cannot connect") as caught:
+        shared[0].add_peer("cut", cut)
+    assert caught.value.is_settled
+
+
+def test_memory_may_be_registered_after_a_peer_was_added(remote):
+    with closing(NixlTransport()) as transport:
+        transport.add_peer("remote", remote.metadata)
+        for seed in (3, 4):
+            pool = Pool(NUM_BYTES, seed)
+            pool.register(transport)
+            read_all(transport, "remote", remote, pool)
+            assert np.array_equal(pool.bytes, remote.now())
+
+
+def test_a_remote_killed_before_a_transfer_is_an_error_at_once(new_remote):
+    remote = new_remote()
+    with opened() as (transport, pool):
+        transport.add_peer("first", remote.metadata)
+        read_all(transport, "first", remote, pool)
+        remote.kill()
+        error = checked_error(
+            lambda: read_all(transport, "first", remote, pool), at_most_s=TIMEOUT_S / 2
+        )
+        assert error.is_settled
+        again = new_remote(seed=5)
+        transport.add_peer("second", again.metadata)
+        read_all(transport, "second", again, pool)
+        assert np.array_equal(pool.bytes, again.bytes)
+        with pytest.raises(TransferError, match="given up"):
+            read_all(transport, "first", remote, pool)
+        transport.remove_peer("first")
+        transport.remove_peer("first")
+        assert transport.has_settled("first")
+
+
+@pytest.mark.parametrize("move_all", [read_all, write_all])
+def test_a_remote_killed_during_transfers_harms_no_other(remote, new_remote, move_all):
+    victim = new_remote()
+    with opened() as (transport, pool):
+        transport.add_peer("victim", victim.metadata)
+        transport.add_peer("remote", remote.metadata)
+        move_all(transport, "victim", victim, pool)
+        begun = threading.Event()
+
+        def move_until_it_fails():
+            while True:
+                move_all(transport, "victim", victim, pool)
+                begun.set()
+
+        with ThreadPoolExecutor(1) as threads:
+            failing = threads.submit(move_until_it_fails)
+            begun.wait(TIMEOUT_S)
+            victim.kill()
+            error = failing.exception(TIMEOUT_S)
+        assert isinstance(error, TransferError)
+        assert error.is_settled
+        read_all(transport, "remote", remote, pool)
+        assert np.array_equal(pool.bytes, remote.now())
+
+
+@pytest.mark.parametrize("move_all", [read_all, write_all])
+def test_a_stopped_remote_costs_the_timeout_and_writes_nothing_late(new_remote, move_all):
+    remote = new_remote()
+    with opened() as (transport, pool):
+        remote.stop()
+        transport.add_peer("stopped", remote.metadata)
+        error = checked_error(
+            lambda: move_all(transport, "stopped", remote, pool, 1.0), at_most_s=10.0
+        )
+        assert "the time is up" in str(error)
+        assert error.is_settled
+        pool.bytes[:] = 7
+        theirs = remote.peek()
+        remote.go_on()
+        assert np.array_equal(remote.now(), theirs)  # it has gone on, and nothing more came
+        assert (pool.bytes == 7).all()
+        transport.remove_peer("stopped")
+        assert transport.has_settled("stopped")
+        transport.add_peer("stopped", remote.metadata)
+        read_all(transport, "stopped", remote, pool)
+        assert np.array_equal(pool.bytes, theirs)
+
+
+def test_a_thread_that_waits_for_its_turn_waits_no_longer_than_its_timeout(new_remote):
+    remote = new_remote()
+    with opened() as (transport, pool), ThreadPoolExecutor(2) as threads:
+        remote.stop()
+        transport.add_peer("stopped", remote.metadata)
+        began = time.monotonic()
+        calls = [
+            threads.submit(read_all, transport, "stopped", remote, pool, wait_s)
+            for wait_s in (3.0, 1.0)
+        ]
+        assert all(isinstance(call.exception(TIMEOUT_S), TransferError) for call in calls)
+        assert time.monotonic() - began < 10.0
+
+
+def test_a_reader_killed_while_it_reads_harms_nobody(remote, new_remote):
+    reader = new_remote()
+    reader.keep_reading(remote)
+    reader.kill()
+    with opened() as (transport, pool):
+        transport.add_peer("remote", remote.metadata)
+        read_all(transport, "remote", remote, pool)
+        assert np.array_equal(pool.bytes, remote.now())
+
+
+@pytest.mark.parametrize("end", [NixlTransport.close, lambda t: t.remove_peer("stopped")])
+def test_what_is_under_way_fails_when_its_peer_is_removed_or_all_is_closed(new_remote, end):
+    remote = new_remote()
+    with opened() as (transport, pool), ThreadPoolExecutor(1) as threads:
+        remote.stop()
+        transport.add_peer("stopped", remote.metadata)
+        under_way = threads.submit(read_all, transport, "stopped", remote, pool, TIMEOUT_S)
+        with pytest.raises(TimeoutError):
+            under_way.result(0.5)
+        began = time.monotonic()
+        end(transport)
+        error = under_way.exception(TIMEOUT_S)
+        assert time.monotonic() - began < TIMEOUT_S / 2
+        assert isinstance(error, TransferError)
+        assert error.is_settled
+
+
+def test_a_closed_transport_refuses_and_closes_again(remote):
+    with opened() as (transport, pool):
+        transport.add_peer("remote", remote.metadata)
+        transport.close()
+        with pytest.raises(TransferError):
+            read_all(transport, "remote", remote, pool)
+        with pytest.raises(TransferError, match="closed"):
+            transport.add_peer("remote", remote.metadata)
+        with pytest.raises(TransferError, match="closed"):
+            transport.metadata()
+
+
+@pytest.fixture
+def only_tcp(monkeypatch):
+    """As between hosts without RDMA."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+def test_over_tcp_writes_arrive(only_tcp, new_remote):
+    remote = new_remote(transports="tcp")
+    with opened() as (transport, pool):
+        transport.add_peer("far", remote.metadata)
+        write_all(transport, "far", remote, pool)
+        assert np.array_equal(remote.now(), pool.bytes)
+
+
+def test_over_tcp_a_read_is_refused_and_the_remote_survives(only_tcp, new_remote):
+    remote = new_remote(transports="tcp")
+    with opened() as (transport, pool):
+        transport.add_peer("far", remote.metadata)
+        error = checked_error(
+            lambda: read_all(transport, "far", remote, pool), at_most_s=TIMEOUT_S / 2
+        )
+        assert error.is_settled
+        assert "mode=push" in str(error)
+        assert np.array_equal(remote.now(), remote.bytes)
+
+
+def test_over_tcp_a_write_to_a_stopped_remote_settles_after_a_while(
+    only_tcp, new_remote, monkeypatch
+):
+    monkeypatch.setattr(nixl_transport, "LATE_WRITES_S", 0.5)
+    remote = new_remote(transports="tcp")
+    with opened() as (transport, pool):
+        transport.add_peer("far", remote.metadata)
+        write_all(transport, "far", remote, pool)
+        remote.stop()
+        error = checked_error(
+            lambda: write_all(transport, "far", remote, pool, 1.0), at_most_s=10.0
+        )
+        assert not error.is_settled
+        assert not transport.has_settled("far")
+        transport.remove_peer("far")
+        assert not transport.has_settled("far")
+        until = time.monotonic() + TIMEOUT_S
+        while not transport.has_settled("far"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        remote.go_on()
+        transport.add_peer("far", remote.metadata)
+        write_all(transport, "far", remote, pool)
+        assert np.array_equal(remote.now(), pool.bytes)
+
+
+def test_writes_of_a_peer_that_was_never_added_settle_after_a_while(monkeypatch):
+    monkeypatch.setattr(nixl_transport, "LATE_WRITES_S", 0.0)
+    with closing(NixlTransport()) as transport:
+        assert transport.has_settled("unheard of")
+    monkeypatch.setattr(nixl_transport, "LATE_WRITES_S", 60.0)
+    with closing(NixlTransport()) as transport:
+        assert not transport.has_settled("unheard of")
+
+
+def test_a_missing_package_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setattr(nixl_library, "_MODULES", ("nixl_of_no_kind",))
+    with pytest.raises(ConfigurationError, match=r'pip install "baton-llm\[nixl\]"'):
+        NixlTransport()
+
+
+def test_transports_that_ucx_does_not_have_are_an_error(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "cma")
+    with pytest.raises(ConfigurationError, match="UCX_TLS"):
+        NixlTransport()
+
+
+def test_memory_that_is_not_there_to_register_is_an_error():
+    with closing(NixlTransport()) as transport, pytest.raises(ConfigurationError, match="cuda:0"):
+        transport.register(0x7000_0000_0000, 1 << 20, device="cuda:0")

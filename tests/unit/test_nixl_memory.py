@@ -1,0 +1,90 @@
+"""What agents tell each other, and which ranges go into one request."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvstore.peer import nixl_link, nixl_memory
+from kvstore.peer.nixl_memory import AgentMetadata, MemoryMap, MemoryProbe, Region
+from kvstore.peer.transport import MemoryRange, TransferError
+
+HOST = Region(1000, 500, "cpu")
+GPU = Region(1 << 40, 1 << 20, "cuda:3")
+
+
+def metadata(**changes):
+    probe = MemoryProbe()
+    values = AgentMetadata(probe.pid, probe.address, probe.token, "", (HOST, GPU), b"\0nixl")
+    return probe, replace(values, **changes)
+
+
+def test_metadata_comes_back_whole():
+    _, values = metadata(transports="tcp")
+    assert AgentMetadata.from_bytes(values.to_bytes()) == values
+
+
+@pytest.fixture
+def plain_machine(monkeypatch, tmp_path):
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr(nixl_memory, "_RDMA_DEVICES", tmp_path / "none")
+
+
+def test_the_kernel_copies_where_the_probe_can_be_read(plain_machine):
+    probe, values = metadata(regions=(HOST,))
+    assert values.is_copied_by_kernel()
+    assert not replace(values, probe_token=bytes(16)).is_copied_by_kernel()
+    assert not replace(values, probe_address=1).is_copied_by_kernel()
+    assert not replace(values, pid=2**22 + 1).is_copied_by_kernel()
+    assert probe.pid == os.getpid()
+
+
+def test_the_kernel_does_not_copy_what_ucx_may_send_otherwise(plain_machine, monkeypatch, tmp_path):
+    _, values = metadata(regions=(HOST,))
+    _, on_gpu = metadata()
+    assert not on_gpu.is_copied_by_kernel()
+    assert not replace(values, transports="tcp").is_copied_by_kernel()
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert not values.is_copied_by_kernel()
+    monkeypatch.delenv("UCX_TLS")
+    (tmp_path / "mlx5_0").touch()
+    monkeypatch.setattr(nixl_memory, "_RDMA_DEVICES", tmp_path)
+    assert not values.is_copied_by_kernel()
+
+
+def test_ranges_get_the_device_of_their_region():
+    memory = MemoryMap([GPU])
+    memory.add(HOST)
+    assert memory.regions == (GPU, HOST)
+    runs = [MemoryRange(1499, 1), MemoryRange(1 << 40, 1 << 20), MemoryRange(1000, 500)]
+    described = memory.describe(runs)
+    assert described.table.tolist() == [[1499, 1, 0], [1 << 40, 1 << 20, 3], [1000, 500, 0]]
+    assert described.is_on_gpu.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("address", "num_bytes"),
+    [(999, 1), (999, 10), (1500, 1), (1499, 2), (0, 5), (1000, 2**64 - 1000), (2**64 - 1, 9)],
+)
+def test_ranges_outside_are_refused(address, num_bytes):
+    with pytest.raises(TransferError, match="not registered") as caught:
+        MemoryMap([HOST, GPU]).describe([MemoryRange(1000, 1), MemoryRange(address, num_bytes)])
+    assert caught.value.is_settled
+    with pytest.raises(TransferError):
+        MemoryMap().describe([MemoryRange(address, num_bytes)])
+
+
+def test_a_request_has_ranges_of_one_kind_and_not_too_many_bytes(monkeypatch):
+    monkeypatch.setattr(nixl_link, "_PART_BYTES", 100)
+    memory = MemoryMap([HOST, GPU])
+    own = memory.describe([MemoryRange(1000, size) for size in (40, 40, 40, 300, 1, 1)])
+    theirs = memory.describe(
+        [MemoryRange(1000 if i % 2 else 1 << 40, 1) for i in range(6)]  # every other on the GPU
+    )
+    parts = list(nixl_link._parts(own, theirs))
+    assert sorted(np.concatenate(parts)) == list(range(6))
+    assert len(parts) > 2
+    for part in parts:
+        assert len(set(theirs.is_on_gpu[part].tolist())) == 1
+        assert own.table[part[1:], 1].sum() <= 100
