@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
+from rpc.metrics_server import MetricsConfig, add_metrics_args, metrics_config_from_args
 from rpc.server_config import ServerConfig, add_server_args, server_config_from_args
 
 __all__ = ["DecodeConfig", "add_args", "config_from_args"]
@@ -14,15 +15,17 @@ DEFAULT_PORT = 50062
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Where a decode server listens, and its engine."""
+    """Where a decode server listens and serves its metrics, and its engine."""
 
     server: ServerConfig
+    metrics: MetricsConfig
     engine: EngineConfig
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of a decode server."""
     add_server_args(parser, default_port=DEFAULT_PORT)
+    add_metrics_args(parser)
     add_engine_args(parser, omit=("role",))
 
 
@@ -34,5 +37,6 @@ def config_from_args(args: argparse.Namespace) -> DecodeConfig:
     """
     return DecodeConfig(
         server=server_config_from_args(args),
+        metrics=metrics_config_from_args(args),
         engine=engine_config_from_args(args, role="decode"),
     )

@@ -196,6 +196,11 @@ class Admission:
             return True
         match = self._kv.match_prefix(keys, num_tokens)
         num_cached = match.num_blocks * self._config.block_size
+        num_queued = self._queues.num_begun_tokens
+        if num_loaded > num_cached and not self._transfers.is_worth_loading(
+            group, num_loaded - num_cached, num_queued
+        ):
+            return self._admit(group, plan)  # as one that finds nothing to load
         if num_loaded <= num_cached:
             num_loaded = 0
             if plan.budget <= 0 or self._exceeds_partial(num_tokens - num_cached, plan):
@@ -212,7 +217,7 @@ class Admission:
         lead.num_computed = lead.num_scheduled = num_cached
         group.num_matched = match.num_blocks
         self._branches.seat(lead)
-        if self._transfers.start_load(group, num_loadable):
+        if self._transfers.start_load(group, num_loadable, num_queued):
             self._queues.start_loading(group)
         else:
             self._queues.start_running(group)

@@ -50,6 +50,7 @@ class AsyncEngine:
         namespace: digest that block keys are rooted in.
         kv_form: what the namespace is made of, in words.
         num_blocks: KV blocks in the pool.
+        kv_metrics: what transfers add up to.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -58,6 +59,7 @@ class AsyncEngine:
         self.namespace = core.namespace
         self.kv_form = core.kv_form
         self.num_blocks = core.num_blocks
+        self.kv_metrics = core.kv_metrics
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[str, OutputHandler] = {}

@@ -28,6 +28,8 @@ from kvstore.block_key import derive_namespace, describe_namespace
 from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
 from kvstore.handoff import KvHandoff
 from kvstore.layout import LAYOUT_VERSION
+from kvstore.measured import MeasuredWorker
+from kvstore.metrics import KvMetrics
 
 __all__ = ["EngineCore"]
 
@@ -58,6 +60,7 @@ class EngineCore:
         namespace: digest that block keys are rooted in.
         kv_form: what the namespace is made of, in words.
         num_blocks: KV blocks in the pool.
+        kv_metrics: what transfers add up to.
         is_stalled: the last step found nothing to run; see `wait`.
     """
 
@@ -76,7 +79,8 @@ class EngineCore:
         self.namespace = _namespace_of(runner.info)
         self.kv_form = _describe_kv(runner.info)
         self._runner = runner
-        self._connector = connector[1] if connector else None
+        self.kv_metrics = KvMetrics()
+        self._connector = _measured(connector, self.kv_metrics) if connector else None
         self._woken = threading.Event()
         self._clock = clock
         self._num_failed_steps = 0
@@ -90,6 +94,7 @@ class EngineCore:
             namespace=self.namespace,
             kv_form=self.kv_form,
             connector=connector[0] if connector else None,
+            metrics=self.kv_metrics.of(connector[0].scheme) if connector else None,
             clock=clock,
         )
         if self._connector is not None:
@@ -280,6 +285,15 @@ class EngineCore:
     def _start_transfers(self) -> None:
         if self._connector is not None and (work := self.scheduler.build_work()):
             self._connector.start(work)
+
+
+def _measured(
+    connector: tuple[KvConnectorScheduler, KvConnectorWorker], metrics: KvMetrics
+) -> KvConnectorWorker:
+    """The worker half, whose jobs are counted, and what its backend does."""
+    scheduler, worker = connector
+    worker.measure(metrics, scheduler.scheme)
+    return MeasuredWorker(worker, metrics.of(scheduler.scheme))
 
 
 def _namespace_of(info: ModelInfo) -> bytes:

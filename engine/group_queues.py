@@ -69,6 +69,11 @@ class GroupQueues:
         """Prompt tokens still to compute."""
         return sum(group.num_queued_prompt for group in (*self.chunking, *self._waiting))
 
+    @property
+    def num_begun_tokens(self) -> int:
+        """Of them, those of groups that have begun to compute theirs."""
+        return sum(group.num_queued_prompt for group in self.chunking)
+
     # Forward.
 
     def enqueue(self, group: SequenceGroup) -> None:

@@ -99,21 +99,31 @@ class Loads:
 
     # Requests.
 
-    def accept(self, group: SequenceGroup) -> None:
-        """A request has come that may wait for its turn: what it shall load must stay."""
-        if group.pending_handoff is not None:
-            group.kept_handoff = group.pending_handoff.handoff_id
-            self._connector.keep(group.pending_handoff)
+    def accept(self, group: SequenceGroup) -> list[int]:
+        """A request has come that may wait for its turn: what it shall load must stay.
+
+        Returns:
+            Prefetches under way that it waits for.
+        """
+        if group.pending_handoff is None:
+            return []
+        group.kept_handoff = group.pending_handoff.handoff_id
+        self._connector.keep(group.pending_handoff)
+        return self._prefetches_for(group.pending_handoff)
+
+    def decline(self, group: SequenceGroup) -> None:
+        """The group had better compute: it loads nothing from now on."""
+        self.forget(group)
+        group.may_load = False
 
     def num_loadable(self, group: SequenceGroup) -> int | None:
         """Leading blocks that the connector can load; None: ask again next step."""
         if not group.may_load or group.swapped is not None:
             return 0
         if group.pending_handoff is not None:
-            handoff = group.pending_handoff
-            if any(self._prefetches[job].handoff_id == handoff.handoff_id for job in self._awaited):
+            if self._prefetches_for(group.pending_handoff):
                 return None
-            return len(handoff.block_keys)
+            return len(group.pending_handoff.block_keys)
         if not self._connector.finds_by_key:
             return 0
         return self._num_found(group)
@@ -167,12 +177,15 @@ class Loads:
 
     # Prompts that are still being computed elsewhere.
 
-    def prefetch(self, handoff: KvHandoff) -> None:
+    def prefetch(self, handoff: KvHandoff) -> tuple[int, int] | None:
         """Begins to load what of these full blocks is neither cached nor on its way, if there
         is room beyond what running sequences need. Models with windows do without.
+
+        Returns:
+            The load's id and number of tokens, if there is one.
         """
         if self._spec.windows != (None,) or not self._kv.caches_prefixes:
-            return
+            return None
         coming = {key for job in self._awaited for key in self._prefetches[job].keys}
         keys = tuple(
             key
@@ -180,12 +193,13 @@ class Loads:
             if key not in coming and self._pool.lookup(key) is None
         )
         if not keys or self._kv.can_prefetch(len(keys)) is not Allocation.OK:
-            return
+            return None
         block_ids = self._pool.allocate(len(keys))
         job_id = self._connector.load(keys, block_ids, handoff)
         self._prefetches[job_id] = _Prefetch(handoff.handoff_id, keys, block_ids, self._kv.epoch)
         self._awaited.add(job_id)
         self._on_job(job_id)
+        return job_id, len(block_ids) * self._spec.block_size
 
     # What becomes of jobs.
 
@@ -210,8 +224,14 @@ class Loads:
         num_good = load.block_indices[result.num_blocks] * self._spec.block_size
         return FinishedLoad(group, num_good, result.error or "missing")
 
-    def give_up(self, job_id: int) -> tuple[SequenceGroup | None, FinishedLoad | None, int]:
+    def give_up(
+        self, job_id: int, error: str
+    ) -> tuple[SequenceGroup | None, FinishedLoad | None, int]:
         """A job does not report: its group goes on. Its blocks stay held.
+
+        Args:
+            job_id: of a look-up, a load or a prefetch.
+            error: for `FinishedLoad`.
 
         Returns:
             Whose it was, its load's end if it waits for it, and how many blocks stay.
@@ -221,7 +241,7 @@ class Loads:
             return None, None, len(self._prefetches[job_id].block_ids)
         if (load := self._loads.get(job_id)) and load.group.load_job == job_id:
             self.forget(load.group)
-            return load.group, FinishedLoad(load.group, 0, "timed out"), len(load.block_ids)
+            return load.group, FinishedLoad(load.group, 0, error), len(load.block_ids)
         if group := self._lookups.get(job_id):
             self.forget(group)
             group.may_load = False
@@ -248,6 +268,12 @@ class Loads:
         good = prefetch.block_ids[: result.num_blocks]
         self._kv.adopt(prefetch.keys[: result.num_blocks], good, prefetch.epoch)
         self._pool.release(prefetch.block_ids)
+
+    def _prefetches_for(self, handoff: KvHandoff) -> list[int]:
+        """Prefetches that its request waits for."""
+        return [
+            job for job in self._awaited if self._prefetches[job].handoff_id == handoff.handoff_id
+        ]
 
     def _drop_handoff(self, group: SequenceGroup) -> None:
         if group.kept_handoff is not None:

@@ -27,6 +27,7 @@ from engine.decode_set import DecodeSet
 from engine.group_queues import GroupQueues
 from engine.kv_cache_manager import KvCacheManager
 from engine.kv_cache_spec import KvCacheSpec, spec_of
+from engine.load_costs import LoadCosts
 from engine.outcomes import Outcomes
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo, StepCosts
@@ -39,6 +40,7 @@ from engine.validation import num_blocks_needed
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import ConnectorWork, KvConnectorScheduler, TransferResults
 from kvstore.handoff import KvHandoff
+from kvstore.metrics import TransferMetrics
 
 __all__ = ["Scheduler"]
 
@@ -55,10 +57,11 @@ class Scheduler:
         info: the model's facts.
         num_blocks: KV blocks in the pool.
         num_host_blocks: KV blocks in the host pool.
-        costs: what preemption weighs.
+        costs: what preemption weighs, and what loads are weighed against.
         namespace: digest that block keys are rooted in.
         kv_form: see `kvstore.handoff.KvHandoff`.
         connector: scheduler half of the KV connector, if there is one.
+        metrics: where transfers are counted, if anywhere.
         clock: monotonic seconds.
 
     Attributes:
@@ -76,6 +79,7 @@ class Scheduler:
         namespace: bytes,
         kv_form: str = "",
         connector: KvConnectorScheduler | None,
+        metrics: TransferMetrics | None = None,
         clock: Callable[[], float],
     ) -> None:
         spec = spec_of(config, info.windows)
@@ -96,6 +100,9 @@ class Scheduler:
             kv_form=kv_form,
             policy=_save_policy(config, spec, connector),
             timeout_s=config.kv_transfer_timeout_s,
+            costs=LoadCosts.of(config, costs),
+            metrics=metrics or TransferMetrics(),
+            clock=clock,
         )
         self._decoding = DecodeSet(config.block_size)
         self._branches = Branches(self.kv, self._decoding, config.max_running)

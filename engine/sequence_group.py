@@ -69,6 +69,7 @@ class SequenceGroup:
         load_job: the load under way, in state LOADING.
         pending_saves: save jobs under way, in order, each with its first block's index.
         save_failed: a save job did not commit.
+        save_times: when its save jobs started and ended, if it hands over.
         is_poisoned: its KV is not finite and must not be used by anybody.
         may_load: whether the connector may still be asked for it.
         pending_handoff: the request's handoff until its load has started.
@@ -102,6 +103,7 @@ class SequenceGroup:
     load_job: int | None = None
     pending_saves: dict[int, int] = field(default_factory=dict)
     save_failed: bool = False
+    save_times: list[tuple[float, float]] = field(default_factory=list)
     is_poisoned: bool = False
     may_load: bool = True
     pending_handoff: KvHandoff | None = None

@@ -3,21 +3,35 @@
 `engine.loads` and `engine.saves` decide what moves. Here jobs get their
 deadlines: one that does not report in time is given up, and its request goes
 on without it. Its blocks stay held, since whoever moves the bytes may still be
-at it.
+at it. So is a load that takes longer than computing would (`engine.load_costs`).
 """
 
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from engine.kv_cache_manager import KvCacheManager
+from engine.load_costs import LoadCosts
 from engine.loads import FinishedLoad, Loads
+from engine.overlap import overlap
 from engine.saves import SavePolicy, Saves
 from engine.sequence import Sequence
 from engine.sequence_group import SequenceGroup
-from kvstore.connector import ConnectorWork, KvConnectorScheduler, TransferResults
+from kvstore.connector import (
+    ConnectorWork,
+    KvConnectorScheduler,
+    LoadResult,
+    SaveResult,
+    TransferResults,
+)
 from kvstore.handoff import KvHandoff
+from kvstore.metrics import TransferMetrics
 
 __all__ = ["FinishedLoad", "Transfers"]
+
+# What becomes of loads that nobody waits for any more.
+_TIMED_OUT = "timed out"
+_TOO_SLOW = "slower than computing"
 
 _logger = logging.getLogger("baton.engine")
 
@@ -33,6 +47,9 @@ class Transfers:
         kv_form: see `KvHandoff`.
         policy: what is published.
         timeout_s: how long a request waits for a job.
+        costs: of loads, beside those of computing.
+        metrics: where to count what the connector's worker half does not see.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -44,11 +61,18 @@ class Transfers:
         kv_form: str,
         policy: SavePolicy,
         timeout_s: float,
+        costs: LoadCosts,
+        metrics: TransferMetrics,
+        clock: Callable[[], float],
     ) -> None:
         self._connector = connector
         self._timeout_s = timeout_s
+        self._costs = costs
+        self._metrics = metrics
+        self._clock = clock
         self._unstarted: list[int] = []
         self._started: deque[tuple[float, int]] = deque()  # (give up at, job id)
+        self._saving_since: dict[int, float] = {}
         if connector is not None:
             self._loads = Loads(connector, kv, self._unstarted.append)
             self._saves = Saves(
@@ -76,7 +100,8 @@ class Transfers:
         """When `expire` is next due."""
         while self._started and not self._is_open(self._started[0][1]):
             self._started.popleft()
-        return self._started[0][0] if self._started else None
+        both = (self._started[0][0] if self._started else None, self._costs.next_give_up)
+        return min((deadline for deadline in both if deadline is not None), default=None)
 
     def held_blocks(self) -> list[int]:
         """One entry per reference that a job holds."""
@@ -89,7 +114,8 @@ class Transfers:
     def accept(self, group: SequenceGroup) -> None:
         """A request has come; see `Loads.accept`."""
         if self.is_connected:
-            self._loads.accept(group)
+            for job_id in self._loads.accept(group):
+                self._costs.wait(job_id, self._clock())
 
     def forget(self, group: SequenceGroup) -> None:
         """The group has left the scheduler's queues, or starts over."""
@@ -111,14 +137,46 @@ class Transfers:
         """Tokens that a load of the first `num_loadable` blocks brings."""
         return self._loads.num_loaded_tokens(group, num_loadable) if self.is_connected else 0
 
-    def start_load(self, group: SequenceGroup, num_loadable: int) -> bool:
-        """Loads what the admitted group lacks; see `Loads.start`."""
-        return self.is_connected and self._loads.start(group, num_loadable)
+    def is_worth_loading(
+        self, group: SequenceGroup, num_tokens: int, num_queued_tokens: int
+    ) -> bool:
+        """Whether the group had better load so many tokens' KV than compute it. If not, it
+        loads nothing from now on.
+
+        Args:
+            group: a group that waits for its turn.
+            num_tokens: one or more.
+            num_queued_tokens: others that would be computed before them.
+        """
+        if self._costs.may_load(num_tokens, num_queued_tokens, self._clock()):
+            return True
+        self._loads.decline(group)
+        self._metrics.load_given_up("admission")
+        return False
+
+    def start_load(
+        self, group: SequenceGroup, num_loadable: int, num_queued_tokens: int = 0
+    ) -> bool:
+        """Loads what the admitted group lacks; see `Loads.start` and `is_worth_loading`."""
+        num_computed = group.lead.num_computed
+        num_tokens = self.num_loaded_tokens(group, num_loadable) - num_computed
+        if not self.is_connected or not self._loads.start(group, num_loadable):
+            return False
+        assert group.load_job is not None
+        now = self._clock()
+        self._costs.start(group.load_job, num_tokens, num_queued_tokens, now)
+        self._costs.wait(group.load_job, now)
+        return True
 
     def prefetch(self, handoff: KvHandoff) -> None:
         """Begins to load blocks into the prefix cache; see `Loads.prefetch`."""
-        if self.is_connected:
-            self._loads.prefetch(handoff)
+        now = self._clock()
+        if not self.is_connected or not self._costs.may_load(handoff.num_tokens, 0, now):
+            return
+        prefetch = self._loads.prefetch(handoff)
+        if prefetch is not None:
+            job_id, num_tokens = prefetch
+            self._costs.start(job_id, num_tokens, 0, now)
 
     # Saves.
 
@@ -148,7 +206,10 @@ class Transfers:
 
     def commit_handoff(self, group: SequenceGroup) -> KvHandoff | None:
         """The handoff of a group whose saves have ended; None if one failed."""
-        return self._saves.commit_handoff(group)
+        handoff = self._saves.commit_handoff(group)
+        if handoff is not None and group.first_token_at is not None:
+            self._metrics.prompt_saved(*overlap(group.save_times, group.first_token_at))
+        return handoff
 
     def release_handoff(self, handoff_id: str) -> None:
         """Gives back what was saved for one handoff alone; see `Saves.end_handoff`."""
@@ -174,8 +235,8 @@ class Transfers:
         results = self._connector.update(results)
         for lookup in results.lookups:
             self._loads.finish_lookup(lookup)
-        loads = [finished for r in results.loads if (finished := self._loads.finish(r))]
-        saved = dict.fromkeys(self._saves.finish(result) for result in results.saves)
+        loads = [finished for r in results.loads if (finished := self._finish_load(r))]
+        saved = dict.fromkeys(self._finish_save(result) for result in results.saves)
         for job_id in results.released:
             self._saves.release(job_id)
         return loads, list(saved)
@@ -189,20 +250,49 @@ class Transfers:
             if self._saves.is_open(job_id):
                 group, num_blocks = self._saves.give_up(job_id)
                 self._log_overdue("save", group, num_blocks)
+                self._metrics.failed("save", _TIMED_OUT)
                 saved[group] = None
             elif self._loads.is_open(job_id):
-                waiting, load, num_blocks = self._loads.give_up(job_id)
+                waiting, load, num_blocks = self._loads.give_up(job_id, _TIMED_OUT)
                 self._log_overdue("load", waiting, num_blocks)
+                self._costs.drop(job_id)
+                if num_blocks:
+                    self._metrics.failed("load", _TIMED_OUT)
                 loads += [load] if load else []
-        return loads, list(saved)
+        return loads + self._give_up_slow(now), list(saved)
 
     def build_work(self, now: float) -> ConnectorWork:
         """What the worker half must start now."""
         if self._connector is None:
             return ConnectorWork()
         self._started.extend((now + self._timeout_s, job_id) for job_id in self._unstarted)
+        saves = [job_id for job_id in self._unstarted if self._saves.is_open(job_id)]
+        self._saving_since.update(dict.fromkeys(saves, now))
         self._unstarted.clear()
         return self._connector.build_work()
+
+    def _finish_load(self, result: LoadResult) -> FinishedLoad | None:
+        """What a load took tells what others will take, if all of it came."""
+        if result.error:
+            self._costs.drop(result.job_id)
+        else:
+            self._costs.end(result.job_id, self._clock(), result.seconds)
+        return self._loads.finish(result)
+
+    def _finish_save(self, result: SaveResult) -> SequenceGroup:
+        group, since = self._saves.finish(result), self._saving_since.pop(result.job_id)
+        if group.hands_over:
+            end = since + result.seconds if result.seconds else self._clock()
+            group.save_times.append((since, end))
+        return group
+
+    def _give_up_slow(self, now: float) -> list[FinishedLoad]:
+        """Ends the wait for loads that take longer than computing would."""
+        given_up = [self._loads.give_up(job_id, _TOO_SLOW) for job_id in self._costs.give_up(now)]
+        loads = [load for _, load, _ in given_up if load is not None]
+        for _ in loads:
+            self._metrics.load_given_up("loading")
+        return loads
 
     def _is_open(self, job_id: int) -> bool:
         return self._loads.is_open(job_id) or self._saves.is_open(job_id)

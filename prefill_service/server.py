@@ -2,11 +2,15 @@
 
 import argparse
 
+from prometheus_client import CollectorRegistry
+
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from engine.async_engine import AsyncEngine
+from engine.metrics import register_metrics
 from engine.worker import EngineWorker
 from prefill_service.config import PrefillConfig, add_args, config_from_args
 from prefill_service.servicer import PrefillServicer
+from rpc.metrics_server import serving_metrics
 from rpc.process import run_process
 from rpc.server import RpcServer, serve
 from rpc.worker_tier import WorkerTier
@@ -31,13 +35,17 @@ async def run(config: PrefillConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains.
 
     Raises:
-        ConfigurationError: the checkpoint, a flag, the connector or the address is bad.
+        ConfigurationError: the checkpoint, a flag, the connector or an address is bad.
     """
+    registry = CollectorRegistry()
 
     async def start(server: RpcServer) -> WorkerTier:
-        return add_services(await AsyncEngine.start(config.engine), server)
+        engine = await AsyncEngine.start(config.engine)
+        register_metrics(engine, registry)
+        return add_services(engine, server)
 
-    await serve(config.server, SERVICE_NAMES, start)
+    with serving_metrics(config.metrics, registry):
+        await serve(config.server, SERVICE_NAMES, start)
 
 
 def main(args: argparse.Namespace) -> int:

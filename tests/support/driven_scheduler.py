@@ -18,6 +18,7 @@ from kvstore.connector import (
 )
 from kvstore.handoff import KvHandoff
 from kvstore.job_scheduler import JobScheduler
+from kvstore.metrics import TransferMetrics
 from tests.support.fake_model import GREEDY, fake_config, fake_info
 from tests.support.fake_runner import FakeRunner
 from tests.support.reference_decoding import progress_of
@@ -65,6 +66,7 @@ class DrivenScheduler:
 
     Attributes:
         now: what the scheduler takes for time.
+        metrics: where its transfers are counted.
         shares: how many tokens each request got in the last step that was begun.
     """
 
@@ -79,6 +81,7 @@ class DrivenScheduler:
     ) -> None:
         info = fake_info(4, 64, windows=windows)
         self.now = 0.0
+        self.metrics = TransferMetrics()
         self.shares: dict[str, int] = {}
         self.runner = FakeRunner(info, num_blocks, num_host_blocks=num_host_blocks)
         self.scheduler = Scheduler(
@@ -89,6 +92,7 @@ class DrivenScheduler:
             costs=self.runner.costs,
             namespace=NAMESPACE,
             connector=JobScheduler("fake", lease_s=60) if with_connector else None,
+            metrics=self.metrics,
             clock=lambda: self.now,
         )
 

@@ -61,7 +61,9 @@ class FakeWorker(KvConnectorWorker):
         self.lost: list[Job] = []
         self._results: list[LookupResult | LoadResult | SaveResult] = []
 
-    def register_pool(self, pool: Any, layout: KvLayout) -> None:
+    def register_pool(
+        self, pool: Any, layout: KvLayout, form: object = None, share: object = None
+    ) -> None:
         self._pool = pool
 
     def set_waker(self, wake: Callable[[], None]) -> None:

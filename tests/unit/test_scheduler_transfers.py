@@ -158,17 +158,17 @@ def test_blocks_of_an_aborted_load_stay_held_until_its_result() -> None:
 
 
 def test_an_overdue_load_is_computed_and_its_blocks_stay_fenced() -> None:
-    driven = decode_engine(kv_transfer_timeout_s=5.0)
+    driven = decode_engine(kv_transfer_timeout_s=0.2)
     asked = handed_over("a", max_tokens=3)
     driven.add(asked)
     driven.step()
     (load,) = driven.work().loads
-    driven.now = 4.9
+    driven.now = 0.19
     assert driven.scheduler.expire() == []
     driven.step()
     assert driven.shares == {}
 
-    driven.now = 5.0
+    driven.now = 0.2
     driven.scheduler.expire()
     driven.step()
     assert driven.shares == {"a": 11}

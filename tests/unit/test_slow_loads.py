@@ -1,0 +1,164 @@
+"""A store that is slower than computing is given up, and used again once it is not.
+
+The fake runner computes a token in 1 ms: so the fake clock's quarter of a second, below which
+no load is given up, stands for 250 tokens, more than any prompt here has.
+"""
+
+import pytest
+
+from baton.errors import AbortedError
+from engine.request import FinishReason
+from kvstore.connector import LoadJob
+from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
+from tests.support.fake_model import expected_tokens
+
+
+class SlowStore:
+    """A decode engine whose store finds everything, and takes its time to load it."""
+
+    def __init__(self, **config: object) -> None:
+        self.driven = DrivenScheduler(
+            256, with_connector=True, role="decode", kv_transfer_timeout_s=5.0, **config
+        )
+        self._num_requests = 0
+        self._expected: dict[str, list[int]] = {}
+
+    def count(self, *series: str) -> float:
+        return self.driven.metrics.snapshot()[0][series]
+
+    def ask(self, *, is_handed_over: bool = False) -> LoadJob | None:
+        """A request with a prompt of its own, whose look-up finds two blocks of four.
+
+        Returns:
+            Its load, if there is one.
+        """
+        self._num_requests += 1
+        name, first_token = f"r{self._num_requests}", self._num_requests
+        make = handed_over if is_handed_over else request
+        prompt = (first_token, *(1,) * 9)
+        known = (*prompt, 0) if is_handed_over else prompt
+        self._expected[name] = expected_tokens(known, 1 if is_handed_over else 2)
+        self.driven.add(make(name, prompt_token_ids=prompt, max_tokens=2))
+        self.driven.step()
+        if not is_handed_over:
+            self.driven.answer(num_found=2)
+            self.driven.step()
+        loads = self.driven.work().loads
+        return loads[0] if loads else None
+
+    def end(self, load: LoadJob) -> None:
+        tokens = (self._num_requests, *(1,) * 9)
+        self.driven.end_load(load, tokens)
+
+    def load(self, seconds: float, *, is_handed_over: bool = False) -> None:
+        """A request whose load takes so long, and all of whose tokens come."""
+        load = self.ask(is_handed_over=is_handed_over)
+        assert load is not None
+        self.driven.now += seconds
+        self.driven.scheduler.expire()
+        self.end(load)
+        self.run()
+
+    def run(self) -> None:
+        for name, told in self.driven.run().items():
+            assert told == self._expected[name][-len(told) :]  # steps before may have told some
+        assert self.driven.scheduler.num_transfers == 0
+        self.driven.scheduler.check()
+
+
+def test_a_load_slower_than_computing_is_given_up_and_its_blocks_stay_fenced():
+    store = SlowStore()
+    load = store.ask(is_handed_over=True)
+    assert load is not None
+    driven = store.driven
+    assert driven.scheduler.next_deadline == pytest.approx(0.25)
+    driven.now = 0.24
+    assert driven.scheduler.expire() == []
+    driven.step()
+    assert driven.shares == {}
+
+    driven.now = 0.26
+    assert driven.scheduler.expire() == []
+    driven.step()
+    assert driven.shares == {"r1": 11}
+    assert driven.work().cancelled_loads == (load.job_id,)
+    assert store.count("baton_kv_loads_given_up", "loading") == 1
+    assert store.count("baton_kv_failures", "load", "timed_out") == 0
+    driven.run()
+    assert driven.num_free == 256 - len(load.block_ids)
+    store.end(load)
+    store.run()
+    assert driven.num_free == 256
+
+
+def test_where_nothing_is_to_be_computed_a_load_has_until_its_deadline():
+    store = SlowStore(kv_load_failure_policy="fail")
+    for _ in range(5):
+        store.load(4.9, is_handed_over=True)
+    assert store.ask(is_handed_over=True) is not None
+    store.driven.now += 5.0
+    (output,) = store.driven.scheduler.expire()
+    assert output.finish_reason is FinishReason.ERROR
+    assert isinstance(output.error, AbortedError)
+    assert store.count("baton_kv_failures", "load", "timed_out") == 1
+    assert store.count("baton_kv_loads_given_up", "loading") == 0
+
+
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_what_loads_too_slowly_is_computed_until_a_load_shows_better(is_handed_over):
+    store = SlowStore()
+    for _ in range(4):
+        store.load(0.2, is_handed_over=is_handed_over)
+    assert store.ask(is_handed_over=is_handed_over) is None
+    store.run()
+    assert store.count("baton_kv_loads_given_up", "admission") == 1
+
+    store.driven.now += 5.0
+    store.load(0.001, is_handed_over=is_handed_over)  # the one that is tried
+    store.load(0.001, is_handed_over=is_handed_over)
+    assert store.count("baton_kv_loads_given_up", "admission") == 1
+
+
+def test_loads_behind_a_long_queue_of_prompts_are_worth_more_time():
+    store = SlowStore(max_num_batched_tokens=4)
+    for _ in range(4):
+        store.load(0.06)
+    assert store.ask() is None
+    store.run()
+    store.driven.add(request("r99", prompt_token_ids=(99, *(1,) * 61), max_tokens=2))
+    store.driven.step()
+    store.driven.answer()
+    store.driven.step()  # it has begun, and 58 tokens are left: 58 ms
+    assert store.ask() is not None
+
+
+def test_one_that_waits_for_blocks_is_given_up_once():
+    store = SlowStore()
+    for _ in range(4):
+        store.load(0.2)
+    assert store.ask() is None
+    store.driven.steps(3)
+    assert store.count("baton_kv_loads_given_up", "admission") == 1
+
+
+def test_a_handed_over_prompt_tells_what_of_its_saves_prefill_hid():
+    driven = DrivenScheduler(
+        with_connector=True, role="prefill", max_num_batched_tokens=8, max_num_seqs=8
+    )
+    driven.add(request("a", 16))
+    driven.step()
+    driven.answer()
+    driven.step()
+    assert driven.shares == {"a": 8}
+    (first,) = driven.work().saves  # from 0 s
+    driven.now = 2.0
+    driven.end_saves([first.job_id])
+    driven.now = 3.0
+    driven.step()
+    assert driven.shares == {"a": 8}
+    (second,) = driven.work().saves  # from 3 s, when the first token is drawn
+    driven.now = 4.0
+    driven.end_saves([second.job_id])
+    values, _ = driven.metrics.snapshot()
+    assert values["baton_kv_prompt_save_seconds",] == pytest.approx(3.0)
+    assert values["baton_kv_hidden_prompt_save_seconds",] == pytest.approx(2.0)
