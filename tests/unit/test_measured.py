@@ -29,6 +29,10 @@ class ScriptedWorker(FakeWorker):
         super().__init__({})
         self.results = TransferResults()
         self.measured: list[tuple[KvMetrics, str]] = []
+        self.registered: list[object] = []
+
+    def register_pool(self, *args: object) -> None:
+        self.registered += args
 
     def measure(self, metrics: KvMetrics, backend: str) -> None:
         self.measured.append((metrics, backend))
@@ -107,9 +111,13 @@ def test_the_rest_is_passed_on():
     rig, metrics = Rig(), KvMetrics()
     rig.worker.measure(metrics, "shm")
     assert rig.inner.measured == [(metrics, "shm")]
-    rig.worker.register_pool("pool", None)
+    rig.worker.register_pool("pool", "layout", "form", "share")
+    assert rig.inner.registered == ["pool", "layout", "form", "share"]
     rig.worker.set_waker(print)
+    assert rig.inner._wake is print
+    rig.worker.start(ConnectorWork(loads=(LOAD,)))
     rig.worker.close()
+    assert not rig.inner.pending
 
 
 class FakeBackend:
