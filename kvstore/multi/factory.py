@@ -41,7 +41,8 @@ class MultiFactory:
                 on_failure.enter_context(closing(halves[-1][1]))
             on_failure.pop_all()
         schedulers, workers = zip(*halves, strict=True)
-        return MultiScheduler(self._with_roles(schedulers)), MultiWorker(workers)
+        names = [scheduler.scheme for scheduler in schedulers]
+        return MultiScheduler(self._with_roles(schedulers)), MultiWorker(workers, names)
 
     def _with_roles(self, schedulers: Sequence[KvConnectorScheduler]) -> list[MultiMember]:
         """Where processes share any member, those that they do not share carry no handoffs."""

@@ -1,11 +1,14 @@
 """The worker half over several members: each gets its own work and reports its own results."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
 from kvstore.connector import ConnectorWork, KvConnectorWorker
 from kvstore.layout import KvLayout
+from kvstore.measured import MeasuredWorker
+from kvstore.metrics import KvMetrics
 from kvstore.multi.messages import MultiResults, MultiWork
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
@@ -17,10 +20,12 @@ class MultiWorker(KvConnectorWorker):
 
     Args:
         members: in the order of the scheduler half's.
+        names: what to call them in metrics; the second of a name gets a number.
     """
 
-    def __init__(self, members: Sequence[KvConnectorWorker]) -> None:
+    def __init__(self, members: Sequence[KvConnectorWorker], names: Sequence[str]) -> None:
         self._members = tuple(members)
+        self._names = _distinct(names)
 
     def register_pool(
         self,
@@ -38,6 +43,17 @@ class MultiWorker(KvConnectorWorker):
         for member in self._members:
             member.set_waker(wake)
 
+    def measure(self, metrics: KvMetrics, backend: str) -> None:
+        """See `KvConnectorWorker.measure`. The jobs of members are not the engine's: they are
+        counted here.
+        """
+        for member, name in zip(self._members, self._names, strict=True):
+            member.measure(metrics, name)
+        self._members = tuple(
+            MeasuredWorker(member, metrics.of(name))
+            for member, name in zip(self._members, self._names, strict=True)
+        )
+
     def start(self, work: ConnectorWork) -> None:
         """See `KvConnectorWorker.start`."""
         assert isinstance(work, MultiWork), "the halves belong together"
@@ -54,3 +70,12 @@ class MultiWorker(KvConnectorWorker):
         with ExitStack() as members:
             for member in reversed(self._members):
                 members.enter_context(closing(member))
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    counts = Counter[str]()
+    distinct = []
+    for name in names:
+        counts[name] += 1
+        distinct.append(name if counts[name] == 1 else f"{name}-{counts[name]}")
+    return distinct
