@@ -50,6 +50,7 @@ class RedisStore(KvStore):
         shared_between_hosts=True,
         survives_restart=False,
         takes_max_bytes=False,
+        keeps_leases=False,
     )
 
     def __init__(self, url: RedisUrl) -> None:

@@ -149,7 +149,7 @@ class BoundedSentinelTlsConnection(_Bounded, SentinelManagedSSLConnection):  # t
 
 
 def _encode(argument: Any) -> bytes | memoryview:
-    """Views stay views: the serializer sends them from where they lie."""
-    if isinstance(argument, bytes | memoryview):
-        return argument
-    return str(argument).encode()
+    """Large views stay views, which are sent from where they lie; the rest is sent together."""
+    if isinstance(argument, memoryview):
+        return argument if argument.nbytes > _JOINED_WRITE_BYTES else bytes(argument)
+    return argument if isinstance(argument, bytes) else str(argument).encode()

@@ -159,8 +159,10 @@ def test_the_store_follows_a_failover(tmp_path):
         assert ask(cluster.servers[3], "CLUSTER", "FAILOVER") == b"OK"
         await_true(lambda: ask(cluster.servers[3], "ROLE")[0] == b"master", "a new primary")
         assert store.contains_prefix(keys) == 20
+        num_redirected = ask(cluster.servers[0], "INFO", "errorstats")["errorstat_MOVED"]
         assert read(store, keys[0], 100) == bytes(filled(1, 100))
         assert store.delete(keys) == 20
+        assert ask(cluster.servers[0], "INFO", "errorstats")["errorstat_MOVED"] == num_redirected
 
 
 def test_one_server_is_no_cluster_and_a_cluster_is_not_one_server(cluster):

@@ -136,8 +136,11 @@ def test_a_replica_answers_nothing(redis_server, store):
     (key,) = random_keys(1)
     store.put_many([key], [filled(1, 100)])
     ask(redis_server, "REPLICAOF", "127.0.0.1", free_port())
+    before = ask(redis_server, "INFO")["total_connections_received"]
     for call in every_call(store):
         assert_unavailable_in_time(call)
+    received = ask(redis_server, "INFO")["total_connections_received"] - before
+    assert received >= 4, "it stays connected, and would not ask sentinels who the master is"
     ask(redis_server, "REPLICAOF", "NO", "ONE")
     assert read(store, key, 100) == bytes(filled(1, 100))
 
