@@ -37,7 +37,7 @@ class _DirectoryStore(KvStore):
 
     @classmethod
     def _open(
-        cls, parts: StoreUrl, path: Path, *, default_max_bytes: int, syncs: bool = False
+        cls, parts: StoreUrl, path: Path, *, default_max_bytes: int, syncs: bool, recycles: bool
     ) -> Self:
         """Opens the folder at a path, made if absent, with the URL's options."""
         ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
@@ -53,6 +53,7 @@ class _DirectoryStore(KvStore):
                 max_bytes=max_bytes,
                 default_max_bytes=default_max_bytes,
                 timeout_s=timeout_s,
+                recycles=recycles,
             )
         except OSError as error:
             raise parts.error(f"cannot use the folder {path}: {error.strerror}") from error
@@ -124,7 +125,9 @@ class FileStore(_DirectoryStore):
         syncs = parts.choice("fsync", "never", "commit") == "commit"
         if parts.authority or not parts.path.strip("/"):
             raise parts.error("write file:///absolute/path")
-        return cls._open(parts, Path(parts.path), default_max_bytes=16 << 30, syncs=syncs)
+        return cls._open(
+            parts, Path(parts.path), default_max_bytes=16 << 30, syncs=syncs, recycles=False
+        )
 
 
 class ShmStore(_DirectoryStore):
@@ -163,7 +166,7 @@ class ShmStore(_DirectoryStore):
         folder = _SHARED_MEMORY / f"baton-{name}"
         if not _is_private_or_absent(folder):
             raise parts.error(f"{folder} is not a private folder of this user; choose another name")
-        return cls._open(parts, folder, default_max_bytes=4 << 30)
+        return cls._open(parts, folder, default_max_bytes=4 << 30, syncs=False, recycles=True)
 
     def map_many(self, keys: Sequence[bytes]) -> MappedObjects:
         """See `KvStore.map_many`."""

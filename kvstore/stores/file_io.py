@@ -1,5 +1,6 @@
 """Whole reads and writes of open files, and their errors told as a store's."""
 
+import fcntl
 import mmap
 import os
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from kvstore.store import StoreUnavailableError
 
 __all__ = [
+    "create_locked",
     "map_all",
     "os_errors_as_unavailable",
     "read_all",
@@ -19,6 +21,8 @@ __all__ = [
     "write_all",
 ]
 
+_CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
 
 @contextmanager
 def os_errors_as_unavailable() -> Iterator[None]:
@@ -27,6 +31,19 @@ def os_errors_as_unavailable() -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreUnavailableError(f"{error.strerror} ({error.filename or 'write'})") from error
+
+
+def create_locked(path: str, num_bytes: int) -> int:
+    """The descriptor of a new file of that size, which is locked."""
+    fd = os.open(path, _CREATE_FLAGS, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, num_bytes)
+    except OSError:
+        os.close(fd)
+        os.unlink(path)  # noqa: PTH108  a string, as all paths here
+        raise
+    return fd
 
 
 def status_of(path: str) -> os.stat_result | None:

@@ -1,4 +1,4 @@
-"""What lies in an `ObjectFolder`: its objects by age, and what dead writers left."""
+"""What lies in an `ObjectFolder`: its objects by age, and the files that have no name."""
 
 import fcntl
 import os
@@ -6,9 +6,8 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-__all__ = ["FoundObject", "list_objects", "sweep_temporary_files"]
+__all__ = ["FoundObject", "UnnamedFile", "list_objects", "list_unnamed"]
 
 _OBJECT_NAME = re.compile("([0-9a-f]{2})+")
 _SWEEP_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -21,6 +20,21 @@ class FoundObject:
     touched_ns: int
     num_bytes: int
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnnamedFile:
+    """A file without an object's name.
+
+    Attributes:
+        path: where it is.
+        num_bytes: its size.
+        is_held: whether someone has locked it: a writer, or a reader of a removed object.
+    """
+
+    path: str
+    num_bytes: int
+    is_held: bool
 
 
 def list_objects(folder: str) -> list[FoundObject]:
@@ -42,19 +56,23 @@ def _walk(folder: str) -> Iterator[FoundObject]:
                     yield FoundObject(status.st_mtime_ns, status.st_size, file.path)
 
 
-def sweep_temporary_files(folder: str) -> int:
-    """Removes the files that nobody holds; the bytes of those that writers have reserved."""
-    reserved_bytes = 0
-    for path in [*Path(folder).iterdir()]:
-        try:
-            fd = os.open(path, _SWEEP_FLAGS)
-        except OSError:  # gone, or foreign
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-        except BlockingIOError:
-            reserved_bytes += os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-    return reserved_bytes
+def list_unnamed(folder: str) -> list[UnnamedFile]:
+    """The files that have no object's name, at least not yet."""
+    with os.scandir(folder) as files:
+        paths = [file.path for file in files]
+    return [found for path in paths if (found := _look_at(path)) is not None]
+
+
+def _look_at(path: str) -> UnnamedFile | None:
+    try:
+        fd = os.open(path, _SWEEP_FLAGS)
+    except OSError:  # gone, or foreign
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return UnnamedFile(path, os.fstat(fd).st_size, is_held=True)
+    else:
+        return UnnamedFile(path, os.fstat(fd).st_size, is_held=False)
+    finally:
+        os.close(fd)

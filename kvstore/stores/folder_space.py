@@ -1,20 +1,25 @@
 """`FolderSpace`: the bound of an `ObjectFolder`, and what goes to keep it.
 
     folder/objects/ab/ab12…   an object; the name is its key in hex
-    folder/temporary/…        a file that is reserved for a new object, locked by its writer
+    folder/temporary/…        a file reserved for a new object, locked by its writer; or
+                              a spare one, see `SpareFiles`
     folder/ledger             bytes in use, and the lock of whoever changes them
 
 - Lock: names come and go only under the ledger's lock, so that two writers
   cannot both find a name free, and the ledger stays exact.
 - Age: a file's modification time is its last touch.
 - Bound: every writer reserves its bytes in the ledger first. When they would
-  exceed the bound, the writer lists the folder and removes the oldest objects
-  down to 7/8 of it, so one listing pays for an eighth of the store.
-- Leases: no lock keeps a touch from coming between the listing and the
-  removal. So an object first loses its name, which makes touches fail, and gets
-  it back if it was touched meanwhile.
+  exceed the bound, the writer removes the oldest objects. It knows them from a
+  listing of the folder, which serves until none of it is left: whatever was
+  touched or made after it is younger. Spare files take room that objects leave,
+  and no more than an eighth of the bound.
+- Leases: no lock keeps a touch from coming between a look at an object and its
+  removal. So it first loses its name, which makes touches fail, and gets it back
+  if it was touched meanwhile.
+- Readers: the memory of an object that is removed while it is read, or mapped,
+  counts as free. It is so a moment later, when the last reader closes it.
 - Crashes: a writer holds `flock` on its temporary file. One that nobody holds
-  is a dead writer's, and the next listing removes it.
+  is a dead writer's, and the next listing removes it or makes it a spare one.
 """
 # ruff: noqa: PTH104, PTH108  paths are strings: making a `Path` costs as much as the call
 
@@ -23,21 +28,21 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections import deque
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
 from kvstore.store import StoreUnavailableError
 from kvstore.stores.counters import StoreCounters
-from kvstore.stores.file_io import status_of
-from kvstore.stores.folder_listing import FoundObject, list_objects, sweep_temporary_files
+from kvstore.stores.file_io import create_locked, status_of
+from kvstore.stores.folder_listing import FoundObject, list_objects, list_unnamed
 from kvstore.stores.space_ledger import SpaceLedger
+from kvstore.stores.spare_files import SpareFiles
 
 __all__ = ["FolderSpace", "ReservedFile"]
-
-_CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +66,14 @@ class FolderSpace:
             file system has left for them, but not over `default_max_bytes`.
         default_max_bytes: see `max_bytes`.
         timeout_s: how long to wait for the folder's lock.
+        recycles: whether new objects take the files of removed ones.
 
     Attributes:
         counters: where removals are counted.
         objects_folder: the folder of the objects' shards.
         max_bytes: as chosen.
-        oldest_age_s: seconds since the oldest object was touched, as of the last listing;
-            None where it found none.
+        oldest_age_s: seconds since the oldest object was touched, as of the last listing or
+            eviction; None where no older one was known.
     """
 
     def __init__(
@@ -79,20 +85,26 @@ class FolderSpace:
         max_bytes: int | None,
         default_max_bytes: int,
         timeout_s: float,
+        recycles: bool,
     ) -> None:
         self.ttl_s = ttl_s
         self.lease_s = lease_s
         self.counters = StoreCounters(sees_removals=True)
         self.objects_folder = str(folder / "objects")
         self.oldest_age_s: float | None = None
+        self._by_age: deque[FoundObject] = deque()
         self._ttl_ns = int(ttl_s * 1e9)
         self._lease_ns = int(lease_s * 1e9)
         self._temporary_folder = str(folder / "temporary")
         self._make_folders()
         self._ledger = SpaceLedger(folder / "ledger", timeout_s)
+        self._spares = SpareFiles(self._ledger) if recycles else None
+        own_prefix = f"{self._temporary_folder}/{uuid4().hex}"
+        self._unnamed_paths = (f"{own_prefix}-{number}" for number in count())
         self.max_bytes = max_bytes or self._choose_max_bytes(folder, default_max_bytes)
         with suppress(StoreUnavailableError), self._ledger.locked():
-            self._clean_up(0)
+            self._list()
+            self.make_room(0)
 
     def _make_folders(self) -> None:
         shards = (f"{self.objects_folder}/{shard:02x}" for shard in range(256))
@@ -102,7 +114,7 @@ class FolderSpace:
     def _choose_max_bytes(self, folder: Path, default_max_bytes: int) -> int:
         """Counts what the folder holds already as free, so that every opener agrees."""
         disk = shutil.disk_usage(folder)
-        own_bytes = min(self._ledger.read(), disk.used)
+        own_bytes = min(self._ledger.peek_object_bytes(), disk.used)
         return min(default_max_bytes, (disk.free + own_bytes) // 2)
 
     def is_alive(self, status: os.stat_result | None) -> bool:
@@ -113,9 +125,18 @@ class FolderSpace:
             and time.time_ns() - status.st_mtime_ns <= self._ttl_ns
         )
 
+    def hold(self, fd: int, path: str) -> os.stat_result | None:
+        """The status of an object's file that was opened at a path; None if there the object
+        lives no longer. Its bytes stay as they are while the file is open.
+        """
+        status = os.fstat(fd)
+        if self._spares is not None and not _is_kept(fd, path, status):
+            return None
+        return status if self.is_alive(status) else None
+
     def num_bytes(self) -> int:
         """Bytes in use; counts expired objects until a listing removes them."""
-        return self._ledger.read()
+        return self._ledger.peek_object_bytes()
 
     def close(self) -> None:
         """Closes the ledger. Once."""
@@ -131,81 +152,145 @@ class FolderSpace:
         Raises:
             StoreUnavailableError: leased objects leave too little room; none was evicted.
         """
-        if self._ledger.read() + num_bytes > self.max_bytes:
-            self._clean_up(num_bytes)
+        while self._ledger.object_bytes + num_bytes > self.max_bytes:
+            chosen = self._choose_evicted(num_bytes)
+            if chosen is None:
+                self._list()
+                chosen = self._choose_evicted(num_bytes)
+            if chosen is None:
+                raise StoreUnavailableError(
+                    f"no room for {num_bytes} bytes: the store is full of leased objects"
+                )
+            for found in chosen:
+                self._remove_unless_touched(found)
+            self._note_oldest_age()
 
     def reserve(self, num_bytes: int) -> ReservedFile:
-        """Makes a file for a new object, after room was made for it."""
-        path = f"{self._temporary_folder}/{uuid4().hex}"
-        reserved = ReservedFile(path, os.open(path, _CREATE_FLAGS, 0o600), num_bytes)
-        self._ledger.add(num_bytes)
-        try:
-            fcntl.flock(reserved.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(reserved.fd, num_bytes)
-        except OSError:
-            os.close(reserved.fd)
+        """Finds or makes a file for a new object, after room was made for it."""
+        path, fd = self._take_spare(num_bytes) or self._create(num_bytes)
+        self._ledger.object_bytes += num_bytes
+        return ReservedFile(path, fd, num_bytes)
+
+    def _take_spare(self, num_bytes: int) -> tuple[str, int] | None:
+        """A spare file; None if one must be made, for which spare ones made room then."""
+        if self._spares is None:
+            return None
+        taken = self._spares.take(num_bytes)
+        limit_bytes = self.max_bytes - self._ledger.object_bytes - num_bytes
+        if taken is None and self._ledger.spare_bytes > limit_bytes:
+            unnamed = list_unnamed(self._temporary_folder)
+            self._spares.replace(file for file in unnamed if not file.is_held)
+            taken = self._spares.take(num_bytes)
+            if taken is None:
+                self._spares.shrink(limit_bytes)
+        return taken
+
+    def _create(self, num_bytes: int) -> tuple[str, int]:
+        path = next(self._unnamed_paths)
+        return path, create_locked(path, num_bytes)
+
+    def commit(self, reserved: ReservedFile, path: str) -> bool:
+        """Makes a written file an object; False if another writer was first."""
+        status = status_of(path)
+        if status is not None and not self.is_alive(status):
+            self.remove(path)
+            status = status_of(path)
+        if status is not None:
             self.give_back(reserved)
-            raise
-        return reserved
+            return False
+        fcntl.flock(reserved.fd, fcntl.LOCK_UN)  # readers lock it from now on
+        os.rename(reserved.path, path)
+        return True
 
     def give_back(self, reserved: ReservedFile) -> None:
         """Undoes a reservation, unless the file became an object."""
         with suppress(FileNotFoundError):
             os.unlink(reserved.path)
-            self._ledger.add(-reserved.num_bytes)
+            self._ledger.object_bytes -= reserved.num_bytes
 
     def remove(self, path: str) -> bool:
         """Removes an object; whether it was there and alive."""
         status = status_of(path)
         if status is None or not stat.S_ISREG(status.st_mode):
             return False
-        os.unlink(path)
-        self._ledger.add(-status.st_size)
+        aside = next(self._unnamed_paths)
+        os.rename(path, aside)
+        self._discard(aside, status.st_size)
         is_alive = self.is_alive(status)
         self.counters.count_removals(expirations=not is_alive)
         return is_alive
 
-    def _clean_up(self, num_bytes: int) -> None:
-        """Lists the folder, corrects the ledger, removes what is dead; evicts if that is
-        not enough for `num_bytes` more.
-        """
+    def _discard(self, path: str, num_bytes: int) -> None:
+        """Makes the file that an object left a spare one, or removes it."""
+        if self._spares and self._ledger.spare_bytes + num_bytes <= self.max_bytes // 8:
+            self._spares.add(path, num_bytes)
+        else:
+            os.unlink(path)
+        self._ledger.object_bytes -= num_bytes
+
+    def _list(self) -> None:
+        """Learns what the folder holds, corrects the ledger and removes what is dead."""
         objects = list_objects(self.objects_folder)
-        used_bytes = sum(found.num_bytes for found in objects)
-        self._ledger.write(used_bytes + sweep_temporary_files(self._temporary_folder))
-        now_ns = time.time_ns()
-        num_expired = sum(found.touched_ns < now_ns - self._ttl_ns for found in objects)
+        self._ledger.object_bytes = sum(found.num_bytes for found in objects)
+        self._sweep()
+        first_expired_ns = time.time_ns() - self._ttl_ns
+        num_expired = sum(found.touched_ns < first_expired_ns for found in objects)
         for found in objects[:num_expired]:
             self.remove(found.path)
-        alive = objects[num_expired:]
-        if self._ledger.read() + num_bytes > self.max_bytes:
-            unleased = [found for found in alive if found.touched_ns <= now_ns - self._lease_ns]
-            alive = alive[self._evict(unleased, num_bytes) :]
-        self.oldest_age_s = (now_ns - alive[0].touched_ns) / 1e9 if alive else None
+        self._by_age = deque(objects[num_expired:])
+        self._note_oldest_age()
 
-    def _evict(self, unleased: Sequence[FoundObject], num_bytes: int) -> int:
-        """Removes the oldest until an eighth of the bound is free behind `num_bytes`; how many
-        were looked at.
+    def _note_oldest_age(self) -> None:
+        oldest = self._by_age[0] if self._by_age else None
+        self.oldest_age_s = (time.time_ns() - oldest.touched_ns) / 1e9 if oldest else None
+
+    def _sweep(self) -> None:
+        """Counts the unnamed files that are held; the others become spare ones, or go."""
+        unnamed = list_unnamed(self._temporary_folder)
+        self._ledger.object_bytes += sum(file.num_bytes for file in unnamed if file.is_held)
+        free = [file for file in unnamed if not file.is_held]
+        if self._spares:
+            self._spares.replace(free)
+            self._spares.shrink(self.max_bytes - self._ledger.object_bytes)
+            return
+        for file in free:
+            os.unlink(file.path)
+
+    def _choose_evicted(self, num_bytes: int) -> list[FoundObject] | None:
+        """The oldest known objects without which `num_bytes` more fit the bound; None if those
+        that are not leased do not suffice.
         """
-        num_seen = 0
-        kept_bytes = self._ledger.read() - sum(found.num_bytes for found in unleased)
-        if kept_bytes + num_bytes <= self.max_bytes:
-            goal_bytes = max(0, self.max_bytes * 7 // 8 - num_bytes)
-            while num_seen < len(unleased) and self._ledger.read() > goal_bytes:
-                self._remove_unless_touched(unleased[num_seen])
-                num_seen += 1
-        if self._ledger.read() + num_bytes > self.max_bytes:
-            raise StoreUnavailableError(
-                f"no room for {num_bytes} bytes: the store is full of leased objects"
-            )
-        return num_seen
+        chosen: list[FoundObject] = []
+        excess_bytes = self._ledger.object_bytes + num_bytes - self.max_bytes
+        first_leased_ns = time.time_ns() - self._lease_ns
+        while excess_bytes > 0:
+            if not self._by_age or self._by_age[0].touched_ns > first_leased_ns:
+                self._by_age.extendleft(reversed(chosen))
+                return None
+            found = self._by_age.popleft()
+            status = status_of(found.path)
+            if status is not None and status.st_mtime_ns == found.touched_ns:
+                chosen.append(found)
+                excess_bytes -= found.num_bytes
+        return chosen
 
     def _remove_unless_touched(self, found: FoundObject) -> None:
         """Evicts an object, but not if it was touched after it was found."""
-        aside = f"{self._temporary_folder}/{uuid4().hex}"
+        aside = next(self._unnamed_paths)
         os.rename(found.path, aside)
         if os.lstat(aside).st_mtime_ns != found.touched_ns:
             os.rename(aside, found.path)
             return
-        os.unlink(aside)
-        self._ledger.add(-found.num_bytes)
-        self.counters.count_removals(evictions=1)
+        self._discard(aside, found.num_bytes)
+        is_expired = found.touched_ns < time.time_ns() - self._ttl_ns
+        self.counters.count_removals(evictions=not is_expired, expirations=is_expired)
+
+
+def _is_kept(fd: int, path: str, status: os.stat_result) -> bool:
+    """Locks a file against being taken for another object, unless that happened already."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    named = status_of(path)
+    return named is not None and os.path.samestat(named, status)

@@ -12,7 +12,6 @@ takes it twice, and reads and look-ups do not.
 What is not a regular file of the right name is never read; what is foreign in
 the folder is left alone.
 """
-# ruff: noqa: PTH104  paths are strings: making a `Path` costs as much as the call
 
 import errno
 import os
@@ -63,7 +62,7 @@ class ObjectFolder:
         """Reads and touches an object."""
         path = self._path(key)
         with _opened(path) as fd:
-            if fd is None or not self._space.is_alive(status := os.fstat(fd)):
+            if fd is None or (status := self._space.hold(fd, path)) is None:
                 return GetStatus.MISSING
             if status.st_size != buffer.nbytes or not read_all(fd, buffer):
                 return GetStatus.WRONG_SIZE
@@ -74,7 +73,7 @@ class ObjectFolder:
         """Touches an object; its bytes where they lie, or None if there is none."""
         path = self._path(key)
         with _opened(path) as fd:
-            if fd is None or not self._space.is_alive(status := os.fstat(fd)):
+            if fd is None or (status := self._space.hold(fd, path)) is None:
                 return None
             view = map_all(fd, status.st_size)
             return view if _touch(path) else None
@@ -128,7 +127,7 @@ class ObjectFolder:
             for new in opened:
                 self._write(new)
             with self._space.locked():
-                late = [new.path for new in opened if not self._commit(new)]
+                late = [n.path for n in opened if not self._space.commit(n.file, n.path)]
             if self._syncs:
                 for shard in {Path(new.path).parent for new in opened}:
                     sync_folder(shard)
@@ -155,18 +154,6 @@ class ObjectFolder:
         touch(new.file.fd)
         if self._syncs:
             os.fsync(new.file.fd)
-
-    def _commit(self, new: _NewObject) -> bool:
-        """Gives a whole object its name; False if another writer was first. Under the lock."""
-        status = status_of(new.path)
-        if status is not None and not self._space.is_alive(status):
-            self._space.remove(new.path)
-            status = status_of(new.path)
-        if status is not None:
-            self._space.give_back(new.file)
-            return False
-        os.rename(new.file.path, new.path)
-        return True
 
 
 @contextmanager

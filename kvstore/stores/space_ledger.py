@@ -1,12 +1,16 @@
 """`SpaceLedger`: how many bytes a folder shared by processes holds, and its lock.
 
-The number lies in a small file and changes only under an exclusive `flock`,
-so that all writers together keep to one bound without listing the folder. A
-crash can leave it wrong; whoever lists the folder next puts it right.
+The numbers lie in a small file and change only under an exclusive `flock`, so
+that all writers together keep to one bound without listing the folder. A
+crash can leave them wrong; whoever lists the folder next puts them right.
+
+    0  bytes of objects, those being written too, little-endian
+    8  bytes of spare files
 """
 
 import fcntl
 import os
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +22,7 @@ from kvstore.store import StoreUnavailableError
 __all__ = ["SpaceLedger"]
 
 _RETRY_S = 0.0005
-_NUMBER_BYTES = 8
+_NUMBERS = struct.Struct("<QQ")
 
 
 class SpaceLedger:
@@ -28,6 +32,11 @@ class SpaceLedger:
         path: the ledger's file; made if absent.
         timeout_s: how long `locked` waits at most.
 
+    Attributes:
+        object_bytes: bytes of objects; to be read and changed under `locked` only, whose
+            end writes it down.
+        spare_bytes: bytes of spare files, likewise.
+
     Raises:
         OSError: the file cannot be opened.
     """
@@ -36,6 +45,7 @@ class SpaceLedger:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._timeout_s = timeout_s
         self._thread_lock = Lock()  # flock tells processes apart, not threads
+        self.object_bytes = self.spare_bytes = 0
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -51,8 +61,10 @@ class SpaceLedger:
         try:
             self._lock_file(deadline_s)
             try:
+                self.object_bytes, self.spare_bytes = self._read()
                 yield
             finally:
+                self._write()
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
             self._thread_lock.release()
@@ -72,17 +84,19 @@ class SpaceLedger:
     def _timed_out(self) -> StoreUnavailableError:
         return StoreUnavailableError(f"the folder's lock was not free for {self._timeout_s:g} s")
 
-    def read(self) -> int:
-        """Bytes in use; 0 where a crash left nothing readable. No lock needed."""
-        return int.from_bytes(os.pread(self._fd, _NUMBER_BYTES, 0), "little")
+    def peek_object_bytes(self) -> int:
+        """Bytes of objects as last written down; needs no lock."""
+        return self._read()[0]
 
-    def write(self, num_bytes: int) -> None:
-        """Replaces the number. Under `locked` only."""
-        os.pwrite(self._fd, max(0, num_bytes).to_bytes(_NUMBER_BYTES, "little"), 0)
+    def _read(self) -> tuple[int, int]:
+        """The numbers; 0 where a crash left nothing readable."""
+        written = os.pread(self._fd, _NUMBERS.size, 0)
+        object_bytes, spare_bytes = _NUMBERS.unpack(written.ljust(_NUMBERS.size, b"\0"))
+        return object_bytes, spare_bytes
 
-    def add(self, num_bytes: int) -> None:
-        """Adds to the number, or takes away. Under `locked` only."""
-        self.write(self.read() + num_bytes)
+    def _write(self) -> None:
+        numbers = (max(0, self.object_bytes), max(0, self.spare_bytes))
+        os.pwrite(self._fd, _NUMBERS.pack(*numbers), 0)
 
     def close(self) -> None:
         """Closes the file, after whoever holds the lock."""
