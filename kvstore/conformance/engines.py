@@ -21,10 +21,10 @@ __all__ = ["DEADLINE_S", "LAYOUTS", "NUM_BLOCKS", "Prompt", "TinyEngine", "rando
 DEADLINE_S = 30.0
 NUM_BLOCKS = 96
 LAYOUTS = (
-    KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype="float32"),
-    KvLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=8, dtype="bfloat16"),
-    KvLayout(num_layers=3, num_kv_heads=2, block_size=8, head_dim=64, dtype="float16"),
-    KvLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=8, dtype=FP8),
+    KvLayout(num_layers=4, num_kv_heads=3, block_size=16, head_dim=20, dtype="float32"),
+    KvLayout(num_layers=2, num_kv_heads=1, block_size=32, head_dim=64, dtype="bfloat16"),
+    KvLayout(num_layers=6, num_kv_heads=2, block_size=16, head_dim=128, dtype="float16"),
+    KvLayout(num_layers=4, num_kv_heads=4, block_size=16, head_dim=32, dtype=FP8),
 )
 
 _NAMESPACE = b"conformance".ljust(32)
@@ -76,9 +76,12 @@ class TinyEngine:
         return self.pool.view(torch.uint8).view(len(self.pool), -1)
 
     def step(self) -> None:
-        """Starts what was asked for and takes in what has ended."""
+        """Takes in what has ended, and then starts what was asked for, as engines do."""
+        self._take_in()
         if work := self.scheduler.build_work():
             self.worker.start(work)
+
+    def _take_in(self) -> None:
         results = self.scheduler.update(self.worker.poll())
         for answer in results.lookups:
             self.lookups[answer.job_id] = answer.num_blocks

@@ -9,11 +9,12 @@ import torch
 
 from kvstore.block_views import view_blocks
 from kvstore.conformance.conftest import EngineOpener
-from kvstore.conformance.engines import DEADLINE_S, LAYOUTS, NUM_BLOCKS, TinyEngine, random_prompt
+from kvstore.conformance.engines import LAYOUTS, NUM_BLOCKS, TinyEngine, random_prompt
 from kvstore.connector_factory import ConnectorCapabilities
 from kvstore.layout import KvLayout
 
-_COUNTS = (1, 2, 7, 40, NUM_BLOCKS)
+_COUNTS = (1, 7, NUM_BLOCKS)
+_LONGEST_NAP_S = 10.0
 
 
 def _blocks(count: int, seed: int) -> list[int]:
@@ -41,7 +42,7 @@ def test_blocks_arrive_as_they_were_and_nothing_else_changes(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("num_tail_tokens", [1, 3])
+@pytest.mark.parametrize("num_tail_tokens", [1, 15])
 def test_what_lies_behind_a_tail_stays_where_it_is(
     open_engine: EngineOpener, layout: KvLayout, num_tail_tokens: int
 ) -> None:
@@ -143,7 +144,7 @@ def _wait_for_news(engine: TinyEngine, is_over: Callable[[], bool]) -> None:
     """Steps as an engine does that has nothing else to do: only when it is woken."""
     engine.step()
     while not is_over():
-        assert engine.woken.wait(DEADLINE_S), "nobody was woken for a result"
+        assert engine.woken.wait(_LONGEST_NAP_S), "nobody was woken for a result"
         engine.woken.clear()
         engine.step()
 

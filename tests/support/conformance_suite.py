@@ -36,13 +36,14 @@ def start_suite(url, folder, *arguments, python_path=""):
     )
 
 
-def install_stores(folder, source, class_names):
+def install_stores(folder, source, class_names, group="baton.kv_stores"):
     """Lays out a package as an installer would, which names its stores as entry points.
 
     Args:
         folder: stands for site-packages.
         source: the package's one module.
         class_names: of the store of each scheme.
+        group: of the entry points; that of connectors makes them connectors.
     """
     (folder / "third_party_stores.py").write_text(source)
     metadata = folder / "third_party_stores-1.0.dist-info"
@@ -55,4 +56,4 @@ def install_stores(folder, source, class_names):
             """)
     )
     points = [f"{scheme} = third_party_stores:{name}" for scheme, name in class_names.items()]
-    (metadata / "entry_points.txt").write_text("\n".join(["[baton.kv_stores]", *points, ""]))
+    (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *points, ""]))

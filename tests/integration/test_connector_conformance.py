@@ -1,0 +1,124 @@
+"""Baton's own connectors pass the public conformance suite, run as a third party runs it,
+and connectors that break the contract do not."""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+
+from tests.support.conformance_suite import SUITE_DEADLINE_S, install_stores, start_suite
+
+_REPOSITORY = Path(__file__).parents[2]
+_CONNECTOR_GROUP = "baton.kv_connectors"
+_FAILING_TESTS = {
+    "twofold": "test_one_engine_saves_and_loads",
+    "leaky": "test_what_lies_behind_a_tail_stays_where_it_is",
+    "boastful": "test_a_prefix_is_good_where_the_rest_is_missing",
+    "gappy": "test_only_an_unbroken_prefix_counts",
+    "silent": "test_somebody_is_woken_for_each_result",
+    "late": "test_a_cancelled_load_ends_once_and_writes_nothing_afterwards",
+    "eager": "test_what_is_lent_is_given_back_when_its_lease_is_ended",
+    "generous": "test_nothing_is_read_after_the_end_of_a_lease",
+    "shapeless": "test_blocks_of_another_shape_are_not_taken",
+    "swapped": "test_blocks_arrive_as_they_were_and_nothing_else_changes",
+    "forgetful": "test_a_lease_that_is_kept_lasts_until_it_is_dropped",
+    "lasting": "test_a_publisher_that_is_gone_costs_a_bounded_time",
+    "careless": "test_an_unknown_option_is_an_error_that_names_it",
+    "modest": "test_what_is_lent_is_declared",
+}
+# One process tries all of them: most of the time of a run is its start.
+_RUN_EACH = """
+import json, pytest, sys
+arguments = ["-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error", "-q", "--tb=no", "-x"]
+codes = {}
+for scheme, test in json.loads(sys.argv[1]).items():
+    url = ["--pyargs", "kvstore.conformance", "--kv-connector", scheme + "://", "-k", test]
+    codes[scheme] = pytest.main(url + arguments)
+print(json.dumps(codes))
+"""
+
+
+def _check(suite):
+    try:
+        output, _ = suite.communicate(timeout=SUITE_DEADLINE_S)
+    finally:
+        suite.kill()
+    assert suite.returncode == 0, output
+    assert " passed" in output
+    return output
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory://connectors",
+        "grpc://",
+        pytest.param("nixl://", marks=pytest.mark.slow),
+        pytest.param("faulty+memory://faultless?faults=", marks=pytest.mark.slow),
+        pytest.param("multi://grpc://,memory://several", marks=pytest.mark.slow),
+        pytest.param("multi://faulty+grpc://?faults=fail_load:1,memory://", marks=pytest.mark.slow),
+    ],
+)
+def test_our_connectors_conform(url, tmp_path):
+    _check(start_suite(url, tmp_path / "run", "-k", "connector"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shm", "file"])
+def test_our_stores_conform_as_connectors(kind, tmp_path):
+    name = f"connectors-{uuid.uuid4().hex}"
+    url = f"shm://{name}" if kind == "shm" else f"file://{tmp_path}/store"
+    try:
+        _check(start_suite(url, tmp_path / "run", "-k", "connector"))
+    finally:
+        rmtree(f"/dev/shm/baton-{name}", ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def third_party_packages(tmp_path_factory):
+    """A folder with an installed package that names its connectors as entry points."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    source = _REPOSITORY / "tests" / "support" / "nonconforming_connectors.py"
+    names = {each: f"{each.capitalize()}Connector" for each in ["good", *_FAILING_TESTS]}
+    install_stores(folder, source.read_text(), names, _CONNECTOR_GROUP)
+    return folder
+
+
+def test_a_third_partys_connector_conforms(tmp_path, third_party_packages):
+    suite = start_suite("good://", tmp_path / "run", python_path=third_party_packages)
+    output = _check(suite)
+    assert "test_prefix" not in output, "it is no store"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_connectors_that_break_the_contract_fail(tmp_path, third_party_packages):
+    run = subprocess.run(
+        [sys.executable, "-c", _RUN_EACH, json.dumps(_FAILING_TESTS)],
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(third_party_packages)},
+        capture_output=True,
+        text=True,
+        timeout=2 * SUITE_DEADLINE_S,
+    )
+    assert run.returncode == 0, run.stderr
+    *output, codes = run.stdout.splitlines()
+    assert json.loads(codes) == dict.fromkeys(_FAILING_TESTS, 1), "\n".join(output)
+    for test in _FAILING_TESTS.values():
+        assert any(line.startswith("FAILED") and test in line for line in output)
+
+
+def test_the_guides_connector_conforms(tmp_path):
+    """docs/connectors.md shows a whole connector; it must be one that works."""
+    guide = (_REPOSITORY / "docs" / "connectors.md").read_text()
+    source = guide.split("```python\n")[2].split("```")[0]
+    install_stores(tmp_path, source, {"mailbox": "MailboxConnector"}, _CONNECTOR_GROUP)
+    for url in (f"mailbox://{tmp_path}/box", f"faulty+mailbox://{tmp_path}/box?faults=delay:0.1"):
+        folder = tmp_path / f"run-{uuid.uuid4().hex}"
+        _check(start_suite(url, folder, python_path=tmp_path))
