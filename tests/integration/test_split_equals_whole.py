@@ -1,6 +1,6 @@
 """Invariant 1: split equals whole equals `transformers`, for every connector and family.
 
-Two real engines with pools of their own, joined by a real store, beside one
+Two real engines with pools of their own, joined by a real connector, beside one
 undivided engine. Greedy, float32: the tokens must be identical.
 """
 
@@ -16,7 +16,7 @@ from tests.support.real_engines import GREEDY, SplitRun, build_core, run_all, to
 from tests.support.redis_server import RedisServer
 
 NUM_TOKENS = 12
-CONNECTORS = ("memory", "shm", "file", "redis")
+CONNECTORS = ("memory", "shm", "file", "redis", "grpc", "nixl")
 
 
 @pytest.fixture
@@ -28,6 +28,9 @@ def connector_url(
         "shm": f"shm://test-{tmp_path.name}?max_bytes=64MiB",
         "file": f"file://{tmp_path}/kv",
         "redis": redis_server.url,
+        "grpc": "grpc://?timeout_s=20",
+        "nixl": "nixl://?timeout_s=20",
+        "nixl by pushes": "nixl://?timeout_s=20&mode=push",
     }
     yield urls[request.param]
     if request.param == "shm":
@@ -54,7 +57,7 @@ def test_split_equals_transformers(variant: str, connector_url: str, block_size:
     check_split(variant, connector_url, block_size)
 
 
-@pytest.mark.parametrize("connector_url", ["memory"], indirect=True)
+@pytest.mark.parametrize("connector_url", ["memory", "nixl by pushes"], indirect=True)
 @pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(FAMILIES)))
 def test_split_equals_transformers_for_variants(variant: str, connector_url: str) -> None:
     check_split(variant, connector_url, 8)
@@ -83,7 +86,7 @@ def check_split(variant: str, connector_url: str, block_size: int) -> None:
         outputs = split.outputs[request.request_id]
         tokens = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
         assert tokens == reference_greedy(path, request.prompt_token_ids, NUM_TOKENS)
-        # Nothing is recomputed: the whole prompt came through the store.
+        # Nothing is recomputed: the whole prompt came through the connector.
         assert outputs[0].cached_tokens == len(request.prompt_token_ids)
         assert outputs[-1].finish_reason is FinishReason.LENGTH
 
