@@ -15,16 +15,16 @@ from baton.errors import ConfigurationError
 
 __all__ = ["LATE_WRITES_S", "load_nixl", "new_agent"]
 
-LATE_WRITES_S = 10.0
-"""Seconds after which a connection that was given up has delivered or lost what it had taken:
-more than the silence after which the keepalive below ends it, seen from either end.
+LATE_WRITES_S = 120.0
+"""Seconds after which a connection that was closed delivers no more of what it had taken: Linux
+tries for some 100 seconds to send what a closed TCP connection still holds.
 """
 
 # Either build drives GPUs by the CUDA driver alone, and does without one.
 _MODULES = ("nixl_cu12", "nixl_cu13")
 # Without a way to reach memory directly, UCX would have the remote's CPU send what is read; a
 # reader that dies then takes the remote process with it.
-_UCX = "PROTO_EMULATION_ENABLE=n,TCP_KEEPIDLE=2s,TCP_KEEPINTVL=1s,TCP_KEEPCNT=3"
+_UCX = "PROTO_EMULATION_ENABLE=n"
 _LOG_LEVELS = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
 
 _creating = threading.Lock()

@@ -17,7 +17,6 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.errors import ConfigurationError
 from kvstore.peer.nixl_library import new_agent
 from kvstore.peer.nixl_memory import AgentMetadata, DescribedRanges, MemoryMap
 from kvstore.peer.transport import MemoryRange, TransferError
@@ -33,6 +32,8 @@ _POLL_S = 1e-4
 
 class NixlLink:
     """Transfers with one peer, one at a time. Any thread may call it.
+
+    To make one costs nothing; its first transfer makes the agent and connects.
 
     Args:
         nixl: the package.
@@ -62,20 +63,6 @@ class NixlLink:
         """Whether it is closed, or failed once."""
         return self._is_closed.is_set()
 
-    def open(self) -> None:
-        """Makes the agent, and waits for nobody; the first transfer connects. Idempotent.
-
-        Raises:
-            TransferError: it cannot be; settled.
-        """
-        with self._lock:
-            if self._agent is not None or self.is_lost:
-                return
-            problem = self._open()
-        if problem:
-            self.close()
-            raise TransferError(f"nixl cannot connect: {problem}", is_settled=True)
-
     def transfer(
         self,
         operation: str,
@@ -101,8 +88,9 @@ class NixlLink:
         if not self._lock.acquire(timeout=max(0.0, timeout_s)):
             raise TransferError("the peer's other transfers took the time", is_settled=True)
         try:
-            if self._agent is None:
+            if self.is_lost:
                 raise TransferError("the peer was given up; add it again", is_settled=True)
+            self._open()
             problem = self._move_all(operation, *pairs, give_up_at)
             is_over = self._end() if problem else True
         finally:
@@ -118,17 +106,17 @@ class NixlLink:
         with self._lock:
             self._end()
 
-    def _open(self) -> str:
-        """Makes the agent; returns what went wrong."""
+    def _open(self) -> None:
+        """Makes the agent, once. It connects as bytes are to move."""
+        if self._agent is not None:
+            return
         try:
             self._agent = new_agent(self._nixl, f"baton-link-{uuid4().hex}", with_thread=False)
             self._register_new()
             self._peer_name = self._agent.add_remote_agent(self._peer.agent)
-        except ConfigurationError as error:
-            return error.message
         except Exception as error:  # nixl's errors have no base of their own
-            return str(error)
-        return ""
+            self._end()
+            raise TransferError(f"nixl cannot connect: {error}", is_settled=True) from error
 
     def _register_new(self) -> None:
         for region in self._memory.regions[len(self._registered) :]:

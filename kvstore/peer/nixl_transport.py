@@ -83,8 +83,7 @@ class NixlTransport(PeerTransport):
             link = self._links.get(peer_id)
             if link is None or link.is_lost:
                 peer = AgentMetadata.from_bytes(metadata)
-                link = self._links[peer_id] = NixlLink(self._nixl, peer, self._memory)
-        link.open()
+                self._links[peer_id] = NixlLink(self._nixl, peer, self._memory)
 
     def remove_peer(self, peer_id: str) -> None:
         """See `PeerTransport.remove_peer`."""
@@ -99,7 +98,11 @@ class NixlTransport(PeerTransport):
             self._remember(peer_id, late_s)
 
     def has_settled(self, peer_id: str) -> bool:
-        """See `PeerTransport.has_settled`. Of peers never added it is told after a while."""
+        """See `PeerTransport.has_settled`.
+
+        At once of a peer whose transfers the kernel copies, if it was added and removed. Of
+        others after `LATE_WRITES_S`, counted from the first question if they never were added.
+        """
         with self._lock:
             if peer_id in self._links and peer_id not in self._settled_at:
                 return False

@@ -196,9 +196,10 @@ def test_metadata_that_is_none_is_refused(shared, metadata):
 
 
 def test_what_only_nixl_can_tell_to_be_no_metadata_is_refused(remote, shared):
-    cut = remote.metadata[:-20]
+    transport, pool = shared
+    transport.add_peer("cut", remote.metadata[:-20])
     with pytest.raises(TransferError, match="cannot connect") as caught:
-        shared[0].add_peer("cut", cut)
+        read_all(transport, "cut", remote, pool)
     assert caught.value.is_settled
 
 
