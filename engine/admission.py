@@ -190,7 +190,7 @@ class Admission:
             return True
         lead = group.lead
         num_tokens = len(lead.token_ids)
-        keys = lead.keys.extend(lead.token_ids)
+        keys = lead.keys.extend_pool(lead.token_ids)
         num_loaded = self._transfers.num_loaded_tokens(group, num_loadable)
         if num_loaded == 0 and not self._may_compute(keys, num_tokens, plan):
             return True
@@ -240,14 +240,14 @@ class Admission:
         """Whether a more important group is at the prompt's block `index`, and at all before it:
         it will be cached in a step or some, and is not worth computing twice.
         """
-        keys = group.lead.keys.keys
+        keys = group.lead.keys.pool_keys
         most_cached = (len(group.lead.token_ids) - 1) // self._config.block_size
         if not self._config.enable_prefix_caching or index >= most_cached:
             return False
         return any(
             other.order < group.order
-            and index < len(other.lead.keys.keys)
-            and other.lead.keys.keys[index] == keys[index]
+            and index < len(other.lead.keys.pool_keys)
+            and other.lead.keys.pool_keys[index] == keys[index]
             for other in self._queues.chunking
         )
 

@@ -47,6 +47,7 @@ class AsyncEngine:
     Attributes:
         config: as given.
         info: the loaded model's facts.
+        form: what KV looks like between tiers.
         namespace: digest that block keys are rooted in.
         kv_form: what the namespace is made of, in words.
         num_blocks: KV blocks in the pool.
@@ -57,6 +58,7 @@ class AsyncEngine:
         self.config = core.config
         self.info = core.info
         self.namespace = core.namespace
+        self.form = core.form
         self.kv_form = core.kv_form
         self.num_blocks = core.num_blocks
         self.kv_metrics = core.kv_metrics

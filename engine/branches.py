@@ -53,7 +53,7 @@ class Branches:
     def register(self, sequence: Sequence) -> None:
         """Offers the sequence's full computed blocks to the prefix cache."""
         if sequence.table is not None and not sequence.group.is_poisoned:
-            keys = sequence.keys.extend(sequence.token_ids)
+            keys = sequence.keys.extend_pool(sequence.token_ids)
             self._kv.register(sequence.table, keys, sequence.num_computed)
 
     def release_behind(self, sequence: Sequence) -> None:
@@ -64,7 +64,7 @@ class Branches:
     def discard(self, group: SequenceGroup) -> None:
         """Takes the group's blocks out of the prefix cache: nobody new shall share them."""
         for sequence in group.running:
-            self._kv.discard(sequence.keys.extend(sequence.token_ids))
+            self._kv.discard(sequence.keys.extend_pool(sequence.token_ids))
 
     def leave_root(self, group: SequenceGroup) -> None:
         """The root is computed: the group's branches, which have no blocks yet, share it."""

@@ -16,6 +16,7 @@ __all__ = ["DTYPES", "KV_CACHE_DTYPES", "ROLES", "EngineConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+KV_TRANSFER_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3")
 ROLES = ("prefill", "decode", "both")
 LOAD_FORMATS = ("auto", "dummy")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
@@ -103,6 +104,19 @@ class EngineConfig:
     kv_load_failure_policy: str = _flag(
         "recompute", "what to do when KV cannot be loaded", choices=LOAD_FAILURE_POLICIES
     )
+    kv_transfer_block_size: int | None = _flag(
+        None,
+        "tokens per KV block between tiers, the same on all of them; divides --block-size "
+        "(default: --block-size)",
+    )
+    kv_transfer_dtype: str = _flag(
+        "auto",
+        "type of KV between tiers, the same on all of them; auto is that of the KV here",
+        choices=KV_TRANSFER_DTYPES,
+    )
+    kv_transfer_head_slices: int = _flag(
+        1, "equal parts that a KV block's heads go in between tiers, the same on all of them"
+    )
     kv_transfer_timeout_s: float = _flag(
         60.0, "longest wait for a look-up, load or save that does not report; blocks stay fenced"
     )
@@ -113,6 +127,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("load_format", LOAD_FORMATS),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("kv_transfer_dtype", KV_TRANSFER_DTYPES),
             ("kv_load_failure_policy", LOAD_FAILURE_POLICIES),
             ("preemption_mode", PREEMPTION_MODES),
         ):
@@ -129,6 +144,7 @@ class EngineConfig:
             raise _bad_flag("swap_space", self.swap_space, ">= 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise _bad_flag("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        _check_transfer_block_size(self.transfer_block_size, self.block_size)
         _check_kv_publish(self.kv_publish)
         _check_turns_folder(self.turns_folder)
         if self.role == "prefill" and self.kv_connector is None:
@@ -148,6 +164,11 @@ class EngineConfig:
         )
 
     @property
+    def transfer_block_size(self) -> int:
+        """Tokens of a block as tiers exchange them, and as keys name them."""
+        return self.kv_transfer_block_size or self.block_size
+
+    @property
     def model_name(self) -> str:
         """The name that requests give."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
@@ -156,6 +177,8 @@ class EngineConfig:
 _POSITIVE = (
     "num_threads",
     "block_size",
+    "kv_transfer_block_size",
+    "kv_transfer_head_slices",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -166,6 +189,12 @@ _POSITIVE = (
     "max_num_partial_prefills",
 )
 _POSITIVE_SECONDS = ("priority_ageing_s", "kv_transfer_timeout_s")
+
+
+def _check_transfer_block_size(transfer_block_size: int, block_size: int) -> None:
+    if block_size % transfer_block_size:
+        limit = f"a divisor of --block-size {block_size}"
+        raise _bad_flag("kv_transfer_block_size", transfer_block_size, limit)
 
 
 def _check_kv_publish(policy: str) -> None:

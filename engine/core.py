@@ -24,12 +24,11 @@ from engine.request import EngineLoad, EngineRequest, RequestOutput
 from engine.runner import ModelInfo, PendingOutput, Runner
 from engine.scheduler import Scheduler
 from engine.validation import check_request
-from kvstore.block_key import derive_namespace, describe_namespace
 from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
 from kvstore.handoff import KvHandoff
-from kvstore.layout import LAYOUT_VERSION
 from kvstore.measured import MeasuredWorker
 from kvstore.metrics import KvMetrics
+from kvstore.transfer_form import PoolCut, TransferForm
 
 __all__ = ["EngineCore"]
 
@@ -57,6 +56,7 @@ class EngineCore:
     Attributes:
         config: as given.
         info: the loaded model's facts.
+        form: what KV looks like between tiers.
         namespace: digest that block keys are rooted in.
         kv_form: what the namespace is made of, in words.
         num_blocks: KV blocks in the pool.
@@ -76,8 +76,9 @@ class EngineCore:
         self.config = config
         self.info: ModelInfo = runner.info
         self.num_blocks = runner.num_blocks
-        self.namespace = _namespace_of(runner.info)
-        self.kv_form = _describe_kv(runner.info)
+        self.form = _form_of(config, runner.info)
+        self.namespace = self.form.namespace(runner.info.fingerprint)
+        self.kv_form = self.form.describe(runner.info.fingerprint)
         self._runner = runner
         self.kv_metrics = KvMetrics()
         self._connector = _measured(connector, self.kv_metrics) if connector else None
@@ -98,7 +99,7 @@ class EngineCore:
             clock=clock,
         )
         if self._connector is not None:
-            self._connector.register_pool(runner.kv_pool, runner.info.layout)
+            self._connector.register_pool(runner.kv_pool, runner.info.layout, self.form)
             self._connector.set_waker(self.wake)
 
     @classmethod
@@ -296,19 +297,16 @@ def _measured(
     return MeasuredWorker(worker, metrics.of(scheduler.scheme))
 
 
-def _namespace_of(info: ModelInfo) -> bytes:
-    return derive_namespace(
-        model_fingerprint=info.fingerprint,
-        kv_dtype=info.layout.dtype,
-        layout_version=LAYOUT_VERSION,
-        block_size=info.layout.block_size,
-    )
+def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
+    """What KV looks like between tiers.
 
-
-def _describe_kv(info: ModelInfo) -> str:
-    return describe_namespace(
-        model_fingerprint=info.fingerprint.hex(),
-        kv_dtype=info.layout.dtype,
-        layout_version=LAYOUT_VERSION,
-        block_size=info.layout.block_size,
+    Raises:
+        ConfigurationError: the model's heads cannot go so; names the flag.
+    """
+    is_auto = config.kv_transfer_dtype == "auto"
+    form = TransferForm(
+        config.transfer_block_size,
+        info.layout.dtype if is_auto else config.kv_transfer_dtype,
+        config.kv_transfer_head_slices,
     )
+    return PoolCut(info.layout, form).form

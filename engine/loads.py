@@ -11,12 +11,12 @@ finds it, or from where it is evicted.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 
 from engine.block_pool import Allocation
 from engine.kv_cache_manager import KvCacheManager
+from engine.prompt_parts import PromptParts
 from engine.sequence_group import SequenceGroup
-from kvstore.block_key import layer_group_key
+from engine.transfer_blocks import TransferBlocks, held_by
 from kvstore.connector import KvConnectorScheduler, LoadResult, LookupResult
 from kvstore.handoff import KvHandoff
 
@@ -40,17 +40,17 @@ class FinishedLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """`block_indices` are those of `block_ids`, ascending."""
+    """`indices` are those of its items' transfer blocks, ascending."""
 
     group: SequenceGroup
-    block_indices: list[int]
+    indices: list[int]
     block_ids: list[int]
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefetch:
-    """`epoch` is the prefix cache's at its start."""
+    """`keys` are those of `block_ids`; `epoch` is the prefix cache's at its start."""
 
     handoff_id: str
     keys: tuple[bytes, ...]
@@ -64,6 +64,7 @@ class Loads:
     Args:
         connector: the scheduler half.
         kv: the KV cache manager, in whose pool job references are kept.
+        cut: how blocks are cut into transfer blocks.
         on_job: called with the id of each job that is scheduled.
     """
 
@@ -71,17 +72,20 @@ class Loads:
         self,
         connector: KvConnectorScheduler,
         kv: KvCacheManager,
+        cut: TransferBlocks,
         on_job: Callable[[int], None],
     ) -> None:
         self._connector = connector
         self._kv = kv
         self._pool = kv.pool
         self._spec = kv.spec
+        self._cut = cut
         self._on_job = on_job
         self._lookups: dict[int, SequenceGroup] = {}  # open ones
         self._loads: dict[int, _Load] = {}
         self._prefetches: dict[int, _Prefetch] = {}
         self._awaited: set[int] = set()  # prefetches that requests may wait for
+        self._parts = PromptParts(cut)
 
     @property
     def in_flight(self) -> int:
@@ -117,7 +121,7 @@ class Loads:
         group.may_load = False
 
     def num_loadable(self, group: SequenceGroup) -> int | None:
-        """Leading blocks that the connector can load; None: ask again next step."""
+        """Leading transfer blocks that the connector can load; None: ask again next step."""
         if not group.may_load or group.swapped is not None:
             return 0
         if group.pending_handoff is not None:
@@ -129,13 +133,13 @@ class Loads:
         return self._num_found(group)
 
     def num_loaded_tokens(self, group: SequenceGroup, num_loadable: int) -> int:
-        """Tokens that a load of the first `num_loadable` blocks brings."""
+        """Tokens that a load of the first `num_loadable` transfer blocks brings."""
         if group.pending_handoff is not None and num_loadable:
             return group.pending_handoff.num_tokens
-        return num_loadable * self._spec.block_size
+        return num_loadable * self._cut.size
 
     def start(self, group: SequenceGroup, num_loadable: int) -> bool:
-        """Loads what the admitted group's lead lacks of the first `num_loadable` blocks.
+        """Loads what the admitted group's lead lacks of the first `num_loadable` transfer blocks.
 
         Returns:
             Whether there was anything to load.
@@ -143,23 +147,23 @@ class Loads:
         num_tokens = self.num_loaded_tokens(group, num_loadable)
         handoff, group.pending_handoff = group.pending_handoff, None
         lead = group.lead
-        first = lead.num_computed // self._spec.block_size
+        first = lead.num_computed // self._cut.size
         group.num_saved = max(group.num_saved, num_tokens // self._spec.block_size)
         if num_loadable <= first:
             self._drop_handoff(group)
             return False
         assert lead.table is not None
         keys = handoff.block_keys if handoff else lead.keys.keys
-        items = [
-            (index, layer_group_key(keys[index], layers), lead.table.blocks[layers][index])
-            for index in range(first, num_loadable)
-            for layers in range(self._spec.num_groups)
-            if index >= self._spec.first_live(layers, num_tokens)
-        ]
-        indices, object_keys, block_ids = map(list, zip(*items, strict=True))
-        job_id = self._connector.load(object_keys, block_ids, handoff)
+        groups = range(self._spec.num_groups)
+        first_live = [self._spec.first_live(layers, num_tokens) for layers in groups]
+        indices, table = range(first, num_loadable), lead.table
+        items = list(self._cut.items(indices, keys, table.blocks, first_live))
+        job_id = self._connector.load(
+            [item.key for item in items], [item.transfer_id for item in items], handoff
+        )
+        block_ids = held_by(items)
         self._pool.acquire(block_ids)
-        self._loads[job_id] = _Load(group, indices, block_ids, num_tokens)
+        self._loads[job_id] = _Load(group, [item.index for item in items], block_ids, num_tokens)
         self._on_job(job_id)
         group.load_job = job_id
         return True
@@ -178,8 +182,9 @@ class Loads:
     # Prompts that are still being computed elsewhere.
 
     def prefetch(self, handoff: KvHandoff) -> tuple[int, int] | None:
-        """Begins to load what of these full blocks is neither cached nor on its way, if there
-        is room beyond what running sequences need. Models with windows do without.
+        """Begins to load what of these full transfer blocks fills blocks that are neither cached
+        nor on their way, if there is room beyond what running sequences need. Models with
+        windows do without.
 
         Returns:
             The load's id and number of tokens, if there is one.
@@ -187,16 +192,20 @@ class Loads:
         if self._spec.windows != (None,) or not self._kv.caches_prefixes:
             return None
         coming = {key for job in self._awaited for key in self._prefetches[job].keys}
-        keys = tuple(
-            key
-            for key in handoff.block_keys
-            if key not in coming and self._pool.lookup(key) is None
-        )
-        if not keys or self._kv.can_prefetch(len(keys)) is not Allocation.OK:
+        wanted = [
+            parts
+            for parts in self._parts.whole_blocks(handoff)
+            if parts[-1] not in coming and self._pool.lookup(parts[-1]) is None
+        ]
+        if not wanted or self._kv.can_prefetch(len(wanted)) is not Allocation.OK:
             return None
-        block_ids = self._pool.allocate(len(keys))
-        job_id = self._connector.load(keys, block_ids, handoff)
-        self._prefetches[job_id] = _Prefetch(handoff.handoff_id, keys, block_ids, self._kv.epoch)
+        block_ids = self._pool.allocate(len(wanted))
+        keys = [key for parts in wanted for key in parts]
+        job_id = self._connector.load(keys, self._cut.ids_in(block_ids), handoff)
+        pool_keys = tuple(parts[-1] for parts in wanted)
+        self._prefetches[job_id] = _Prefetch(
+            handoff.handoff_id, pool_keys, block_ids, self._kv.epoch
+        )
         self._awaited.add(job_id)
         self._on_job(job_id)
         return job_id, len(block_ids) * self._spec.block_size
@@ -219,9 +228,9 @@ class Loads:
             return None  # aborted or given up meanwhile
         group.load_job = None
         self._drop_handoff(group)
-        if result.num_blocks == len(load.block_ids):
+        if result.num_blocks == len(load.indices):
             return FinishedLoad(group, load.num_tokens, "")
-        num_good = load.block_indices[result.num_blocks] * self._spec.block_size
+        num_good = load.indices[result.num_blocks] * self._cut.size
         return FinishedLoad(group, num_good, result.error or "missing")
 
     def give_up(
@@ -250,13 +259,12 @@ class Loads:
 
     def _num_found(self, group: SequenceGroup) -> int | None:
         lead = group.lead
-        num_keys = (len(lead.token_ids) - 1) // self._spec.block_size
+        num_keys = (len(lead.token_ids) - 1) // self._cut.size
         if num_keys == 0:
             return 0
         if group.lookup_job is None:
             keys = lead.keys.extend(lead.token_ids)[:num_keys]
-            every_group = chain.from_iterable(map(self._object_keys, keys))
-            group.lookup_job = self._connector.lookup(list(every_group))
+            group.lookup_job = self._connector.lookup(self._cut.object_keys(keys))
             self._lookups[group.lookup_job] = group
             self._on_job(group.lookup_job)
         num_found = self._connector.num_found(group.lookup_job)
@@ -265,8 +273,9 @@ class Loads:
     def _finish_prefetch(self, result: LoadResult) -> None:
         prefetch = self._prefetches.pop(result.job_id)
         self._awaited.discard(result.job_id)
-        good = prefetch.block_ids[: result.num_blocks]
-        self._kv.adopt(prefetch.keys[: result.num_blocks], good, prefetch.epoch)
+        num_good = result.num_blocks // self._cut.per_block
+        good = prefetch.block_ids[:num_good]
+        self._kv.adopt(prefetch.keys[:num_good], good, prefetch.epoch)
         self._pool.release(prefetch.block_ids)
 
     def _prefetches_for(self, handoff: KvHandoff) -> list[int]:
@@ -279,7 +288,3 @@ class Loads:
         if group.kept_handoff is not None:
             self._connector.drop(group.kept_handoff)
             group.kept_handoff = None
-
-    def _object_keys(self, key: bytes) -> list[bytes]:
-        """The keys of one block index, one per layer group."""
-        return [layer_group_key(key, layers) for layers in range(self._spec.num_groups)]

@@ -2,7 +2,9 @@
 
 Prompts are saved block by block while they are computed, so that whoever loads
 them can begin before the last chunk. What is generated is saved by policy: when
-a sequence ends, every so many blocks, or not at all.
+a sequence ends, every so many blocks, or not at all. Blocks that are not full are
+saved for a handoff alone: their full transfer blocks, and the tail. As long as a
+sequence writes to one, nobody else may hold it.
 
 A save job holds a reference on its blocks until its result is in; where the
 connector lends the blocks themselves, until they are released (`kvstore.connector`).
@@ -14,10 +16,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from engine.block_pool import BlockPool
-from engine.kv_cache_spec import KvCacheSpec
 from engine.sequence import Sequence
 from engine.sequence_group import SequenceGroup
-from kvstore.block_key import layer_group_key
+from engine.transfer_blocks import TransferBlocks, TransferItem, held_by
 from kvstore.connector import KvConnectorScheduler, SaveResult
 from kvstore.handoff import KvHandoff
 
@@ -49,7 +50,7 @@ class Saves:
     Args:
         connector: the scheduler half.
         pool: where job references are kept.
-        spec: which layer groups there are.
+        cut: how blocks are cut into transfer blocks.
         namespace: digest that block keys are rooted in.
         kv_form: see `KvHandoff`.
         policy: what is published.
@@ -60,7 +61,7 @@ class Saves:
         self,
         connector: KvConnectorScheduler,
         pool: BlockPool,
-        spec: KvCacheSpec,
+        cut: TransferBlocks,
         *,
         namespace: bytes,
         kv_form: str,
@@ -69,7 +70,8 @@ class Saves:
     ) -> None:
         self._connector = connector
         self._pool = pool
-        self._spec = spec
+        self._block_size = cut.spec.block_size
+        self._cut = cut
         self._namespace = namespace
         self._kv_form = kv_form
         self._policy = policy
@@ -98,14 +100,14 @@ class Saves:
     def save_computed(self, group: SequenceGroup) -> None:
         """Publishes the group's full, computed prompt blocks not published yet."""
         if self._policy.prompts:
-            end = min(group.lead.num_computed, group.num_prompt) // self._spec.block_size
+            end = min(group.lead.num_computed, group.num_prompt) // self._block_size
             self._save_up_to(group.lead, end)
 
     def save_filled(self, sequence: Sequence) -> None:
         """A block of a running sequence has filled up: publishes what is due by policy."""
         if self._policy.interval is None:
             return
-        end = sequence.num_computed // self._spec.block_size
+        end = sequence.num_computed // self._block_size
         if end - self._first_unsaved(sequence) >= self._policy.interval:
             self._save_up_to(sequence, end)
 
@@ -113,17 +115,21 @@ class Saves:
         """A sequence has all its tokens, and still its blocks: publishes them by policy."""
         if self._policy.at_end and sequence.table is not None:
             sequence.count_computed()
-            self._save_up_to(sequence, sequence.num_computed // self._spec.block_size)
+            self._save_up_to(sequence, sequence.num_computed // self._block_size)
 
     def save_for_handoff(self, group: SequenceGroup) -> None:
-        """Publishes what `save_computed` leaves of the prompt: its partial tail."""
-        lead = group.lead
-        assert lead.table is not None
-        num_full, num_tail = divmod(group.num_prompt, self._spec.block_size)
-        keys = lead.keys.of_prompt(group.request.prompt_token_ids, group.handoff_id)
-        for layers in range(self._spec.num_groups if num_tail else 0):
-            tail = (layer_group_key(keys[-1], layers), lead.table.blocks[layers][num_full])
-            self._save(group, num_full, [tail], num_tail)
+        """Publishes what `save_computed` leaves of the prompt: its last, partial block."""
+        table = group.lead.table
+        assert table is not None
+        num_saved = group.num_prompt // self._block_size
+        num_full, num_tail = divmod(group.num_prompt, self._cut.size)
+        keys = group.lead.keys.of_prompt(group.request.prompt_token_ids, group.handoff_id)
+        indices = range(num_saved * self._cut.per_block, len(keys))
+        items = list(self._cut.items(indices, keys, table.blocks, table.first_live))
+        if full := [item for item in items if item.index < num_full]:
+            self._save(group, num_saved, full, 0)
+        for tail in [item for item in items if item.index >= num_full]:
+            self._save(group, num_saved, [tail], num_tail)
         group.handoff = self._make_handoff(group, keys, group.num_prompt)
 
     # What others hear of it.
@@ -138,8 +144,9 @@ class Saves:
         if end <= first:
             return None
         group.num_told = end
-        keys = group.lead.keys.extend(group.request.prompt_token_ids)[first:end]
-        return self._make_handoff(group, keys, end * self._spec.block_size)
+        count = self._cut.per_block
+        keys = group.lead.keys.extend(group.request.prompt_token_ids)[first * count : end * count]
+        return self._make_handoff(group, keys, end * self._block_size)
 
     def commit_handoff(self, group: SequenceGroup) -> KvHandoff | None:
         """The handoff of a group whose saves have ended; None if one failed."""
@@ -147,8 +154,8 @@ class Saves:
         if handoff is None or group.save_failed:
             return None
         group.is_handed_over = True
-        if handoff.num_tokens % self._spec.block_size != 0:
-            self._tail_keys[handoff.handoff_id] = self._object_keys(handoff.block_keys[-1])
+        if handoff.num_tokens % self._cut.size != 0:
+            self._tail_keys[handoff.handoff_id] = self._cut.object_keys(handoff.block_keys[-1:])
         if len(self._tail_keys) > _MAX_HANDOFFS:
             self._tail_keys.popitem(last=False)
         return handoff
@@ -217,35 +224,33 @@ class Saves:
             return
         assert sequence.table is not None
         keys = sequence.keys.extend(sequence.token_ids)
-        items = [
-            (layer_group_key(keys[index], layers), sequence.table.blocks[layers][index])
-            for index in range(first, end)
-            for layers in range(self._spec.num_groups)
-            if index >= sequence.table.first_live[layers]  # behind a window: found, not computed
-        ]
+        count, table = self._cut.per_block, sequence.table
+        # What lies behind a window was found, not computed.
+        indices = range(first * count, end * count)
+        items = list(self._cut.items(indices, keys, table.blocks, table.first_live))
         sequence.num_saved = end
-        group.num_saved = max(group.num_saved, min(end, group.num_prompt // self._spec.block_size))
+        group.num_saved = max(group.num_saved, min(end, group.num_prompt // self._block_size))
         if items:
-            num_found = max(0, group.num_matched - first) * self._spec.num_groups
+            num_found = max(0, group.num_matched - first) * count * len(table.blocks)
             self._save(group, first, items, 0, num_found=min(num_found, len(items)))
 
     def _save(
         self,
         group: SequenceGroup,
         first: int,
-        items: abc.Sequence[tuple[bytes, int]],
+        items: abc.Sequence[TransferItem],
         num_tail: int,
         *,
         num_found: int = 0,
     ) -> None:
-        block_ids = [block_id for _, block_id in items]
         job_id = self._connector.save(
-            [key for key, _ in items],
-            block_ids,
+            [item.key for item in items],
+            [item.transfer_id for item in items],
             num_tail,
             num_found=num_found,
             lease_id=group.handoff_id,
         )
+        block_ids = held_by(items)
         self._pool.acquire(block_ids)
         self._jobs[job_id] = (group, block_ids)
         self._on_job(job_id)
@@ -259,9 +264,6 @@ class Saves:
         )
 
     def _unpublish(self, group: SequenceGroup) -> None:
-        keys = group.lead.keys.extend(group.lead.token_ids)[: group.num_saved]
-        self._connector.delete(list(chain.from_iterable(map(self._object_keys, keys))))
-
-    def _object_keys(self, key: bytes) -> list[bytes]:
-        """The keys of one block index, one per layer group."""
-        return [layer_group_key(key, layers) for layers in range(self._spec.num_groups)]
+        num_saved = group.num_saved * self._cut.per_block
+        keys = group.lead.keys.extend(group.lead.token_ids)[:num_saved]
+        self._connector.delete(self._cut.object_keys(keys))

@@ -96,6 +96,7 @@ class Scheduler:
         self._transfers = Transfers(
             connector,
             self.kv,
+            block_size=config.transfer_block_size,
             namespace=namespace,
             kv_form=kv_form,
             policy=_save_policy(config, spec, connector),
@@ -303,7 +304,10 @@ class Scheduler:
             arrival=arrival,
             order=(rank, arrival),
             keys=BlockKeyChain(
-                self._namespace, self._config.block_size, cache_salt=request.cache_salt
+                self._namespace,
+                self._config.transfer_block_size,
+                cache_salt=request.cache_salt,
+                blocks_per_pool_block=self._config.block_size // self._config.transfer_block_size,
             ),
             max_len=min(
                 len(request.prompt_token_ids) + request.max_tokens, self._info.max_model_len

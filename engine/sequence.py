@@ -26,7 +26,7 @@ class Sequence:
         group: its request.
         index: the candidate's number.
         token_ids: the prompt and all tokens generated, here or before.
-        keys: keys of the full blocks of `token_ids`.
+        keys: keys of the full transfer blocks, and of the full blocks, of `token_ids`.
         stop_token_ids: ids that end it.
         limit: it draws no token beyond this length.
         table: its blocks; None while it has none.

@@ -17,6 +17,7 @@ from engine.overlap import overlap
 from engine.saves import SavePolicy, Saves
 from engine.sequence import Sequence
 from engine.sequence_group import SequenceGroup
+from engine.transfer_blocks import TransferBlocks
 from kvstore.connector import (
     ConnectorWork,
     KvConnectorScheduler,
@@ -43,6 +44,7 @@ class Transfers:
         connector: the scheduler half; None runs without a connector, and then every
             method does nothing.
         kv: the KV cache manager.
+        block_size: tokens of a transfer block.
         namespace: digest that block keys are rooted in.
         kv_form: see `KvHandoff`.
         policy: what is published.
@@ -57,6 +59,7 @@ class Transfers:
         connector: KvConnectorScheduler | None,
         kv: KvCacheManager,
         *,
+        block_size: int,
         namespace: bytes,
         kv_form: str,
         policy: SavePolicy,
@@ -74,11 +77,12 @@ class Transfers:
         self._started: deque[tuple[float, int]] = deque()  # (give up at, job id)
         self._saving_since: dict[int, float] = {}
         if connector is not None:
-            self._loads = Loads(connector, kv, self._unstarted.append)
+            cut = TransferBlocks(kv.spec, block_size)
+            self._loads = Loads(connector, kv, cut, self._unstarted.append)
             self._saves = Saves(
                 connector,
                 kv.pool,
-                kv.spec,
+                cut,
                 namespace=namespace,
                 kv_form=kv_form,
                 policy=policy,
@@ -130,11 +134,11 @@ class Transfers:
     # Loads.
 
     def num_loadable(self, group: SequenceGroup) -> int | None:
-        """Leading blocks that the connector can load; None: ask again next step."""
+        """Leading transfer blocks that the connector can load; None: ask again next step."""
         return self._loads.num_loadable(group) if self.is_connected else 0
 
     def num_loaded_tokens(self, group: SequenceGroup, num_loadable: int) -> int:
-        """Tokens that a load of the first `num_loadable` blocks brings."""
+        """Tokens that a load of the first `num_loadable` transfer blocks brings."""
         return self._loads.num_loaded_tokens(group, num_loadable) if self.is_connected else 0
 
     def is_worth_loading(

@@ -38,7 +38,7 @@ def check_request(
     if request.handoff is not None:
         connector = connector_name(config.kv_connector)
         request.handoff.check_compatible(namespace=namespace, connector=connector, kv_form=kv_form)
-        _check_handoff(request, request.handoff, config.block_size)
+        _check_handoff(request, request.handoff, config.transfer_block_size)
 
 
 def num_blocks_needed(request: EngineRequest, config: EngineConfig, info: ModelInfo) -> int:

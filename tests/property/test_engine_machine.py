@@ -43,7 +43,8 @@ class Cluster(RuleBasedStateMachine):
     """Requests go to prefill and with their handoff to decode, or to one engine alone."""
 
     @initialize(
-        block_size=st.sampled_from([1, 3, 4]),
+        transfer_block_size=st.sampled_from([1, 3, 4]),
+        transfer_blocks=st.just((1, 1, 1)) | st.tuples(*[st.sampled_from([1, 2, 3, 4])] * 3),
         windows=st.sampled_from(WINDOWS),
         num_spare=st.sampled_from([0, 1, 2, 4, 8]),
         num_host_blocks=st.sampled_from([0, 4, 50, 50]),
@@ -68,7 +69,8 @@ class Cluster(RuleBasedStateMachine):
     )
     def start(
         self,
-        block_size: int,
+        transfer_block_size: int,
+        transfer_blocks: tuple[int, int, int],
         windows: tuple[int | None, ...],
         num_spare: int,
         num_host_blocks: int,
@@ -81,9 +83,10 @@ class Cluster(RuleBasedStateMachine):
         self.store: dict = {}
         self.now = 0.0
         self.handoff_ids: list[str] = []
-        info = fake_info(block_size, MAX_MODEL_LEN, windows=windows)
+        config["kv_transfer_block_size"] = transfer_block_size
 
-        def engine(role: str) -> CheckedEngine:
+        def engine(role: str, num_parts: int) -> CheckedEngine:
+            info = fake_info(num_parts * transfer_block_size, MAX_MODEL_LEN, windows=windows)
             return CheckedEngine(
                 info,
                 _blocks_of_largest(info, config) + num_spare,
@@ -96,7 +99,8 @@ class Cluster(RuleBasedStateMachine):
                 **config,
             )
 
-        self.engines = (engine("prefill"), engine("decode"), engine("both"))
+        roles = ("prefill", "decode", "both")
+        self.engines = tuple(map(engine, roles, transfer_blocks))
         for each in self.engines:
             each.watch()
 

@@ -267,7 +267,7 @@ class CheckedEngine:
     def _take_saved(self, request: EngineRequest, saved: KvHandoff) -> None:
         """Full blocks of the prompt, each once and in order."""
         self._num_saved[request.request_id] += len(saved.block_keys)
-        num_tokens = self._num_saved[request.request_id] * self.config.block_size
+        num_tokens = self._num_saved[request.request_id] * self.config.transfer_block_size
         assert saved.block_keys
         assert saved.num_tokens == num_tokens <= len(request.prompt_token_ids)
         self.saved.append(saved)

@@ -21,15 +21,16 @@ from kvstore.connector import (
     TransferResults,
 )
 from kvstore.layout import KvLayout
+from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 Job = LookupJob | LoadJob | SaveJob
 
 
 @dataclass(frozen=True)
 class Lent:
-    """A block in its owner's pool, of which the first slots may be read."""
+    """A transfer block in its owner's pool, of which the first slots may be read."""
 
-    pool: list[list[Any]]
+    pool: "CutPool"
     block_id: int
     num_slots: int
     job_id: int
@@ -37,6 +38,26 @@ class Lent:
     def read(self) -> list[Any]:
         block = self.pool[self.block_id]
         return block[: self.num_slots] + [None] * (len(block) - self.num_slots)
+
+
+class CutPool:
+    """A pool of token slots as transfer blocks."""
+
+    def __init__(self, pool: list[list[Any]], size: int) -> None:
+        self._pool, self._size = pool, size
+
+    def __getitem__(self, block_id: int) -> list[Any]:
+        block, slots = self._locate(block_id)
+        return block[slots]
+
+    def __setitem__(self, block_id: int, states: list[Any]) -> None:
+        assert len(states) == self._size
+        block, slots = self._locate(block_id)
+        block[slots] = states
+
+    def _locate(self, block_id: int) -> tuple[list[Any], slice]:
+        index, part = divmod(block_id, len(self._pool[0]) // self._size)
+        return self._pool[index], slice(part * self._size, (part + 1) * self._size)
 
 
 Store = dict[Any, Any]
@@ -62,9 +83,13 @@ class FakeWorker(KvConnectorWorker):
         self._results: list[LookupResult | LoadResult | SaveResult] = []
 
     def register_pool(
-        self, pool: Any, layout: KvLayout, form: object = None, share: object = None
+        self,
+        pool: Any,
+        layout: KvLayout,
+        form: TransferForm | None = None,
+        share: HeadShare = WHOLE,
     ) -> None:
-        self._pool = pool
+        self._pool = CutPool(pool, PoolCut.of(layout, form, share).form.block_size)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -119,9 +144,9 @@ class FakeWorker(KvConnectorWorker):
             block = self._find(job, job.keys[index])
             if block is None:
                 return LoadResult(job.job_id, index, "missing")
-            self._pool[job.block_ids[index]][:] = block
+            self._pool[job.block_ids[index]] = block
         for block_id in job.block_ids[limit:]:
-            self._pool[block_id][:] = [("garbage",)] * len(self._pool[block_id])
+            self._pool[block_id] = [("garbage",)] * len(self._pool[block_id])
         return LoadResult(job.job_id, limit, "failed" if fails else "")
 
     def _save(self, job: SaveJob, *, fails: bool) -> SaveResult:
@@ -130,7 +155,7 @@ class FakeWorker(KvConnectorWorker):
         if self.lends:
             return self._lend(job)
         for key, block_id in zip(job.keys, job.block_ids, strict=True):
-            block = list(self._pool[block_id])
+            block = self._pool[block_id]
             if job.num_tail_tokens and key == job.keys[-1]:
                 block[job.num_tail_tokens :] = [None] * (len(block) - job.num_tail_tokens)
             assert None not in block[: job.num_tail_tokens or len(block)]

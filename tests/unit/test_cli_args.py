@@ -57,7 +57,11 @@ def test_every_field_can_be_given(tmp_path):
         kv_cache_memory=1234,
         num_gpu_blocks_override=11,
         kv_connector="shm://",
+        kv_publish="3",
         kv_load_failure_policy="fail",
+        kv_transfer_block_size=4,
+        kv_transfer_dtype="float16",
+        kv_transfer_head_slices=2,
         kv_transfer_timeout_s=7.5,
     )
     default = EngineConfig(model="m")
@@ -99,6 +103,12 @@ def test_the_model_is_required(capsys):
 def test_ranges_are_checked_by_the_config():
     with pytest.raises(ConfigurationError, match="--block-size is 0; it must be >= 1"):
         _parse("--model", "m", "--block-size", "0")
+
+
+@pytest.mark.parametrize("size", ["0", "3", "32"])
+def test_transfer_blocks_divide_the_pools(size):
+    with pytest.raises(ConfigurationError, match=f"--kv-transfer-block-size is {size}; it must be"):
+        _parse("--model", "m", "--block-size", "16", "--kv-transfer-block-size", size)
 
 
 @pytest.mark.parametrize("path", ["", "absent", "file", "read-only"])
