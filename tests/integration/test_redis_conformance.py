@@ -38,5 +38,6 @@ def test_every_deployment_conforms(deployment, tmp_path):
             output, _ = suite.communicate(timeout=SUITE_DEADLINE_S)
         finally:
             suite.kill()
+            suite.communicate()
     assert suite.returncode == 0, output
     assert " passed" in output
