@@ -41,6 +41,7 @@ class Load:
         lacking: members that cannot give the next block.
         given_up: members that did not answer; they are not asked again.
         error: why somebody could not give a block.
+        seconds: how long the members took, one after the other.
     """
 
     keys: tuple[bytes, ...]
@@ -53,6 +54,7 @@ class Load:
     lacking: set[int] = field(default_factory=set)
     given_up: set[int] = field(default_factory=set)
     error: str = ""
+    seconds: float = 0.0
     is_cancelled: bool = False
 
     def next_source(self) -> int | None:
@@ -65,6 +67,7 @@ class Load:
     def take(self, result: LoadResult) -> None:
         """Takes in what the member brought that was at it."""
         self.num_good += result.num_blocks
+        self.seconds += result.seconds
         if result.num_blocks:
             self.lacking.clear()  # who lacked that block may have the next
         self.lacking.add(self.member)
@@ -75,10 +78,10 @@ class Load:
 
     def result(self, job_id: int) -> LoadResult:
         """What has become of it."""
-        if self.num_good == len(self.keys):
-            return LoadResult(job_id, self.num_good)
         error = "cancelled" if self.is_cancelled else self.error or _MISSING
-        return LoadResult(job_id, self.num_good, error)
+        if self.num_good == len(self.keys):
+            error = ""
+        return LoadResult(job_id, self.num_good, error, self.seconds)
 
 
 @dataclass(slots=True)
@@ -89,17 +92,23 @@ class Save:
         open_members: members whose result is not in.
         committed: members that offer all blocks.
         held: those of them that lend the blocks themselves.
+        error: why one of the others does not.
+        seconds: how long the slowest member took.
         is_reported: whether its result has been made.
     """
 
     open_members: set[int]
     committed: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
+    error: str = ""
+    seconds: float = 0.0
     is_reported: bool = False
 
     def take(self, member: int, result: SaveResult) -> None:
         """Takes in a member's result."""
         self.open_members.discard(member)
+        self.error = self.error or result.error
+        self.seconds = max(self.seconds, result.seconds)
         if result.committed:
             self.committed.add(member)
         if result.is_held:
@@ -118,4 +127,5 @@ class Save:
             carriers: members through which a handoff reaches its reader.
         """
         is_committed = bool(self.committed & carriers or self.held)
-        return SaveResult(job_id, is_committed, is_held=bool(self.held))
+        error = "" if is_committed else self.error
+        return SaveResult(job_id, is_committed, bool(self.held), error, self.seconds)

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.connector import LoadResult, LookupResult, SaveResult, TransferResults
+from kvstore.connector import (
+    LoadJob,
+    LoadResult,
+    LookupResult,
+    SaveJob,
+    SaveResult,
+    TransferResults,
+)
 from kvstore.multi.params import pack_params, unpack_params
 from tests.support.fake_members import FakeMember, Members
 
@@ -192,6 +199,23 @@ def test_only_who_carries_handoffs_commits(carried, committed):
     near.end_save(near.pending[0])
     far.end_save(far.pending[0], committed=carried)
     assert both.step().saves == (SaveResult(job, committed),)
+
+
+def test_results_say_why_and_how_long(store, other):
+    both = Members(store, other)
+    load, save = both.scheduler.load(KEYS, BLOCKS), both.scheduler.save(KEYS, BLOCKS)
+    both.start()
+    for member, seconds in ((store, 1.0), (other, 2.0)):
+        loading = next((job for job in member.pending if isinstance(job, LoadJob)), None)
+        saving = next(job for job in member.pending if isinstance(job, SaveJob))
+        member.pending.clear()
+        member.news.append(SaveResult(saving.job_id, False, error="unavailable", seconds=seconds))
+        member.news.append(LoadResult(loading.job_id, 2, "failed", seconds))
+        results = both.step()
+
+    assert results.loads == (LoadResult(load, 4, "failed"),)
+    assert results.saves == (SaveResult(save, False, error="unavailable"),)
+    assert (results.loads[0].seconds, results.saves[0].seconds) == (3.0, 2.0)
 
 
 def test_blocks_that_peers_hold_are_given_back_once_when_none_does(peer):

@@ -1,8 +1,15 @@
-"""Opening stores by URL: schemes, options, and messages that keep secrets."""
+"""Opening stores and connectors by URL: schemes, options, and messages that keep secrets."""
+
+import importlib
+from importlib.metadata import EntryPoint
 
 import pytest
 
 from baton.errors import ConfigurationError
+from kvstore import registry
+from kvstore.connector_factory import ConnectorCapabilities
+from kvstore.handoff import connector_name
+from kvstore.open_connector import connector_capabilities, open_connector
 from kvstore.registry import open_store
 from kvstore.stores.memory import MemoryStore
 from kvstore.stores.url import StoreUrl
@@ -91,3 +98,80 @@ def test_a_memory_name_has_one_set_of_options_and_lives_as_long_as_its_users():
     third = open_store("memory://unit")
     assert third.contains_prefix([b"k" * 32]) == 0
     third.close()
+
+
+def test_an_unknown_connector_lists_the_known_ones():
+    known = r"'floppy'.*file://.*grpc://.*memory://.*multi://.*nixl://.*redis://.*shm://"
+    for url in ("floppy://a", "faulty+floppy://a", "multi://memory://a,floppy://b"):
+        with pytest.raises(ConfigurationError, match=known):
+            open_connector(url)
+
+
+@pytest.mark.parametrize("url", ["", "memory", "redis:/user:hunter2@host", "faulty+"])
+def test_what_is_no_connectors_url_is_refused_without_repeating_it(url):
+    with pytest.raises(ConfigurationError, match="begins with one of") as caught:
+        open_connector(url)
+    assert "hunter2" not in caught.value.message
+
+
+def test_capabilities_are_told_without_opening():
+    assert connector_capabilities("memory://x?nonsense=1").shared_between_processes is False
+    for url in ("grpc://", "nixl://", "faulty+grpc://"):
+        peer = connector_capabilities(url)
+        assert (peer.lends_blocks, peer.finds_by_key) == (True, False)
+    assert connector_capabilities("faulty+shm://x") == connector_capabilities("shm://x")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        (None, ""),
+        ("memory://x", "memory"),
+        ("FAULTY+Redis://h?faults=drop:1", "redis"),
+        ("multi://nixl://?lease_s=3,rediss://a:1/0?ttl_s=9", "multi(nixl,redis)"),
+        ("multi://redis+cluster://h1:1,h2:2,faulty+grpc://", "multi(redis,grpc)"),
+    ],
+)
+def test_tiers_compare_connectors_by_name(url, name):
+    assert connector_name(url) == name
+
+
+class _ThirdPartysConnector:
+    capabilities = ConnectorCapabilities(True, True)
+
+    @staticmethod
+    def open(url):
+        return ("scheduler", "worker", url)
+
+
+def test_a_third_partys_connector_is_found_by_its_entry_point(monkeypatch):
+    value = f"{__name__}:_ThirdPartysConnector"
+    broken = {"absent": "no_such_module:X", "wrong": "kvstore.layout:KvLayout"}
+    points = [
+        EntryPoint(name, value, "baton.kv_connectors")
+        for name, value in {"mine": value, "memory": value, **broken}.items()
+    ]
+
+    def fake_entry_points(*, group, name=None):
+        return [each for each in points if group == each.group and name in (None, each.name)]
+
+    monkeypatch.setattr(registry, "entry_points", fake_entry_points)
+    monkeypatch.setattr(EntryPoint, "load", _load)
+
+    assert open_connector("mine://a") == ("scheduler", "worker", "mine://a")
+    assert connector_capabilities("mine://a") is _ThirdPartysConnector.capabilities
+    assert connector_capabilities("memory://a").shared_between_hosts is False, "ours stays"
+    with pytest.raises(ConfigurationError, match="no_such_module"):
+        open_connector("absent://a")
+    with pytest.raises(ConfigurationError, match="needs `capabilities` and `open`"):
+        open_connector("wrong://a")
+    with pytest.raises(ConfigurationError, match="mine://"):
+        open_connector("floppy://a")
+
+
+def _load(point):
+    """As the real one, but that this module may be known by another name."""
+    module, _, attribute = point.value.partition(":")
+    if module == __name__:
+        return globals()[attribute]
+    return getattr(importlib.import_module(module), attribute)
