@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvstore.store import GetStatus, KvStore, StoreUnavailableError
+from kvstore.store import GetStatus, KvStore, MappedObjects, StoreUnavailableError
 
 __all__ = ["Breaker", "BreakerStore"]
 
@@ -133,6 +133,10 @@ class BreakerStore:
     ) -> list[GetStatus]:
         """See `KvStore.get_many_into`."""
         return self._reads.call(lambda: self._store.get_many_into(keys, buffers))
+
+    def map_many(self, keys: Sequence[bytes]) -> MappedObjects | None:
+        """See `KvStore.map_many`."""
+        return self._reads.call(lambda: self._store.map_many(keys))
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.contains_prefix`."""

@@ -7,11 +7,13 @@ for a device nor converts: what is not over at once is waited for in a thread of
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from kernels import gather_blocks, scatter_blocks
+from kvstore.codec import HEADER_BYTES
 from kvstore.pool_objects import PoolObjects, open_pool
 from kvstore.staging import Segment
 from kvstore.transfer_form import PoolCut, RangeError
@@ -36,7 +38,12 @@ class BlockCopier(ABC):
 
     Until a copy is over, its segment and its blocks are its own: others write
     to neither, and read nothing that it writes.
+
+    Attributes:
+        takes_views: whether it has `scatter_views`.
     """
+
+    takes_views: ClassVar[bool] = False
 
     @abstractmethod
     def gather(self, object_ids: Sequence[int], segment: Segment) -> Copy | None:
@@ -57,6 +64,13 @@ class BlockCopier(ABC):
     def scatter(self, segment: Segment, object_ids: Sequence[int]) -> Copy | None:
         """Copies the payloads of the first slots into objects of the pool; as `gather`."""
 
+    def scatter_views(self, views: Sequence[memoryview], object_ids: Sequence[int]) -> None:
+        """Copies the payloads of slots that lie elsewhere into objects of the pool.
+
+        It is over when it returns. Only with `takes_views`.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def close(self) -> None:
         """Returns once no copy is under way. Idempotent."""
@@ -69,8 +83,13 @@ class HostCopier(BlockCopier):
         pool: the pool, `[num_blocks, *layout.block_shape]`.
     """
 
+    takes_views = True
+
     def __init__(self, pool: torch.Tensor) -> None:
         self._pool = pool
+        self._pool_bytes = (
+            pool.view(len(pool), -1).view(torch.uint8).numpy()
+        )  # [num_blocks, block_bytes]
 
     def gather(self, object_ids: Sequence[int], segment: Segment) -> None:
         """See `BlockCopier.gather`."""
@@ -79,6 +98,11 @@ class HostCopier(BlockCopier):
     def scatter(self, segment: Segment, object_ids: Sequence[int]) -> None:
         """See `BlockCopier.scatter`."""
         scatter_blocks(segment.payload[: len(object_ids)], self._pool, object_ids)
+
+    def scatter_views(self, views: Sequence[memoryview], object_ids: Sequence[int]) -> None:
+        """See `BlockCopier.scatter_views`."""
+        for view, object_id in zip(views, object_ids, strict=True):
+            self._pool_bytes[object_id] = np.frombuffer(view, np.uint8, offset=HEADER_BYTES)
 
     def close(self) -> None:
         """See `BlockCopier.close`."""

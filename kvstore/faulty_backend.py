@@ -96,6 +96,9 @@ class FaultyBackend:
                 statuses[index] = self._spoil(key, slots, index)
         return statuses
 
+    def show(self, job: LoadJob, keys: Sequence[bytes]) -> None:
+        """See `Backend.show`. Only what is fetched can go wrong."""
+
     def discard(self, key: bytes) -> None:
         """See `Backend.discard`."""
         self._backend.discard(key)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.connector import ConnectorWork, KvConnectorWorker, LoadJob, SaveJob, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics, TransferMetrics
-from kvstore.store import GetStatus
+from kvstore.store import GetStatus, MappedObjects
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
 if TYPE_CHECKING:
@@ -128,6 +128,15 @@ class MeasuredBackend:
             seconds = time.perf_counter() - began_at
             self._metrics.called("load", seconds, num_objects, num_objects * slots[0].nbytes)
         return statuses
+
+    def show(self, job: LoadJob, keys: Sequence[bytes]) -> MappedObjects | None:
+        """See `Backend.show`."""
+        began_at = time.perf_counter()
+        mapped = self._backend.show(job, keys)
+        if mapped is not None:
+            sizes = [view.nbytes for view in mapped.views if view is not None]
+            self._metrics.called("load", time.perf_counter() - began_at, len(sizes), sum(sizes))
+        return mapped
 
     def discard(self, key: bytes) -> None:
         """See `Backend.discard`."""

@@ -12,7 +12,8 @@ segment; an I/O thread waits for its end, seals each slot and puts it. A load:
 an I/O thread reads into a segment and verifies each slot; the engine's thread
 starts the copy of the verified ones into the pool, unless the load was
 cancelled meanwhile; where that takes time, a thread waits for its end. Only
-then is the piece over and its segment free.
+then is the piece over and its segment free. Objects that the backend can show
+where they lie are verified and copied from there, past the segment.
 """
 
 import logging
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvstore.codec import seal, verify
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, MappedObjects, StoreUnavailableError
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, RangeError, TransferForm
 from kvstore.transfer_jobs import CANCELLED, JobState, Piece, PieceEnd, PieceRead, in_objects
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "InDoubtError", "StagedMover"]
 
 _NUM_IO_THREADS = 2
+# A mapping costs some calls, and maybe a file descriptor, for each object.
+_MIN_MAPPED_BYTES = 128 << 10
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -76,6 +80,9 @@ class Backend(Protocol):
         Raises:
             InDoubtError: something may; the mover uses the slots for nothing else until then.
         """
+
+    def show(self, job: LoadJob, keys: Sequence[bytes]) -> MappedObjects | None:
+        """Sealed blocks where they lie, which spares a copy; None where they must be fetched."""
 
     def discard(self, key: bytes) -> None:
         """What was fetched under a key is corrupt: it should not be found again."""
@@ -125,6 +132,7 @@ class StagedMover:
         self._jobs: dict[int, JobState] = {}
         self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
         self._copier: BlockCopier | None = None
+        self._maps = False
         self._staging: StagingBuffers
         self._cut: PoolCut
 
@@ -145,6 +153,8 @@ class StagedMover:
         self._cut = PoolCut.of(layout, form, share)
         self._staging = StagingBuffers(self._cut.object_layout, device=pool.device)
         self._copier = self._make_copier(pool, self._cut)
+        object_bytes = self._cut.object_layout.block_bytes
+        self._maps = self._copier.takes_views and object_bytes >= _MIN_MAPPED_BYTES
 
     @property
     def copier(self) -> "BlockCopier":
@@ -182,7 +192,8 @@ class StagedMover:
         while self._news:
             match self._news.popleft():
                 case PieceRead() as read:
-                    self._land(read)
+                    with read.mapped or nullcontext():
+                        self._land(read)
                 case PieceEnd() as end:
                     self._finish_piece(end)
                 case _Held(job, num_blocks):
@@ -236,13 +247,12 @@ class StagedMover:
 
         A load that is cancelled later still lands: its blocks stay held until its result.
         """
-        assert self._copier is not None
         piece, num_good = read.piece, read.num_good
         if piece.job.error == CANCELLED or not num_good:
             self._finish_piece(PieceEnd(piece, 0, read.error))
             return
         try:
-            copy = self._copier.scatter(piece.segment, piece.object_ids[:num_good])
+            copy = self._scatter(read)
         except Exception:
             _logger.exception("KV blocks cannot be copied into the pool")
             self._finish_piece(PieceEnd(piece, 0, "failed"))
@@ -252,6 +262,15 @@ class StagedMover:
             self._finish_piece(end)
         else:
             self._landings.submit(self._run, partial(self._await, copy, end), piece)
+
+    def _scatter(self, read: PieceRead) -> "Copy | None":
+        assert self._copier is not None
+        object_ids = read.piece.object_ids[: read.num_good]
+        if read.mapped is None:
+            return self._copier.scatter(read.piece.segment, object_ids)
+        views = [view for view in read.mapped.views[: read.num_good] if view is not None]
+        self._copier.scatter_views(views, object_ids)
+        return None
 
     def _finish_piece(self, end: PieceEnd) -> None:
         end.piece.job.end_piece(end)
@@ -320,17 +339,37 @@ class StagedMover:
         return PieceEnd(piece, len(piece.keys))
 
     def _read(self, job: LoadJob, piece: Piece) -> PieceRead:
-        slots = piece.slots
-        statuses = self._backend.fetch(job, piece.keys, slots)
-        for index, (status, slot, key) in enumerate(zip(statuses, slots, piece.keys, strict=True)):
-            if status is GetStatus.MISSING:
-                return PieceRead(piece, index, "missing")
-            if status is not GetStatus.HIT or not verify(slot, key):
+        mapped = self._backend.show(job, piece.keys) if self._maps else None
+        if mapped is not None:
+            return self._check(piece, mapped.views, mapped)
+        statuses = self._backend.fetch(job, piece.keys, piece.slots)
+        return self._check(piece, list(map(_what_came, statuses, piece.slots)))
+
+    def _check(
+        self,
+        piece: Piece,
+        objects: Sequence[memoryview | None],
+        mapped: MappedObjects | None = None,
+    ) -> PieceRead:
+        """Verifies what was read or mapped, up to the first that cannot be used."""
+        for index, (found, slot, key) in enumerate(
+            zip(objects, piece.slots, piece.keys, strict=True)
+        ):
+            if found is None:
+                return PieceRead(piece, index, "missing", mapped)
+            if len(found) != len(slot) or not verify(found, key):
                 self._backend.discard(key)
                 _logger.error("KV object %s is corrupt", key.hex())
-                return PieceRead(piece, index, "corrupt")
-        return PieceRead(piece, len(piece.keys))
+                return PieceRead(piece, index, "corrupt", mapped)
+        return PieceRead(piece, len(piece.keys), mapped=mapped)
 
     def _await(self, copy: "Copy", end: PieceEnd) -> PieceEnd:
         copy.wait()
         return end
+
+
+def _what_came(status: GetStatus, slot: memoryview) -> memoryview | None:
+    """What a fetch left of an object; of one of another size no byte, which verifies as nothing."""
+    if status is GetStatus.MISSING:
+        return None
+    return slot if status is GetStatus.HIT else slot[:0]

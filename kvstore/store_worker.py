@@ -21,7 +21,7 @@ from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredBackend
 from kvstore.metrics import KvMetrics
 from kvstore.staged_mover import Backend, StagedMover
-from kvstore.store import GetStatus, KvStore, StoreUnavailableError
+from kvstore.store import GetStatus, KvStore, MappedObjects, StoreUnavailableError
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 if TYPE_CHECKING:
@@ -156,6 +156,9 @@ class _StoreBackend:
         self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
     ) -> list[GetStatus]:
         return self._store.get_many_into(keys, slots)
+
+    def show(self, job: LoadJob, keys: Sequence[bytes]) -> MappedObjects | None:
+        return self._store.map_many(keys)
 
     def discard(self, key: bytes) -> None:
         self._store.delete([key])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvstore.connector import LoadJob, SaveJob
+from kvstore.store import MappedObjects
 from kvstore.transfer_form import PoolCut
 
 if TYPE_CHECKING:
@@ -110,11 +111,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceRead:
-    """A load's piece is in its segment: its good leading objects, and why not all."""
+    """A load's piece is in its segment, or mapped: its good leading objects, and why not all."""
 
     piece: Piece
     num_good: int
     error: str = ""
+    mapped: MappedObjects | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,9 @@ class PeerBackend:
         hits, missing = [GetStatus.HIT] * num_blocks, len(keys) - num_blocks
         return hits + [GetStatus.MISSING] * missing
 
+    def show(self, job: LoadJob, keys: Sequence[bytes]) -> None:
+        """See `Backend.show`. What peers lend has to come first."""
+
     def discard(self, key: bytes) -> None:
         """See `Backend.discard`. The bytes came to harm on the way: nothing is to be removed."""
 
