@@ -24,6 +24,7 @@ _COMMANDS = {
     "kernels": _Command("benchmarks.kernels_command", "primitives beside torch and their limits"),
     "engine-step": _Command("benchmarks.engine_step_command", "where a step's time goes"),
     "split": _Command("benchmarks.split_command", "two tiers against one undivided engine"),
+    "transfer": _Command("benchmarks.transfer.command", "KV connectors beside memcpy, and prefill"),
     "gpu": _Command("benchmarks.gpu.command", "a GPU: its ceilings, kernels, steps, tiers"),
     "compare": _Command("benchmarks.compare_command", "Baton beside other engines"),
     "scheduling": _Command("benchmarks.scheduling_command", "KV memory and the scheduler"),

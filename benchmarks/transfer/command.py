@@ -1,0 +1,149 @@
+"""`baton bench transfer`: connectors beside memcpy, and transfers beside prefill."""
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from baton.errors import ConfigurationError
+from baton.machine_limits import usable_cores
+from benchmarks.machine import in_words, name_machine
+from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
+from benchmarks.report.report import Report
+
+if TYPE_CHECKING:
+    from benchmarks.transfer.backends import Backend
+    from benchmarks.transfer.plan import Plan
+
+__all__ = ["add_args", "main"]
+
+_PARTS = ("moves", "hidden", "ttft")
+_PACKAGES = ("torch", "redis", "hiredis", "grpcio", "nixl", "xxhash")
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--connector",
+        nargs="+",
+        metavar="URL",
+        help="default: every one that this machine has; of redis://, a server of the run's own",
+    )
+    parser.add_argument(
+        "--part", choices=_PARTS, action="append", help="repeatable; all by default"
+    )
+    parser.add_argument(
+        "--num-threads",
+        type=int,
+        metavar="N",
+        help="that each engine computes on (default: one core less than there are, but one)",
+    )
+    parser.add_argument("--smoke", action="store_true", help="all of it once, tiny: no figures")
+    add_output_args(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures KV transfers: blocks from one process to another by each connector, beside memcpy
+    and beside what the library below does by itself; what of a prompt's transfer prefill hides;
+    and the first tokens of two tiers beside those of one engine. What arrives is compared with
+    what was sent; a figure of other bytes or tokens is not shown, and the exit status is 1.
+    """
+    check_output_args(args)
+    if args.num_threads is not None and args.num_threads < 1:
+        raise ConfigurationError(f"--num-threads is {args.num_threads}; it must be >= 1")
+    from benchmarks.transfer.plan import FULL, SMOKE
+
+    plan, parts = SMOKE if args.smoke else FULL, args.part or list(_PARTS)
+    num_threads = args.num_threads or max(1, usable_cores() - 1)
+    with _backends(plan, args.connector) as (backends, missing):
+        moves = _measure_moves(plan, backends) if "moves" in parts else []
+        prompts = _measure_prompts(plan, backends, num_threads, parts)
+    report = _report(args, {"moves": moves, "prompts": prompts}, missing, num_threads)
+    write_report(report, args)
+    return int(any("refused" in row for row in (*moves, *prompts)))
+
+
+@contextmanager
+def _backends(
+    plan: "Plan", urls: Sequence[str] | None
+) -> Iterator[tuple[list["Backend"], list[str]]]:
+    from benchmarks.transfer.backends import machine_backends, named_backend
+
+    if urls:
+        yield [named_backend(url) for url in urls], []
+        return
+    block_bytes = max(layout.block_bytes for layout in plan.shapes.values())
+    with machine_backends(max(plan.rounds) * block_bytes) as found:
+        yield found
+
+
+def _measure_moves(plan: "Plan", backends: Sequence["Backend"]) -> list[dict[str, Any]]:
+    from benchmarks.transfer.moves import measure_moves
+
+    return [_told(row, "shape", "num_blocks") for row in measure_moves(plan, backends)]
+
+
+def _measure_prompts(
+    plan: "Plan", backends: Sequence["Backend"], num_threads: int, parts: Sequence[str]
+) -> list[dict[str, Any]]:
+    from benchmarks.transfer.prompts import measure_prompts
+
+    if not {"hidden", "ttft"} & set(parts):
+        return []
+    rows = measure_prompts(plan, backends, num_threads, with_whole="ttft" in parts)
+    return [_told(row, "prompt_tokens") for row in rows]
+
+
+def _told(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Tells who waits that a row has been measured."""
+    what = ", ".join(f"{name} {row[name]}" for name in names)
+    sys.stderr.write(f"{row['backend']}: {what}\n")
+    return row
+
+
+def _report(
+    args: argparse.Namespace,
+    rows: Mapping[str, list[dict[str, Any]]],
+    missing: Sequence[str],
+    num_threads: int,
+) -> Report:
+    from benchmarks.transfer import aims, tables
+
+    machine = name_machine() | {"kernel": platform.release()} | _versions()
+    moves, prompts = rows["moves"], rows["prompts"]
+    judged = [*aims.judge_moves(moves), *aims.judge_prompts(prompts)]
+    shown = [*tables.move_tables(moves), tables.baseline_table(moves)] if moves else []
+    if prompts:
+        shown.append(tables.hidden_table(prompts))
+    if any("tokens" in row for row in prompts):
+        shown.append(tables.token_table(prompts))
+    facts = {"machine": in_words(machine), "threads of each engine": str(num_threads)}
+    if missing:
+        facts["not measured"] = "; ".join(missing)
+    return Report(
+        title="KV transfers" + (", smoke test: no figures" if args.smoke else ""),
+        facts=facts,
+        tables=[*shown, tables.aim_table(judged)],
+        panels=[],
+        results={
+            "machine": machine,
+            "num_threads": num_threads,
+            "flags": flags_of(args),
+            "not_measured": list(missing),
+            "aims": judged,
+            **rows,
+        },
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

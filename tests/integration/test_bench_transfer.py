@@ -1,0 +1,73 @@
+"""`baton bench transfer --smoke`: all of it, tiny; and that what goes wrong gets no figure."""
+
+import json
+import shutil
+
+import pytest
+
+from baton.cli import main
+from benchmarks.transfer.backends import named_backend
+from benchmarks.transfer.moves import measure_moves
+from benchmarks.transfer.plan import SMOKE
+
+
+@pytest.fixture
+def shm_url(tmp_path):
+    name = f"test-{tmp_path.parent.name}-{tmp_path.name}"
+    yield f"shm://{name}?max_bytes=64MiB&timeout_s=30"
+    shutil.rmtree(f"/dev/shm/baton-{name}", ignore_errors=True)
+
+
+def run(tmp_path, *flags):
+    status = main(["bench", "transfer", "--smoke", "--json", str(tmp_path / "run.json"), *flags])
+    return status, json.loads((tmp_path / "run.json").read_text())
+
+
+def check_moves(rows, names):
+    assert [(row["backend"], row["num_blocks"]) for row in rows] == [
+        (name, count) for name in names for count in SMOKE.rounds
+    ]
+    for row in rows:
+        assert row["load_gb_per_s"] > 0
+        assert row["load_to_memcpy"] > 0
+
+
+def check_prompts(rows, names):
+    assert [row["backend"] for row in rows] == list(names)
+    for row in rows:
+        assert row["hidden"]["prefill_ms"] > 0
+        assert row["hidden"]["transfer_ms"] > 0
+        assert row["tokens"]["split_to_whole_first"] > 0
+
+
+def test_every_part_runs(tmp_path, capsys, shm_url):
+    status, report = run(tmp_path, "--connector", "memory://bench", shm_url)
+    assert status == 0
+    check_moves(report["moves"], ("memory", "shm"))
+    check_prompts(report["prompts"], ("shm",))
+    assert {"cpu", "commit", "torch", "xxhash"} <= report["machine"].keys()
+    printed = capsys.readouterr().out
+    for title in ("tiny, blocks of 4 KiB", "Beside them", "Transfers behind prefill", "Aims"):
+        assert title in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_connector_of_a_machine_is_measured(tmp_path):
+    status, report = run(tmp_path)
+    assert report["not_measured"] == []
+    names = ["memory", "shm", "file", "redis", "grpc", "nixl", "nixl push", "multi(nixl,redis)"]
+    check_moves(report["moves"], names)
+    check_prompts(report["prompts"], names[1:])
+    for row in report["moves"]:
+        has_raw = row["backend"] in ("redis", "nixl", "nixl push")
+        assert ("load_to_raw_load" in row) == has_raw
+    assert status == 0
+
+
+def test_bytes_that_come_to_harm_get_no_figure():
+    backend = named_backend("faulty+memory://bench-harm?faults=corrupt:1")
+    for row in measure_moves(SMOKE, [backend]):
+        assert row["refused"].endswith("brought 0 of 1 blocks: corrupt") or row["num_blocks"] > 1
+        assert "corrupt" in row["refused"]
+        assert "load_ms" not in row
