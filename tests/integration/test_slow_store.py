@@ -1,0 +1,154 @@
+"""A real decode engine before a store that answers late: it computes, and comes back to it."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.request import EngineRequest, FinishReason
+from engine.runtime.device import with_device_defaults
+from engine.runtime.model_runner import ModelRunner
+from kvstore.job_scheduler import JobScheduler
+from kvstore.registry import open_store
+from kvstore.store_worker import StoreConnectorWorker
+from kvstore.stores.memory import MemoryStore
+from tests.support.checkpoints import tiny_checkpoint
+from tests.support.real_engines import GREEDY, build_core, hand_over, run_all, tokens_of
+
+NUM_TOKENS = 4
+PROMPT_TOKENS = 40
+
+
+class HeldStore:
+    """Lets no read of a store through until it is opened."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._get_many_into = store.get_many_into
+        self.is_open = threading.Event()
+        store.get_many_into = self.get_many_into
+
+    def get_many_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]):
+        assert self.is_open.wait(60)
+        return self._get_many_into(keys, buffers)
+
+
+class Decode:
+    """A decode engine whose clock can be put forward, over a store that is held."""
+
+    def __init__(self, model: Path, url: str) -> None:
+        self._ahead_s = 0.0
+        store = open_store(url)
+        assert isinstance(store, MemoryStore)
+        store.capabilities = replace(store.capabilities, maps_objects=False)
+        self.held = HeldStore(store)
+        config = with_device_defaults(
+            EngineConfig(
+                model=str(model),
+                role="decode",
+                dtype="float32",
+                max_model_len=256,
+                num_gpu_blocks_override=64,
+                kv_connector=url,
+                enable_prefix_caching=False,
+            )
+        )
+        connector = JobScheduler("memory", lease_s=60), StoreConnectorWorker(store)
+        self.core = EngineCore(config, ModelRunner(config), connector, self._clock)
+        self.metrics = self.core.kv_metrics.of("memory")
+
+    def run(self, request: EngineRequest) -> tuple[list[int], int]:
+        """The request's tokens, and how many of its prompt's were loaded. Its loads may go on."""
+        self.core.check(request)
+        outputs = self.core.add_request(request)
+        while self.core.has_unfinished:
+            self.core.wait()
+            outputs += self.core.step()
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        return tokens_of(outputs), outputs[-1].cached_tokens
+
+    def given_up(self, stage: str) -> float:
+        return self.metrics.snapshot()[0]["baton_kv_loads_given_up", stage]
+
+    def put_clock_forward(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+    def end_transfers(self) -> None:
+        while self.core.has_work:
+            self.core.wait()
+            self.core.step()
+        self.core.scheduler.check()
+        assert self.core.load().num_free_blocks == self.core.num_blocks
+
+    def _clock(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+
+@pytest.fixture
+def model() -> Path:
+    return tiny_checkpoint("llama")
+
+
+@pytest.fixture
+def decode(model: Path, tmp_path: Path) -> Iterator[Decode]:
+    decode = Decode(model, f"memory://{tmp_path.name}")
+    yield decode
+    decode.held.is_open.set()
+    decode.core.close()
+
+
+@pytest.fixture
+def prefill(model: Path, tmp_path: Path) -> Iterator[EngineCore]:
+    core = build_core(model, "prefill", kv_connector=f"memory://{tmp_path.name}")
+    yield core
+    core.close()
+
+
+def _requests(count: int) -> list[EngineRequest]:
+    return [
+        EngineRequest(
+            request_id=f"r{number}",
+            prompt_token_ids=tuple((31 * number + 7 * i) % 256 for i in range(PROMPT_TOKENS)),
+            draw=GREEDY,
+            max_tokens=NUM_TOKENS,
+        )
+        for number in range(count)
+    ]
+
+
+def test_a_slow_store_is_given_up_and_used_again_once_it_is_quick(
+    model: Path, prefill: EngineCore, decode: Decode
+) -> None:
+    requests = _requests(7)
+    whole = build_core(model, "both")
+    expected = {name: tokens_of(out) for name, out in run_all(whole, requests).items()}
+    whole.close()
+    answers = run_all(prefill, requests)
+    handed = [hand_over(request, answers[request.request_id]) for request in requests]
+
+    def check(request: EngineRequest, num_loaded: int) -> None:
+        first = [progress.output_token_ids[0] for progress in request.progress]
+        tokens, num_cached = decode.run(request)
+        assert (first + tokens, num_cached) == (expected[request.request_id], num_loaded)
+
+    # Those that hang are given up; then none is begun.
+    for request in handed[:4]:
+        check(request, 0)
+    assert decode.given_up("loading") == 4
+    check(handed[4], 0)
+    assert decode.given_up("admission") == 1
+
+    # All that was given up ends, and touched nothing that others use.
+    decode.held.is_open.set()
+    decode.end_transfers()
+
+    # A load that is tried is quick, and from then on all are taken.
+    decode.put_clock_forward(6.0)
+    check(handed[5], PROMPT_TOKENS)
+    check(handed[6], PROMPT_TOKENS)
+    assert decode.given_up("admission") == 1
+    decode.end_transfers()
