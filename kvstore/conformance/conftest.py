@@ -11,8 +11,9 @@ from urllib.parse import urlencode
 import pytest
 
 from kvstore.conformance.engines import TinyEngine
+from kvstore.conformance.urls import joined, members_of, with_option
 from kvstore.connector_factory import ConnectorCapabilities
-from kvstore.connector_url import scheme_of, split_members
+from kvstore.connector_url import scheme_of
 from kvstore.open_connector import connector_capabilities
 from kvstore.registry import known_stores, open_store, store_capabilities
 from kvstore.store import KvStore
@@ -98,12 +99,9 @@ def reader(open_engine: EngineOpener) -> TinyEngine:
 @pytest.fixture
 def short_lease_url(kv_connector_url: str) -> str:
     """The URL with a lease of a second, for each member that keeps leases."""
-    if scheme_of(kv_connector_url) != "multi":
-        return _with_short_lease(kv_connector_url)
-    return "multi://" + ",".join(map(_with_short_lease, split_members(kv_connector_url)))
-
-
-def _with_short_lease(url: str) -> str:
-    if not connector_capabilities(url).keeps_leases:
-        return url
-    return f"{url}{'&' if '?' in url else '?'}lease_s=1"
+    return joined(
+        [
+            with_option(url, "lease_s=1") if connector_capabilities(url).keeps_leases else url
+            for url in members_of(kv_connector_url)
+        ]
+    )

@@ -4,6 +4,7 @@ import pytest
 
 from baton.errors import ConfigurationError
 from kvstore.conformance.engines import TinyEngine, random_prompt
+from kvstore.conformance.urls import joined, members_of, with_option
 from kvstore.connector_factory import ConnectorCapabilities
 from kvstore.handoff import connector_name
 from kvstore.open_connector import open_connector
@@ -26,6 +27,7 @@ def test_handoffs_bear_the_connectors_name(kv_connector_url: str, publisher: Tin
 
 
 def test_an_unknown_option_is_an_error_that_names_it(kv_connector_url: str) -> None:
-    separator = "&" if "?" in kv_connector_url else "?"
+    *others, last = members_of(kv_connector_url)
+    url = joined([*others, with_option(last, "no_such_option=1")])
     with pytest.raises(ConfigurationError, match="no_such_option"):
-        open_connector(f"{kv_connector_url}{separator}no_such_option=1")
+        open_connector(url)

@@ -64,11 +64,11 @@ def _check(suite):
         pytest.param("nixl://", marks=pytest.mark.slow),
         pytest.param("faulty+memory://faultless?faults=", marks=pytest.mark.slow),
         pytest.param("multi://grpc://,memory://several", marks=pytest.mark.slow),
-        pytest.param("multi://faulty+grpc://?faults=fail_load:1,memory://", marks=pytest.mark.slow),
+        pytest.param("multi://faulty+grpc://?faults=fail_load:1,file://{}", marks=pytest.mark.slow),
     ],
 )
 def test_our_connectors_conform(url, tmp_path):
-    _check(start_suite(url, tmp_path / "run", "-k", "connector"))
+    _check(start_suite(url.format(tmp_path), tmp_path / "run", "-k", "connector"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,22 @@
+"""URLs with more options, whether they name one connector or several."""
+
+from collections.abc import Sequence
+
+from kvstore.connector_url import MULTI_SCHEME, scheme_of, split_members
+
+__all__ = ["joined", "members_of", "with_option"]
+
+
+def members_of(url: str) -> tuple[str, ...]:
+    """The URLs of the connectors that a URL names: its own, or its members'."""
+    return split_members(url) if scheme_of(url) == MULTI_SCHEME else (url,)
+
+
+def joined(members: Sequence[str]) -> str:
+    """The URL that names these connectors."""
+    return members[0] if len(members) == 1 else f"{MULTI_SCHEME}://{','.join(members)}"
+
+
+def with_option(url: str, option: str) -> str:
+    """One connector's URL with `NAME=VALUE` added."""
+    return f"{url}{'&' if '?' in url else '?'}{option}"
