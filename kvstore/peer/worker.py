@@ -27,12 +27,16 @@ from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.copier import BlockCopier
+    from kvstore.staging import StagingBuffers
 
 __all__ = ["PeerConnectorWorker"]
 
 _GENERATION_BYTES = 16
 # Calls that wait for one peer leave threads for the others.
 _NUM_IO_THREADS = 4
+
+# Memory that peers may write to after its connector was closed: nobody else gets it.
+_still_written_to: "list[StagingBuffers]" = []
 
 
 class PeerConnectorWorker(KvConnectorWorker):
@@ -131,9 +135,11 @@ class PeerConnectorWorker(KvConnectorWorker):
         """See `KvConnectorWorker.close`."""
         self._peers.close()  # ends calls that the threads below wait for
         self._renewals.close()
-        self._settlements.close()
         self._lending.close()
         self._mover.close()
+        self._settlements.close()
+        if self._settlements.num_open:
+            _still_written_to.append(self._mover.staging)
         if self._transport is not None:
             self._transport.close()
 

@@ -12,6 +12,7 @@ from baton.v1 import kv_peer_pb2_grpc
 from kvstore.codec import HEADER_BYTES, verify
 from kvstore.connector import LoadResult
 from kvstore.layout import KvLayout
+from kvstore.peer import worker
 from kvstore.peer.lending import describe_layout
 from kvstore.peer.transport import TransferError
 from kvstore.transfer_form import TransferForm
@@ -217,7 +218,7 @@ def test_segments_in_doubt_are_not_used_until_all_has_settled(
     doubtful = Doubtful()
     transports = (doubtful, MemoryTransport()) if mode == "push" else (MemoryTransport(), doubtful)
     prefill, decode = (
-        PeerRig(f"nixl://?mode={mode}", num_blocks=16, transport=transport)
+        PeerRig(f"nixl://?mode={mode}&timeout_s=20", num_blocks=16, transport=transport)
         for transport in transports
     )
     staging = decode.worker._mover.staging
@@ -258,6 +259,18 @@ def test_a_push_whose_peer_is_gone_settles_with_its_generation() -> None:
     finally:
         prefill.worker.close()
         decode.worker.close()
+
+
+def test_memory_in_doubt_outlives_its_connector() -> None:
+    prefill = PeerRig("nixl://", transport=MemoryTransport())
+    decode = PeerRig("nixl://", transport=Doubtful())
+    prefill.publish([1])
+    assert decode.load(prefill.handoff(1), [1]).error == "unavailable"
+    staging = decode.worker._mover.staging
+    for rig in (prefill, decode):
+        rig.worker.close()
+    assert staging in worker._still_written_to
+    worker._still_written_to.remove(staging)
 
 
 def test_a_push_that_was_given_up_never_begins(prefill: PeerRig, reader: Reader) -> None:

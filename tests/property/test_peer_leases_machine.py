@@ -9,8 +9,8 @@ from kvstore.peer.leases import BlockRead, LeaseGoneError, LeaseTable, LentBlock
 
 LEASE_S = 10
 READ_S = 4
-LEASES = st.sampled_from(["a", "b", "c"])
-KEYS = st.lists(st.sampled_from([b"1", b"2", b"3", b"4"]), min_size=1, max_size=4, unique=True)
+LEASES = st.sampled_from(["a", "b"])
+KEYS = st.lists(st.sampled_from([b"1", b"2", b"3"]), min_size=1, max_size=3, unique=True)
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -43,6 +43,10 @@ class LeaseMachine(RuleBasedStateMachine):
             self._forget(lease)
         for read in [read for read in self.open if read.deadline <= self.now]:
             del self.open[read]
+
+    @rule(lease=LEASES, keys=KEYS)
+    def save(self, lease: str, keys: list[bytes]) -> None:
+        self.end_save(self.begin_save(lease), keys, is_good=True)
 
     @rule(target=saves, lease=LEASES)
     def begin_save(self, lease: str) -> int:
@@ -111,10 +115,10 @@ class LeaseMachine(RuleBasedStateMachine):
         for lease in set(leases) - set(gone):
             self.expires[lease] = self.now + LEASE_S
 
-    @rule(leases=st.lists(LEASES, unique=True))
-    def end(self, leases: list[str]) -> None:
-        self.table.end(leases)
-        for lease in set(leases) & self.lent.keys():
+    @rule(lease=LEASES)
+    def end(self, lease: str) -> None:
+        self.table.end([lease])
+        if lease in self.lent:
             self._forget(lease)
 
     @rule(seconds=st.integers(1, 6))
@@ -147,6 +151,20 @@ LeaseMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLeases = LeaseMachine.TestCase
+
+
+def test_a_lease_that_has_run_out_is_not_found_before_the_sweep_either() -> None:
+    now = [0.0]
+    table = LeaseTable(LEASE_S, lambda: now[0])
+    for job, lease in enumerate("ab"):
+        table.begin_save(lease, job)
+        table.end_save(job, [LentBlock(b"k", b"header", job)])
+    now[0] = LEASE_S
+
+    with pytest.raises(LeaseGoneError):
+        table.open_read("a", [b"k"], READ_S)
+    assert table.renew(["b"]) == ["b"]
+    assert table.take_released().job_ids == (0, 1)
 
 
 def test_a_block_that_several_leases_lend_is_hashed_once() -> None:
