@@ -1,6 +1,7 @@
 """How an engine's blocks are cut into transfer blocks, and put together from them."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,7 +65,7 @@ def test_a_prompt_told_in_portions_gives_each_block_once(cuts: list[int], size: 
     parts = PromptParts(TransferBlocks(SPEC, size))
     blocks = []
     bounds = sorted({0, *cuts})
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in pairwise(bounds):
         blocks += parts.whole_blocks(saved(first, end - first, size=size))
     count = 8 // size
     whole = bounds[-1] // count * count

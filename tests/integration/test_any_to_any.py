@@ -1,0 +1,271 @@
+"""Prefill and decode whose pools differ: in block size, in type, in who has which heads."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from baton.errors import ConfigurationError, FailedPreconditionError
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.request import EngineRequest
+from engine.runtime.device import with_device_defaults
+from engine.runtime.model_runner import ModelRunner
+from kernels.reference.cache import quantize_kv
+from kvstore.block_views import view_blocks
+from kvstore.job_scheduler import JobScheduler
+from tests.support.checkpoints import prompt_of, reference_greedy, reference_model, tiny_checkpoint
+from tests.support.halved_worker import HalvedWorker
+from tests.support.real_engines import (
+    GREEDY,
+    SplitRun,
+    build_core,
+    hand_over,
+    run_all,
+    tokens_of,
+)
+
+NUM_TOKENS = 12
+LENGTHS = (1, 7, 8, 9, 16, 31, 33, 43)
+FP8 = "fp8_e4m3"
+
+
+def make_requests(lengths: tuple[int, ...] = LENGTHS) -> list[EngineRequest]:
+    return [
+        EngineRequest(
+            request_id=f"{length} tokens",
+            prompt_token_ids=tuple(prompt_of(length, seed=length)),
+            draw=GREEDY,
+            max_tokens=NUM_TOKENS,
+        )
+        for length in lengths
+    ]
+
+
+def build(path: Path, role: str, url: str, **flags: object) -> EngineCore:
+    """An engine that computes nothing that it could load, however long that takes."""
+    policy = {"kv_load_failure_policy": "fail"} if role == "decode" else {}
+    return build_core(path, role, kv_connector=url, **policy, **flags)
+
+
+def run_split(prefill: EngineCore, decode: EngineCore, *, tells_saved: bool = True) -> SplitRun:
+    split = SplitRun(prefill, decode, tells_saved=tells_saved)
+    try:
+        split.run(make_requests())
+    finally:
+        prefill.close()
+        decode.close()
+    return split
+
+
+def check(split: SplitRun, expected: Callable[[tuple[int, ...]], list[int]]) -> None:
+    for request in split.handed.values():
+        outputs = split.outputs[request.request_id]
+        tokens = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
+        assert tokens == expected(request.prompt_token_ids), request.request_id
+        # Nothing is recomputed: the whole prompt came through the connector.
+        assert outputs[0].cached_tokens == len(request.prompt_token_ids)
+
+
+# Block sizes.
+
+
+def also_slowly(fast: str, *slow: str) -> list[object]:
+    """Values of a parameter, of which all but the first are among the slow tests."""
+    return [fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+
+
+@pytest.mark.parametrize("tells_saved", [False, True])
+@pytest.mark.parametrize("sizes", [(8, 32), (32, 8), (16, 32), (32, 16), (16, 8)])
+@pytest.mark.parametrize("variant", also_slowly("mistral", "llama", "gpt2"))
+def test_blocks_of_unlike_size(
+    variant: str, sizes: tuple[int, int], tells_saved: bool, tmp_path: Path
+) -> None:
+    path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
+    prefill, decode = (
+        build(path, role, url, block_size=size, kv_transfer_block_size=8)
+        for role, size in zip(("prefill", "decode"), sizes, strict=True)
+    )
+    assert prefill.namespace == decode.namespace
+    split = run_split(prefill, decode, tells_saved=tells_saved)
+    check(split, lambda prompt: reference_greedy(path, prompt, NUM_TOKENS))
+
+
+def test_what_one_engine_saved_another_finds_by_its_keys(tmp_path: Path) -> None:
+    path, url = tiny_checkpoint("llama"), f"memory://{tmp_path.name}"
+    first, second = (
+        build_core(path, "both", block_size=size, kv_transfer_block_size=8, kv_connector=url)
+        for size in (16, 32)
+    )
+    requests = make_requests((43, 60))
+    for core, found in ((first, 0), (second, 32), (second, 32)):
+        outputs = run_all(core, requests)
+        for request in requests:
+            told = outputs[request.request_id]
+            assert tokens_of(told) == reference_greedy(path, request.prompt_token_ids, NUM_TOKENS)
+            assert told[0].cached_tokens >= found
+    first.close()
+    second.close()
+
+
+def test_unlike_forms_refuse_each_other_in_words(tmp_path: Path) -> None:
+    path, url = tiny_checkpoint("llama"), f"memory://{tmp_path.name}"
+    prefill = build_core(path, "prefill", block_size=16, kv_connector=url)
+    decode = build_core(path, "decode", block_size=32, kv_transfer_dtype=FP8, kv_connector=url)
+    (request,) = make_requests((20,))
+    handed = hand_over(request, run_all(prefill, [request])[request.request_id])
+    with pytest.raises(FailedPreconditionError) as caught:
+        decode.check(handed)
+    assert "float32, 16 tokens per block" in caught.value.message
+    assert "fp8_e4m3, 32 tokens per block" in caught.value.message
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize(("slices", "size"), [(3, 16), (1, 5)])
+def test_a_form_that_the_model_does_not_allow_is_refused(slices: int, size: int) -> None:
+    flags = {"kv_transfer_head_slices": slices, "kv_transfer_block_size": size, "block_size": 16}
+    with pytest.raises(ConfigurationError, match="--kv-transfer-"):
+        build_core(tiny_checkpoint("llama"), "both", **flags)
+
+
+# Types.
+
+
+class RoundingCache(DynamicCache):
+    """Keeps each token's K and V of a head as 8-bit floats and a factor would."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(_rounded(key_states), _rounded(value_states), *args, **kwargs)
+
+
+def _rounded(states: torch.Tensor) -> torch.Tensor:
+    narrow, scales = quantize_kv(states)
+    return narrow.float() * scales.unsqueeze(-1)
+
+
+@cache
+def expected_tokens(
+    variant: str, prompt: tuple[int, ...], theirs: str, form: str, ours: str
+) -> list[int]:
+    """What `transformers` draws where the prompt's KV is handed from cache to cache."""
+    model = reference_model(tiny_checkpoint(variant))
+    computed = RoundingCache() if theirs == FP8 else DynamicCache()
+    state = RoundingCache() if ours == FP8 else DynamicCache()
+    is_rounded_on_the_way = theirs != FP8 and FP8 in (form, ours)
+    drawn = []
+    with torch.inference_mode():
+        output = model(torch.tensor([prompt]), past_key_values=computed, use_cache=True)
+        for index, layer in enumerate(computed.layers):
+            both = (layer.keys, layer.values)
+            moved = [_rounded(states) if is_rounded_on_the_way else states for states in both]
+            DynamicCache.update(state, *moved, index)
+        while True:
+            token_ids = output.logits[:, -1:].argmax(-1)
+            drawn.append(int(token_ids))
+            if len(drawn) == NUM_TOKENS:
+                return drawn
+            output = model(token_ids, past_key_values=state, use_cache=True)
+
+
+@pytest.mark.parametrize("sizes", [(16, 8), (8, 32)])
+@pytest.mark.parametrize(
+    ("theirs", "form", "ours"),
+    [
+        ("auto", "float32", FP8),
+        ("auto", FP8, FP8),
+        ("auto", FP8, "auto"),
+        (FP8, "float32", "auto"),
+        (FP8, FP8, "auto"),
+        (FP8, FP8, FP8),
+    ],
+)
+@pytest.mark.parametrize("variant", also_slowly("llama", "qwen3"))
+def test_kv_of_unlike_types(
+    variant: str, theirs: str, form: str, ours: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
+    prefill, decode = (
+        build(
+            path,
+            role,
+            url,
+            block_size=size,
+            kv_cache_dtype=dtype,
+            kv_transfer_block_size=8,
+            kv_transfer_dtype=form,
+            max_num_batched_tokens=64,  # a prompt in 8 bits attends to its own rounded tokens
+        )
+        for role, size, dtype in zip(("prefill", "decode"), sizes, (theirs, ours), strict=True)
+    )
+    split = run_split(prefill, decode)
+    check(split, lambda prompt: expected_tokens(variant, prompt, theirs, form, ours))
+
+
+def test_decode_holds_in_8_bits_what_it_would_have_written(tmp_path: Path) -> None:
+    """From bfloat16, byte by byte."""
+    path, url = tiny_checkpoint("llama"), f"memory://{tmp_path.name}"
+    flags = {"dtype": "bfloat16", "kv_transfer_dtype": "bfloat16", "kv_connector": url}
+    prefill = build_core(path, "prefill", block_size=16, **flags)
+    decode = build_core(path, "decode", block_size=16, kv_cache_dtype=FP8, **flags)
+    (request,) = make_requests((60,))
+    handed = hand_over(request, run_all(prefill, [request])[request.request_id])
+    run_all(decode, [handed])
+    assert handed.handoff is not None
+    theirs, ours = (
+        _cached_blocks(core, handed.handoff.block_keys[:3]) for core in (prefill, decode)
+    )
+    narrow, scales = quantize_kv(theirs)
+    views = view_blocks(ours, decode.info.layout)
+    assert torch.equal(views.states.view(torch.uint8), narrow.view(torch.uint8))
+    assert torch.equal(views.scales, scales)
+    prefill.close()
+    decode.close()
+
+
+def _cached_blocks(core: EngineCore, keys: tuple[bytes, ...]) -> torch.Tensor:
+    found = [core.scheduler.kv.pool.lookup(key) for key in keys]
+    assert None not in found
+    return core._runner.kv_pool[found]
+
+
+# Heads.
+
+
+def build_halved(path: Path, role: str, url: str, **flags: object) -> EngineCore:
+    """An engine whose KV comes and goes by halves of its heads."""
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+        "num_gpu_blocks_override": 64,
+        "kv_load_failure_policy": "fail" if role == "decode" else "recompute",
+    }
+    config = EngineConfig(model=str(path), role=role, kv_connector=url, **(settings | flags))
+    config = with_device_defaults(config)
+    connector = (JobScheduler("memory", lease_s=30), HalvedWorker(url))
+    return EngineCore(config, ModelRunner(config), connector)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (16, 8)])
+@pytest.mark.parametrize("halved", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("variant", also_slowly("llama", "opt"))
+def test_half_of_the_heads_each(
+    variant: str, halved: tuple[bool, bool], sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
+    flags = {"kv_transfer_block_size": 8, "kv_transfer_head_slices": 2}
+    cores = []
+    for role, is_halved, size in zip(("prefill", "decode"), halved, sizes, strict=True):
+        if is_halved:
+            cores.append(build_halved(path, role, url, block_size=size, **flags))
+        else:
+            cores.append(build(path, role, url, block_size=size, **flags))
+    split = run_split(*cores)
+    check(split, lambda prompt: reference_greedy(path, prompt, NUM_TOKENS))

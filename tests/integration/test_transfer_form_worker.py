@@ -1,0 +1,126 @@
+"""The store connector's worker half where objects are not the pool's blocks."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore import staging
+from kvstore.connector import LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
+from kvstore.layout import KvLayout
+from kvstore.registry import open_store
+from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+from tests.support.connector_rig import ConnectorRig, keys
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, block_size=8, head_dim=4, dtype="float32")
+NUM_BLOCKS = 32
+MakeRig = Callable[..., ConnectorRig]
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
+    """Rigs over one store, with segments of few objects, so that jobs have many pieces."""
+    monkeypatch.setattr(staging, "_SEGMENT_BYTES", 2000)
+    rigs: list[ConnectorRig] = []
+
+    def make(
+        form: TransferForm, layout: KvLayout = LAYOUT, share: HeadShare = WHOLE
+    ) -> ConnectorRig:
+        pool = torch.randn(NUM_BLOCKS, *layout.block_shape).to(getattr(torch, layout.dtype))
+        store = open_store(f"memory://{tmp_path.name}")
+        rigs.append(ConnectorRig(store, pool=pool, layout=layout, form=form, share=share))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.worker.close()
+
+
+def test_a_tails_slices_are_all_cleared_whatever_pieces_they_are_in(make_rig: MakeRig) -> None:
+    form = TransferForm(4, "float32", num_head_slices=4)
+    rig = make_rig(form)
+    rig.save([3, 8], num_tail_tokens=3)
+    assert rig.load([20, 41]) == LoadResult(1, 2)
+    assert torch.equal(rig.pool[10, ..., :4, :], rig.pool[1, ..., 4:, :])
+    assert torch.equal(rig.pool[20, ..., 4:7, :], rig.pool[4, ..., :3, :])
+    assert not rig.pool[20, ..., 7:, :].any()
+
+
+def test_jobs_of_many_pieces_are_told_in_blocks(make_rig: MakeRig) -> None:
+    rig = make_rig(TransferForm(2, "bfloat16", num_head_slices=2))
+    rig.save(range(30))
+    assert rig.load(range(60, 90)) == LoadResult(1, 30)
+    sent = rig.pool[:7].to(torch.bfloat16).float()
+    assert torch.equal(rig.pool[15:22], sent)
+
+
+def test_two_ranks_publish_and_one_reads(make_rig: MakeRig) -> None:
+    form, half = TransferForm(4, "float32", 2), replace(LAYOUT, num_kv_heads=2)
+    first, second = (make_rig(form, half, HeadShare(rank, 2)) for rank in (0, 1))
+    reader = make_rig(form)
+    first.save(range(6))
+    reader.start(lookups=(LookupJob(7, keys(6)),))
+    assert reader.results(1) == [LookupResult(7, 0)], "half of the heads are none"
+    assert reader.load(range(20, 26)) == LoadResult(1, 0, "missing")
+    second.save(range(4))
+    reader.start(lookups=(LookupJob(7, keys(6)),))
+    assert reader.results(1) == [LookupResult(7, 4)]
+    assert reader.load(range(20, 26)) == LoadResult(1, 4, "missing")
+    assert torch.equal(reader.pool[10:12], torch.cat([first.pool[:2], second.pool[:2]], dim=3))
+
+
+def test_one_publishes_and_two_ranks_read(make_rig: MakeRig) -> None:
+    form, half = TransferForm(8, "float32", 4), replace(LAYOUT, num_kv_heads=2)
+    whole = make_rig(form)
+    whole.save(range(6))
+    for rank in (0, 1):
+        reader = make_rig(form, half, HeadShare(rank, 2))
+        assert reader.load(range(9, 15)) == LoadResult(1, 6)
+        assert torch.equal(reader.pool[9:15], whole.pool[:6].chunk(2, dim=3)[rank])
+
+
+def test_what_is_deleted_is_every_slice(make_rig: MakeRig) -> None:
+    rig = make_rig(TransferForm(8, "float32", 2))
+    rig.save([0])
+    assert rig.store.stats().num_objects == 2
+    rig.start(deletes=keys(1))
+    rig.start(lookups=(LookupJob(7, keys(1)),))
+    assert rig.results(1) == [LookupResult(7, 0)]
+    assert rig.store.stats().num_objects == 0
+
+
+def test_what_others_saved_is_not_put_again(make_rig: MakeRig) -> None:
+    rig = make_rig(TransferForm(4, "float32", 2))
+    rig.save(range(3))
+    puts = rig.store.stats().puts
+    rig.start(saves=(SaveJob(3, keys(4), (0, 1, 2, 3), num_found=3),))
+    assert rig.results(1) == [SaveResult(3, committed=True)]
+    assert rig.store.stats().puts == puts + 2
+
+
+def test_numbers_that_the_form_cannot_hold_are_not_published(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(TransferForm(4, "float16"))
+    rig.pool[1, 0, 0, 0, 6, 0] = 1e6
+    with caplog.at_level(logging.WARNING):
+        rig.start(saves=(SaveJob(0, keys(6), tuple(range(6))),))
+        assert rig.results(1) == [SaveResult(0, committed=False, error="failed")]
+    assert "cannot hold" in caplog.text
+    rig.save([0, 1, 2], first_key=20)  # the tokens beside it can be
+
+
+def test_numbers_that_the_pool_cannot_hold_are_not_loaded(make_rig: MakeRig) -> None:
+    form = TransferForm(8, "float32")
+    writer, reader = make_rig(form), make_rig(form, replace(LAYOUT, dtype="float16"))
+    writer.pool[4, 1, 1, 3, 7, 3] = -1e6
+    writer.save(range(6))
+    result = reader.load(range(10, 16))
+    assert result.num_blocks <= 4
+    assert result.error == "failed"
+    assert torch.equal(
+        reader.pool[10 : 10 + result.num_blocks], writer.pool[: result.num_blocks].half()
+    )

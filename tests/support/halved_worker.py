@@ -1,0 +1,108 @@
+"""A connector worker as two ranks of tensor parallelism would have it, over one engine's pool."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvstore.connector import (
+    ConnectorWork,
+    KvConnectorWorker,
+    LoadJob,
+    LoadResult,
+    LookupResult,
+    SaveJob,
+    SaveResult,
+    TransferResults,
+)
+from kvstore.layout import KvLayout
+from kvstore.registry import open_store
+from kvstore.store_worker import StoreConnectorWorker
+from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+
+__all__ = ["HalvedWorker"]
+
+_NUM_RANKS = 2
+
+
+class HalvedWorker(KvConnectorWorker):
+    """Two workers with a pool of half the heads each.
+
+    What a job saves is first copied into their pools, what they have loaded out of them. For
+    types without factors.
+
+    Args:
+        url: of the store.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.ranks = [StoreConnectorWorker(open_store(url)) for _ in range(_NUM_RANKS)]
+        self._jobs: dict[int, LoadJob | SaveJob] = {}
+        self._told: dict[int, list[Any]] = {}
+
+    def register_pool(
+        self,
+        pool: torch.Tensor,
+        layout: KvLayout,
+        form: TransferForm | None = None,
+        share: HeadShare = WHOLE,
+    ) -> None:
+        assert form is not None
+        assert share == WHOLE
+        self._pool, self._size = pool, form.block_size
+        self._count = layout.block_size // form.block_size
+        half = replace(layout, num_kv_heads=layout.num_kv_heads // _NUM_RANKS)
+        self._halves = [torch.full_like(heads, torch.nan) for heads in self._heads(pool)]
+        for rank, (worker, own) in enumerate(zip(self.ranks, self._halves, strict=True)):
+            worker.register_pool(own, half, form, HeadShare(rank, _NUM_RANKS))
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        for worker in self.ranks:
+            worker.set_waker(wake)
+
+    def start(self, work: ConnectorWork) -> None:
+        for job in work.saves:
+            for block_id in job.block_ids:
+                for theirs, own in zip(self._heads(self._pool), self._halves, strict=True):
+                    self._part(own, block_id).copy_(self._part(theirs, block_id))
+        self._jobs.update((job.job_id, job) for job in (*work.loads, *work.saves))
+        for worker in self.ranks:
+            worker.start(work)
+
+    def poll(self) -> TransferResults:
+        for worker in self.ranks:
+            results = worker.poll()
+            for result in (*results.lookups, *results.loads, *results.saves):
+                self._told.setdefault(result.job_id, []).append(result)
+        both = [told for told in self._told.values() if len(told) == _NUM_RANKS]
+        ended = [self._together(*told) for told in both]
+        for result in ended:
+            del self._told[result.job_id]
+        return TransferResults(
+            tuple(result for result in ended if isinstance(result, LookupResult)),
+            tuple(result for result in ended if isinstance(result, LoadResult)),
+            tuple(result for result in ended if isinstance(result, SaveResult)),
+        )
+
+    def close(self) -> None:
+        for worker in self.ranks:
+            worker.close()
+
+    def _together(self, first: Any, second: Any) -> Any:
+        """What both ranks have."""
+        if isinstance(first, SaveResult):
+            return replace(first, committed=first.committed and second.committed)
+        least = min((first, second), key=lambda result: result.num_blocks)
+        if isinstance(least, LoadResult):
+            for block_id in self._jobs.pop(least.job_id).block_ids[: least.num_blocks]:
+                for theirs, own in zip(self._heads(self._pool), self._halves, strict=True):
+                    self._part(theirs, block_id).copy_(self._part(own, block_id))
+        return least
+
+    def _heads(self, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return pool.chunk(_NUM_RANKS, dim=3)
+
+    def _part(self, pool: torch.Tensor, block_id: int) -> torch.Tensor:
+        block, part = divmod(block_id, self._count)
+        return pool[block, :, :, :, part * self._size : (part + 1) * self._size]
