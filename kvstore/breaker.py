@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvstore.store import GetStatus, KvStore, MappedObjects, StoreUnavailableError
 
-__all__ = ["Breaker", "BreakerStore"]
+__all__ = ["Breaker", "BreakerStore", "NotAskedError", "log_level_of"]
 
 _FIRST_COOLDOWN_S = 1.0
 _LONGEST_COOLDOWN_S = 30.0
@@ -21,10 +21,19 @@ _logger = logging.getLogger("baton.kvstore")
 _Result = TypeVar("_Result")
 
 
+class NotAskedError(StoreUnavailableError):
+    """A breaker is open: nothing was called."""
+
+
+def log_level_of(error: StoreUnavailableError) -> int:
+    """How loud a call's failure is: a breaker has told of an outage, its calls need not."""
+    return logging.DEBUG if isinstance(error, NotAskedError) else logging.WARNING
+
+
 class Breaker:
     """Passes calls on until one fails; then one at a time, after a cool-down each.
 
-    While it is open, every other call fails at once with `StoreUnavailableError`.
+    While it is open, every other call fails at once with `NotAskedError`.
     The call that goes through is the probe: if it succeeds the breaker closes,
     and if it fails the next cool-down is twice as long, up to half a minute. So
     an outage costs one timeout per cool-down and not one per call. It logs when
@@ -62,7 +71,7 @@ class Breaker:
         """Calls, unless the breaker is open and this is not the probe.
 
         Raises:
-            StoreUnavailableError: nothing was called.
+            NotAskedError: nothing was called.
             Exception: whatever the call raised.
         """
         is_probe = self._enter()
@@ -81,7 +90,7 @@ class Breaker:
             if self._probe_at is None:
                 return False
             if self._clock() < self._probe_at:
-                raise StoreUnavailableError(f"{self._name} did not answer a moment ago")
+                raise NotAskedError(f"{self._name} did not answer a moment ago")
             # Nobody else's turn comes while the probe is out.
             self._probe_at = float("inf")
             return True

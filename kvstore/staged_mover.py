@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvstore.breaker import log_level_of
 from kvstore.codec import seal, verify
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
@@ -315,7 +316,7 @@ class StagedMover:
         except StoreUnavailableError as cause:
             has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
             news = PieceEnd(piece, 0, "unavailable", has_settled)
-            _logger.warning("KV transfer: %s", cause)
+            _logger.log(log_level_of(cause), "KV transfer: %s", cause)
         except RangeError as cause:
             _logger.warning("KV transfer: %s", cause)
         except Exception:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kvstore.breaker import BreakerStore
+from kvstore.breaker import BreakerStore, log_level_of
 from kvstore.connector import (
     ConnectorWork,
     KvConnectorWorker,
@@ -134,7 +134,7 @@ class StoreConnectorWorker(KvConnectorWorker):
         try:
             return call()
         except StoreUnavailableError as error:
-            _logger.warning("KV store: %s failed: %s", name, error)
+            _logger.log(log_level_of(error), "KV store: %s failed: %s", name, error)
         except Exception:
             _logger.exception("KV store: %s failed", name)
         return None

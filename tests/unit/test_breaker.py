@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvstore.breaker import Breaker
+from kvstore.breaker import Breaker, NotAskedError, log_level_of
 from kvstore.store import StoreUnavailableError
 
 
@@ -79,6 +79,16 @@ def test_an_outage_is_two_lines_of_log(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "no answer" in caplog.text
     assert "the backend answers again" in caplog.text
+
+
+def test_calls_that_are_not_made_are_not_worth_a_line():
+    backend = Backend()
+    with pytest.raises(StoreUnavailableError) as failed:
+        backend.ask()
+    with pytest.raises(NotAskedError) as spared:
+        backend.ask()
+    levels = [log_level_of(caught.value) for caught in (failed, spared)]
+    assert levels == [logging.WARNING, logging.DEBUG]
 
 
 def test_failures_of_calls_that_were_out_already_do_not_count_again():
