@@ -167,6 +167,26 @@ def test_a_lease_that_has_run_out_is_not_found_before_the_sweep_either() -> None
     assert table.take_released().job_ids == (0, 1)
 
 
+def test_a_read_keeps_what_its_lease_had_lent() -> None:
+    now = [0.0]
+    table = LeaseTable(LEASE_S, lambda: now[0])
+    table.begin_save("a", 0)
+    table.end_save(0, [LentBlock(b"k", b"header", 7)])
+    closed, forgotten = (table.open_read("a", [b"k"], READ_S) for _ in range(2))
+    table.end(["a"])
+
+    table.close_read(closed.read_id)
+    table.close_read(closed.read_id)
+    assert not table.has_released
+    with forgotten.copying():
+        pass
+    now[0] = READ_S
+    table.sweep()
+    assert table.take_released().job_ids == (0,)
+    with pytest.raises(LeaseGoneError), forgotten.copying():
+        pass
+
+
 def test_a_block_that_several_leases_lend_is_hashed_once() -> None:
     table = LeaseTable(LEASE_S, lambda: 0.0)
     for job, lease in enumerate("ab"):
