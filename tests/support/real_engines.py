@@ -85,7 +85,7 @@ class SplitRun:
 
     Attributes:
         handed: requests as decode got them, by id.
-        outputs: what decode told, by id.
+        outputs: what decode told, by id; of a prompt that failed in prefill, what that told.
         num_told: blocks that decode was told of before the handoff.
     """
 
@@ -131,7 +131,9 @@ class SplitRun:
                     self._decode.prefetch(output.saved)
                 continue
             self._prefilled.setdefault(output.request_id, []).append(output)
-            if output.is_last:
+            if output.error is not None:
+                self.outputs[output.request_id] = [output]
+            elif output.is_last:
                 request = self._requests[output.request_id]
                 handed = hand_over(request, self._prefilled[output.request_id])
                 self.handed[output.request_id] = handed

@@ -1,0 +1,146 @@
+"""Each backend, each fault, under 50 streams: right tokens or a typed error, and pools full."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from baton.errors import AbortedError
+from engine.request import EngineRequest
+from kvstore import faulty_backend
+from kvstore.faulty_backend import FAULTS
+from tests.support.checkpoints import prompt_of, tiny_checkpoint
+from tests.support.kv_urls import fresh_shm_name, kv_urls, with_faults
+from tests.support.real_engines import GREEDY, SplitRun, build_core, run_all, tokens_of
+from tests.support.redis_server import RedisServer
+
+BACKENDS = ("memory", "shm", "file", "redis", "grpc", "nixl pull", "nixl push", "multi")
+# Every backend and every fault meets both.
+POLICIES = ("recompute", "fail")
+CELLS = [
+    (backend, fault, POLICIES[(row + column) % 2])
+    for row, backend in enumerate(BACKENDS)
+    for column, fault in enumerate(FAULTS)
+]
+NUM_STREAMS = 50
+NUM_TOKENS = 6
+DEADLINE_S = 60.0
+ENGINE = {"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 128, "block_size": 8}
+
+
+@pytest.fixture
+def urls(tmp_path: Path, redis_server: RedisServer) -> Iterator[dict[str, str]]:
+    with fresh_shm_name() as name:
+        yield kv_urls(tmp_path, name, redis_server.url, timeout_s=20)
+
+
+@pytest.fixture
+def struck(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names each fault that strikes, once for each time."""
+    names: list[str] = []
+    draw = faulty_backend._Dice.draw
+
+    def noting_draw(dice, fault, call, key):
+        drawn = draw(dice, fault, call, key)
+        if drawn is not None:
+            names.append(fault)
+        return drawn
+
+    monkeypatch.setattr(faulty_backend._Dice, "draw", noting_draw)
+    return names
+
+
+def make_requests() -> list[EngineRequest]:
+    """Prompts of mixed lengths, most of which begin like others."""
+    lots = random.Random(1)
+    prefixes = [prompt_of(length, seed=length) for length in (16, 40, 60)]
+    requests = []
+    for index in range(NUM_STREAMS):
+        prefix = prefixes[index % 4] if index % 4 < len(prefixes) else []
+        suffix = [lots.randrange(256) for _ in range(lots.choice((1, 7, 8, 9, 30)))]
+        requests.append(
+            EngineRequest(
+                request_id=str(index),
+                prompt_token_ids=(*prefix, *suffix),
+                draw=GREEDY,
+                max_tokens=NUM_TOKENS,
+                deadline=time.monotonic() + DEADLINE_S,
+            )
+        )
+    return requests
+
+
+@cache
+def expected_tokens() -> dict[str, list[int]]:
+    """What one undivided engine generates."""
+    core = build_core(tiny_checkpoint("llama"), "both", num_gpu_blocks_override=512, **ENGINE)
+    outputs = run_all(core, make_requests())
+    core.close()
+    return {request_id: tokens_of(told) for request_id, told in outputs.items()}
+
+
+def run_split(url: str, policy: str) -> SplitRun:
+    """Runs the requests over two engines; both pools are full in the end."""
+    flags = {"kv_connector": url, "kv_load_failure_policy": policy, **ENGINE}
+    # Too few blocks for all at once: what fails must not keep any.
+    cores = [
+        build_core(tiny_checkpoint("llama"), role, num_gpu_blocks_override=160, **flags)
+        for role in ("prefill", "decode")
+    ]
+    try:
+        split = SplitRun(*cores)
+        split.run(make_requests())
+    finally:
+        for core in cores:
+            core.close()
+    return split
+
+
+def check_outcomes(split: SplitRun, policy: str) -> int:
+    """Each request has the right tokens, or failed by policy; returns how many failed."""
+    num_failed = 0
+    for request_id, expected in expected_tokens().items():
+        outputs = split.outputs[request_id]
+        assert outputs[-1].is_last
+        first = (
+            split.handed[request_id].progress[0].output_token_ids
+            if (request_id in split.handed)
+            else ()
+        )
+        tokens = [*first, *tokens_of(outputs)]
+        assert tokens == expected[: len(tokens)]
+        if outputs[-1].error is None:
+            assert tokens == expected
+        else:
+            assert policy == "fail"
+            assert isinstance(outputs[-1].error, AbortedError)
+            num_failed += 1
+    return num_failed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_faults_at_once_cost_no_token(
+    urls: dict[str, str], struck: list[str], backend: str
+) -> None:
+    faults = ",".join(f"{fault}:0.05" for fault in FAULTS)
+    url = with_faults(urls[backend], f"faults={faults}&fault_delay_s=0.02&fault_seed=3")
+    split = run_split(url, "recompute")
+    assert check_outcomes(split, "recompute") == 0
+    assert len(Counter(struck)) >= 4, "the faults have hardly struck"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "fault", "policy"), CELLS)
+def test_one_fault(
+    urls: dict[str, str], struck: list[str], backend: str, fault: str, policy: str
+) -> None:
+    url = with_faults(urls[backend], f"faults={fault}:0.2&fault_delay_s=0.05&fault_seed=3")
+    split = run_split(url, policy)
+    num_failed = check_outcomes(split, policy)
+    assert len(struck) >= 5, "the fault has hardly struck"
+    if fault == "delay":
+        assert num_failed == 0, "what comes late comes"

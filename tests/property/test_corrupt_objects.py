@@ -1,0 +1,233 @@
+"""Ten thousand spoiled objects of each store, and blocks spoiled between peers: none is used."""
+
+import ctypes
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from redis import Redis
+
+from kvstore.conformance.engines import NUM_BLOCKS, TinyEngine, random_prompt
+from kvstore.layout import KvLayout
+from kvstore.peer import service
+from kvstore.peer.nixl_transport import NixlTransport
+from tests.support.kv_urls import fresh_shm_name
+from tests.support.redis_server import RedisServer
+from tests.support.spoiled_objects import (
+    FileShelf,
+    MemoryShelf,
+    RedisShelf,
+    Shelf,
+    spoil,
+    spoil_in_place,
+)
+
+SMALL = KvLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=16, dtype="float32")
+# Large enough for stores to show such objects where they lie.
+MAPPED = KvLayout(num_layers=4, num_kv_heads=4, block_size=16, head_dim=64, dtype="float32")
+POISON = 0xA5
+NUM_SPOILED = 10_000
+SLOW_KINDS = ("shm", "file", "redis")
+NUM_SPOILED_MAPPED = 500
+NUM_SPOILED_ON_THE_WIRE = 1_000
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def open_engine(closing: ExitStack, url: str, layout: KvLayout) -> TinyEngine:
+    engine = TinyEngine(url, layout)
+    closing.callback(engine.close)
+    return engine
+
+
+@dataclass
+class Load:
+    """Blocks that are asked for together: whole ones, a spoiled one, and maybe one behind it.
+
+    Attributes:
+        blocks: numbers of the keys and of the blocks, here and there.
+        num_whole: leading blocks that are whole.
+    """
+
+    blocks: range
+    num_whole: int
+
+
+def cut_into_loads(lots: random.Random) -> list[Load]:
+    """Loads of all blocks of a pool."""
+    loads, first = [], 0
+    while first < NUM_BLOCKS:
+        num_whole = lots.choice((0, 0, 0, 1, 2))
+        end = min(NUM_BLOCKS, first + num_whole + lots.choice((1, 1, 2)))
+        loads.append(Load(range(first, end), min(num_whole, end - first - 1)))
+        first = end
+    return loads
+
+
+def check_load(reader: TinyEngine, publisher: TinyEngine, load: Load, job: int) -> None:
+    """Whole blocks came as they were, and of all others not a byte."""
+    result = reader.loads[job]
+    first, end = load.blocks[0], load.blocks[0] + load.num_whole
+    assert (result.num_blocks, result.error) == (load.num_whole, "corrupt")
+    assert torch.equal(reader.block_bytes[first:end], publisher.block_bytes[first:end])
+    assert (reader.block_bytes[end : load.blocks[-1] + 1] == POISON).all()
+
+
+def open_shelf(
+    kind: str, closing: ExitStack, folder: Path, redis_server: RedisServer
+) -> tuple[str, Callable[[], Shelf]]:
+    """A store's URL, and its objects once it is open."""
+    name = closing.enter_context(fresh_shm_name())
+    if kind == "redis":
+        client = closing.enter_context(Redis(port=redis_server.port))
+        return f"{redis_server.url}?timeout_s=20", lambda: RedisShelf(client)
+    if kind == "memory":
+        return f"memory://{name}?lease_s=0", lambda: MemoryShelf(name)
+    options = "lease_s=0&max_bytes=128MiB&timeout_s=20"
+    if kind == "shm":
+        return f"shm://{name}?{options}", lambda: FileShelf(Path(f"/dev/shm/baton-{name}"))
+    return f"file://{folder}/kv?{options}", lambda: FileShelf(folder / "kv")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kind", ["memory", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)]
+)
+def test_none_of_ten_thousand_is_used(
+    closing: ExitStack, tmp_path: Path, redis_server: RedisServer, kind: str
+) -> None:
+    url, open_it = open_shelf(kind, closing, tmp_path, redis_server)
+    check_store(closing, url, open_it, SMALL, NUM_SPOILED)
+
+
+@pytest.mark.parametrize("kind", ["memory", "shm", "file"])
+def test_none_is_used_where_objects_are_mapped(
+    closing: ExitStack, tmp_path: Path, redis_server: RedisServer, kind: str
+) -> None:
+    url, open_it = open_shelf(kind, closing, tmp_path, redis_server)
+    check_store(closing, url, open_it, MAPPED, NUM_SPOILED_MAPPED)
+
+
+def check_store(
+    closing: ExitStack,
+    url: str,
+    open_it: Callable[[], Shelf],
+    layout: KvLayout,
+    num_spoiled: int,
+) -> None:
+    """Spoils objects of a store until so many were asked for."""
+    publisher, reader = (open_engine(closing, url, layout) for _ in range(2))
+    shelf, lots = open_it(), random.Random(11)
+    others = [bytes(lots.randbytes(layout.block_bytes + 64))]
+    while num_spoiled > 0:
+        keys = random_prompt(NUM_BLOCKS)
+        loads = cut_into_loads(lots)
+        assert publisher.save(keys, range(NUM_BLOCKS)).committed
+        for load in loads:
+            others = [
+                *others[-7:],
+                spoil_one(shelf, keys[load.blocks[load.num_whole]], lots, others),
+            ]
+        reader.block_bytes.fill_(POISON)
+        jobs = [start(reader, keys, load) for load in loads]
+        reader.run_until(lambda jobs=jobs: all(job in reader.loads for job in jobs), "loads")
+        for load, job in zip(loads, jobs, strict=True):
+            check_load(reader, publisher, load, job)
+            assert shelf.read(keys[load.blocks[load.num_whole]]) is None, "it can be found again"
+        num_spoiled -= len(loads)
+
+
+def spoil_one(shelf: Shelf, key: bytes, lots: random.Random, others: list[bytes]) -> bytes:
+    """Spoils an object; returns it as it was."""
+    value = shelf.read(key)
+    assert value is not None
+    shelf.write(key, spoil(value, lots, others))
+    return value
+
+
+def start(reader: TinyEngine, keys: tuple[bytes, ...], load: Load) -> int:
+    return reader.scheduler.load([keys[block] for block in load.blocks], list(load.blocks))
+
+
+# Between peers.
+
+
+class Spoiler:
+    """Spoils what is on its way, every time; keeps some of what it saw, to show it again."""
+
+    def __init__(self) -> None:
+        self.num_spoiled = 0
+        self._lots = random.Random(12)
+        self._seen: dict[int, list[bytes]] = {}  # by length
+
+    def spoil(self, value: bytes) -> bytes:
+        others = self._seen.setdefault(len(value), [bytes(len(value))])
+        spoiled = spoil_in_place(value, self._lots, others)
+        self._seen[len(value)] = [*others[-3:], value]
+        self.num_spoiled += 1
+        return spoiled
+
+    def spoil_memory(self, address: int, num_bytes: int) -> None:
+        memory = (ctypes.c_char * num_bytes).from_address(address)
+        memory.raw = self.spoil(memory.raw)
+
+
+def spoil_messages(monkeypatch: pytest.MonkeyPatch, spoiler: Spoiler) -> None:
+    """Of `grpc://`: the messages that blocks come in, some of them short."""
+    to_message = service.to_message
+
+    def spoiled(chunk):
+        whole = b"".join(chunk)
+        data = whole[:-100] if spoiler.num_spoiled % 4 == 0 else whole
+        return to_message([memoryview(spoiler.spoil(data))])
+
+    monkeypatch.setattr(service, "to_message", spoiled)
+
+
+def spoil_slots(monkeypatch: pytest.MonkeyPatch, spoiler: Spoiler) -> None:
+    """Of `nixl://`: slots that a transfer has filled, here or, as both ends are here, there."""
+    for name in ("read", "write"):
+        move = getattr(NixlTransport, name)
+
+        def spoiled(self, peer_id, sources, targets, timeout_s, move=move):
+            move(self, peer_id, sources, targets, timeout_s)
+            for target in targets:
+                spoiler.spoil_memory(target.address, target.num_bytes)
+
+        monkeypatch.setattr(NixlTransport, name, spoiled)
+
+
+@pytest.mark.parametrize("url", ["grpc://", "nixl://", "nixl://?mode=push"])
+def test_nothing_that_is_spoiled_on_the_wire_is_used(
+    monkeypatch: pytest.MonkeyPatch, closing: ExitStack, url: str
+) -> None:
+    separator = "&" if "?" in url else "?"
+    publisher, reader = (
+        open_engine(closing, f"{url}{separator}timeout_s=30", SMALL) for _ in range(2)
+    )
+    keys = random_prompt(NUM_BLOCKS)
+    handoff = publisher.publish(keys, range(NUM_BLOCKS))
+    assert reader.load(handoff, range(NUM_BLOCKS)).num_blocks == NUM_BLOCKS
+
+    spoiler = Spoiler()
+    (spoil_messages if url == "grpc://" else spoil_slots)(monkeypatch, spoiler)
+    reader.block_bytes.fill_(POISON)
+    while spoiler.num_spoiled < NUM_SPOILED_ON_THE_WIRE:
+        jobs = [reader.scheduler.load([key], [block], handoff) for block, key in enumerate(keys)]
+        reader.run_until(lambda jobs=jobs: all(job in reader.loads for job in jobs), "loads")
+        results = [reader.loads[job] for job in jobs]
+        assert {result.num_blocks for result in results} == {0}
+        assert {result.error for result in results} <= {"corrupt", "missing"}
+        assert (reader.block_bytes == POISON).all()
+
+    monkeypatch.undo()
+    assert reader.load(handoff, range(NUM_BLOCKS)).num_blocks == NUM_BLOCKS
+    assert torch.equal(reader.block_bytes, publisher.block_bytes)
