@@ -283,3 +283,20 @@ def test_more_tails_than_there_are_slots_for_are_not_lent(make_rig: MakeRig) -> 
     prefill.run_until(lambda: prefill.released == [0])
     job_id = prefill.publish([17], "lease 17", 17, num_tail_tokens=1)
     assert prefill.saves[job_id].committed
+
+
+def test_a_save_that_ends_after_its_lease_lends_nothing(make_rig: MakeRig) -> None:
+    prefill = make_rig()
+    lender = prefill.worker._lending.lender
+    num_slots = len(lender._memory.tails._free)
+    go_on = threading.Event()
+    for _ in range(2):  # both threads
+        lender._io.submit(go_on.wait, TIMEOUT_S)
+    job_id = prefill.scheduler.save([b"k"], [1], 2, lease_id="lease")
+    prefill.end("lease")
+    go_on.set()
+    prefill.run_until(lambda: job_id in prefill.saves)
+
+    assert prefill.saves[job_id] == SaveResult(job_id, committed=False)
+    assert prefill.released == []
+    assert len(lender._memory.tails._free) == num_slots
