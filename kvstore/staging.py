@@ -49,7 +49,7 @@ class Segment:
         self.payload = self.frames[:, HEADER_BYTES:]
         self.object_ids = torch.zeros(self.num_slots, dtype=torch.int64, pin_memory=pinned)
         self.overflowed = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
-        whole = memoryview(self.frames.view(-1).numpy())
+        whole = self.frames.view(-1).numpy().data
         starts = range(0, len(whole), shape[1])
         self.slots = [whole[start : start + shape[1]] for start in starts]
         self._layout = layout
