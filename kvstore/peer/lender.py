@@ -8,6 +8,7 @@ Where blocks must be gathered first, a `StagedMover` brings them to `put`.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,7 @@ class Lender:
                 continue
             self._leases.begin_save(job.lease_id, job.job_id)
             if isinstance(self._memory, HostMemory):
-                self._io.submit(self._lend, job, self._memory)
+                self._io.submit(self._lend, job, self._memory, time.monotonic())
             else:
                 self._gathered[job.job_id] = []
                 to_gather.append(job)
@@ -81,7 +82,7 @@ class Lender:
     def finish(self, result: SaveResult) -> SaveResult:
         """What becomes of a job whose blocks have been gathered. Engine thread only."""
         blocks = self._gathered.pop(result.job_id)
-        return self._end(result.job_id, blocks, is_good=result.committed)
+        return self._end(result.job_id, blocks, result.seconds, is_good=result.committed)
 
     def close(self) -> None:
         """Stops the threads. Idempotent."""
@@ -103,7 +104,7 @@ class Lender:
             block = LentBlock(key, header, places[key], tail_slot)
             self._gathered[job.job_id].append(block)
 
-    def _lend(self, job: SaveJob, memory: HostMemory) -> None:
+    def _lend(self, job: SaveJob, memory: HostMemory, began_at: float) -> None:
         blocks: list[LentBlock] = []
         is_good = False
         try:
@@ -117,7 +118,8 @@ class Lender:
             _logger.warning("KV blocks are not lent: %s", error)
         except Exception:
             _logger.exception("KV blocks cannot be lent")
-        self._tell(self._end(job.job_id, blocks, is_good=is_good))
+        seconds = time.monotonic() - began_at
+        self._tell(self._end(job.job_id, blocks, seconds, is_good=is_good))
 
     def _lend_block(
         self, memory: HostMemory, key: bytes, object_id: int, num_tail_tokens: int
@@ -137,12 +139,14 @@ class Lender:
         tails.fill(slot, block, num_tokens)
         return slot
 
-    def _end(self, job_id: int, blocks: Sequence[LentBlock], *, is_good: bool) -> SaveResult:
+    def _end(
+        self, job_id: int, blocks: Sequence[LentBlock], seconds: float, *, is_good: bool
+    ) -> SaveResult:
         is_lent = self._leases.end_save(job_id, blocks if is_good else None)
         if not is_lent:
             tails = [block.tail_slot for block in blocks if block.tail_slot is not None]
             self._memory.tails.give_back(tails)
-        return SaveResult(job_id, committed=is_lent, is_held=is_lent)
+        return SaveResult(job_id, committed=is_lent, is_held=is_lent, seconds=seconds)
 
     def _tell(self, result: SaveResult) -> None:
         self._results.append(result)
