@@ -1,7 +1,8 @@
 """`KvEventLog`: tells followers, a router say, what enters and leaves the prefix cache. Pure.
 
 Keys are the plain block keys, those of layer group 0: whoever hashes a prompt
-can look them up. A follower that misses a sequence number, or comes late, asks
+can look them up. Where a block of the pool is cut into several transfer blocks,
+its key is that of the last one. A follower that misses a sequence number, or comes late, asks
 for a snapshot: `start_recording` again.
 """
 
