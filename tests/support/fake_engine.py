@@ -10,6 +10,7 @@ from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutpu
 from engine.runner import ModelInfo
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
+from kvstore.transfer_form import TransferForm
 
 NAMESPACE = bytes(range(32))
 
@@ -28,6 +29,7 @@ class FakeEngine:
             layout=layout,
         )
         self.namespace = NAMESPACE
+        self.form = TransferForm(block_size=16, dtype="float32")
         self.kv_form = "model 66, float32"
         self.num_blocks = 64
         self.live: dict[str, EngineRequest] = {}
