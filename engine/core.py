@@ -217,6 +217,8 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """One engine step: returns outputs, at most one per candidate of a request.
 
+        What transfers brought is told first, by a step that runs nothing.
+
         Raises:
             Exception: whatever the runner raised, where it failed on several
                 steps in a row; the engine is of no more use then.
@@ -225,6 +227,10 @@ class EngineCore:
         if self._connector is not None:
             outputs += self.scheduler.apply(self._connector.poll())
         outputs += self.scheduler.expire()
+        if outputs:
+            # Who waits for these shall not wait for a forward pass, too: the next step runs it.
+            self.is_stalled = False
+            return outputs
         batch = self.scheduler.schedule()
         # Loads go out before the forward pass, to run beside it.
         self._start_transfers()

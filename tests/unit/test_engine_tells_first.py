@@ -1,0 +1,84 @@
+"""What transfers bring is told before the forward pass that comes next, not after it."""
+
+import pytest
+
+from engine.batch import DrawParams, ScheduledBatch, StepOutput
+from engine.core import EngineCore
+from engine.request import EngineRequest, FinishReason, RequestOutput
+from kvstore.job_scheduler import JobScheduler
+from tests.support.fake_connector import FakeWorker
+from tests.support.fake_runner import FakeRunner, fake_config, fake_info
+
+BLOCK_SIZE = 4
+GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
+
+
+class CountingRunner(FakeRunner):
+    num_executed = 0
+
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        self.num_executed += 1
+        return super().execute(batch)
+
+
+class Prefill:
+    """A prefill engine that computes a block per step."""
+
+    def __init__(self) -> None:
+        self.runner = CountingRunner(
+            fake_info(block_size=BLOCK_SIZE, max_model_len=64), num_blocks=32
+        )
+        self.worker = FakeWorker({})
+        config = fake_config(
+            block_size=BLOCK_SIZE,
+            role="prefill",
+            kv_connector="fake://",
+            max_num_batched_tokens=BLOCK_SIZE,
+            async_scheduling=False,
+        )
+        scheduler = JobScheduler("fake", lease_s=60, finds_by_key=False)
+        self.core = EngineCore(config, self.runner, (scheduler, self.worker))
+
+    def add(self, request_id: str, prompt: tuple[int, ...]) -> None:
+        self.core.add_request(
+            EngineRequest(request_id=request_id, prompt_token_ids=prompt, draw=GREEDY, max_tokens=4)
+        )
+
+    def step_after_transfers(self) -> tuple[list[RequestOutput], int]:
+        """Ends what is under way, and steps: what is told, and how many batches ran."""
+        self.worker.end_all()
+        before = self.runner.num_executed
+        outputs = self.core.step()
+        return outputs, self.runner.num_executed - before
+
+
+@pytest.fixture
+def prefill() -> Prefill:
+    return Prefill()
+
+
+def test_saved_blocks_are_told_before_the_next_chunk_is_computed(prefill: Prefill) -> None:
+    prefill.add("a", (0,) * 3 * BLOCK_SIZE)
+    assert prefill.core.step() == []  # the first chunk
+
+    (told,), num_executed = prefill.step_after_transfers()
+
+    assert told.saved is not None
+    assert len(told.saved.block_keys) == 1
+    assert num_executed == 0
+    assert not prefill.core.is_stalled  # the caller steps on at once
+    prefill.core.step()
+    assert prefill.runner.num_executed == 2
+
+
+def test_a_handoff_does_not_wait_for_another_prompts_chunk(prefill: Prefill) -> None:
+    prefill.add("a", (0,) * BLOCK_SIZE)
+    prefill.add("b", (1,) * 3 * BLOCK_SIZE)
+    (first,) = prefill.core.step()
+    assert first.token_ids
+
+    outputs, num_executed = prefill.step_after_transfers()
+
+    assert outputs[-1].finish_reason is FinishReason.HANDOFF
+    assert outputs[-1].handoff is not None
+    assert num_executed == 0
