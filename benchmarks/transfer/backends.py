@@ -21,6 +21,8 @@ __all__ = ["Backend", "machine_backends", "named_backend"]
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder there is private
 _SPARE_SHARE = 8
 """Of a store's bound, the part that removed objects may keep for those to come."""
+_LEAST_BYTES = 256 << 20
+"""Of a store, so that it holds what prompts leave there."""
 _TIMEOUT = "timeout_s=30"
 
 
@@ -75,7 +77,8 @@ def machine_backends(most_bytes: int) -> Iterator[tuple[list[Backend], list[str]
     Yields:
         The connectors, and why others are not among them.
     """
-    options = f"max_bytes={(_SPARE_SHARE + 1) * most_bytes}&{_TIMEOUT}"
+    max_bytes = max(_LEAST_BYTES, (_SPARE_SHARE + 1) * most_bytes)
+    options = f"max_bytes={max_bytes}&{_TIMEOUT}"
     missing: list[str] = []
     with ExitStack() as opened:
         urls = [f"memory://bench?max_bytes={2 * most_bytes}"]

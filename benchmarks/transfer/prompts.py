@@ -90,15 +90,18 @@ def _hidden(trace: Trace) -> dict[str, float]:
 def _measure(
     plan: Plan, backend: Backend, settings: dict[str, Any], whole: Undivided | None
 ) -> Iterator[dict[str, Any]]:
-    with TwoTiers(settings, backend.url) as tiers:
-        draw = random.Random(0)
-        _ask(plan.prompts[0].num_tokens, draw, plan, tiers, whole)  # warms up
-        for case in plan.prompts:
-            facts = {"backend": backend.name, "prompt_tokens": case.num_tokens}
-            try:
-                yield facts | _figures(plan, case, draw, tiers, whole)
-            except (ChildError, RefusedError) as error:
-                yield facts | {"refused": str(error)}
+    """Where something goes wrong, what, and no figures from there on."""
+    cases, draw = list(plan.prompts), random.Random(0)
+    facts = {"backend": backend.name}
+    try:
+        with TwoTiers(settings, backend.url) as tiers:
+            _ask(cases[0].num_tokens, draw, plan, tiers, whole)  # warms up
+            while cases:
+                figures = _figures(plan, cases[0], draw, tiers, whole)
+                yield facts | {"prompt_tokens": cases.pop(0).num_tokens} | figures
+    except (ChildError, RefusedError) as error:
+        for case in cases:
+            yield facts | {"prompt_tokens": case.num_tokens, "refused": str(error)}
 
 
 def _figures(
@@ -108,14 +111,21 @@ def _figures(
         whole = None
     pairs = [_ask(case.num_tokens, draw, plan, tiers, whole) for _ in range(case.repeats)]
     split = [trace for trace, _ in pairs]
-    for trace in split:
-        if trace.num_loaded_tokens != case.num_tokens:
-            loaded = f"{trace.num_loaded_tokens} of {case.num_tokens} tokens"
-            raise RefusedError(f"decode loaded {loaded}, and computed the rest")
+    _check_loaded(split, case.num_tokens)
     figures: dict[str, Any] = {"hidden": hidden_figures(split)}
     if whole is not None:
         figures["tokens"] = token_figures(split, [trace for _, trace in pairs if trace])
     return figures
+
+
+def _check_loaded(traces: Sequence[Trace], num_tokens: int) -> None:
+    """Refuses figures of prompts that decode computed, or found in its own cache."""
+    for trace in traces:
+        if trace.num_loaded_tokens != num_tokens:
+            loaded = f"{trace.num_loaded_tokens} of {num_tokens} tokens"
+            raise RefusedError(f"decode loaded {loaded}, and computed the rest")
+        if not trace.transfers:
+            raise RefusedError("no save and no load was seen")
 
 
 def _ask(

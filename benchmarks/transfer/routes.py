@@ -10,7 +10,7 @@ from typing import Any, Self
 from benchmarks.transfer.child import ChildError, start_process
 from benchmarks.transfer.tier import Add, Event, Prefetch, Release, serve_tier
 from engine.batch import DrawParams
-from engine.request import CandidateProgress, EngineRequest, RequestOutput
+from engine.request import CandidateProgress, EngineRequest, FinishReason, RequestOutput
 
 __all__ = ["Route", "Trace", "TwoTiers", "Undivided"]
 
@@ -82,9 +82,8 @@ class Route(ABC):
             draw=_GREEDY,
             max_tokens=_NUM_TOKENS,
         )
+        self._handle_until_idle(request, Trace())  # loading, or what an earlier prompt left
         trace = Trace()
-        self._handle_until_idle(request, trace)
-        trace.sent_at = time.monotonic()
         self._add(self._pipes[0], request)
         self._handle_until_idle(request, trace)
         if len(trace.tokens) != _NUM_TOKENS:
@@ -166,7 +165,9 @@ class TwoTiers(Route):
         trace.take_tokens(output)
         if output.saved is not None:
             self._decode.send(Prefetch(output.saved))
-        elif output.handoff is not None:
+        elif output.finish_reason is FinishReason.HANDOFF:
+            if output.handoff is None:
+                raise ChildError("prefill could not save the prompt")
             self._handoff_id = output.handoff.handoff_id
             progress = (CandidateProgress(0, tuple(trace.tokens)),)
             self._add(self._decode, replace(request, handoff=output.handoff, progress=progress))

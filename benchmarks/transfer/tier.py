@@ -27,6 +27,7 @@ from kvstore.connector import (
 from kvstore.handoff import KvHandoff
 from kvstore.measured import MeasuredWorker
 from kvstore.metrics import TransferMetrics
+from kvstore.multi.messages import MultiResults, MultiWork
 
 __all__ = ["Add", "Event", "Prefetch", "Release", "serve_tier"]
 
@@ -72,29 +73,32 @@ class Event:
 
 
 class _TimedWorker(MeasuredWorker):
-    """Notes when the jobs of a connector ran."""
+    """Notes when the jobs of a connector ran, or those of its members."""
 
     def __init__(self, worker: KvConnectorWorker) -> None:
         super().__init__(worker, TransferMetrics())
         self.transfers: list[tuple[float, float]] = []
-        self._begun_at: dict[int, float] = {}
+        self._begun_at: dict[tuple[int, int], float] = {}  # by member and job
 
     def start(self, work: ConnectorWork) -> None:
         """See `KvConnectorWorker.start`."""
         now = time.monotonic()
-        jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
-        self._begun_at.update((job.job_id, now) for job in jobs)
+        for member, share in enumerate(work.members if isinstance(work, MultiWork) else (work,)):
+            jobs: tuple[LoadJob | SaveJob, ...] = (*share.loads, *share.saves)
+            self._begun_at.update(((member, job.job_id), now) for job in jobs)
         super().start(work)
 
     def poll(self) -> TransferResults:
         """See `KvConnectorWorker.poll`."""
         results = super().poll()
-        ended: tuple[LoadResult | SaveResult, ...] = (*results.loads, *results.saves)
-        for result in ended:
-            begun_at = self._begun_at.pop(result.job_id)
-            # The bytes were there before the engine, which may have been computing, asked.
-            end = begun_at + result.seconds if result.seconds else time.monotonic()
-            self.transfers.append((begun_at, end))
+        shares = results.members if isinstance(results, MultiResults) else (results,)
+        for member, share in enumerate(shares):
+            ended: tuple[LoadResult | SaveResult, ...] = (*share.loads, *share.saves)
+            for result in ended:
+                begun_at = self._begun_at.pop((member, result.job_id))
+                # The bytes were there before the engine, which may have been computing, asked.
+                end = begun_at + result.seconds if result.seconds else time.monotonic()
+                self.transfers.append((begun_at, end))
         return results
 
 
