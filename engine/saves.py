@@ -181,8 +181,7 @@ class Saves:
         none comes after the deletion.
         """
         group.is_poisoned = True
-        if not group.pending_saves:
-            self._unpublish(group)
+        self._clean_up(group)
 
     # What becomes of jobs.
 
@@ -195,8 +194,7 @@ class Saves:
             self._pool.release(block_ids)
         group.pending_saves.pop(result.job_id, None)
         group.save_failed |= not result.committed
-        if group.is_poisoned and not group.pending_saves:
-            self._unpublish(group)
+        self._clean_up(group)
         return group
 
     def release(self, job_id: int) -> None:
@@ -212,6 +210,7 @@ class Saves:
         group, block_ids = self._jobs[job_id]
         group.pending_saves.pop(job_id, None)
         group.save_failed = True
+        self._clean_up(group)
         return group, len(block_ids)
 
     def _first_unsaved(self, sequence: Sequence) -> int:
@@ -250,6 +249,7 @@ class Saves:
             num_found=num_found,
             lease_id=group.handoff_id,
         )
+        group.published += [item.key for item in items]
         block_ids = held_by(items)
         self._pool.acquire(block_ids)
         self._jobs[job_id] = (group, block_ids)
@@ -263,7 +263,13 @@ class Saves:
             group.handoff_id, self._namespace, keys, num_tokens, self._kv_form
         )
 
-    def _unpublish(self, group: SequenceGroup) -> None:
-        num_saved = group.num_saved * self._cut.per_block
-        keys = group.lead.keys.extend(group.lead.token_ids)[:num_saved]
-        self._connector.delete(self._cut.object_keys(keys))
+    def _clean_up(self, group: SequenceGroup) -> None:
+        """Deletes what nobody may load of a group, none of whose saves may still come. One
+        that was given up may: it is deleted again when it has ended.
+        """
+        if group.pending_saves or not group.is_poisoned:
+            return
+        num_known = group.num_saved * self._cut.per_block
+        known = group.lead.keys.extend(group.lead.token_ids)[:num_known]
+        doomed = dict.fromkeys((*self._cut.object_keys(known), *group.published))
+        self._connector.delete(list(doomed))

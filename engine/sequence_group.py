@@ -65,6 +65,7 @@ class SequenceGroup:
         num_matched: leading blocks that its lead found in the prefix cache.
         num_saved: leading blocks of the prompt that a save job or the store already has.
         num_told: leading blocks that others were told to be saved.
+        published: keys of all objects that its save jobs were for, of whichever sequence.
         lookup_job: the connector's look-up for it, open or answered.
         load_job: the load under way, in state LOADING.
         pending_saves: save jobs under way, in order, each with its first block's index.
@@ -99,6 +100,7 @@ class SequenceGroup:
     num_matched: int = 0
     num_saved: int = 0
     num_told: int = 0
+    published: list[bytes] = field(default_factory=list)
     lookup_job: int | None = None
     load_job: int | None = None
     pending_saves: dict[int, int] = field(default_factory=dict)

@@ -1,0 +1,111 @@
+"""What a request has published and nobody may load, or nobody will, leaves the store."""
+
+from kvstore.connector import ConnectorWork, SaveJob
+from tests.support.driven_scheduler import DrivenScheduler, handed_over
+
+PUBLISHES = {"with_connector": True, "role": "decode", "kv_publish": "1"}
+
+
+class Published:
+    """What a scheduler has published and taken back so far.
+
+    Attributes:
+        keys: of all saves.
+        open: saves whose result is not in.
+        deleted: keys that were deleted.
+    """
+
+    def __init__(self, driven: DrivenScheduler) -> None:
+        self._driven = driven
+        self.keys: set[bytes] = set()
+        self.open: list[SaveJob] = []
+        self.deleted: set[bytes] = set()
+
+    def take(self) -> ConnectorWork:
+        work = self._driven.work()
+        self.open += work.saves
+        self.keys |= {key for save in work.saves for key in save.keys}
+        self.deleted |= set(work.deletes)
+        return work
+
+    def end(self) -> None:
+        self._driven.end_saves([save.job_id for save in self.open])
+        self.open.clear()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self._driven.step()
+            self.take()
+
+
+def load(driven: DrivenScheduler, **fields: object) -> None:
+    """A request of ten tokens whose KV is loaded."""
+    asked = handed_over("a", **fields)
+    driven.add(asked)
+    driven.step()
+    (job,) = driven.work().loads
+    driven.end_load(job, asked.prompt_token_ids)
+
+
+def poison(driven: DrivenScheduler) -> None:
+    driven.runner.fault = "not finite"
+    driven.step()
+    assert driven.scheduler.num_unfinished == 0
+
+
+class TestPoisoned:
+    def test_generated_blocks_leave_the_store_too(self) -> None:
+        driven = DrivenScheduler(**PUBLISHES)
+        published = Published(driven)
+        load(driven, max_tokens=30)
+        published.steps(12)
+        published.end()
+        assert len(published.keys) >= 2
+        poison(driven)
+        published.take()
+        published.end()
+        published.take()
+        assert published.deleted > published.keys, "and those of the prompt, which was loaded"
+
+    def test_so_do_those_of_candidates_that_ended_before(self) -> None:
+        driven = DrivenScheduler(64, **PUBLISHES)
+        published = Published(driven)
+        load(driven, max_tokens=40, num_candidates=3, num_returned=3)
+        published.steps(14)
+        num_before = len(published.keys)
+        driven.scheduler.finish_candidate("a", 0)
+        published.steps(8)
+        published.end()
+        assert len(published.keys) > num_before
+        poison(driven)
+        published.take()  # one may have begun with the step
+        published.end()
+        published.take()
+        assert published.deleted >= published.keys
+
+    def test_saves_under_way_are_awaited_first(self) -> None:
+        driven = DrivenScheduler(**PUBLISHES)
+        published = Published(driven)
+        load(driven, max_tokens=30)
+        published.steps(12)
+        poison(driven)
+        published.take()
+        assert published.deleted == set()
+        published.end()
+        published.take()
+        assert published.deleted >= published.keys
+
+    def test_or_given_up_and_deleted_again_when_they_have_ended(self) -> None:
+        driven = DrivenScheduler(kv_transfer_timeout_s=5.0, **PUBLISHES)
+        published = Published(driven)
+        load(driven, max_tokens=30)
+        published.steps(12)
+        poison(driven)
+        driven.now = 5.0
+        driven.scheduler.expire()
+        published.take()
+        assert published.deleted >= published.keys
+        published.deleted.clear()
+        published.end()
+        published.take()
+        assert published.deleted >= published.keys
