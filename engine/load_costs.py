@@ -97,9 +97,8 @@ class LoadCosts:
         load_s = ended_at - max(load.started_at, min(self._last_end, ended_at))
         if load.is_probe and load_s <= max(_ALWAYS_WORTH_S, load.compute_s):
             self._line = _Line()
-        self._line.add(load.num_tokens, load_s)
         self._last_end = max(self._last_end, ended_at)
-        self._num_seen += 1
+        self._learn(load, load_s)
 
     def drop(self, job_id: int) -> None:
         """A load has ended in a way that tells nothing of its costs. Unknown ids are fine."""
@@ -115,8 +114,14 @@ class LoadCosts:
         """Loads that have been waited for too long: they take so long, at least."""
         overdue = [job_id for job_id, load in self._running.items() if load.give_up_at <= now]
         for job_id in overdue:
-            self.end(job_id, now)
+            # All of the time counts: nobody knows of a load before it that it waited for.
+            load = self._running.pop(job_id)
+            self._learn(load, now - load.started_at)
         return overdue
+
+    def _learn(self, load: "_Running", load_s: float) -> None:
+        self._line.add(load.num_tokens, load_s)
+        self._num_seen += 1
 
     def _compute_s(self, num_tokens: int, num_queued_tokens: int) -> float:
         return (num_tokens + num_queued_tokens) * self._prompt_token_s

@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 
 from engine.load_costs import LoadCosts
 
-TOKEN_S = 0.001
-TOKEN_SIZE = 16
-TOKEN_S = TOKEN_S * TOKEN_SIZE
+TOKEN_S = 0.016
 
 
 class Store:
@@ -106,6 +104,23 @@ def test_a_load_that_is_given_up_tells_that_loads_take_long():
         assert store.costs.give_up(store.now) == [job]
         store.costs.end(job, store.now + 100)  # that it ends at last tells nothing more
     assert not store.may_load(10)
+
+
+def test_loads_given_up_together_count_in_full_each():
+    """Streams in lockstep on a store that hangs: it is left, but for a try in a while."""
+    costs, now, num_tried = LoadCosts(TOKEN_S), 100.0, 0
+    for _ in range(100):
+        running = []
+        for _ in range(50):
+            if costs.may_load(8, 0, now):
+                running.append(num_tried)
+                costs.start(num_tried, 8, 0, now)
+                costs.wait(num_tried, now)
+                num_tried += 1
+        now += 0.4
+        assert costs.give_up(now) == running
+    assert num_tried < 50 + 10, "all once, and then one in five seconds"
+    assert costs.predict_s(8) == pytest.approx(0.4)
 
 
 def test_patience_is_some_times_what_computing_takes():
