@@ -14,6 +14,9 @@ starts the copy of the verified ones into the pool, unless the load was
 cancelled meanwhile; where that takes time, a thread waits for its end. Only
 then is the piece over and its segment free. Objects that the backend can show
 where they lie are verified and copied from there, past the segment.
+
+What is verified must be what is copied: bytes in a doubtful segment, which a
+peer may write to, are first brought to private memory (`kvstore.staging`).
 """
 
 import logging
@@ -79,7 +82,8 @@ class Backend(Protocol):
         """Fills slots with sealed blocks; nothing writes to them afterwards.
 
         Raises:
-            InDoubtError: something may; the mover uses the slots for nothing else until then.
+            InDoubtError: something may; the mover uses the slots for nothing else until then, or
+                for long enough. After that it trusts nothing that lies in them.
         """
 
     def show(self, job: LoadJob, keys: Sequence[bytes]) -> MappedObjects | None:
@@ -168,6 +172,11 @@ class StagedMover:
         """The segments; whoever makes their memory known to others may look, and take none."""
         return self._staging
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether somebody may still write to the segments."""
+        return self._copier is not None and self._staging.is_in_doubt
+
     def start(
         self,
         loads: Sequence[LoadJob] = (),
@@ -190,6 +199,7 @@ class StagedMover:
 
     def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
         """What has ended since the last call."""
+        self._staging.end_quarantines()
         while self._news:
             match self._news.popleft():
                 case PieceRead() as read:
@@ -209,6 +219,7 @@ class StagedMover:
             executor.shutdown(wait=True, cancel_futures=True)
         if self._copier is not None:
             self._copier.close()
+            self._staging.end_quarantines()
 
     # Engine thread.
 
@@ -219,8 +230,9 @@ class StagedMover:
             if job.is_started:
                 self._waiting.popleft()
                 continue
-            segment = self._staging.take()
-            if segment is None and self._staging.is_lost:
+            is_load = isinstance(job.job, LoadJob)
+            segment = self._staging.take() if is_load else self._staging.take_for_save()
+            if segment is None and is_load and self._staging.is_lost:
                 job.error = "unavailable"
                 self._wake()
                 continue
@@ -235,7 +247,7 @@ class StagedMover:
     def _start_save(self, job: SaveJob, piece: Piece) -> None:
         assert self._copier is not None
         try:
-            copy = self._copier.gather(piece.object_ids, piece.segment)
+            copy = self._copier.gather(piece.object_ids, piece.segment.trusted)
         except Exception:
             _logger.exception("KV blocks cannot be copied out of the pool")
             piece.job.error = "failed"
@@ -268,7 +280,7 @@ class StagedMover:
         assert self._copier is not None
         object_ids = read.piece.object_ids[: read.num_good]
         if read.mapped is None:
-            return self._copier.scatter(read.piece.segment, object_ids)
+            return self._copier.scatter(read.piece.segment.trusted, object_ids)
         views = [view for view in read.mapped.views[: read.num_good] if view is not None]
         self._copier.scatter_views(views, object_ids)
         return None
@@ -333,10 +345,10 @@ class StagedMover:
         if copy is not None:
             copy.wait()
         for tail in piece.tail_slots:
-            piece.segment.clear_after(tail, piece.num_tail_tokens)
-        for slot, key in zip(piece.slots, piece.keys, strict=True):
+            piece.segment.trusted.clear_after(tail, piece.num_tail_tokens)
+        for slot, key in zip(piece.trusted_slots, piece.keys, strict=True):
             seal(slot, key)
-        self._backend.put(job, piece.keys, piece.slots)
+        self._backend.put(job, piece.keys, piece.trusted_slots)
         return PieceEnd(piece, len(piece.keys))
 
     def _read(self, job: LoadJob, piece: Piece) -> PieceRead:
@@ -344,7 +356,8 @@ class StagedMover:
         if mapped is not None:
             return self._check(piece, mapped.views, mapped)
         statuses = self._backend.fetch(job, piece.keys, piece.slots)
-        return self._check(piece, list(map(_what_came, statuses, piece.slots)))
+        piece.segment.secure(len(piece.keys))
+        return self._check(piece, list(map(_what_came, statuses, piece.trusted_slots)))
 
     def _check(
         self,

@@ -91,8 +91,13 @@ class Piece:
 
     @property
     def slots(self) -> list[memoryview]:
-        """The segment's slots in use."""
+        """The segment's slots in use: where it is fetched to."""
         return self.segment.slots[: len(self.keys)]
+
+    @property
+    def trusted_slots(self) -> list[memoryview]:
+        """The same where nobody else writes to them; see `Segment.trusted`."""
+        return self.segment.trusted.slots[: len(self.keys)]
 
     @property
     def num_tail_tokens(self) -> int:

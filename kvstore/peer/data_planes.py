@@ -14,7 +14,7 @@ import ctypes
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -118,7 +118,8 @@ class PullPlane(DataPlane):
 
     def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
         if not peer.is_added:
-            self._add(peer, request)
+            _add(self._transport, peer, request)
+            peer.is_added = True
             request = request.begun_anew()
         message = pb.OpenBlocksRequest(
             blocks=request.to_proto(peer.address), timeout_ms=int(request.remaining_s * 1000)
@@ -131,17 +132,6 @@ class PullPlane(DataPlane):
         if num_read < len(opened.locations):
             return num_read + _read_answer(peer, request.rest(num_read), slots[num_read:])
         return num_read
-
-    def _add(self, peer: Peer, request: BlockRequest) -> None:
-        """Makes the transport know the peer."""
-        described = peer.stub.Describe(pb.DescribeRequest(), timeout=request.remaining_s)
-        if described.generation != peer.address.generation:
-            raise GenerationGoneError(f"{peer.address.endpoint}: another process answers")
-        try:
-            self._transport.add_peer(peer.address.peer_id, described.metadata)
-        except TransferError as error:
-            raise StoreUnavailableError(f"{peer.address.endpoint}: {error}") from error
-        peer.is_added = True
 
     def _read(
         self,
@@ -194,6 +184,10 @@ class PushPlane(DataPlane):
         self._generation = generation
 
     def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+        is_first = not peer.is_added
+        if is_first:  # for nothing but `_has_settled`
+            _add(self._transport, peer, request)
+            request = request.begun_anew()
         message = pb.PushBlocksRequest(
             blocks=request.to_proto(peer.address),
             push_id=os.urandom(16),
@@ -203,7 +197,7 @@ class PushPlane(DataPlane):
             timeout_ms=int(request.remaining_s * 1000 * _WRITE_SHARE),
         )
         # What the peer does to meet this process for the first time may take as long again.
-        timeout_s = request.remaining_s if peer.is_added else 2 * request.remaining_s
+        timeout_s = 2 * request.remaining_s if is_first else request.remaining_s
         pushed = self._push(peer, message, timeout_s)
         peer.is_added = True
         _write_headers(pushed.locations, slots)
@@ -229,19 +223,41 @@ class PushPlane(DataPlane):
 
     def _in_doubt(self, peer: Peer, push_id: bytes, cause: str) -> InDoubtError:
         address = peer.address
-        has_settled = self._settlements.add(lambda: self._has_settled(address, push_id))
+        has_ended = self._transport.watch(address.peer_id)
+        peer.is_added = False  # the next push first asks who is there
+        has_settled = self._settlements.add(lambda: self._has_settled(address, push_id, has_ended))
         return InDoubtError(f"{address.endpoint}: {cause}", has_settled)
 
-    def _has_settled(self, address: PeerAddress, push_id: bytes) -> bool:
+    def _has_settled(
+        self, address: PeerAddress, push_id: bytes, has_ended: Callable[[], bool]
+    ) -> bool:
         """Whether the peer says so, or is gone with all that it had begun."""
+        if has_ended():
+            return self._has_arrived(address)
         message = pb.SettlePushRequest(generation=address.generation, push_id=push_id)
         try:
             with self._peers.use(address) as peer:
                 return peer.ask(lambda: peer.stub.SettlePush(message, timeout=_ASK_S)).is_settled
         except GenerationGoneError:
-            return self._transport.has_settled(address.peer_id)
+            return self._has_arrived(address)
         except StoreUnavailableError:
             return False
+
+    def _has_arrived(self, address: PeerAddress) -> bool:
+        """Whether nothing of a peer that is gone is on its way any more."""
+        self._transport.remove_peer(address.peer_id)
+        return self._transport.has_settled(address.peer_id)
+
+
+def _add(transport: PeerTransport, peer: Peer, request: BlockRequest) -> None:
+    """Makes the transport know the peer."""
+    described = peer.stub.Describe(pb.DescribeRequest(), timeout=request.remaining_s)
+    if described.generation != peer.address.generation:
+        raise GenerationGoneError(f"{peer.address.endpoint}: another process answers")
+    try:
+        transport.add_peer(peer.address.peer_id, described.metadata)
+    except TransferError as error:
+        raise StoreUnavailableError(f"{peer.address.endpoint}: {error}") from error
 
 
 def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:

@@ -42,6 +42,7 @@ class NixlLink:
 
     Attributes:
         is_copied_by_kernel: whether transfers are over when their calls are.
+        process_end: of the peer; None where that cannot be seen.
     """
 
     def __init__(self, nixl: ModuleType, peer: AgentMetadata, memory: MemoryMap) -> None:
@@ -50,6 +51,7 @@ class NixlLink:
         self._memory = memory
         self._peer_memory = MemoryMap(peer.regions)
         self.is_copied_by_kernel = peer.is_copied_by_kernel()
+        self.process_end = peer.process_end()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         # The agent, the peer's name with it, and the descriptors of its registered regions. No

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.peer.process_end import ProcessEnd
 from kvstore.peer.transport import MemoryRange, TransferError
 
 __all__ = ["AgentMetadata", "DescribedRanges", "MemoryMap", "MemoryProbe", "Region"]
@@ -131,6 +132,14 @@ class AgentMetadata:
             return False
         has_rdma = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
         return not has_rdma and self._probe() == self.probe_token
+
+    def process_end(self) -> ProcessEnd | None:
+        """When the agent's process ends; None where it is not known to be one of this machine."""
+        try:
+            end = ProcessEnd(self.pid)  # before the probe: it is of whom the probe finds
+        except OSError:
+            return None
+        return end if self._probe() == self.probe_token else None
 
     def _probe(self) -> bytes | None:
         """What lies at the probe's address in the process of that id here, if it may be read."""

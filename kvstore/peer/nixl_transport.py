@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -107,6 +107,14 @@ class NixlTransport(PeerTransport):
             if peer_id in self._links and peer_id not in self._settled_at:
                 return False
             return self._remember(peer_id, LATE_WRITES_S) <= time.monotonic()
+
+    def watch(self, peer_id: str) -> Callable[[], bool]:
+        """See `PeerTransport.watch`. It is seen of processes of this machine."""
+        with self._lock:
+            link = self._links.get(peer_id)
+        if link is None or link.process_end is None:
+            return lambda: False
+        return link.process_end.has_come
 
     def read(
         self,

@@ -105,12 +105,13 @@ class Pusher:
         return True
 
     def _end(self, push_id: bytes, reader: str, state: _State) -> None:
+        if state is _State.UNSETTLED:
+            _logger.warning("a push to %s may still be writing", reader)
+            # Before anybody can ask: the answer must be about this push and none before it.
+            self._transport.remove_peer(reader)
         with self._lock:
             self._readers[reader] -= 1
             self._pushes[push_id] = (reader, state)
-        if state is _State.UNSETTLED:
-            _logger.warning("a push to %s may still be writing", reader)
-            self._transport.remove_peer(reader)
 
     def _forget_oldest(self) -> None:
         if len(self._pushes) > _MAX_REMEMBERED:

@@ -5,7 +5,7 @@ the control plane (`kvstore.peer.service`); a transport only moves bytes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,6 +79,14 @@ class PeerTransport(ABC):
     def has_settled(self, peer_id: str) -> bool:
         """Whether nothing that was begun with a peer before it was last removed can write to
         memory any more: neither this agent's reads nor the peer's own writes to it, if it is gone.
+        """
+
+    @abstractmethod
+    def watch(self, peer_id: str) -> Callable[[], bool]:
+        """Tells, whenever it is called, whether a peer's process is known to have ended.
+
+        Never of peers that are not added, or run where that cannot be seen. It does not block, and
+        goes on telling once the peer is removed.
         """
 
     @abstractmethod

@@ -138,7 +138,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._lending.close()
         self._mover.close()
         self._settlements.close()
-        if self._settlements.num_open:
+        if self._settlements.num_open or self._mover.is_in_doubt:
             _still_written_to.append(self._mover.staging)
         if self._transport is not None:
             self._transport.close()

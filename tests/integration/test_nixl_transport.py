@@ -1,15 +1,18 @@
 """`NixlTransport` between real processes: whole bytes, deadlines, and remotes that die or stop."""
 
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from baton.errors import ConfigurationError
 from kvstore.peer import nixl_library, nixl_link, nixl_transport
+from kvstore.peer.nixl_memory import AgentMetadata
 from kvstore.peer.nixl_transport import NixlTransport
 from kvstore.peer.transport import MemoryRange, TransferError
 from tests.support.nixl_remote import NixlRemote, Pool, ranges
@@ -394,6 +397,34 @@ def test_writes_of_a_peer_that_was_never_added_settle_after_a_while(monkeypatch)
     monkeypatch.setattr(nixl_transport, "LATE_WRITES_S", 60.0)
     with closing(NixlTransport()) as transport:
         assert not transport.has_settled("unheard of")
+
+
+def test_the_end_of_a_process_of_this_machine_is_seen(new_remote):
+    remote = new_remote()
+    with opened() as (transport, _):
+        transport.add_peer("remote", remote.metadata)
+        has_ended = transport.watch("remote")
+        assert not has_ended()
+        remote.stop()
+        assert not has_ended()
+        transport.remove_peer("remote")
+        remote.kill()
+        assert has_ended()
+        assert not transport.watch("remote")(), "it is not known by that name any more"
+
+
+@pytest.mark.parametrize("field", ["probe_token", "pid"])
+def test_the_end_of_a_process_elsewhere_is_never_seen(remote, field):
+    """Its id may be somebody's here."""
+    metadata = AgentMetadata.from_bytes(remote.metadata)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    elsewhere = {"probe_token": b"x" * 16, "pid": ended.pid}
+    with closing(NixlTransport()) as transport:
+        changed = replace(metadata, **{field: elsewhere[field]})
+        transport.add_peer("elsewhere", changed.to_bytes())
+        assert not transport.watch("elsewhere")()
+        assert not transport.watch("nobody")()
 
 
 def test_a_missing_package_is_an_error_that_names_it(monkeypatch):

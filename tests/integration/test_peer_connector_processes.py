@@ -137,6 +137,28 @@ def test_a_stopped_peer_costs_one_timeout_and_is_found_again(
     decode.run_until(lambda: decode.worker._mover.staging.num_quarantined == 0)
 
 
+@pytest.mark.parametrize("way", ["push"], indirect=True)
+def test_a_writer_that_is_killed_gives_segments_back_at_once(
+    lend: Callable[..., LendingProcess], decode: PeerRig
+) -> None:
+    prefill, other = lend(lease_s=60), lend(seed=1)
+    for process in (prefill, other):
+        process.ask("publish", range(16))
+    handoff, others = prefill.ask("handoff", 16), other.ask("handoff", 16)
+    assert decode.load(handoff, range(16)).num_blocks == 16
+    staging = decode.worker._mover.staging
+
+    prefill.stop()
+    assert decode.load(handoff, range(20, 36)).error == "unavailable"
+    assert staging.num_quarantined == 1, "it may go on at any time"
+    prefill.kill()
+    decode.run_until(lambda: staging.num_quarantined == 0, timeout_s=5)
+
+    assert not staging.is_in_doubt
+    assert decode.load(others, range(20, 36)).num_blocks == 16
+    assert torch.equal(decode.pool[20:36], other.pool[:16])
+
+
 def test_a_restarted_process_at_the_same_address_lends_anew(
     lend: Callable[..., LendingProcess], decode: PeerRig
 ) -> None:

@@ -15,6 +15,7 @@ from kvstore.layout import KvLayout
 from kvstore.peer import worker
 from kvstore.peer.lending import describe_layout
 from kvstore.peer.transport import TransferError
+from kvstore.quarantine import QUARANTINE_S
 from kvstore.transfer_form import TransferForm
 from tests.support.connector_rig import keys
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig
@@ -259,6 +260,58 @@ def test_a_push_whose_peer_is_gone_settles_with_its_generation() -> None:
     finally:
         prefill.worker.close()
         decode.worker.close()
+
+
+def test_a_push_whose_peer_has_ended_settles_though_nobody_answers_at_its_address() -> None:
+    transport = MemoryTransport()
+    prefill = PeerRig("nixl://?mode=push", transport=Doubtful())
+    decode = PeerRig("nixl://?mode=push&timeout_s=1", transport=transport)
+    staging = decode.worker._mover.staging
+    peer_id = prefill.worker.address.peer_id
+    try:
+        prefill.publish([1])
+        assert decode.load(prefill.handoff(1), [1]) == LoadResult(0, 0, "unavailable")
+        assert list(transport.peers) == [peer_id]
+        prefill.worker.close()
+        assert staging.num_quarantined == 1
+
+        transport.ended.add(peer_id)
+        decode.run_until(lambda: staging.num_quarantined == 0)
+        assert transport.removed == [peer_id], "what is over counts from then on"
+        assert not staging.is_in_doubt
+    finally:
+        prefill.worker.close()
+        decode.worker.close()
+
+
+def test_pushes_in_doubt_for_good_stop_loads_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.staging._NUM_SEGMENTS", 2)
+    monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
+    monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
+    lost, decode, other = (
+        PeerRig("nixl://?mode=push&timeout_s=1", num_blocks=16, transport=transport)
+        for transport in (Doubtful(), MemoryTransport(), MemoryTransport())
+    )
+    staging = decode.worker._mover.staging
+    try:
+        for prefill in (lost, other):
+            prefill.publish([1, 2])
+        while not staging.is_lost:
+            assert decode.load(lost.handoff(2), [1, 2]).error == "unavailable"
+        lost.worker.close()
+        assert decode.load(other.handoff(2), [3, 4]).error == "unavailable"
+
+        staging._quarantine._clock = lambda: time.monotonic() + QUARANTINE_S
+        assert decode.load(other.handoff(2), [3, 4]).num_blocks == 2
+        assert (decode.pool[3:5] == other.pool[1:3]).all()
+        assert staging.num_quarantined == 0
+    finally:
+        for rig in (lost, decode, other):
+            rig.worker.close()
+    assert staging in worker._still_written_to
+    worker._still_written_to.remove(staging)
 
 
 def test_memory_in_doubt_outlives_its_connector() -> None:

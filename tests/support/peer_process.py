@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -37,8 +39,14 @@ class LendingProcess:
         return self._answer(TIMEOUT_S)
 
     def stop(self) -> None:
+        """Returns when all its threads stand still."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while any(_state(task) != "T" for task in tasks.iterdir()):
+            assert time.monotonic() < give_up_at, "the process does not stop"
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         assert self._process.pid is not None
@@ -58,6 +66,11 @@ class LendingProcess:
     def _answer(self, timeout_s: float) -> Any:
         assert self._ours.poll(timeout_s), "the process does not answer"
         return self._ours.recv()
+
+
+def _state(task: Path) -> str:
+    """Of a thread, as proc(5) names it."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _lend(commands: Connection, url: str, layout: KvLayout, num_blocks: int, seed: int) -> None:

@@ -129,6 +129,7 @@ class MemoryTransport(PeerTransport):
     def __init__(self, fault: Callable[[], None] = lambda: None) -> None:
         self.fault = fault
         self.settled = True
+        self.ended: set[str] = set()
         self.registered: list[tuple[int, int]] = []
         self.peers: dict[str, bytes] = {}
         self.removed: list[str] = []
@@ -151,6 +152,9 @@ class MemoryTransport(PeerTransport):
 
     def has_settled(self, peer_id: str) -> bool:
         return self.settled
+
+    def watch(self, peer_id: str) -> Callable[[], bool]:
+        return lambda: peer_id in self.ended
 
     def read(
         self,
