@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.v1 import kv_peer_pb2 as pb
+from kvstore.breaker import log_level_of
 from kvstore.handoff import KvHandoff
 from kvstore.metrics import TransferMetrics
 from kvstore.peer.address import PeerAddress
@@ -134,7 +135,7 @@ class Renewals:
             _logger.warning("KV leases are lost: %s", error)
             self._mark(lease_ids, asked_at, gone=lease_ids)
         except StoreUnavailableError as error:
-            _logger.warning("KV leases are not renewed: %s", error)
+            _logger.log(log_level_of(error), "KV leases are not renewed: %s", error)
         else:
             self._mark(lease_ids, asked_at, gone=answer.gone)
             if self.metrics is not None:
