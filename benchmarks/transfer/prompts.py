@@ -39,10 +39,11 @@ def measure_prompts(
     """
     with TemporaryDirectory() as folder:
         settings = _settings(plan, Path(folder), num_threads)
+        draw = random.Random(0)  # for all connectors: no engine and no store has seen a prompt
         with Undivided(settings) if with_whole else nullcontext() as whole:
             for backend in backends:
                 if backend.is_shared:
-                    yield from _measure(plan, backend, settings, whole)
+                    yield from _measure(plan, backend, settings, whole, draw)
 
 
 def hidden_figures(traces: Sequence[Trace]) -> dict[str, float]:
@@ -88,10 +89,14 @@ def _hidden(trace: Trace) -> dict[str, float]:
 
 
 def _measure(
-    plan: Plan, backend: Backend, settings: dict[str, Any], whole: Undivided | None
+    plan: Plan,
+    backend: Backend,
+    settings: dict[str, Any],
+    whole: Undivided | None,
+    draw: random.Random,
 ) -> Iterator[dict[str, Any]]:
     """Where something goes wrong, what, and no figures from there on."""
-    cases, draw = list(plan.prompts), random.Random(0)
+    cases = list(plan.prompts)
     facts = {"backend": backend.name}
     try:
         with TwoTiers(settings, backend.url) as tiers:
@@ -111,11 +116,18 @@ def _figures(
         whole = None
     pairs = [_ask(case.num_tokens, draw, plan, tiers, whole) for _ in range(case.repeats)]
     split = [trace for trace, _ in pairs]
+    _check_computed([trace for pair in pairs for trace in pair if trace is not None])
     _check_loaded(split, case.num_tokens)
     figures: dict[str, Any] = {"hidden": hidden_figures(split)}
     if whole is not None:
         figures["tokens"] = token_figures(split, [trace for _, trace in pairs if trace])
     return figures
+
+
+def _check_computed(traces: Sequence[Trace]) -> None:
+    """Refuses figures of prompts of which a part was found instead of computed."""
+    if num_found := max(trace.num_found_tokens for trace in traces):
+        raise RefusedError(f"{num_found} tokens of a prompt were found, and not computed")
 
 
 def _check_loaded(traces: Sequence[Trace], num_tokens: int) -> None:

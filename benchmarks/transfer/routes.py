@@ -32,6 +32,7 @@ class Trace:
         prefill_ended_at: when its first token was drawn.
         ready_at: when decode had all of it, and scheduled it.
         transfers: starts and ends of all loads and saves.
+        num_found_tokens: of the prompt, that the first engine did not compute.
         num_loaded_tokens: of the prompt, that decode did not compute.
     """
 
@@ -42,6 +43,7 @@ class Trace:
     prefill_ended_at: float = 0.0
     ready_at: float = 0.0
     transfers: list[tuple[float, float]] = field(default_factory=list)
+    num_found_tokens: int = 0
     num_loaded_tokens: int = 0
 
     def take_tokens(self, output: RequestOutput) -> None:
@@ -148,6 +150,7 @@ class Undivided(Route):
         self, output: RequestOutput, event: Event, request: EngineRequest, trace: Trace
     ) -> None:
         trace.take_tokens(output)
+        trace.num_found_tokens = max(trace.num_found_tokens, output.cached_tokens)
 
 
 class TwoTiers(Route):
@@ -172,6 +175,7 @@ class TwoTiers(Route):
             progress = (CandidateProgress(0, tuple(trace.tokens)),)
             self._add(self._decode, replace(request, handoff=output.handoff, progress=progress))
         elif output.timings is not None and not trace.prefill_ended_at:
+            trace.num_found_tokens = output.cached_tokens
             trace.prefill_began_at = event.added_at + output.timings.queue_ms / 1000
             trace.prefill_ended_at = trace.prefill_began_at + output.timings.prefill_ms / 1000
         elif output.timings is not None and not trace.ready_at:

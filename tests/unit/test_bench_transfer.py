@@ -13,7 +13,12 @@ from benchmarks.transfer.end_host import block_keys
 from benchmarks.transfer.ends import Ends
 from benchmarks.transfer.moves import _figures
 from benchmarks.transfer.plan import FULL, SMOKE
-from benchmarks.transfer.prompts import hidden_figures, token_figures
+from benchmarks.transfer.prompts import (
+    _check_computed,
+    _check_loaded,
+    hidden_figures,
+    token_figures,
+)
 from benchmarks.transfer.routes import Trace
 
 
@@ -135,6 +140,21 @@ def test_times_to_tokens_are_compared_only_where_the_tokens_are_the_same():
     assert figures["split_to_whole_first"] == 1.15
     with pytest.raises(RefusedError, match="different tokens"):
         token_figures([split], [make_trace([], 0.0, tokens=(5, 6, 8))])
+
+
+def test_prompts_must_be_computed_once_and_loaded_whole():
+    trace = make_trace([(12.0, 14.0)], 20.6)
+    trace.num_loaded_tokens = 100
+    _check_computed([trace])
+    _check_loaded([trace], 100)
+    with pytest.raises(RefusedError, match="100 of 112 tokens"):
+        _check_loaded([trace], 112)
+    trace.num_found_tokens = 16
+    with pytest.raises(RefusedError, match="16 tokens of a prompt were found"):
+        _check_computed([make_trace([], 0.0), trace])
+    trace.transfers.clear()
+    with pytest.raises(RefusedError, match="no save and no load"):
+        _check_loaded([trace], 100)
 
 
 # Aims
