@@ -7,35 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from baton import AsyncClient, SamplingParams
+from baton import AsyncClient
 from baton.errors import DeadlineExceededError, UnavailableError
-from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.jobs import Job, retry_until_served
 from tests.support.redis_server import RedisServer
-
-NUM_TOKENS = 100
-TIMEOUT_S = 60.0
-
-
-class Job:
-    """A prompt and what must come of it."""
-
-    def __init__(self, seed: int, num_tokens: int = NUM_TOKENS) -> None:
-        self.prompt = prompt_of(20 + 11 * seed, seed=seed)
-        self.expected = reference_greedy(tiny_checkpoint("llama"), self.prompt, num_tokens)
-        self.tokens: list[int] = []
-        self.has_tokens = asyncio.Event()
-
-    async def run(self, client: AsyncClient, timeout_s: float = TIMEOUT_S) -> None:
-        """Streams; the tokens must be the reference's all along."""
-        params = SamplingParams(temperature=0, max_tokens=len(self.expected), ignore_eos=True)
-        self.tokens = []
-        async for chunk in client.stream(self.prompt, params, timeout_s=timeout_s):
-            self.tokens += chunk.token_ids
-            assert self.tokens == self.expected[: len(self.tokens)]
-            if len(self.tokens) > 1:
-                self.has_tokens.set()
-        assert self.tokens == self.expected
 
 
 async def run_while(client: AsyncClient, jobs: Sequence[Job], disturb: Coroutine) -> None:
@@ -111,17 +88,6 @@ async def check_the_only_decode_lost(
     await cluster.decode[0].wait_serving()
     await retry_until_served(jobs[0], client)
     await cluster.wait_pools_full()
-
-
-async def retry_until_served(job: Job, client: AsyncClient) -> None:
-    """UNAVAILABLE says that a retry is safe; so retries."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            return await job.run(client)
-        except UnavailableError:
-            assert time.monotonic() < deadline, "the replica that came back is not used"
-            await asyncio.sleep(0.05)
 
 
 @pytest.mark.timeout(240)

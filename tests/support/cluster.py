@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -17,19 +18,42 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
 WORKER_MODULES = {"prefill": "prefill_service", "decode": "decode_service"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs.
+
+    Attributes:
+        host: address that it listens on.
+        prefix: of its command line, say one that enters a network namespace.
+        environment: variables of its own.
+    """
+
+    host: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+HERE = Place()
 
 
 class ServerProcess:
     """One server; keeps its port over restarts.
 
     Attributes:
-        address: `127.0.0.1:port`.
+        address: `host:port`.
+        flags: of its command line; what is changed counts from the next start on.
         process: the running process.
     """
 
-    def __init__(self, module: str, folder: Path, name: str, flags: Sequence[str]) -> None:
-        self._module, self._name, self._folder, self._flags = module, name, folder, list(flags)
+    def __init__(
+        self, module: str, folder: Path, name: str, flags: Sequence[str], place: Place = HERE
+    ) -> None:
+        self._module, self._name, self._folder, self._place = module, name, folder, place
+        self.flags = list(flags)
         self._port = 0
         self._log_path = folder / f"{name}.log"
         self.start()
@@ -37,15 +61,16 @@ class ServerProcess:
     def start(self) -> None:
         port_file = self._folder / f"{self._name}.port"
         port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", self._module, *self._flags]
-        command += [f"--port={self._port}", f"--port-file={port_file}"]
+        command = [*self._place.prefix, sys.executable, "-m", self._module, *self.flags]
+        command += [f"--host={self._place.host}", f"--port={self._port}"]
+        command += [f"--port-file={port_file}"]
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"},
+                env={**os.environ, **_ENVIRONMENT, **self._place.environment},
             )
         self._port_file = port_file
 
@@ -63,7 +88,7 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._port}"
+        return f"{self._place.host}:{self._port}"
 
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")
@@ -71,6 +96,15 @@ class ServerProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def freeze(self) -> None:
+        """Stops the process where it is: it keeps its connections and does nothing."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    async def restart(self) -> None:
+        """Starts it again at its address, after its end."""
+        self.start()
+        await self.wait_serving()
 
     def stop(self) -> int:
         """Ends the process in good order; returns its exit status."""
@@ -121,9 +155,17 @@ async def running_cluster(
     num_prefill: int = 1,
     num_decode: int = 1,
     worker_flags: Sequence[str] = (),
+    prefill_flags: Sequence[str] = (),
+    decode_flags: Sequence[str] = (),
     router_flags: Sequence[str] = ("--max-local-prefill-tokens=0",),
+    places: Mapping[str, Place] | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Starts the processes, waits until all serve, and ends them in the end."""
+    """Starts the processes, waits until all serve, and ends them in the end.
+
+    Flags of a tier come after those of all workers, and win. Places are by tier.
+    """
+    own_flags = {"prefill": prefill_flags, "decode": decode_flags}
+    places = places or {}
     flags = [
         f"--model={model}",
         "--served-model-name=tiny",
@@ -139,7 +181,13 @@ async def running_cluster(
     try:
         for tier, count in (("prefill", num_prefill), ("decode", num_decode)):
             tiers[tier] = [
-                ServerProcess(WORKER_MODULES[tier], folder, f"{tier}{index}", flags)
+                ServerProcess(
+                    WORKER_MODULES[tier],
+                    folder,
+                    f"{tier}{index}",
+                    [*flags, *own_flags[tier]],
+                    places.get(tier, HERE),
+                )
                 for index in range(count)
             ]
             servers += tiers[tier]

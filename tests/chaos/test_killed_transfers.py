@@ -1,0 +1,71 @@
+"""kill -9 of either tier before, in and after a transfer: no token is lost, and nothing leaks."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.support.redis_server import RedisServer
+from tests.support.routes import ROUTES, open_route
+from tests.support.scene import NUM_JOBS, await_started, first_of, running_scene
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ROUTES)
+async def test_prefill_is_killed(name: str, tmp_path: Path, redis_server: RedisServer) -> None:
+    async with (
+        open_route(name, redis_server) as route,
+        running_scene(route, tmp_path) as scene,
+    ):
+        cluster, (prefill,) = scene.cluster, scene.cluster.prefill
+        await asyncio.gather(*scene.start_jobs()[1])
+
+        # Before: it has been asked, and has computed nothing.
+        prefill.freeze()
+        jobs, tasks = scene.start_jobs()
+        await await_started(cluster, prefill, 2 * NUM_JOBS)
+        assert not any(job.tokens for job in jobs)
+        prefill.kill()
+        await asyncio.gather(*tasks)
+        await scene.check_recovered(prefill)
+
+        # During: some of its KV has gone out, and not all.
+        route.hold_saves()
+        tasks = await scene.start_until_held()
+        prefill.kill()
+        route.release()
+        await asyncio.gather(*tasks)
+        await scene.check_recovered(prefill)
+
+        # After: decode has all that it needs.
+        jobs, tasks = scene.start_jobs()
+        for job, task in zip(jobs, tasks, strict=True):
+            await first_of(task, job.has_tokens.wait())
+        prefill.kill()
+        await asyncio.gather(*tasks)
+        await scene.check_recovered(prefill)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ROUTES)
+async def test_decode_is_killed_while_it_loads(
+    name: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    async with (
+        open_route(name, redis_server) as route,
+        running_scene(route, tmp_path, route.held_decode_url) as scene,
+    ):
+        (decode,) = scene.cluster.decode
+        await asyncio.gather(*scene.start_jobs()[1])
+
+        route.hold_loads()
+        tasks = await scene.start_until_held()
+        decode.kill()
+        route.release()
+        decode.flags.append(f"--kv-connector={route.decode_url}")
+        # They wait for it, and go on where they were. What nobody took over ends with its lease.
+        await scene.check_recovered(decode)
+        await asyncio.gather(*tasks)
+        await scene.cluster.wait_pools_full(timeout_s=60)

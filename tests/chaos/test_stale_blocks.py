@@ -1,0 +1,66 @@
+"""A prefill process comes back at its address with other KV in the same blocks: never used."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from baton.errors import AbortedError
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.redis_server import RedisServer
+from tests.support.routes import open_route
+from tests.support.scene import running_scene
+from tests.support.tier_calls import decode_at, prefill_at
+
+NUM_PROMPTS = 3
+NUM_PROMPT_TOKENS = 100
+NUM_TOKENS = 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("grpc", "recompute"),
+        ("grpc", "fail"),
+        ("nixl pull", "recompute"),
+        ("nixl push", "fail"),
+    ],
+)
+async def test_other_kv_at_the_same_place_is_not_taken(
+    name: str, policy: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Were it taken, attention would go to other prompts, and draw other tokens."""
+    async with (
+        open_route(name, redis_server) as route,
+        running_scene(
+            route, tmp_path, decode_flags=[f"--kv-load-failure-policy={policy}"]
+        ) as scene,
+    ):
+        (prefill,), (decode,) = scene.cluster.prefill, scene.cluster.decode
+        prompts = [prompt_of(NUM_PROMPT_TOKENS, seed) for seed in range(2 * NUM_PROMPTS)]
+        expected = [reference_greedy(tiny_checkpoint("llama"), p, NUM_TOKENS) for p in prompts]
+        met, *old = [
+            await prefill_at(prefill, f"old {index}", prompt, NUM_TOKENS)
+            for index, prompt in enumerate(prompts[:NUM_PROMPTS])
+        ]
+        # Decode has met the process: it knows where the blocks of others lie, too.
+        assert await decode_at(decode, met) == expected[0]
+
+        prefill.kill()
+        await prefill.restart()
+        new = [
+            await prefill_at(prefill, f"new {index}", prompt, NUM_TOKENS)
+            for index, prompt in enumerate(prompts[NUM_PROMPTS:])
+        ]
+        for index, prefilled in enumerate(old, start=1):
+            if policy == "fail":
+                with pytest.raises(AbortedError, match="missing"):
+                    await decode_at(decode, prefilled)
+            else:
+                assert await decode_at(decode, prefilled) == expected[index]
+        assert re.search(r"KV of handoff \S+ cannot be had: .*generation", decode.log())
+        for prefilled, tokens in zip(new, expected[NUM_PROMPTS:], strict=True):
+            assert await decode_at(decode, prefilled) == tokens
+        await scene.check_recovered()

@@ -1,0 +1,60 @@
+"""Streams through a router whose tokens are known beforehand."""
+
+import asyncio
+import time
+
+from baton import AsyncClient, SamplingParams
+from baton.errors import UnavailableError
+from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+
+__all__ = ["Job", "retry_until_served"]
+
+NUM_TOKENS = 100
+TIMEOUT_S = 60.0
+
+
+class Job:
+    """A prompt and what must come of it.
+
+    Args:
+        seed: of the prompt.
+        num_tokens: to generate.
+        num_prompt_tokens: None for a number that follows from the seed.
+
+    Attributes:
+        tokens: what came so far.
+        has_first_token: set once prefill has told its token.
+        has_tokens: set once decode has told some too.
+    """
+
+    def __init__(
+        self, seed: int, num_tokens: int = NUM_TOKENS, num_prompt_tokens: int | None = None
+    ) -> None:
+        self.prompt = prompt_of(num_prompt_tokens or 20 + 11 * seed, seed=seed)
+        self.expected = reference_greedy(tiny_checkpoint("llama"), self.prompt, num_tokens)
+        self.tokens: list[int] = []
+        self.has_first_token = asyncio.Event()
+        self.has_tokens = asyncio.Event()
+
+    async def run(self, client: AsyncClient, timeout_s: float = TIMEOUT_S) -> None:
+        """Streams; the tokens must be the reference's all along."""
+        params = SamplingParams(temperature=0, max_tokens=len(self.expected), ignore_eos=True)
+        self.tokens = []
+        async for chunk in client.stream(self.prompt, params, timeout_s=timeout_s):
+            self.tokens += chunk.token_ids
+            assert self.tokens == self.expected[: len(self.tokens)]
+            self.has_first_token.set()
+            if len(self.tokens) > 1:
+                self.has_tokens.set()
+        assert self.tokens == self.expected
+
+
+async def retry_until_served(job: Job, client: AsyncClient) -> None:
+    """UNAVAILABLE says that a retry is safe; so retries."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            return await job.run(client)
+        except UnavailableError:
+            assert time.monotonic() < deadline, "the replica that came back is not used"
+            await asyncio.sleep(0.05)

@@ -1,0 +1,120 @@
+"""A router, one worker a tier, and a route between them that a test can disturb."""
+
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from baton import AsyncClient
+from tests.support.checkpoints import tiny_checkpoint
+from tests.support.cluster import Cluster, ServerProcess, running_cluster
+from tests.support.jobs import Job
+from tests.support.routes import Route
+
+__all__ = ["DEADLINE_S", "NUM_JOBS", "Scene", "await_started", "first_of", "running_scene"]
+
+DEADLINE_S = 150.0  # of streams that wait for a process to start again
+NUM_JOBS = 3
+_NUM_TOKENS = 30
+_NUM_PROMPT_TOKENS = 100
+
+
+@dataclass
+class Scene:
+    """A cluster, a client of its router, and the way that KV goes."""
+
+    cluster: Cluster
+    client: AsyncClient
+    route: Route
+    seeds: itertools.count = field(default_factory=lambda: itertools.count(100))
+
+    def start_jobs(self, count: int = NUM_JOBS) -> tuple[list[Job], list[asyncio.Task[None]]]:
+        """Streams of prompts that nobody has seen."""
+        jobs = [
+            Job(next(self.seeds), _NUM_TOKENS, num_prompt_tokens=_NUM_PROMPT_TOKENS)
+            for _ in range(count)
+        ]
+        return jobs, [asyncio.create_task(job.run(self.client, DEADLINE_S)) for job in jobs]
+
+    async def start_until_held(self) -> list[asyncio.Task[None]]:
+        """Starts streams until the KV of one is stuck. An engine that has found loading to be
+        slower than computing loads only now and then, so it may take several.
+        """
+        tasks = []
+        give_up_at = time.monotonic() + DEADLINE_S
+        while not await self.route.is_holding(self.cluster):
+            assert time.monotonic() < give_up_at, "nothing is held"
+            (job,), (task,) = self.start_jobs(1)
+            tasks.append(task)
+            await first_of(task, job.has_first_token.wait())
+            await first_of(task, asyncio.sleep(1))
+        return tasks
+
+    async def check_recovered(self, *restarted: ServerProcess) -> None:
+        """What was killed comes back at its address; KV is loaded again; and nobody holds a
+        block.
+        """
+        for server in restarted:
+            await server.restart()
+        before = await _num_loaded(self.cluster.decode[0])
+        give_up_at = time.monotonic() + DEADLINE_S
+        while await _num_loaded(self.cluster.decode[0]) == before:
+            assert time.monotonic() < give_up_at, "KV is not loaded any more"
+            await asyncio.gather(*self.start_jobs(2)[1])
+        await self.cluster.wait_pools_full(timeout_s=60)
+
+
+async def first_of(task: asyncio.Task[None], other: Any) -> None:
+    """Waits until a stream has ended, in error too, or something else has happened."""
+    waiting = asyncio.ensure_future(other)
+    await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+
+
+async def await_started(cluster: Cluster, worker: ServerProcess, count: int) -> None:
+    """Waits until the router has given a worker so many requests."""
+    give_up_at = time.monotonic() + DEADLINE_S
+    while cluster.router.log().count(f"replica={worker.address}\n") < count:
+        assert time.monotonic() < give_up_at, "the router does not ask it"
+        await asyncio.sleep(0.02)
+
+
+async def _num_loaded(server: ServerProcess) -> int:
+    """KV blocks that a worker has loaded since its start."""
+    *_, url = re.findall(r"serving metrics url=(\S+)", server.log())
+    text = await asyncio.to_thread(lambda: urlopen(url, timeout=30).read().decode())
+    pattern = r'^baton_kv_objects_total\{.*direction="load".*\} (\S+)'
+    return int(sum(map(float, re.findall(pattern, text, re.MULTILINE))))
+
+
+@asynccontextmanager
+async def running_scene(
+    route: Route, folder: Path, decode_url: str = "", decode_flags: Sequence[str] = ()
+) -> AsyncIterator[Scene]:
+    """A running cluster whose tiers meet over a route.
+
+    Args:
+        route: see there.
+        folder: for logs.
+        decode_url: of decode's end, if not the route's.
+        decode_flags: of that tier.
+    """
+    flags = ["--max-local-prefill-tokens=0", "--resume-timeout-s=90", "--log-level=debug"]
+    async with (
+        running_cluster(
+            folder,
+            model=tiny_checkpoint("llama"),
+            kv_connector=decode_url or route.decode_url,
+            prefill_flags=[f"--kv-connector={route.prefill_url}"],
+            decode_flags=["--metrics-port=0", *decode_flags],
+            router_flags=flags,
+        ) as cluster,
+        AsyncClient(cluster.router.address) as client,
+    ):
+        yield Scene(cluster, client, route)

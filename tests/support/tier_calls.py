@@ -1,0 +1,82 @@
+"""Calls of one prefill or decode process, past the router."""
+
+from dataclasses import dataclass
+
+import grpc
+
+from baton.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from rpc.errors import from_worker_error
+from tests.support.cluster import ServerProcess
+
+__all__ = ["Prefilled", "decode_at", "prefill_at"]
+
+_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt with its first token and where its KV is, until the lease is over.
+
+    Attributes:
+        request: as both tiers get it.
+        token_ids: drawn so far.
+        handoff: where the KV is.
+    """
+
+    request: prefill_pb2.WorkerRequest
+    token_ids: tuple[int, ...]
+    handoff: prefill_pb2.KvHandoff
+
+
+async def prefill_at(
+    server: ServerProcess, request_id: str, prompt: list[int], num_tokens: int
+) -> Prefilled:
+    """Prefills a prompt; nobody releases its KV."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(
+            worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S
+        )
+        request = prefill_pb2.WorkerRequest(
+            request_id=request_id,
+            namespace=info.namespace,
+            prompt_token_ids=prompt,
+            sampling=common_pb2.SamplingParams(temperature=0.0, seed=0),
+            max_tokens=num_tokens,
+        )
+        message = prefill_pb2.PrefillRequest(request=request)
+        stub, events = prefill_pb2_grpc.PrefillServiceStub(channel), {}
+        async for response in stub.Prefill(message, timeout=_TIMEOUT_S):
+            kind = response.WhichOneof("event")
+            events[kind] = getattr(response, kind)
+    return Prefilled(request, tuple(events["result"].token_ids), events["end"].handoff)
+
+
+async def decode_at(server: ServerProcess, prefilled: Prefilled) -> list[int]:
+    """Generates from a handoff; returns all tokens.
+
+    Raises:
+        BatonError: what decode says of the request.
+    """
+    start = decode_pb2.StartDecode(
+        request=prefilled.request, handoff=prefilled.handoff, timeout_ms=_TIMEOUT_S * 1000
+    )
+    start.candidates.add(output_token_ids=prefilled.token_ids)
+    token_ids = list(prefilled.token_ids)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stream = decode_pb2_grpc.DecodeServiceStub(channel).Connect(timeout=_TIMEOUT_S)
+        await stream.write(decode_pb2.ConnectRequest(start=start))
+        while True:
+            for output in (await stream.read()).outputs:
+                token_ids += output.token_ids
+                if output.HasField("error"):
+                    raise from_worker_error(output.error)
+                if output.is_last:
+                    return token_ids
