@@ -178,10 +178,8 @@ class PushPlane(DataPlane):
     def __init__(
         self, transport: PeerTransport, settlements: Settlements, peers: Peers, generation: bytes
     ) -> None:
-        self._transport = transport
-        self._settlements = settlements
-        self._peers = peers
-        self._generation = generation
+        self._transport, self._settlements = transport, settlements
+        self._peers, self._generation = peers, generation
 
     def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
         is_first = not peer.is_added
@@ -229,17 +227,18 @@ class PushPlane(DataPlane):
         return InDoubtError(f"{address.endpoint}: {cause}", has_settled)
 
     def _has_settled(
-        self, address: PeerAddress, push_id: bytes, has_ended: Callable[[], bool]
+        self, address: PeerAddress, push_id: bytes, has_ended: Callable[[], bool] | None
     ) -> bool:
         """Whether the peer says so, or is gone with all that it had begun."""
-        if has_ended():
+        if has_ended is not None and has_ended():
             return self._has_arrived(address)
         message = pb.SettlePushRequest(generation=address.generation, push_id=push_id)
         try:
             with self._peers.use(address) as peer:
                 return peer.ask(lambda: peer.stub.SettlePush(message, timeout=_ASK_S)).is_settled
         except GenerationGoneError:
-            return self._has_arrived(address)
+            # Who closes its port before it ends may still write.
+            return has_ended is None and self._has_arrived(address)
         except StoreUnavailableError:
             return False
 

@@ -108,12 +108,12 @@ class NixlTransport(PeerTransport):
                 return False
             return self._remember(peer_id, LATE_WRITES_S) <= time.monotonic()
 
-    def watch(self, peer_id: str) -> Callable[[], bool]:
+    def watch(self, peer_id: str) -> Callable[[], bool] | None:
         """See `PeerTransport.watch`. It is seen of processes of this machine."""
         with self._lock:
             link = self._links.get(peer_id)
         if link is None or link.process_end is None:
-            return lambda: False
+            return None
         return link.process_end.has_come
 
     def read(

@@ -82,11 +82,11 @@ class PeerTransport(ABC):
         """
 
     @abstractmethod
-    def watch(self, peer_id: str) -> Callable[[], bool]:
-        """Tells, whenever it is called, whether a peer's process is known to have ended.
+    def watch(self, peer_id: str) -> Callable[[], bool] | None:
+        """What tells, whenever it is called, whether a peer's process has ended; None where that
+        cannot be seen, or if the peer is not added.
 
-        Never of peers that are not added, or run where that cannot be seen. It does not block, and
-        goes on telling once the peer is removed.
+        It does not block, and goes on telling once the peer is removed.
         """
 
     @abstractmethod

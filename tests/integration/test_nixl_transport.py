@@ -410,7 +410,7 @@ def test_the_end_of_a_process_of_this_machine_is_seen(new_remote):
         transport.remove_peer("remote")
         remote.kill()
         assert has_ended()
-        assert not transport.watch("remote")(), "it is not known by that name any more"
+        assert transport.watch("remote") is None, "it is not known by that name any more"
 
 
 @pytest.mark.parametrize("field", ["probe_token", "pid"])
@@ -423,8 +423,8 @@ def test_the_end_of_a_process_elsewhere_is_never_seen(remote, field):
     with closing(NixlTransport()) as transport:
         changed = replace(metadata, **{field: elsewhere[field]})
         transport.add_peer("elsewhere", changed.to_bytes())
-        assert not transport.watch("elsewhere")()
-        assert not transport.watch("nobody")()
+        assert transport.watch("elsewhere") is None
+        assert transport.watch("nobody") is None
 
 
 def test_a_missing_package_is_an_error_that_names_it(monkeypatch):

@@ -264,6 +264,7 @@ def test_a_push_whose_peer_is_gone_settles_with_its_generation() -> None:
 
 def test_a_push_whose_peer_has_ended_settles_though_nobody_answers_at_its_address() -> None:
     transport = MemoryTransport()
+    transport.ended = set()
     prefill = PeerRig("nixl://?mode=push", transport=Doubtful())
     decode = PeerRig("nixl://?mode=push&timeout_s=1", transport=transport)
     staging = decode.worker._mover.staging
@@ -279,6 +280,33 @@ def test_a_push_whose_peer_has_ended_settles_though_nobody_answers_at_its_addres
         decode.run_until(lambda: staging.num_quarantined == 0)
         assert transport.removed == [peer_id], "what is over counts from then on"
         assert not staging.is_in_doubt
+    finally:
+        prefill.worker.close()
+        decode.worker.close()
+
+
+def test_a_process_that_closed_its_port_and_is_still_there_may_still_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
+    monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
+    transport = MemoryTransport()
+    transport.ended = set()
+    prefill = PeerRig("nixl://?mode=push", transport=Doubtful())
+    decode = PeerRig("nixl://?mode=push&timeout_s=1", transport=transport)
+    address = prefill.worker.address
+    port = address.endpoint.rpartition(":")[2]
+    try:
+        prefill.publish([1])
+        assert decode.load(prefill.handoff(1), [1]).error == "unavailable"
+        prefill.worker.close()
+        restarted = PeerRig(f"grpc://127.0.0.1:{port}")
+        decode.run_until(lambda: decode.load(prefill.handoff(1), [1]).error == "missing")
+        (doubt,) = decode.worker._settlements._open
+        assert not doubt.ask()
+        transport.ended.add(address.peer_id)
+        assert doubt.ask()
+        restarted.worker.close()
     finally:
         prefill.worker.close()
         decode.worker.close()

@@ -129,7 +129,7 @@ class MemoryTransport(PeerTransport):
     def __init__(self, fault: Callable[[], None] = lambda: None) -> None:
         self.fault = fault
         self.settled = True
-        self.ended: set[str] = set()
+        self.ended: set[str] | None = None  # peers whose end is seen; None: it cannot be
         self.registered: list[tuple[int, int]] = []
         self.peers: dict[str, bytes] = {}
         self.removed: list[str] = []
@@ -153,8 +153,9 @@ class MemoryTransport(PeerTransport):
     def has_settled(self, peer_id: str) -> bool:
         return self.settled
 
-    def watch(self, peer_id: str) -> Callable[[], bool]:
-        return lambda: peer_id in self.ended
+    def watch(self, peer_id: str) -> Callable[[], bool] | None:
+        ended = self.ended
+        return None if ended is None else lambda: peer_id in ended
 
     def read(
         self,
