@@ -8,6 +8,7 @@ tokens are right, blocks are conserved, and every request ends.
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -349,4 +350,5 @@ def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=800, stateful_step_count=60, deadline=None)
+TestCluster.settings = settings(max_examples=500, stateful_step_count=60, deadline=None)
+TestCluster = pytest.mark.timeout(400)(TestCluster)

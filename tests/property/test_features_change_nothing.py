@@ -135,7 +135,7 @@ def test_preemption_changes_no_output(feature: str) -> None:
     config, num_host_blocks = PREEMPTING[feature]
     happened = Counter[str]()
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.nested_given])
+    @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.nested_given])
     @given(asked=requests(fewest=4), windows=st.sampled_from(WINDOWS), caching=st.booleans())
     def compare(asked: list[EngineRequest], windows: tuple[int | None, ...], caching: bool) -> None:
         plain, _ = run(asked, 500, PLAIN)
