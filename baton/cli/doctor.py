@@ -22,7 +22,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-connector",
         metavar="URL",
-        help="also try this KV store, such as redis://host:port/db",
+        help="also try this KV connector, such as redis://host:port/db or grpc://",
     )
 
 

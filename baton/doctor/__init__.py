@@ -6,7 +6,7 @@ changes anything, and one that fails is a finding itself.
 
 from collections.abc import Callable, Iterable
 
-from baton.doctor import machine, native_kernels, software, stores
+from baton.doctor import connectors, machine, native_kernels, software
 from baton.doctor.finding import Finding, Level
 
 __all__ = ["Finding", "Level", "examine"]
@@ -33,11 +33,11 @@ def examine(kv_connector: str | None = None) -> list[Finding]:
     """Everything that `baton doctor` tells, in its order.
 
     Args:
-        kv_connector: the URL of a KV store to try; None for none.
+        kv_connector: the URL of a KV connector to try; None for none.
     """
     checks = [*_CHECKS]
     if kv_connector is not None:
-        checks.append(lambda: stores.check_store(kv_connector))
+        checks.append(lambda: connectors.check_connector(kv_connector))
     return [finding for check in checks for finding in _run(check)]
 
 

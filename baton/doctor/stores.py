@@ -8,10 +8,11 @@ from urllib.parse import urlsplit
 
 from baton.doctor.finding import Finding, Level
 from baton.errors import ConfigurationError
+from kvstore.connector_url import MULTI_SCHEME, scheme_of, split_members
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
 
-__all__ = ["check_store"]
+__all__ = ["check_store", "without_password"]
 
 _KEY_BYTES = 32
 _PROBE = b"baton doctor"
@@ -23,7 +24,7 @@ def check_store(url: str) -> Iterator[Finding]:
     Args:
         url: the store's, as for `--kv-connector`; its password is not told.
     """
-    name = _without_password(url)
+    name = without_password(url)
     started = time.perf_counter()
     try:
         with closing(open_store(url)) as store:
@@ -52,7 +53,10 @@ def _try(store: KvStore) -> str:
     return ""
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """A connector's URL, or several in one, without what only its owner should see."""
+    if scheme_of(url) == MULTI_SCHEME:
+        return f"{MULTI_SCHEME}://{','.join(map(without_password, split_members(url)))}"
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}"

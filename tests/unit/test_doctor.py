@@ -4,6 +4,7 @@ import json
 import subprocess
 import tomllib
 from collections import namedtuple
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
@@ -13,11 +14,22 @@ import torch
 import kernels
 from baton import doctor, machine_limits
 from baton.cli import main
-from baton.doctor import Finding, Level, machine, native_kernels, self_test, software, stores
+from baton.doctor import (
+    Finding,
+    Level,
+    connectors,
+    machine,
+    native_kernels,
+    self_test,
+    software,
+    stores,
+)
 from baton.errors import ConfigurationError
 from baton.machine_limits import Memory
 from kernels.native.library import Library, Selection
 from kernels.native.variants import Variant
+from kvstore.connector import TransferResults
+from kvstore.registry import open_store
 
 GIB = 1 << 30
 
@@ -249,12 +261,69 @@ def test_a_store_that_is_down_and_whose_password_is_nobodys_business():
     assert "secret" not in finding.text
 
 
-def test_a_store_that_does_not_exist():
-    (finding,) = stores.check_store("nothing://")
+def test_a_connector_that_does_not_exist():
+    (finding,) = connectors.check_connector("nothing://")
     assert finding.level is Level.PROBLEM
-    assert "unknown KV store scheme" in finding.text
+    assert "unknown KV connector scheme" in finding.text
 
 
 def test_an_answering_redis(redis_server):
     (finding,) = stores.check_store(redis_server.url)
     assert finding.level is Level.OK
+
+
+@pytest.mark.parametrize("url", ["grpc://", "nixl://", "nixl://?mode=push", "faulty+grpc://"])
+def test_a_peer_connector_hands_blocks_over_to_this_process(url):
+    (finding,) = connectors.check_connector(url)
+    assert finding.level is Level.OK, finding.text
+    assert "saved 2 blocks and loaded them again within this process" in finding.text
+    assert finding.topic == "kv connector"
+
+
+def test_the_members_of_several_are_tried_and_then_all_as_one(tmp_path):
+    folder = tmp_path / "kv"
+    findings = list(connectors.check_connector(f"multi://grpc://?lease_s=20,file://{folder}"))
+    assert [finding.level for finding in findings] == [Level.OK] * 3, findings
+    peer, store, both = (finding.text for finding in findings)
+    assert peer.startswith("grpc://: opened it")
+    assert "wrote, read and removed an object" in store
+    assert both.startswith(f"multi://grpc://,file://{folder}: opened it")
+    with closing(open_store(f"file://{folder}")) as left:
+        assert left.stats().num_bytes == 0, "nothing is left behind"
+
+
+def test_a_member_that_is_down_is_named_without_its_password():
+    url = "multi://grpc://,redis://user:secret@127.0.0.1:1/0?timeout_s=0.2"
+    peer, store, _ = connectors.check_connector(url)
+    assert peer.level is Level.OK
+    assert store.level is Level.PROBLEM
+    assert store.text.startswith("redis://127.0.0.1:1/0: does not answer: ")
+    assert "secret" not in stores.without_password(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("faulty+grpc://?faults=fail_load:1", "cannot be loaded (unavailable)"),
+        ("faulty+grpc://?faults=corrupt:1", "cannot be loaded (corrupt)"),
+        ("grpc://?lease_s=never", "lease_s"),
+    ],
+)
+def test_a_connector_that_does_not_hand_over_is_a_problem(url, problem):
+    (finding,) = connectors.check_connector(url)
+    assert finding.level is Level.PROBLEM
+    assert problem in finding.text
+
+
+def test_a_connector_that_never_ends_is_a_problem(monkeypatch):
+    monkeypatch.setattr(connectors, "_LIMIT_S", 0.05)
+    monkeypatch.setattr("kvstore.peer.worker.PeerConnectorWorker.poll", lambda _: TransferResults())
+    (finding,) = connectors.check_connector("grpc://")
+    assert finding.level is Level.PROBLEM
+    assert "not done within" in finding.text
+
+
+def test_the_command_takes_a_peers_url(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_CHECKS", ())
+    assert main(["doctor", "--kv-connector", "grpc://"]) == 0
+    assert "kv connector" in capsys.readouterr().out
