@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvstore.breaker import log_level_of
 from kvstore.codec import seal, verify
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.io_threads import IoThreads
 from kvstore.layout import KvLayout
-from kvstore.store import GetStatus, MappedObjects, StoreUnavailableError
+from kvstore.store import DEFAULT_TIMEOUT_S, GetStatus, MappedObjects, StoreUnavailableError
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, RangeError, TransferForm
 from kvstore.transfer_jobs import CANCELLED, JobState, Piece, PieceEnd, PieceRead, in_objects
 
@@ -118,6 +119,8 @@ class StagedMover:
         wake: called, from any thread, when `poll` has news.
         make_copier: what copies the objects of a pool that is cut so.
         num_threads: how many calls of the backend run at a time.
+        timeout_s: longest that a call should take. When none ends for some times that, jobs
+            with blocks that wait for a segment fail, until a call ends.
     """
 
     def __init__(
@@ -126,11 +129,12 @@ class StagedMover:
         wake: Callable[[], None],
         make_copier: "Callable[[Any, PoolCut], BlockCopier] | None" = None,
         num_threads: int = _NUM_IO_THREADS,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._backend = backend
         self._wake = wake
         self._make_copier = make_copier or _copier_for
-        self._io = ThreadPoolExecutor(num_threads, thread_name_prefix="baton-kv-io")
+        self._io = IoThreads(num_threads, "baton-kv-io", timeout_s, wake)
         # Copies into the pool get a thread of their own: they end in the order in which they start.
         self._landings = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
         self._news: deque[_News] = deque()
@@ -187,7 +191,7 @@ class StagedMover:
         jobs: tuple[LoadJob | SaveJob, ...] = (*loads, *saves)
         for job in in_objects(jobs, self._cut):
             self._jobs[job.job_id] = state = JobState(job, len(self._cut.slices))
-            if isinstance(job, SaveJob) and job.num_found:
+            if isinstance(job, SaveJob) and job.num_found and not self._io.is_hanging:
                 self._io.submit(self._ask_held, state, job.keys[: job.num_found])
             else:
                 self._waiting.append(state)
@@ -195,7 +199,10 @@ class StagedMover:
             if job_id in self._jobs:
                 self._jobs[job_id].error = CANCELLED
                 self._wake()
-        self._start_pieces()
+        if self._io.is_hanging:
+            self._wake()
+        else:
+            self._start_pieces()
 
     def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
         """What has ended since the last call."""
@@ -210,18 +217,31 @@ class StagedMover:
                 case _Held(job, num_blocks):
                     job.next_object = num_blocks
                     self._waiting.append(job)
+        if self._io.is_hanging:
+            self._give_up_waiting()
         self._start_pieces()
         return self._collect()
 
-    def close(self) -> None:
-        """Stops the threads; jobs under way are given up. Idempotent."""
-        for executor in (self._io, self._landings):
-            executor.shutdown(wait=True, cancel_futures=True)
+    def close(self) -> bool:
+        """Stops the threads; jobs under way are given up. Idempotent.
+
+        Returns:
+            Whether all calls of the backend have ended; one that hangs is not waited for.
+        """
+        has_ended = self._io.close()
+        self._landings.shutdown(wait=True, cancel_futures=True)
         if self._copier is not None:
             self._copier.close()
             self._staging.end_quarantines()
+        return has_ended
 
     # Engine thread.
+
+    def _give_up_waiting(self) -> None:
+        """Fails what no segment has been given to: calls hang, and nobody knows how long."""
+        for job in self._jobs.values():
+            if not job.is_started:
+                job.error = "unavailable"
 
     def _start_pieces(self) -> None:
         """Gives free segments to the jobs that wait, oldest first."""

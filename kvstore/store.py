@@ -29,6 +29,7 @@ from enum import IntEnum
 from typing import ClassVar, Self
 
 __all__ = [
+    "DEFAULT_TIMEOUT_S",
     "GetStatus",
     "KvStore",
     "MappedObjects",
@@ -36,6 +37,10 @@ __all__ = [
     "StoreStats",
     "StoreUnavailableError",
 ]
+
+
+DEFAULT_TIMEOUT_S = 2.0
+"""`KvStore.timeout_s`, where the URL does not say."""
 
 
 class StoreUnavailableError(Exception):
@@ -139,11 +144,13 @@ class KvStore(ABC):
         capabilities: what the backend can do.
         ttl_s: seconds that an object lives from its last touch.
         lease_s: of them, those in which it is not evicted; 0 where no leases are kept.
+        timeout_s: longest that a call waits for the backend.
     """
 
     capabilities: ClassVar[StoreCapabilities]
     ttl_s: float
     lease_s: float = 0.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     @classmethod
     @abstractmethod

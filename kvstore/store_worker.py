@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from kvstore.breaker import BreakerStore, log_level_of
@@ -17,6 +16,7 @@ from kvstore.connector import (
     SaveJob,
     TransferResults,
 )
+from kvstore.io_threads import IoThreads
 from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredBackend
 from kvstore.metrics import KvMetrics
@@ -49,9 +49,11 @@ class StoreConnectorWorker(KvConnectorWorker):
     ) -> None:
         self._read_stats = store.stats
         self._store = BreakerStore(store)
-        self._mover = StagedMover(_StoreBackend(self._store), self._wake_engine, make_copier)
+        self._mover = StagedMover(
+            _StoreBackend(self._store), self._wake_engine, make_copier, timeout_s=store.timeout_s
+        )
         # Look-ups get a thread of their own: they must not queue behind bulk.
-        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-lookup")
+        self._lookups = IoThreads(1, "baton-kv-lookup", store.timeout_s, self._wake_engine)
         self._answers: deque[LookupResult] = deque()
         self._open_lookups: dict[int, LookupJob] = {}
         self._wake: Callable[[], None] = lambda: None
@@ -87,27 +89,37 @@ class StoreConnectorWorker(KvConnectorWorker):
         """See `KvConnectorWorker.start`."""
         for lookup in work.lookups:
             self._open_lookups[lookup.job_id] = lookup
-            self._lookups.submit(self._look_up, lookup.job_id, time.monotonic())
+            self._ask(self._look_up, lookup.job_id, time.monotonic())
         for job_id in work.cancelled_lookups:
             self._open_lookups.pop(job_id, None)
         if work.deletes:
-            self._lookups.submit(self._delete, work.deletes)
+            self._ask(self._delete, work.deletes)
         self._mover.start(work.loads, work.saves, work.cancelled_loads)
 
     def poll(self) -> TransferResults:
         """See `KvConnectorWorker.poll`."""
+        if self._lookups.is_hanging:
+            for job_id in list(self._open_lookups):
+                self._answer(job_id, 0)
         loads, saves = self._mover.poll()
         lookups = [self._answers.popleft() for _ in range(len(self._answers))]
         return TransferResults(tuple(lookups), tuple(loads), tuple(saves))
 
     def close(self) -> None:
         """See `KvConnectorWorker.close`."""
-        self._mover.close()
-        self._lookups.shutdown(wait=True, cancel_futures=True)
-        self._store.close()
+        # A call that hangs may go on with what the store has open.
+        if all([self._mover.close(), self._lookups.close()]):
+            self._store.close()
 
     def _wake_engine(self) -> None:
         self._wake()
+
+    def _ask(self, call: Callable[..., None], *args: object) -> None:
+        """Has the look-up thread call; if it hangs, nobody does, and `poll` answers."""
+        if self._lookups.is_hanging:
+            self._wake()
+        else:
+            self._lookups.submit(call, *args)
 
     # The look-up thread.
 
@@ -115,7 +127,7 @@ class StoreConnectorWorker(KvConnectorWorker):
         """Answers a look-up that is still wanted. One that waited long finds nothing:
         behind a slow store, computing is better than queueing.
         """
-        job = self._open_lookups.pop(job_id, None)
+        job = self._open_lookups.get(job_id)
         if job is None:
             return
         num_blocks = 0
@@ -123,8 +135,13 @@ class StoreConnectorWorker(KvConnectorWorker):
             keys = self._cut.object_keys(job.keys)
             found = self._try("look-up", lambda: self._store.contains_prefix(keys)) or 0
             num_blocks = found // len(self._cut.slices)
-        self._answers.append(LookupResult(job_id, num_blocks))
+        self._answer(job_id, num_blocks)
         self._wake()
+
+    def _answer(self, job_id: int, num_blocks: int) -> None:
+        """Answers a look-up once, if it is still wanted. Any thread."""
+        if self._open_lookups.pop(job_id, None) is not None:
+            self._answers.append(LookupResult(job_id, num_blocks))
 
     def _delete(self, keys: tuple[bytes, ...]) -> None:
         """What cannot be deleted stays until its TTL."""

@@ -74,7 +74,9 @@ class PeerConnectorWorker(KvConnectorWorker):
             self._lending.lender,
             url.timeout_s,
         )
-        self._mover = StagedMover(self._backend, self._wake_engine, make_copier, _NUM_IO_THREADS)
+        self._mover = StagedMover(
+            self._backend, self._wake_engine, make_copier, _NUM_IO_THREADS, url.timeout_s
+        )
 
     @property
     def address(self) -> PeerAddress:

@@ -30,6 +30,7 @@ class _DirectoryStore(KvStore):
     def __init__(self, folder: ObjectFolder, space: FolderSpace) -> None:
         self.ttl_s = space.ttl_s
         self.lease_s = space.lease_s
+        self.timeout_s = space.timeout_s
         self._folder = folder
         self._space = space
         self._counters = space.counters

@@ -89,6 +89,7 @@ class FolderSpace:
     ) -> None:
         self.ttl_s = ttl_s
         self.lease_s = lease_s
+        self.timeout_s = timeout_s
         self.counters = StoreCounters(sees_removals=True)
         self.objects_folder = str(folder / "objects")
         self.oldest_age_s: float | None = None

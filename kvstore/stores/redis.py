@@ -56,7 +56,7 @@ class RedisStore(KvStore):
     def __init__(self, url: RedisUrl) -> None:
         self.ttl_s = url.ttl_s
         self._ttl_ms = round(url.ttl_s * 1000)
-        self._timeout_s = url.timeout_s
+        self.timeout_s = url.timeout_s
         self._deadline = CallDeadline()
         self._places = threading.BoundedSemaphore(url.max_connections)
         self._servers = open_servers(url, self._deadline)
@@ -89,7 +89,7 @@ class RedisStore(KvStore):
         sets = [(pair, set_command(*pair, self._ttl_ms)) for pair in objects]
         self._run(command for _, command in sets if command)
         staged = [StagedObject(*pair) for pair, command in sets if not command]
-        expire_ms = round(2000 * self._timeout_s)  # nobody adds to it for longer
+        expire_ms = round(2000 * self.timeout_s)  # nobody adds to it for longer
         self._run(command for one in staged for command in one.put_commands(expire_ms))
         if 0 in self._run(one.commit_command(self._ttl_ms) for one in staged):
             raise StoreUnavailableError("redis: an object was evicted while it was put")
@@ -161,7 +161,7 @@ class RedisStore(KvStore):
     def _call(self) -> Iterator[None]:
         """One call: a place among those under way, and `timeout_s` for all of it."""
         try:
-            with self._deadline.within(self._timeout_s), self._deadline.locked(self._places):
+            with self._deadline.within(self.timeout_s), self._deadline.locked(self._places):
                 yield
         except (RedisError, OSError) as error:
             raise StoreUnavailableError(f"redis: {error}") from error

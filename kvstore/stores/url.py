@@ -13,11 +13,11 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from baton.errors import ConfigurationError
 from kvstore.byte_size import parse_byte_size
+from kvstore.store import DEFAULT_TIMEOUT_S
 
 __all__ = ["DEFAULT_TIMEOUT_S", "DEFAULT_TTL_S", "StoreUrl"]
 
 DEFAULT_TTL_S = 3600.0
-DEFAULT_TIMEOUT_S = 2.0
 
 _DEFAULT_LEASE_S = 30.0
 _SECONDS_RANGE = (0.001, 1e9)

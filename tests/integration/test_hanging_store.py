@@ -1,0 +1,127 @@
+"""A store whose calls never return, as on a mount that hangs: nothing else waits for it."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore import io_threads
+from kvstore.connector import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
+from kvstore.layout import KvLayout
+from kvstore.registry import open_store
+from kvstore.store import GetStatus
+from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
+
+LAYOUT = KvLayout(num_layers=16, num_kv_heads=8, block_size=64, head_dim=32, dtype="float32")
+NUM_SEGMENTS = 8  # each holds one of these blocks
+
+
+class HangingStore:
+    """Lets a store's calls through while it is open, and counts those that hang."""
+
+    def __init__(self, url: str) -> None:
+        self.inner = open_store(url)
+        self.is_open = threading.Event()
+        self.hangs = threading.Semaphore(0)
+        self.is_closed = False
+        self.capabilities, self.timeout_s = self.inner.capabilities, 0.01
+        self.stats = self.inner.stats
+        self.delete = self.inner.delete
+        self.map_many = self.inner.map_many
+
+    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        self._hang()
+        self.inner.put_many(keys, values)
+
+    def get_many_into(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[GetStatus]:
+        return self.inner.get_many_into(keys, buffers)
+
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        self._hang()
+        return self.inner.contains_prefix(keys)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.inner.close()
+
+    def _hang(self) -> None:
+        if not self.is_open.is_set():
+            self.hangs.release()
+            assert self.is_open.wait(60)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> HangingStore:
+    return HangingStore(f"memory://{tmp_path.name}")
+
+
+@pytest.fixture
+def rig(store: HangingStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ConnectorRig]:
+    monkeypatch.setattr(io_threads, "_LEAST_PATIENCE_S", 0.2)
+    rig = ConnectorRig(store, layout=LAYOUT, pool=torch.randn(NUM_SEGMENTS, *LAYOUT.block_shape))
+    yield rig
+    store.is_open.set()
+    rig.worker.close()
+
+
+def save_jobs(first: int, count: int, num_found: int = 0) -> tuple[SaveJob, ...]:
+    return tuple(
+        SaveJob(index, keys(1, index), (index % 8,), num_found=num_found)
+        for index in range(first, first + count)
+    )
+
+
+def test_saves_that_no_segment_is_free_for_fail_until_a_call_ends(
+    rig: ConnectorRig, store: HangingStore
+) -> None:
+    rig.start(saves=save_jobs(0, NUM_SEGMENTS + 2) + save_jobs(10, 1, num_found=1))
+    refused = {10, NUM_SEGMENTS, NUM_SEGMENTS + 1}
+    assert set(rig.results(3)) == {SaveResult(i, False, error="unavailable") for i in refused}
+    rig.start(saves=save_jobs(20, 1) + save_jobs(21, 1, num_found=1))
+    assert {result.job_id for result in rig.results(2)} == {20, 21}, "at once"
+
+    store.is_open.set()
+    assert {result.job_id for result in rig.results(NUM_SEGMENTS)} == set(range(NUM_SEGMENTS))
+    rig.save([1])
+    assert rig.load([2]) == LoadResult(1, 1)
+
+
+def test_look_ups_find_nothing_until_a_call_ends(rig: ConnectorRig, store: HangingStore) -> None:
+    rig.start(lookups=(LookupJob(0, keys(1)), LookupJob(1, keys(1))))
+    assert set(rig.results(2)) == {LookupResult(0, 0), LookupResult(1, 0)}
+    rig.start(lookups=(LookupJob(2, keys(1)),))
+    assert rig.results(1) == [LookupResult(2, 0)]
+
+    store.is_open.set()
+    rig.save([1])
+    give_up_at = time.monotonic() + TIMEOUT_S
+    for job_id in range(3, 1000):
+        rig.start(lookups=(LookupJob(job_id, keys(1)),))
+        (result,) = rig.results(1)
+        assert result.job_id == job_id, "each is answered once"
+        if result.num_blocks:
+            break
+        assert time.monotonic() < give_up_at
+
+
+def test_close_does_not_wait_for_calls_that_hang(rig: ConnectorRig, store: HangingStore) -> None:
+    rig.start(saves=save_jobs(0, 4), loads=(LoadJob(9, keys(1), (1,)),))
+    rig.start(lookups=(LookupJob(10, keys(1)),))
+    for _ in range(3):
+        assert store.hangs.acquire(timeout=TIMEOUT_S)
+    began_at = time.monotonic()
+    rig.worker.close()
+    assert time.monotonic() - began_at < TIMEOUT_S / 2
+    assert not store.is_closed, "the calls may go on with what it has open"
+
+    store.is_open.set()
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not store.is_closed:
+        assert time.monotonic() < give_up_at
+        threading.Event().wait(0.01)
+        rig.worker.close()

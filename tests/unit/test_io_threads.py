@@ -1,0 +1,127 @@
+"""Threads whose tasks may hang: told once, used again when a task ends, never waited for long."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore import io_threads
+from kvstore.io_threads import IoThreads
+
+LONG_S = 10.0
+
+
+class Rig:
+    def __init__(self, num_threads: int = 2) -> None:
+        self.has_hung = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        self.ended = threading.Semaphore(0)
+        self.done: list[int] = []
+        self.threads = IoThreads(num_threads, "test-io", 0.0, self.has_hung.release)
+
+    def submit(self, number: int, *, hangs: bool = False) -> None:
+        self.threads.submit(self._do, number, hangs)
+
+    def _do(self, number: int, hangs: bool) -> None:
+        assert not hangs or self.go_on.wait(LONG_S)
+        self.done.append(number)
+        self.ended.release()
+
+    def wait_for_ends(self, count: int) -> None:
+        for _ in range(count):
+            assert self.ended.acquire(timeout=LONG_S)
+
+    def wait_for_threads(self) -> None:
+        self.go_on.set()
+        self.threads.close()
+        for thread in self.threads._threads:
+            if thread.ident:
+                thread.join(LONG_S)
+        assert self.threads.close()
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(io_threads, "_LEAST_PATIENCE_S", 0.05)
+    rig = Rig()
+    yield rig
+    rig.wait_for_threads()
+
+
+def test_tasks_begin_in_their_order(rig: Rig) -> None:
+    threads = IoThreads(1, "test-one", 1.0, lambda: None)
+    for number in range(20):
+        threads.submit(rig.done.append, number)
+    threads.submit(rig.ended.release)
+    rig.wait_for_ends(1)
+    assert rig.done == list(range(20))
+    assert threads.close()
+
+
+def test_hanging_is_told_once_and_is_over_when_a_task_ends(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "baton.kvstore"):
+        for number in range(3):
+            rig.submit(number, hangs=True)
+        assert rig.has_hung.acquire(timeout=LONG_S)
+        assert rig.threads.is_hanging
+        rig.go_on.set()
+        rig.wait_for_ends(3)
+        rig.submit(3)
+        rig.wait_for_ends(1)
+        assert rig.threads.close()
+    assert not rig.threads.is_hanging
+    assert not rig.has_hung.acquire(blocking=False)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_they_hang_again(rig: Rig) -> None:
+    rig.submit(0, hangs=True)
+    assert rig.has_hung.acquire(timeout=LONG_S)
+    rig.go_on.set()
+    rig.wait_for_ends(1)
+    rig.go_on.clear()
+    rig.submit(1, hangs=True)
+    assert rig.has_hung.acquire(timeout=LONG_S)
+
+
+def test_who_has_nothing_to_do_does_not_hang(rig: Rig) -> None:
+    rig.submit(0)
+    rig.wait_for_ends(1)
+    assert not rig.has_hung.acquire(timeout=0.2)
+
+
+def test_a_task_that_fails_is_not_the_last(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        rig.threads.submit(lambda: 1 // 0)
+    rig.submit(0)
+    rig.wait_for_ends(1)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_close_drops_what_has_not_begun_and_waits_for_what_hangs_no_longer(rig: Rig) -> None:
+    for number in range(4):
+        rig.submit(number, hangs=True)
+    assert rig.has_hung.acquire(timeout=LONG_S)
+    began_at = time.monotonic()
+    assert not rig.threads.close()
+    assert time.monotonic() - began_at < LONG_S / 2
+    rig.wait_for_threads()
+    rig.submit(9)
+    assert sorted(rig.done) == [0, 1]
+
+
+def test_a_process_ends_though_they_hang() -> None:
+    code = (
+        "import threading; from kvstore.io_threads import IoThreads\n"
+        "has_begun = threading.Event()\n"
+        "def hang():\n    has_begun.set()\n    threading.Event().wait()\n"
+        "IoThreads(1, 'io', 1.0, print).submit(hang)\n"
+        "assert has_begun.wait(10)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
