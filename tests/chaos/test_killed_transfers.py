@@ -55,7 +55,7 @@ async def test_decode_is_killed_while_it_loads(
 ) -> None:
     async with (
         open_route(name, redis_server) as route,
-        running_scene(route, tmp_path, route.held_decode_url) as scene,
+        running_scene(route, tmp_path, decode_url=route.held_decode_url) as scene,
     ):
         (decode,) = scene.cluster.decode
         await asyncio.gather(*scene.start_jobs()[1])

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.redis_server import RedisServer
-from tests.support.routes import open_route
+from tests.support.routes import HELD_S, open_route
 from tests.support.scene import running_scene
+from tests.support.two_hosts import running_two_hosts, why_not
 
 TIMEOUT_S = 3.0  # of the connectors: what does not answer is waited for so long
 
@@ -62,4 +63,25 @@ async def test_redis_is_killed_while_its_objects_are_read(
             route.release()
             await asyncio.gather(*tasks, *scene.start_jobs()[1])
             await asyncio.to_thread(redis_server.start)
+            await scene.check_recovered()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize(
+    ("scheme", "options"), [("grpc", ""), ("nixl", "&mode=push")], ids=["grpc", "nixl push"]
+)
+async def test_a_cable_is_unplugged_between_two_hosts(
+    scheme: str, options: str, tmp_path: Path
+) -> None:
+    with running_two_hosts(scheme, f"timeout_s={HELD_S:g}{options}") as hosts:
+        async with running_scene(hosts, tmp_path, places=hosts.places) as scene:
+            await scene.check_recovered()
+
+            hosts.hold_loads()
+            tasks = await scene.start_until_held()
+            hosts.unplug()
+            await asyncio.gather(*tasks, *scene.start_jobs()[1])
+            hosts.release()
             await scene.check_recovered()

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 from baton import AsyncClient
 from tests.support.checkpoints import tiny_checkpoint
-from tests.support.cluster import Cluster, ServerProcess, running_cluster
+from tests.support.cluster import HERE, Cluster, Place, ServerProcess, running_cluster
 from tests.support.jobs import Job
 from tests.support.routes import Route
 
@@ -95,7 +95,12 @@ async def _num_loaded(server: ServerProcess) -> int:
 
 @asynccontextmanager
 async def running_scene(
-    route: Route, folder: Path, decode_url: str = "", decode_flags: Sequence[str] = ()
+    route: Route,
+    folder: Path,
+    *,
+    decode_url: str = "",
+    decode_flags: Sequence[str] = (),
+    places: Mapping[str, Place] | None = None,
 ) -> AsyncIterator[Scene]:
     """A running cluster whose tiers meet over a route.
 
@@ -104,7 +109,9 @@ async def running_scene(
         folder: for logs.
         decode_url: of decode's end, if not the route's.
         decode_flags: of that tier.
+        places: of the tiers' processes, by tier.
     """
+    host = (places or {}).get("decode", HERE).host
     flags = ["--max-local-prefill-tokens=0", "--resume-timeout-s=90", "--log-level=debug"]
     async with (
         running_cluster(
@@ -112,8 +119,9 @@ async def running_scene(
             model=tiny_checkpoint("llama"),
             kv_connector=decode_url or route.decode_url,
             prefill_flags=[f"--kv-connector={route.prefill_url}"],
-            decode_flags=["--metrics-port=0", *decode_flags],
+            decode_flags=["--metrics-port=0", f"--metrics-host={host}", *decode_flags],
             router_flags=flags,
+            places=places,
         ) as cluster,
         AsyncClient(cluster.router.address) as client,
     ):

@@ -1,0 +1,125 @@
+"""Two hosts on a cable, as far as a kernel can tell: network namespaces. Needs root."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from tests.support.cluster import Cluster, Place
+from tests.support.routes import LEASE_S, Route
+
+__all__ = ["TwoHosts", "running_two_hosts", "why_not"]
+
+_PEER_PORT = 7100
+_HALF_WAY_BYTES = 10_000  # more than what a transfer begins with, and less than it moves
+
+
+def why_not() -> str:
+    """What is missing for namespaces here; empty where there are some."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        return f"not on PATH: {', '.join(missing)}"
+    name = f"bt{os.getpid()}x"
+    try:
+        _run("ip", "netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces: {error}"
+    _run("ip", "netns", "delete", name)
+    return ""
+
+
+class TwoHosts(Route):
+    """Prefill's host and decode's, and a cable between them that carries KV alone.
+
+    Args:
+        scheme: of a peer connector, which meets over the cable.
+        options: of its URL.
+
+    Attributes:
+        places: of the tiers' processes, by tier; this process reaches them by other cables.
+    """
+
+    def __init__(self, scheme: str, options: str) -> None:
+        self._names = {tier: f"bt{os.getpid()}{tier[0]}" for tier in ("prefill", "decode")}
+        # Addresses for tests of devices; of the first two, this process has the neighbours.
+        subnet = f"198.18.{os.getpid() % 250}"
+        self._here = {"prefill": f"{subnet}.1", "decode": f"{subnet}.5"}
+        hosts = {"prefill": f"{subnet}.2", "decode": f"{subnet}.6"}
+        self._on_cable = {"prefill": f"{subnet}.9", "decode": f"{subnet}.10"}
+        # Both are one machine, whose memory nixl would take a shorter way to.
+        environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "cable"}
+        self.places = {
+            tier: Place(hosts[tier], ("ip", "netns", "exec", name), environment)
+            for tier, name in self._names.items()
+        }
+        options += f"&lease_s={LEASE_S}"
+        self.prefill_url = f"{scheme}://{self._on_cable['prefill']}:{_PEER_PORT}?{options}"
+        self.decode_url = f"{scheme}://{self._on_cable['decode']}?{options}"
+        self.held_decode_url = self.decode_url
+        self._num_received = 0
+
+    def lay(self, stack: ExitStack) -> None:
+        """Makes hosts and cables, which go when the stack ends."""
+        for tier, name in self._names.items():
+            _run("ip", "netns", "add", name)
+            stack.callback(_run, "ip", "netns", "delete", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "link", "add", name, "type", "veth", "peer", "name", "here", "netns", name)
+            stack.callback(_run, "ip", "link", "delete", name)  # a namespace takes its time
+            _run("ip", "address", "add", f"{self._here[tier]}/30", "dev", name)
+            _run("ip", "link", "set", name, "up")
+            _run("ip", "-n", name, "address", "add", f"{self.places[tier].host}/30", "dev", "here")
+            _run("ip", "-n", name, "link", "set", "here", "up")
+        prefill, decode = self._names.values()
+        _run(
+            *("ip", "-n", prefill, "link", "add", "cable", "type", "veth"),
+            *("peer", "name", "cable", "netns", decode),
+        )
+        for tier, name in self._names.items():
+            _run("ip", "-n", name, "address", "add", f"{self._on_cable[tier]}/30", "dev", "cable")
+        self._set_cable("up")
+
+    def hold_saves(self) -> None:
+        self.hold_loads()
+
+    def hold_loads(self) -> None:
+        """Lets so little through that blocks take seconds."""
+        limit = ("tbf", "rate", "80kbit", "burst", "4kb", "latency", "60s")
+        _run("tc", "-n", self._names["prefill"], "qdisc", "add", "dev", "cable", "root", *limit)
+        self._num_received = self._count_received()
+
+    def unplug(self) -> None:
+        """The cable carries nothing, and nobody is told."""
+        self._set_cable("down")
+
+    def release(self) -> None:
+        self._set_cable("up")
+        _run("tc", "-n", self._names["prefill"], "qdisc", "delete", "dev", "cable", "root")
+
+    async def is_holding(self, cluster: Cluster) -> bool:
+        return self._count_received() - self._num_received > _HALF_WAY_BYTES
+
+    def _set_cable(self, state: str) -> None:
+        for name in self._names.values():
+            _run("ip", "-n", name, "link", "set", "cable", state)
+
+    def _count_received(self) -> int:
+        """Bytes that decode's host has got over the cable."""
+        told = _run("ip", "-n", self._names["decode"], "-s", "-j", "link", "show", "cable")
+        return int(json.loads(told)[0]["stats64"]["rx"]["bytes"])
+
+
+@contextmanager
+def running_two_hosts(scheme: str, options: str) -> Iterator[TwoHosts]:
+    """The hosts, until the end."""
+    hosts = TwoHosts(scheme, options)
+    with ExitStack() as stack:
+        hosts.lay(stack)
+        yield hosts
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
