@@ -144,7 +144,9 @@ class BreakerStore:
         return self._reads.call(lambda: self._store.get_many_into(keys, buffers))
 
     def map_many(self, keys: Sequence[bytes]) -> MappedObjects | None:
-        """See `KvStore.map_many`."""
+        """See `KvStore.map_many`. A store that cannot is not called: that is no sign of life."""
+        if not self._store.capabilities.maps_objects:
+            return None
         return self._reads.call(lambda: self._store.map_many(keys))
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:

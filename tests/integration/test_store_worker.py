@@ -3,11 +3,15 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kvstore import store_worker
 from kvstore.breaker import BreakerStore
 from kvstore.codec import HEADER_BYTES
 from kvstore.connector import (
@@ -18,6 +22,7 @@ from kvstore.connector import (
     SaveJob,
     SaveResult,
 )
+from kvstore.layout import KvLayout
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
 from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys
@@ -27,8 +32,8 @@ from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys
 def make_rig(tmp_path: Path) -> Iterator[Callable[[KvStore | None], ConnectorRig]]:
     rigs: list[ConnectorRig] = []
 
-    def make(store: KvStore | None = None) -> ConnectorRig:
-        rigs.append(ConnectorRig(store or open_store(f"memory://{tmp_path.name}")))
+    def make(store: KvStore | None = None, **options: Any) -> ConnectorRig:
+        rigs.append(ConnectorRig(store or open_store(f"memory://{tmp_path.name}"), **options))
         return rigs[-1]
 
     yield make
@@ -278,3 +283,26 @@ def test_a_look_up_that_nobody_wants_is_not_made(
 
     assert {result.job_id for result in rig.results(2)} == {0, 2}
     assert store.num_calls <= 2
+
+
+def test_a_silent_store_that_cannot_map_is_spared_ever_longer(
+    make_rig: Callable[..., ConnectorRig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def time_out(buffers: list[memoryview]) -> None:
+        raise StoreUnavailableError("no answer in time")
+
+    inner = open_store(f"memory://{tmp_path.name}")
+    store = FaultyStore(inner, time_out)
+    store.capabilities = replace(inner.capabilities, maps_objects=False)
+    monkeypatch.setattr(store_worker, "BreakerStore", partial(BreakerStore, clock=lambda: now[0]))
+    layout = KvLayout(16, 8, 64, 16, "float32")  # objects large enough to be mapped
+    rig = make_rig(store, pool=torch.zeros(2, *layout.block_shape), layout=layout)
+    calls = []
+    for now[0] in (0.0, 1.0, 2.0, 3.0):
+        before = store.num_calls
+        for _ in range(3):
+            assert rig.load([1]) == LoadResult(1, 0, "unavailable")
+        calls.append(store.num_calls - before)
+    assert calls == [1, 1, 0, 1], "a failed probe makes the next cool-down longer"
