@@ -116,26 +116,27 @@ class Breaker:
 
 
 class BreakerStore:
-    """Wraps a store in breakers: one for reads and one for writes, since a store that is
-    full still serves what it has.
+    """Wraps a store in breakers: one for reads, one for puts and one for deletions, since a store
+    that is full still serves what it has, and what is corrupt must go from it.
 
     Args:
         store: closed with the wrapper.
         clock: seconds.
 
     Attributes:
-        breakers: both, for metrics.
+        breakers: all three, for metrics.
     """
 
     def __init__(self, store: KvStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._reads = Breaker("the KV store, for reads,", clock)
-        self._writes = Breaker("the KV store, for writes,", clock)
-        self.breakers = (self._reads, self._writes)
+        self._puts = Breaker("the KV store, for writes,", clock)
+        self._deletions = Breaker("the KV store, for deletions,", clock)
+        self.breakers = (self._reads, self._puts, self._deletions)
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """See `KvStore.put_many`."""
-        self._writes.call(lambda: self._store.put_many(keys, values))
+        self._puts.call(lambda: self._store.put_many(keys, values))
 
     def get_many_into(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
@@ -155,7 +156,7 @@ class BreakerStore:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.delete`."""
-        return self._writes.call(lambda: self._store.delete(keys))
+        return self._deletions.call(lambda: self._store.delete(keys))
 
     def close(self) -> None:
         """See `KvStore.close`."""

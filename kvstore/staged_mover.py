@@ -392,10 +392,19 @@ class StagedMover:
             if found is None:
                 return PieceRead(piece, index, "missing", mapped)
             if len(found) != len(slot) or not verify(found, key):
-                self._backend.discard(key)
                 _logger.error("KV object %s is corrupt", key.hex())
+                self._discard(key)
                 return PieceRead(piece, index, "corrupt", mapped)
         return PieceRead(piece, len(piece.keys), mapped=mapped)
+
+    def _discard(self, key: bytes) -> None:
+        """Has a corrupt object removed, as far as the backend can."""
+        try:
+            self._backend.discard(key)
+        except StoreUnavailableError as cause:
+            _logger.log(log_level_of(cause), "KV object %s stays: %s", key.hex(), cause)
+        except Exception:
+            _logger.exception("KV object %s stays", key.hex())
 
     def _await(self, copy: "Copy", end: PieceEnd) -> PieceEnd:
         copy.wait()

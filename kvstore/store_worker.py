@@ -83,7 +83,7 @@ class StoreConnectorWorker(KvConnectorWorker):
         counted, store = metrics.of(backend), self._store
         self.wrap_backend(lambda inner: MeasuredBackend(inner, counted))
         counted.read_stats = self._read_stats
-        counted.read_breakers = lambda: zip(("load", "save"), store.breakers, strict=True)
+        counted.read_breakers = lambda: zip(("load", "save", "save"), store.breakers, strict=True)
 
     def start(self, work: ConnectorWork) -> None:
         """See `KvConnectorWorker.start`."""

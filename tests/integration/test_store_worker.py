@@ -306,3 +306,42 @@ def test_a_silent_store_that_cannot_map_is_spared_ever_longer(
             assert rig.load([1]) == LoadResult(1, 0, "unavailable")
         calls.append(store.num_calls - before)
     assert calls == [1, 1, 0, 1], "a failed probe makes the next cool-down longer"
+
+
+class FailingStore(FaultyStore):
+    """Takes nothing new; removes nothing either, unless `deletes`."""
+
+    def __init__(self, store: KvStore, *, deletes: bool) -> None:
+        super().__init__(store, lambda buffers: None)
+        self._deletes = deletes
+
+    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        raise StoreUnavailableError("full of leased objects")
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        if not self._deletes:
+            raise StoreUnavailableError("no answer")
+        return super().delete(keys)
+
+
+@pytest.mark.parametrize("deletes", [True, False])
+def test_what_is_corrupt_is_told_and_removed_where_that_can_be(
+    make_rig: Callable[..., ConnectorRig],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    deletes: bool,
+) -> None:
+    inner = open_store(f"memory://{tmp_path.name}")
+    make_rig(inner).save(range(4))
+    harmed = bytearray(HEADER_BYTES + LAYOUT.block_bytes)
+    inner.delete(keys(1, 2))
+    inner.put_many(keys(1, 2), [memoryview(harmed)])
+    rig = make_rig(FailingStore(inner, deletes=deletes))
+    rig.start(saves=(SaveJob(7, keys(1, 9), (9,)),))
+    assert rig.results(1) == [SaveResult(7, committed=False, error="unavailable")]
+
+    assert rig.load(range(10, 14)) == LoadResult(1, 2, "corrupt")
+    assert f"{keys(1, 2)[0].hex()} is corrupt" in caplog.text
+    assert ("stays: no answer" in caplog.text) is not deletes
+    assert inner.contains_prefix(keys(1, 2)) == (not deletes)
