@@ -8,6 +8,7 @@ Where blocks must be gathered first, a `StagedMover` brings them to `put`.
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ class Lender:
         self._wake = wake
         self._io = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="baton-kv-lend")
         self._results: deque[SaveResult] = deque()
+        # Held from the moment a job is lent until its result can be taken: no `poll` in between.
+        self._telling = threading.Lock()
         self._gathered: dict[int, list[LentBlock]] = {}  # of jobs under way
         self._memory: LentMemory
         self._cut: PoolCut
@@ -59,7 +62,8 @@ class Lender:
         for job in saves:
             if not job.lease_id:
                 # Nobody could find it: only a handoff leads to blocks that are lent.
-                self._tell(SaveResult(job.job_id, committed=False))
+                self._results.append(SaveResult(job.job_id, committed=False))
+                self._wake()
                 continue
             self._leases.begin_save(job.lease_id, job.job_id)
             if isinstance(self._memory, HostMemory):
@@ -74,9 +78,10 @@ class Lender:
 
         No job is released in an earlier call than its result comes in.
         """
-        released = self._leases.take_released()
+        with self._telling:
+            released = self._leases.take_released()
+            results = [self._results.popleft() for _ in range(len(self._results))]
         self._memory.tails.give_back(released.tail_slots)
-        results = [self._results.popleft() for _ in range(len(self._results))]
         return results, list(released.job_ids)
 
     def finish(self, result: SaveResult) -> SaveResult:
@@ -119,7 +124,9 @@ class Lender:
         except Exception:
             _logger.exception("KV blocks cannot be lent")
         seconds = time.monotonic() - began_at
-        self._tell(self._end(job.job_id, blocks, seconds, is_good=is_good))
+        with self._telling:
+            self._results.append(self._end(job.job_id, blocks, seconds, is_good=is_good))
+        self._wake()
 
     def _lend_block(
         self, memory: HostMemory, key: bytes, object_id: int, num_tail_tokens: int
@@ -147,7 +154,3 @@ class Lender:
             tails = [block.tail_slot for block in blocks if block.tail_slot is not None]
             self._memory.tails.give_back(tails)
         return SaveResult(job_id, committed=is_lent, is_held=is_lent, seconds=seconds)
-
-    def _tell(self, result: SaveResult) -> None:
-        self._results.append(result)
-        self._wake()
