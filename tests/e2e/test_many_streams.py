@@ -55,10 +55,11 @@ async def prefill_at(server: ServerProcess, request_id: str, prompt: list[int]) 
             sampling=common_pb2.SamplingParams(temperature=0.0, seed=0),
             max_tokens=2,
         )
-        response = await prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
+        events = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
             prefill_pb2.PrefillRequest(request=request), timeout=30
         )
-        return response.cached_tokens
+        (result,) = [event.result async for event in events if event.HasField("result")]
+        return result.cached_tokens
 
 
 @pytest.mark.timeout(240)

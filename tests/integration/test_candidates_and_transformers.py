@@ -158,8 +158,8 @@ def test_beam_search_equals_transformers(
         found = _candidates(outputs[request.request_id])
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
         assert [score for _, score in found] == pytest.approx(
-            [score for _, score in expected], abs=1e-4
-        )
+            [score for _, score in expected], abs=1e-4, rel=1e-6
+        )  # rel: float32 sums, which the length penalty makes as large as 300
 
 
 @cache
