@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.v1 import kv_peer_pb2 as pb
@@ -18,6 +19,8 @@ __all__ = ["Renewals"]
 
 # What is loaded at once needs no renewal; what waits longer than this, soon.
 _FIRST_AFTER_S = 1.0
+# Threads are started as peers do not answer; more such peers than this make the others wait.
+_MAX_CALLS = 32
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -33,9 +36,10 @@ class _Kept:
 
 
 class Renewals:
-    """Renews leases in a thread of its own, one call for all those of a peer.
+    """Renews leases in threads of its own, one call for all those of a peer.
 
-    A lease is lost when its peer says so, or has not renewed it in time.
+    A lease is lost when its peer says so, or has not renewed it in time. No peer waits for
+    another one's answer.
 
     Args:
         peers: who lends.
@@ -57,6 +61,8 @@ class Renewals:
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread: threading.Thread | None = None
+        self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="baton-kv-renew-call")
+        self._asked: set[PeerAddress] = set()  # peers whose answer is awaited
 
     def keep(self, handoff: KvHandoff) -> None:
         """Renews a handoff's lease until as many calls of `drop`. One that cannot be read is
@@ -92,12 +98,13 @@ class Renewals:
         return kept is not None and (kept.is_gone or kept.lost_at <= self._clock())
 
     def close(self) -> None:
-        """Ends the thread. Idempotent."""
+        """Ends the threads. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
+        self._calls.shutdown(wait=True, cancel_futures=True)
 
     def _start(self) -> None:
         if self._thread is None and not self._is_closed:
@@ -107,23 +114,39 @@ class Renewals:
     def _run(self) -> None:
         while due := self._wait_for_due():
             for address, lease_ids in due.items():
-                self._renew(address, lease_ids)
+                self._calls.submit(self._ask, address, lease_ids)
 
     def _wait_for_due(self) -> dict[PeerAddress, list[str]]:
-        """The leases to renew now, by peer; none once closed."""
+        """The leases to renew now, by peer; none once closed. Their peers count as asked."""
         with self._changed:
             while not self._is_closed:
                 now = self._clock()
+                waiting = {
+                    lease_id: kept
+                    for lease_id, kept in self._kept.items()
+                    if not kept.is_gone and kept.address not in self._asked
+                }
                 due: dict[PeerAddress, list[str]] = {}
-                for lease_id, kept in self._kept.items():
-                    if not kept.is_gone and kept.renew_at <= now:
+                for lease_id, kept in waiting.items():
+                    if kept.renew_at <= now:
                         kept.renew_at = now + kept.lease_s / 3
                         due.setdefault(kept.address, []).append(lease_id)
                 if due:
+                    self._asked.update(due)
                     return due
-                times = [kept.renew_at for kept in self._kept.values() if not kept.is_gone]
+                times = [kept.renew_at for kept in waiting.values()]
                 self._changed.wait(min(times) - now if times else None)
         return {}
+
+    def _ask(self, address: PeerAddress, lease_ids: Sequence[str]) -> None:
+        try:
+            self._renew(address, lease_ids)
+        except Exception:
+            _logger.exception("KV leases are not renewed")
+        finally:
+            with self._changed:
+                self._asked.discard(address)
+                self._changed.notify()
 
     def _renew(self, address: PeerAddress, lease_ids: Sequence[str]) -> None:
         asked_at = self._clock()

@@ -26,12 +26,15 @@ class FakePeer:
         self.calls = []
         self.gone = []
         self.failure = None
+        self.go_on = threading.Event()
+        self.go_on.set()
 
     def ask(self, call):
         return call()
 
     def RenewLeases(self, request, timeout):
         self.calls.append(sorted(request.lease_ids))
+        self.go_on.wait(10)
         if self.failure:
             raise self.failure
         return pb.RenewLeasesResponse(gone=self.gone)
@@ -73,7 +76,7 @@ def run_due(renewals):
     """What is due now, as the thread does it; nothing if it would go to sleep."""
     if any(k.renew_at <= renewals._clock() and not k.is_gone for k in renewals._kept.values()):
         for address, lease_ids in renewals._wait_for_due().items():
-            renewals._renew(address, lease_ids)
+            renewals._ask(address, lease_ids)
 
 
 def test_leases_of_a_peer_go_in_one_call(renewals, peers, clock):
@@ -147,6 +150,24 @@ def test_the_thread_renews_and_ends():
         threading.Event().wait(0.005)
     renewals.close()
     assert not renewals._thread.is_alive()
+
+
+def test_a_peer_that_hangs_keeps_no_others_leases_from_being_renewed():
+    peers = FakePeers()
+    hanging, well = (peers.peers[address] for address in ADDRESSES)
+    hanging.go_on.clear()
+    renewals = Renewals(peers, 1.0)
+    try:
+        for name, address in zip("ab", ADDRESSES, strict=True):
+            renewals.keep(KvHandoff(name, b"", (), 0, "grpc", "", 30, address.to_params("grpc")))
+        give_up_at = time.monotonic() + 10
+        while len(well.calls) < 3:
+            assert time.monotonic() < give_up_at
+            threading.Event().wait(0.005)
+        assert hanging.calls == [["a"]], "one call at a time"
+    finally:
+        hanging.go_on.set()
+        renewals.close()
 
 
 # Peers.
