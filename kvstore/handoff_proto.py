@@ -7,6 +7,8 @@ from kvstore.handoff import HANDOFF_FORMAT_VERSION, KvHandoff
 
 __all__ = ["handoff_from_proto", "handoff_to_proto"]
 
+_LONGEST_LEASE_MS = 2**32 - 1  # what the field takes: 49 days
+
 
 def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
     """The message that tells decode of `handoff`."""
@@ -18,7 +20,7 @@ def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
         num_tokens=handoff.num_tokens,
         connector=handoff.connector,
         digest_scheme=handoff.digest_scheme,
-        lease_ms=handoff.lease_ms,
+        lease_ms=min(handoff.lease_ms, _LONGEST_LEASE_MS),
         connector_params=handoff.connector_params,
         kv_form=handoff.kv_form,
     )

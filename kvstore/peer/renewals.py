@@ -19,6 +19,8 @@ __all__ = ["Renewals"]
 
 # What is loaded at once needs no renewal; what waits longer than this, soon.
 _FIRST_AFTER_S = 1.0
+# However short the lease is that a handoff speaks of.
+_SHORTEST_PERIOD_S = 0.01
 # Threads are started as peers do not answer; more such peers than this make the others wait.
 _MAX_CALLS = 32
 
@@ -129,7 +131,7 @@ class Renewals:
                 due: dict[PeerAddress, list[str]] = {}
                 for lease_id, kept in waiting.items():
                     if kept.renew_at <= now:
-                        kept.renew_at = now + kept.lease_s / 3
+                        kept.renew_at = now + max(kept.lease_s / 3, _SHORTEST_PERIOD_S)
                         due.setdefault(kept.address, []).append(lease_id)
                 if due:
                     self._asked.update(due)

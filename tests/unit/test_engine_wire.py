@@ -172,6 +172,11 @@ def test_foreign_handoffs_are_refused():
         handoff_from_proto(torn)
 
 
+def test_a_lease_longer_than_the_wire_takes_is_told_as_the_longest():
+    endless = handoff_to_proto(replace(HANDOFF, lease_ms=10**12))
+    assert handoff_from_proto(endless).lease_ms == 2**32 - 1
+
+
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6))
 def test_merging_keeps_every_token_in_order(steps):
     first = StageTimings(queue_ms=1.0)

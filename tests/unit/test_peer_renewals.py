@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -137,6 +138,13 @@ def test_a_peer_that_does_not_answer_loses_a_lease_with_time(renewals, peers, cl
     assert not renewals.is_lost("a"), "it may answer again"
     clock[0] += LEASE_S
     assert renewals.is_lost("a")
+
+
+def test_a_lease_without_time_is_not_asked_for_again_at_once(renewals, peers, clock):
+    renewals.keep(replace(handoff("a"), lease_ms=0))  # as members of multi:// may speak of it
+    run_due(renewals)
+    run_due(renewals)
+    assert peers.peers[ADDRESSES[0]].calls == [["a"]]
 
 
 def test_the_thread_renews_and_ends():
