@@ -15,6 +15,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -273,10 +274,13 @@ def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[memoryview])
 
 
 def _close_read(peer: Peer, read_id: int) -> None:
-    """Tells the peer that its blocks are no longer read, without waiting for an answer."""
+    """Tells the peer that its blocks are no longer read, without waiting for an answer. If it
+    cannot be told, the read ends at its deadline.
+    """
     message = pb.CloseBlocksRequest(generation=peer.address.generation, read_ids=[read_id])
-    call = peer.stub.CloseBlocks.future(message, timeout=_ASK_S)
-    call.add_done_callback(lambda _: None)  # grpc cancels calls that nobody refers to
+    with suppress(ValueError):  # grpc's word for a channel that was closed
+        call = peer.stub.CloseBlocks.future(message, timeout=_ASK_S)
+        call.add_done_callback(lambda _: None)  # grpc cancels calls that nobody refers to
 
 
 def _write_headers(locations: Sequence[pb.KvBlockLocation], slots: Sequence[memoryview]) -> None:

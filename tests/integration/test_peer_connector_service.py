@@ -342,6 +342,28 @@ def test_pushes_in_doubt_for_good_stop_loads_for_a_bounded_time(
     worker._still_written_to.remove(staging)
 
 
+def test_a_read_in_doubt_is_told_though_its_peer_is_forgotten_meanwhile() -> None:
+    prefill = PeerRig("nixl://", transport=MemoryTransport())
+    transport = Doubtful()
+    decode = PeerRig("nixl://", transport=transport)
+    try:
+        prefill.publish([1])
+        fail = transport.fault
+
+        def forget_and_fail() -> None:
+            decode.worker._peers.forget(prefill.worker.address)
+            fail()
+
+        transport.fault = forget_and_fail
+        assert decode.load(prefill.handoff(1), [1]).error == "unavailable"
+        assert decode.worker._mover.staging.num_quarantined == 1
+        transport.recover()
+        decode.run_until(lambda: not decode.worker._mover.staging.is_in_doubt)
+    finally:
+        prefill.worker.close()
+        decode.worker.close()
+
+
 def test_memory_in_doubt_outlives_its_connector() -> None:
     prefill = PeerRig("nixl://", transport=MemoryTransport())
     decode = PeerRig("nixl://", transport=Doubtful())
