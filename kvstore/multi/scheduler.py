@@ -4,10 +4,10 @@
   lack; the answer is the sum.
 - A load takes from the first member that has a block. What does not come, for
   whatever reason, the next is asked for; who did not answer is not asked again.
-- A save goes to all. Its result waits for all of theirs, since until then some
-  may read the blocks. It is committed if a member that carries handoffs took
-  all blocks; where processes share any member, those that they do not share
-  carry none.
+- A save goes to all, or if no handoff leads to it to those that find by key. Its
+  result waits for all of theirs, since until then some may read the blocks. It is
+  committed if a member that carries handoffs took all blocks; where processes
+  share any member, those that they do not share carry none.
 - A handoff carries every member's own terms. Leases and deletions go to all.
 """
 
@@ -158,8 +158,11 @@ class MultiScheduler(KvConnectorScheduler):
     ) -> int:
         """See `KvConnectorScheduler.save`."""
         job_id = next(self._job_ids)
-        self._saves[job_id] = Save(set(range(len(self._members))))
-        for member in self._members:
+        every = tuple(range(len(self._members)))
+        takers = every if lease_id else self._finders or every
+        self._saves[job_id] = Save(set(takers))
+        for index in takers:
+            member = self._members[index]
             member_job = member.scheduler.save(
                 keys, block_ids, num_tail_tokens, num_found=num_found, lease_id=lease_id
             )

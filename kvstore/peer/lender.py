@@ -20,6 +20,7 @@ from kvstore.peer.leases import LeaseTable, LentBlock
 from kvstore.peer.lent_memory import HostMemory, LentMemory
 from kvstore.store import StoreUnavailableError
 from kvstore.transfer_form import PoolCut
+from kvstore.transfer_jobs import CANCELLED
 
 __all__ = ["Lender"]
 
@@ -62,7 +63,7 @@ class Lender:
         for job in saves:
             if not job.lease_id:
                 # Nobody could find it: only a handoff leads to blocks that are lent.
-                self._results.append(SaveResult(job.job_id, committed=False))
+                self._results.append(SaveResult(job.job_id, committed=False, error=CANCELLED))
                 self._wake()
                 continue
             self._leases.begin_save(job.lease_id, job.job_id)
@@ -87,7 +88,7 @@ class Lender:
     def finish(self, result: SaveResult) -> SaveResult:
         """What becomes of a job whose blocks have been gathered. Engine thread only."""
         blocks = self._gathered.pop(result.job_id)
-        return self._end(result.job_id, blocks, result.seconds, is_good=result.committed)
+        return self._end(result.job_id, blocks, result.seconds, result.error)
 
     def close(self) -> None:
         """Stops the threads. Idempotent."""
@@ -111,21 +112,22 @@ class Lender:
 
     def _lend(self, job: SaveJob, memory: HostMemory, began_at: float) -> None:
         blocks: list[LentBlock] = []
-        is_good = False
+        problem = ""
         try:
             keys = self._cut.object_keys(job.keys)  # one per block: they go as they are
             for index, (key, object_id) in enumerate(zip(keys, job.block_ids, strict=True)):
                 is_last = index + 1 == len(job.keys)
                 num_tail_tokens = job.num_tail_tokens if is_last else 0
                 blocks.append(self._lend_block(memory, key, object_id, num_tail_tokens))
-            is_good = True
         except StoreUnavailableError as error:
+            problem = "unavailable"
             _logger.warning("KV blocks are not lent: %s", error)
         except Exception:
+            problem = "failed"
             _logger.exception("KV blocks cannot be lent")
         seconds = time.monotonic() - began_at
         with self._telling:
-            self._results.append(self._end(job.job_id, blocks, seconds, is_good=is_good))
+            self._results.append(self._end(job.job_id, blocks, seconds, problem))
         self._wake()
 
     def _lend_block(
@@ -147,10 +149,12 @@ class Lender:
         return slot
 
     def _end(
-        self, job_id: int, blocks: Sequence[LentBlock], seconds: float, *, is_good: bool
+        self, job_id: int, blocks: Sequence[LentBlock], seconds: float, problem: str
     ) -> SaveResult:
-        is_lent = self._leases.end_save(job_id, blocks if is_good else None)
+        """Lends a job's blocks, unless there was a problem or the lease is over."""
+        is_lent = self._leases.end_save(job_id, None if problem else blocks)
         if not is_lent:
             tails = [block.tail_slot for block in blocks if block.tail_slot is not None]
             self._memory.tails.give_back(tails)
-        return SaveResult(job_id, committed=is_lent, is_held=is_lent, seconds=seconds)
+        error = "" if is_lent else problem or CANCELLED
+        return SaveResult(job_id, committed=is_lent, is_held=is_lent, error=error, seconds=seconds)

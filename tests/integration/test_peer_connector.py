@@ -151,7 +151,7 @@ def test_missing_blocks_end_the_prefix(make_rig: MakeRig) -> None:
 def test_saves_without_a_lease_are_not_lent(make_rig: MakeRig) -> None:
     prefill = make_rig()
     job_id = prefill.publish([1], lease_id="")
-    assert prefill.saves[job_id] == SaveResult(job_id, committed=False)
+    assert prefill.saves[job_id] == SaveResult(job_id, committed=False, error="cancelled")
 
 
 def test_an_unrenewed_lease_runs_out(make_rig: MakeRig) -> None:
@@ -276,8 +276,8 @@ def test_more_tails_than_there_are_slots_for_are_not_lent(make_rig: MakeRig) -> 
     results = []
     for index in range(18):
         job_id = prefill.publish([index], f"lease {index}", index, num_tail_tokens=1)
-        results.append(prefill.saves[job_id].committed)
-    assert results == [True] * 16 + [False] * 2
+        results.append(prefill.saves[job_id].error)
+    assert results == [""] * 16 + ["unavailable"] * 2
 
     prefill.end("lease 0")
     prefill.run_until(lambda: prefill.released == [0])
@@ -297,6 +297,6 @@ def test_a_save_that_ends_after_its_lease_lends_nothing(make_rig: MakeRig) -> No
     go_on.set()
     prefill.run_until(lambda: job_id in prefill.saves)
 
-    assert prefill.saves[job_id] == SaveResult(job_id, committed=False)
+    assert prefill.saves[job_id] == SaveResult(job_id, committed=False, error="cancelled")
     assert prefill.released == []
     assert len(lender._memory.tails._free) == num_slots

@@ -190,6 +190,24 @@ def test_a_save_goes_to_all_and_ends_with_the_last(peer, store):
     assert both.step().saves == (SaveResult(job, committed=True),)
 
 
+def test_what_no_handoff_leads_to_is_not_lent(peer, store):
+    both = Members(peer, store)
+    job = both.scheduler.save(KEYS, BLOCKS)
+    both.start()
+    assert not peer.pending
+    store.end_save(store.pending[0])
+    assert both.step().saves == (SaveResult(job, committed=True),)
+
+
+def test_peers_alone_are_told_of_every_save(peer):
+    both = Members(peer, FakeMember("another", finds_by_key=False))
+    job = both.scheduler.save(KEYS, BLOCKS)
+    both.start()
+    for member in both.members:
+        member.end_save(member.pending[0], committed=False)
+    assert both.step().saves == (SaveResult(job, committed=False),)
+
+
 @pytest.mark.parametrize(("carried", "committed"), [(True, True), (False, False)])
 def test_only_who_carries_handoffs_commits(carried, committed):
     near, far = FakeMember("near", carries_handoffs=False), FakeMember("far")
