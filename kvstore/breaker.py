@@ -5,11 +5,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.store import GetStatus, KvStore, MappedObjects, StoreUnavailableError
 
-__all__ = ["Breaker", "BreakerStore", "NotAskedError", "log_level_of"]
+__all__ = ["Breaker", "BreakerCounts", "BreakerStore", "NotAskedError", "log_level_of"]
 
 _FIRST_COOLDOWN_S = 1.0
 _LONGEST_COOLDOWN_S = 30.0
@@ -28,6 +29,19 @@ class NotAskedError(StoreUnavailableError):
 def log_level_of(error: StoreUnavailableError) -> int:
     """How loud a call's failure is: a breaker has told of an outage, its calls need not."""
     return logging.DEBUG if isinstance(error, NotAskedError) else logging.WARNING
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerCounts:
+    """What one or more breakers tell Prometheus.
+
+    Attributes:
+        num_open: breakers that are open now.
+        num_opened: how often one has opened; it never goes down.
+    """
+
+    num_open: int
+    num_opened: int
 
 
 class Breaker:
@@ -66,6 +80,11 @@ class Breaker:
     def is_open(self) -> bool:
         """Whether calls fail at once."""
         return self._probe_at is not None
+
+    @property
+    def counts(self) -> BreakerCounts:
+        """Its own."""
+        return BreakerCounts(int(self.is_open), self.num_opened)
 
     def call(self, call: Callable[[], _Result]) -> _Result:
         """Calls, unless the breaker is open and this is not the probe.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal
 
-from kvstore.breaker import Breaker
+from kvstore.breaker import BreakerCounts
 from kvstore.store import StoreStats
 
 __all__ = [
@@ -156,12 +156,12 @@ class TransferMetrics:
 
     Attributes:
         read_stats: a store's `stats`, for when Prometheus asks; None where there is none.
-        read_breakers: what guards the backend now, and the direction of the calls that it stops.
+        read_breakers: of what guards the backend, with the direction of the calls that it stops.
     """
 
     def __init__(self) -> None:
         self.read_stats: Callable[[], StoreStats] | None = None
-        self.read_breakers: Callable[[], Iterable[tuple[Direction, Breaker]]] = tuple
+        self.read_breakers: Callable[[], Iterable[tuple[Direction, BreakerCounts]]] = tuple
         self._lock = Lock()
         self._values: dict[_Series, float] = {}
         self._histograms: dict[_Series, Histogram] = {}
@@ -259,9 +259,9 @@ class TransferMetrics:
 
     def _read_breakers(self) -> dict[_Series, float]:
         values: Counter[_Series] = Counter()
-        for direction, breaker in self.read_breakers():
-            values["baton_kv_open_breakers", direction] += breaker.is_open
-            values["baton_kv_breaker_openings", direction] += breaker.num_opened
+        for direction, counts in self.read_breakers():
+            values["baton_kv_open_breakers", direction] += counts.num_open
+            values["baton_kv_breaker_openings", direction] += counts.num_opened
         return dict(values)
 
     def _add(self, amount: float, *series: str) -> None:

@@ -80,10 +80,12 @@ class StoreConnectorWorker(KvConnectorWorker):
 
     def measure(self, metrics: KvMetrics, backend: str) -> None:
         """See `KvConnectorWorker.measure`."""
-        counted, store = metrics.of(backend), self._store
+        counted, breakers = metrics.of(backend), self._store.breakers
         self.wrap_backend(lambda inner: MeasuredBackend(inner, counted))
         counted.read_stats = self._read_stats
-        counted.read_breakers = lambda: zip(("load", "save", "save"), store.breakers, strict=True)
+        counted.read_breakers = lambda: zip(
+            ("load", "save", "save"), (breaker.counts for breaker in breakers), strict=True
+        )
 
     def start(self, work: ConnectorWork) -> None:
         """See `KvConnectorWorker.start`."""

@@ -11,7 +11,7 @@ import grpc
 
 from baton.v1 import kv_peer_pb2 as pb
 from baton.v1 import kv_peer_pb2_grpc
-from kvstore.breaker import Breaker
+from kvstore.breaker import Breaker, BreakerCounts
 from kvstore.peer.address import PeerAddress
 from kvstore.peer.framing import to_view
 from kvstore.peer.server import CHANNEL_OPTIONS, GENERATION_REFUSED, SERVICE_NAME
@@ -116,13 +116,16 @@ class Peers:
         self._transport = transport
         self._lock = threading.Lock()
         self._peers: dict[PeerAddress, Peer] = {}
+        self._num_opened_before = 0  # breakers of peers that are forgotten
         self._is_closed = False
 
     @property
-    def breakers(self) -> list[Breaker]:
-        """Of the peers known now."""
+    def breaker_counts(self) -> BreakerCounts:
+        """Breakers open of the peers known now; how often one opened of any peer there was."""
         with self._lock:
-            return [peer.breaker for peer in self._peers.values()]
+            counts = [peer.breaker.counts for peer in self._peers.values()]
+            num_opened = self._num_opened_before + sum(each.num_opened for each in counts)
+        return BreakerCounts(sum(each.num_open for each in counts), num_opened)
 
     @contextmanager
     def use(self, address: PeerAddress) -> Iterator[Peer]:
@@ -145,7 +148,7 @@ class Peers:
     def forget(self, address: PeerAddress) -> None:
         """Ends all that goes on with a peer. It may be used anew."""
         with self._lock:
-            peer = self._peers.pop(address, None)
+            peer = self._take(address) if address in self._peers else None
         if peer is not None:
             self._end(peer)
 
@@ -153,8 +156,7 @@ class Peers:
         """Ends all that goes on with all peers. Idempotent."""
         with self._lock:
             self._is_closed = True
-            peers = list(self._peers.values())
-            self._peers.clear()
+            peers = [self._take(address) for address in list(self._peers)]
         for peer in peers:
             self._end(peer)
 
@@ -180,9 +182,13 @@ class Peers:
         )
         num_excess = max(0, len(self._peers) - _MAX_PEERS)
         idle = [p for i, p in enumerate(unused) if i < num_excess or now - p.idle_since > _IDLE_S]
-        for peer in idle:
-            del self._peers[peer.address]
-        return idle
+        return [self._take(peer.address) for peer in idle]
+
+    def _take(self, address: PeerAddress) -> Peer:
+        """Takes out a peer, whose breaker is counted on."""
+        peer = self._peers.pop(address)
+        self._num_opened_before += peer.breaker.num_opened
+        return peer
 
     def _end(self, peer: Peer) -> None:
         peer.close()

@@ -92,7 +92,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         counted = self._metrics = metrics.of(backend)
         self.wrap_backend(lambda inner: MeasuredBackend(inner, counted))
         self._lending.metrics = self._renewals.metrics = counted
-        counted.read_breakers = lambda: [("load", breaker) for breaker in self._peers.breakers]
+        counted.read_breakers = lambda: [("load", self._peers.breaker_counts)]
 
     def register_pool(
         self,

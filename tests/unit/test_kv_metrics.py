@@ -167,7 +167,7 @@ def test_a_store_tells_what_it_knows():
 def test_breakers_are_read_when_asked():
     exported = Exported()
     reads, other = Breaker("reads"), Breaker("other reads")
-    exported.metrics.read_breakers = lambda: [("load", reads), ("load", other)]
+    exported.metrics.read_breakers = lambda: [("load", reads.counts), ("load", other.counts)]
     assert exported.value("baton_kv_open_breakers", direction="load") == 0
 
     with pytest.raises(StoreUnavailableError):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.v1 import kv_peer_pb2 as pb
+from kvstore.breaker import BreakerCounts
 from kvstore.handoff import KvHandoff
 from kvstore.peer import peers as peers_module
 from kvstore.peer.address import PeerAddress
@@ -228,7 +229,7 @@ def test_a_generation_that_is_gone_is_forgotten():
     with pytest.raises(GenerationGoneError), peers.use(address(0)):
         raise GenerationGoneError("restarted")
     assert transport.removed == [address(0).peer_id]
-    assert peers.breakers == []
+    assert peers._peers == {}
     peers.close()
 
 
@@ -246,8 +247,9 @@ def test_one_peers_breaker_is_not_anothers():
             dead.ask(lambda: calls.append(0))
         assert calls == [], "refused at once"
         assert well.ask(lambda: 7) == 7
-    assert [breaker.is_open for breaker in peers.breakers] == [True, False]
+    assert peers.breaker_counts == BreakerCounts(num_open=1, num_opened=1)
     peers.close()
+    assert peers.breaker_counts == BreakerCounts(num_open=0, num_opened=1), "a counter"
 
 
 def test_a_refusal_is_an_answer():
