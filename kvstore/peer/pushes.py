@@ -12,7 +12,7 @@ from kvstore.peer.transport import PeerTransport, TransferError
 
 __all__ = ["Pusher"]
 
-# What readers ask about they ask soon; an entry is some hundred bytes.
+# Pushes that never begin: they come soon or not at all. An entry is some hundred bytes.
 _MAX_REMEMBERED = 65_536
 _MAX_READERS = 64
 
@@ -35,7 +35,8 @@ class Pusher:
     def __init__(self, transport: PeerTransport) -> None:
         self._transport = transport
         self._lock = threading.Lock()
-        # Pushes by id: the reader's peer id, and where it stands.
+        # Pushes by id: the reader's peer id, and where it stands. Those that have begun and are
+        # settled are left out: of what is not known here `settle` says the same.
         self._pushes: OrderedDict[bytes, tuple[str, _State]] = OrderedDict()
         self._readers: OrderedDict[str, int] = OrderedDict()  # pushes under way by peer id
 
@@ -71,9 +72,7 @@ class Pusher:
         with self._lock:
             reader, state = self._pushes.setdefault(push_id, ("", _State.SETTLED))
             self._forget_oldest()
-        if state is _State.UNSETTLED and self._transport.has_settled(reader):
-            return True
-        return state is _State.SETTLED
+        return self._is_over(reader, state)
 
     def _write(
         self, request: pb.PushBlocksRequest, read: BlockRead, ranges: LentRanges, timeout_s: float
@@ -111,10 +110,19 @@ class Pusher:
             self._transport.remove_peer(reader)
         with self._lock:
             self._readers[reader] -= 1
-            self._pushes[push_id] = (reader, state)
+            if state is _State.SETTLED:
+                del self._pushes[push_id]
+            else:
+                self._pushes[push_id] = (reader, state)
 
     def _forget_oldest(self) -> None:
         if len(self._pushes) > _MAX_REMEMBERED:
             push_id, (reader, state) = self._pushes.popitem(last=False)
-            if state is not _State.SETTLED:
+            if not self._is_over(reader, state):
                 self._pushes[push_id] = (reader, state)  # its turn comes again
+
+    def _is_over(self, reader: str, state: _State) -> bool:
+        """Whether a push can write no more."""
+        if state is _State.UNSETTLED:
+            return self._transport.has_settled(reader)
+        return state is _State.SETTLED
