@@ -46,24 +46,32 @@ def load_nixl() -> ModuleType:
         _send_logs_to_root()
 
 
-def new_agent(nixl: ModuleType, name: str, *, with_thread: bool) -> Any:
-    """An agent with the UCX backend.
+def new_agent(
+    nixl: ModuleType, name: str, *, with_thread: bool, timeout_s: float | None = None
+) -> Any:
+    """An agent with the UCX backend. One is made at a time, which takes some tenths of a second.
 
     Args:
         nixl: the package.
         name: unlike that of any other agent anywhere.
         with_thread: whether a thread of its own answers remotes.
+        timeout_s: longest wait for its turn; None waits for it.
 
     Raises:
         ConfigurationError: UCX finds no transport that it may use.
+        TimeoutError: others took the time.
     """
     config = nixl.nixl_agent_config(enable_prog_thread=with_thread, backends=[])
-    with _creating:
+    if not _creating.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+        raise TimeoutError("other connections that are being made took the time")
+    try:
         agent = nixl.nixl_agent(name, config)
         try:
             agent.create_backend("UCX", {"engine_config": _UCX})
         except Exception as error:  # nixl's errors have no base of their own
             raise ConfigurationError(f"nixl: UCX does not start ({error}); see UCX_TLS") from error
+    finally:
+        _creating.release()
     return agent
 
 

@@ -92,7 +92,7 @@ class NixlLink:
         try:
             if self.is_lost:
                 raise TransferError("the peer was given up; add it again", is_settled=True)
-            self._open()
+            self._open(give_up_at)
             problem = self._move_all(operation, *pairs, give_up_at)
             is_over = self._end() if problem else True
         finally:
@@ -108,12 +108,13 @@ class NixlLink:
         with self._lock:
             self._end()
 
-    def _open(self) -> None:
+    def _open(self, give_up_at: float) -> None:
         """Makes the agent, once. It connects as bytes are to move."""
         if self._agent is not None:
             return
         try:
-            self._agent = new_agent(self._nixl, f"baton-link-{uuid4().hex}", with_thread=False)
+            name, left_s = f"baton-link-{uuid4().hex}", give_up_at - time.monotonic()
+            self._agent = new_agent(self._nixl, name, with_thread=False, timeout_s=left_s)
             self._register_new()
             self._peer_name = self._agent.add_remote_agent(self._peer.agent)
         except Exception as error:  # nixl's errors have no base of their own

@@ -299,6 +299,19 @@ def test_a_thread_that_waits_for_its_turn_waits_no_longer_than_its_timeout(new_r
         assert time.monotonic() - began < 10.0
 
 
+def test_to_connect_waits_for_other_connections_no_longer_than_its_timeout(remote):
+    with opened() as (transport, pool):
+        transport.add_peer("remote", remote.metadata)
+        with nixl_library._creating, ThreadPoolExecutor(1) as threads:
+            reading = threads.submit(read_all, transport, "remote", remote, pool, 0.2)
+            error = reading.exception(TIMEOUT_S)
+        assert isinstance(error, TransferError)
+        assert error.is_settled
+        assert "took the time" in str(error)
+        transport.add_peer("remote", remote.metadata)
+        read_all(transport, "remote", remote, pool)
+
+
 def test_a_reader_killed_while_it_reads_harms_nobody(remote, new_remote):
     reader = new_remote()
     reader.keep_reading(remote)
