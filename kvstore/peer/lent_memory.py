@@ -186,7 +186,7 @@ class GatheredMemory(LentMemory):
 
     Args:
         desk: who copies.
-        segments: where to; one for each read at a time.
+        segments: where to; one for each copy at a time.
         tails: where copies of tails lie.
     """
 
@@ -194,34 +194,35 @@ class GatheredMemory(LentMemory):
         super().__init__(tails)
         self._desk = desk
         self._free = list(segments)
+        self._num_slots = segments[0].num_slots
         self._num_free = threading.Semaphore(len(self._free))
 
     def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[Frame]]:
         """See `LentMemory.frames`."""
+        for first in range(0, len(read.blocks), self._num_slots):
+            blocks = read.blocks[first : first + self._num_slots]
+            whole = iter(self._gather([b for b in blocks if b.tail_slot is None], timeout_s))
+            yield [
+                (
+                    block.header,
+                    next(whole) if block.tail_slot is None else self.tails.payload(block.tail_slot),
+                )
+                for block in blocks
+            ]
+
+    def _gather(self, blocks: Sequence[LentBlock], timeout_s: float) -> list[memoryview]:
+        """Copies of blocks. Out of the segment, too: a reader that is slow to take them must not
+        keep it from others.
+        """
+        if not blocks:
+            return []
         if not self._num_free.acquire(timeout=timeout_s):
             raise StoreUnavailableError("too many reads at a time")
         segment = self._free.pop()
         try:
-            for first in range(0, len(read.blocks), segment.num_slots):
-                blocks = read.blocks[first : first + segment.num_slots]
-                yield self._gather(blocks, segment, timeout_s)
+            self._desk.gather([block.object_id for block in blocks], segment, timeout_s)
+            slots = segment.slots[: len(blocks)]
+            return [memoryview(bytes(slot[HEADER_BYTES:])) for slot in slots]
         finally:
             self._free.append(segment)
             self._num_free.release()
-
-    def _gather(
-        self, blocks: Sequence[LentBlock], segment: Segment, timeout_s: float
-    ) -> list[Frame]:
-        whole = [block.object_id for block in blocks if block.tail_slot is None]
-        if whole:
-            self._desk.gather(whole, segment, timeout_s)
-        slots = iter(segment.slots)
-        return [
-            (
-                block.header,
-                next(slots)[HEADER_BYTES:]
-                if block.tail_slot is None
-                else self.tails.payload(block.tail_slot),
-            )
-            for block in blocks
-        ]
