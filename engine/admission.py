@@ -140,6 +140,7 @@ class Admission:
             if num_missing <= self._kv.pool.num_free + self._kv.num_fenced:
                 return False  # they come free when steps report
             if len(self._queues.running) == 1:
+                self._transfers.yield_lent(group)
                 return False  # they come free when transfers end
             victim = self._queues.running[-1]
             self._preempt(victim, plan)

@@ -118,6 +118,7 @@ class GroupQueues:
         _remove(self._running, group)
         self.chunking.pop(group, None)
         self._transfers.forget(group)
+        self._transfers.take_back(group)
         for sequence in group.running:
             self._branches.unseat(sequence)
             sequence.num_scheduled = sequence.num_computed

@@ -17,7 +17,7 @@ from itertools import chain
 
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
-from engine.sequence_group import SequenceGroup
+from engine.sequence_group import SequenceGroup, new_handoff_id
 from engine.transfer_blocks import TransferBlocks, TransferItem, held_by
 from kvstore.connector import KvConnectorScheduler, SaveResult
 from kvstore.handoff import KvHandoff
@@ -42,6 +42,15 @@ class SavePolicy:
     prompts: bool = False
     interval: int | None = None
     at_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """`lease_id` is the group's handoff's when it began."""
+
+    group: SequenceGroup
+    block_ids: list[int]
+    lease_id: str
 
 
 class Saves:
@@ -76,8 +85,8 @@ class Saves:
         self._kv_form = kv_form
         self._policy = policy
         self._on_job = on_job
-        self._jobs: dict[int, tuple[SequenceGroup, list[int]]] = {}
-        self._held: dict[int, list[int]] = {}
+        self._jobs: dict[int, _Save] = {}
+        self._held: dict[int, _Save] = {}
         # Tails of handoffs that nobody has released yet, by handoff id.
         self._tail_keys: OrderedDict[str, list[bytes]] = OrderedDict()
 
@@ -92,8 +101,8 @@ class Saves:
 
     def held_blocks(self) -> list[int]:
         """One entry per reference that a job holds."""
-        held = [block for _, blocks in self._jobs.values() for block in blocks]
-        return held + list(chain.from_iterable(self._held.values()))
+        saves = chain(self._jobs.values(), self._held.values())
+        return [block for save in saves for block in save.block_ids]
 
     # What is saved.
 
@@ -154,6 +163,7 @@ class Saves:
         if handoff is None or group.save_failed:
             return None
         group.is_handed_over = True
+        self._connector.offer(handoff.handoff_id)
         if handoff.num_tokens % self._cut.size != 0:
             self._tail_keys[handoff.handoff_id] = self._cut.object_keys(handoff.block_keys[-1:])
         if len(self._tail_keys) > _MAX_HANDOFFS:
@@ -168,6 +178,24 @@ class Saves:
         self._connector.end_lease(handoff_id)
         if keys := self._tail_keys.pop(handoff_id, None):
             self._connector.delete(keys)
+
+    def take_back(self, group: SequenceGroup) -> None:
+        """The group gives way, and with its blocks all that is lent of them. What it hands
+        over when it has computed them again has another id, and is saved anew.
+        """
+        saves = chain(self._jobs.values(), self._held.values())
+        if group.hands_over and any(save.lease_id == group.handoff_id for save in saves):
+            self._connector.end_lease(group.handoff_id)
+            group.handoff_id = new_handoff_id()
+            group.num_saved = group.num_told = group.lead.num_saved = 0
+
+    def yield_lent(self, group: SequenceGroup) -> None:
+        """The group waits for blocks, and no other holds any. Where all that could come free
+        is lent for its own handoff, as what lies behind a window is, it hands nothing over.
+        """
+        lent = self._held.values()
+        if lent and not self._jobs and all(save.lease_id == group.handoff_id for save in lent):
+            self._connector.end_lease(group.handoff_id)
 
     def abandon(self, group: SequenceGroup) -> None:
         """The request is over; unless it was handed over, nobody comes for what it saved."""
@@ -187,19 +215,17 @@ class Saves:
 
     def finish(self, result: SaveResult) -> SequenceGroup:
         """Takes in a result; whose save it was."""
-        group, block_ids = self._jobs.pop(result.job_id)
+        save = self._jobs.pop(result.job_id)
         if result.is_held:
-            self._held[result.job_id] = block_ids
+            self._held[result.job_id] = save
         else:
-            self._pool.release(block_ids)
-        group.pending_saves.pop(result.job_id, None)
-        group.save_failed |= not result.committed
-        self._clean_up(group)
-        return group
+            self._pool.release(save.block_ids)
+        self._end(result.job_id, save, failed=not result.committed)
+        return save.group
 
     def release(self, job_id: int) -> None:
         """Nobody reads the blocks of a finished job any more."""
-        self._pool.release(self._held.pop(job_id))
+        self._pool.release(self._held.pop(job_id).block_ids)
 
     def give_up(self, job_id: int) -> tuple[SequenceGroup, int]:
         """A save does not report: its group goes on. Its blocks stay held.
@@ -207,11 +233,16 @@ class Saves:
         Returns:
             The group, and how many blocks stay.
         """
-        group, block_ids = self._jobs[job_id]
+        save = self._jobs[job_id]
+        self._end(job_id, save, failed=True)
+        return save.group, len(save.block_ids)
+
+    def _end(self, job_id: int, save: "_Save", *, failed: bool) -> None:
+        group = save.group
         group.pending_saves.pop(job_id, None)
-        group.save_failed = True
+        if save.lease_id == group.handoff_id:  # what was taken back is saved again
+            group.save_failed |= failed
         self._clean_up(group)
-        return group, len(block_ids)
 
     def _first_unsaved(self, sequence: Sequence) -> int:
         return max(sequence.num_saved, sequence.group.num_saved)
@@ -252,7 +283,7 @@ class Saves:
         group.published += [item.key for item in items]
         block_ids = held_by(items)
         self._pool.acquire(block_ids)
-        self._jobs[job_id] = (group, block_ids)
+        self._jobs[job_id] = _Save(group, block_ids, group.handoff_id)
         self._on_job(job_id)
         group.pending_saves[job_id] = first
 

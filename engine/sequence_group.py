@@ -21,7 +21,7 @@ from engine.sequence import FinishedCandidate, Sequence
 from kvstore.block_key import BlockKeyChain
 from kvstore.handoff import KvHandoff
 
-__all__ = ["GroupState", "SequenceGroup", "order_of"]
+__all__ = ["GroupState", "SequenceGroup", "new_handoff_id", "order_of"]
 
 _ROOT = -1
 
@@ -76,6 +76,7 @@ class SequenceGroup:
         pending_handoff: the request's handoff until its load has started.
         kept_handoff: id of the handoff whose lease is renewed for it.
         handoff_id: names the handoff that this group's prefill makes; empty where it makes none.
+            It is another one after each preemption.
         handoff: that handoff.
         is_handed_over: it was told.
         reported: whether an output with timings has been sent.
@@ -121,7 +122,7 @@ class SequenceGroup:
     def __post_init__(self) -> None:
         self.pending_handoff = self.request.handoff
         if self.hands_over:
-            self.handoff_id = uuid.uuid4().hex
+            self.handoff_id = new_handoff_id()
         for progress in self.request.progress:
             self.branches.append(self.new_branch(progress.index, progress.output_token_ids))
             self.branches[-1].logprob = progress.logprob
@@ -265,6 +266,11 @@ class SequenceGroup:
             limit=self.num_prompt + 1 if self.hands_over else self.max_len,
             is_streamed=not self.request.is_ranked,
         )
+
+
+def new_handoff_id() -> str:
+    """An id that no handoff has."""
+    return uuid.uuid4().hex
 
 
 def order_of(group: SequenceGroup) -> tuple[float, int]:

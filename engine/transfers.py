@@ -126,6 +126,16 @@ class Transfers:
         if self.is_connected:
             self._loads.forget(group)
 
+    def take_back(self, group: SequenceGroup) -> None:
+        """The group gives way; see `Saves.take_back`."""
+        if self.is_connected:
+            self._saves.take_back(group)
+
+    def yield_lent(self, group: SequenceGroup) -> None:
+        """The group waits for blocks that nobody else holds; see `Saves.yield_lent`."""
+        if self.is_connected:
+            self._saves.yield_lent(group)
+
     def abandon(self, group: SequenceGroup) -> None:
         """The request is over; see `Saves.abandon`."""
         if self.is_connected:

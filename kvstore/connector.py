@@ -19,8 +19,9 @@ Who owns what:
 There are two families. A *store* has copies of what was saved: the blocks are
 free once the save's result is in. A *peer* lends the blocks themselves: the
 save's result says `is_held`, and they stay referenced until `released` names
-the job. What is lent belongs to a lease, which whoever loads renews, and which
-ends when it is released or has run out.
+the job. What is lent belongs to a lease, whose time begins when it is offered:
+when all that it is for is saved, and others are told. From then on whoever loads
+renews it, and it ends when it is released or has run out.
 
 Block lists are half-open prefixes: job item `i` moves `block_ids[i]` under
 `keys[i]`. What they name are *transfer blocks*, as `kvstore.transfer_form` cuts
@@ -145,7 +146,8 @@ class ConnectorWork:
     Attributes:
         kept: handoffs to others' blocks, whose leases are to be renewed until `dropped`.
         dropped: ids of handoffs of `kept`.
-        ended: leases on own blocks that nobody needs any longer.
+        offered: leases on own blocks whose handoffs are told: from now on they may run out.
+        ended: leases on own blocks that nobody needs any longer. They never begin again.
     """
 
     lookups: tuple[LookupJob, ...] = ()
@@ -156,6 +158,7 @@ class ConnectorWork:
     deletes: tuple[bytes, ...] = ()
     kept: tuple[KvHandoff, ...] = ()
     dropped: tuple[str, ...] = ()
+    offered: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -191,6 +194,7 @@ class WorkBuffer:
     deletes: list[bytes] = field(default_factory=list)
     kept: list[KvHandoff] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    offered: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
 
     def drain(self) -> ConnectorWork:
@@ -271,9 +275,15 @@ class KvConnectorScheduler(ABC):
     def drop(self, handoff_id: str) -> None:
         """Ends `keep`: what the request needed is loaded, or nobody waits any more."""
 
+    def offer(self, lease_id: str) -> None:  # noqa: B027 - who lends nothing may do nothing
+        """A handoff is told, all of whose saves have ended: its lease may run out from now on."""
+
     @abstractmethod
     def end_lease(self, lease_id: str) -> None:
-        """Nobody needs any longer what was saved for a handoff alone. Unknown ids are fine."""
+        """Nobody needs any longer what was saved for a handoff alone. Unknown ids are fine.
+
+        One of this and `offer` is owed for each lease that something was saved for.
+        """
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> None:

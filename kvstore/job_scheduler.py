@@ -26,7 +26,8 @@ class JobScheduler(KvConnectorScheduler):
 
     Args:
         scheme: the connector's name, as tiers compare it.
-        lease_s: how long what a handoff names can be loaded, unless its lease is renewed.
+        lease_s: how long what a handoff names can be loaded once it is told, unless its lease
+            is renewed.
         finds_by_key: see `KvConnectorScheduler`.
         params: what a reader must know of this process, for every handoff.
     """
@@ -115,6 +116,10 @@ class JobScheduler(KvConnectorScheduler):
     def drop(self, handoff_id: str) -> None:
         """See `KvConnectorScheduler.drop`."""
         self._work.dropped.append(handoff_id)
+
+    def offer(self, lease_id: str) -> None:
+        """See `KvConnectorScheduler.offer`."""
+        self._work.offered.append(lease_id)
 
     def end_lease(self, lease_id: str) -> None:
         """See `KvConnectorScheduler.end_lease`."""

@@ -81,8 +81,10 @@ class PromptEvents:
 
 
 def _joined(earlier: KvHandoff | None, later: KvHandoff) -> KvHandoff:
-    """Two successive parts of what is saved as one."""
-    if earlier is None:
+    """Two successive parts of what is saved as one. A prompt that gave way is saved anew,
+    for another handoff, and from its start.
+    """
+    if earlier is None or earlier.handoff_id != later.handoff_id:
         return later
     return replace(later, block_keys=earlier.block_keys + later.block_keys)
 

@@ -121,7 +121,8 @@ class PrefillResponse(google.protobuf.message.Message):
     def saved(self) -> Global___KvHandoff:
         """Full blocks that decode can load already: block_keys are those since the
         last `saved`, in order, and num_tokens what all so far cover. Any number
-        of times; its terms end with the request, unless `end` renews them.
+        of times; its terms end with the request, unless `end` renews them. One
+        of another handoff_id begins anew: the prompt had to give way meanwhile.
         """
 
     @property

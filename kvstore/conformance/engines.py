@@ -142,6 +142,8 @@ class TinyEngine:
         lease_id = os.urandom(16).hex()
         result = self.save(keys, block_ids, num_tail_tokens, lease_id)
         assert result.committed, "the blocks cannot be saved"
+        self.scheduler.offer(lease_id)
+        self.step()
         return self.make_handoff(keys, lease_id, num_tail_tokens)
 
     def start_load(self, handoff: KvHandoff, block_ids: Sequence[int]) -> int:

@@ -95,6 +95,38 @@ def test_a_lease_that_nobody_renews_runs_out(
     assert torch.equal(reader.block_bytes, before)
 
 
+@pytest.mark.usefixtures("lends")
+def test_a_lease_that_was_not_offered_does_not_run_out(
+    open_engine: EngineOpener, short_lease_url: str
+) -> None:
+    """However long the rest of its prompt takes."""
+    publisher, reader = open_engine(url=short_lease_url), open_engine(url=short_lease_url)
+    keys = random_prompt(4)
+    publisher.save(keys[:2], range(2), lease_id="slow")
+    publisher.run_for(1.5)
+    publisher.save(keys[2:], range(2, 4), lease_id="slow")
+    assert not publisher.released
+    assert reader.load(publisher.make_handoff(keys, "slow"), range(4)).num_blocks == 4
+
+    publisher.scheduler.offer("slow")
+    publisher.run_until(lambda: len(publisher.released) == 2, "a lease of a second")
+
+
+@pytest.mark.usefixtures("only_lends")
+def test_a_lease_that_has_ended_does_not_begin_again(
+    publisher: TinyEngine, reader: TinyEngine
+) -> None:
+    keys = random_prompt(4)
+    publisher.save(keys[:2], range(2), lease_id="over")
+    publisher.scheduler.end_lease("over")
+    publisher.run_until(lambda: bool(publisher.released), "giving back")
+
+    result = publisher.save(keys[2:], range(2, 4), lease_id="over")
+    assert not result.committed
+    assert not result.is_held
+    assert reader.load(publisher.make_handoff(keys, "over"), range(4)).num_blocks == 0
+
+
 @pytest.mark.usefixtures("only_lends")
 def test_a_lease_that_is_kept_lasts_until_it_is_dropped(
     open_engine: EngineOpener, short_lease_url: str

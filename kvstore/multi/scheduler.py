@@ -213,6 +213,11 @@ class MultiScheduler(KvConnectorScheduler):
         for member in self._members:
             member.scheduler.drop(handoff_id)
 
+    def offer(self, lease_id: str) -> None:
+        """See `KvConnectorScheduler.offer`."""
+        for member in self._members:
+            member.scheduler.offer(lease_id)
+
     def end_lease(self, lease_id: str) -> None:
         """See `KvConnectorScheduler.end_lease`."""
         for member in self._members:

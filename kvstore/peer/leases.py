@@ -1,21 +1,27 @@
 """`LeaseTable`: which blocks are lent, to whom, and until when. Pure.
 
-A lease begins with its first save and lasts `lease_s` from its last save or
-renewal. What it lends is found by key, until it ends or runs out. From then on
-nobody finds it, and when the last read that had found it is over, its save
-jobs are released, each exactly once.
+A lease begins with its first save. Once it is offered it lasts `lease_s`, from then
+or from its last renewal; until then it is its owner's to end, however long the
+rest of a prompt takes. What it lends is found by key, until it ends or runs out.
+From then on nobody finds it, and when the last read that had found it is over, its
+save jobs are released, each exactly once. A lease that is over never begins again:
+saves that come late lend nothing.
 
 A read has a deadline of its own, past which it is cut off: whoever copies out
 of blocks does so within `BlockRead.copying`, which fails from then on.
 """
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 __all__ = ["BlockRead", "LeaseGoneError", "LeaseTable", "LentBlock", "Released"]
+
+# Saves for a lease come within its prompt's time: later ones need not be told from others'.
+_MAX_ENDED = 16_384
 
 
 class LeaseGoneError(Exception):
@@ -49,11 +55,10 @@ class Released:
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    expires_at: float
+    expires_at: float = math.inf  # until it is offered
     blocks: dict[bytes, LentBlock] = field(default_factory=dict)
     job_ids: list[int] = field(default_factory=list)
     tail_slots: list[int] = field(default_factory=list)
-    num_saves: int = 0  # begun and not over
     num_reads: int = 0  # open
     is_over: bool = False
 
@@ -99,7 +104,7 @@ class LeaseTable:
     """All leases of one process. Any thread may call any method.
 
     Args:
-        lease_s: how long a lease lasts from its last save or renewal.
+        lease_s: how long a lease lasts from its offer, or its last renewal.
         clock: seconds, monotonic.
     """
 
@@ -108,6 +113,7 @@ class LeaseTable:
         self._clock = clock
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}  # those that can be read and renewed
+        self._ended: dict[str, None] = {}  # the last of those that are over
         self._saves: dict[int, _Lease] = {}
         self._reads: dict[int, BlockRead] = {}
         self._read_ids = itertools.count(1)
@@ -118,11 +124,12 @@ class LeaseTable:
     # Saves.
 
     def begin_save(self, lease_id: str, job_id: int) -> None:
-        """A save for a lease is under way, which begins or goes on."""
+        """A save for a lease is under way, which begins or goes on, unless it is over."""
         with self._lock:
-            lease = self._leases.setdefault(lease_id, _Lease(0.0))
-            lease.expires_at = self._clock() + self._lease_s
-            lease.num_saves += 1
+            if lease_id in self._ended:
+                lease = _Lease(is_over=True)
+            else:
+                lease = self._leases.setdefault(lease_id, _Lease())
             self._saves[job_id] = lease
 
     def known_header(self, key: bytes, object_id: int) -> bytes | None:
@@ -143,11 +150,8 @@ class LeaseTable:
         """
         with self._lock:
             lease = self._saves.pop(job_id)
-            lease.num_saves -= 1
             if lease.is_over or blocks is None:
-                self._settle(lease)
                 return False
-            lease.expires_at = self._clock() + self._lease_s
             lease.job_ids.append(job_id)
             for block in blocks:
                 self._lend(lease, block)
@@ -177,15 +181,25 @@ class LeaseTable:
 
     # Ends.
 
+    def offer(self, lease_ids: Sequence[str]) -> None:
+        """Others are told of the leases: their time begins. Unknown ids are fine."""
+        with self._lock:
+            for lease_id in lease_ids:
+                if (lease := self._leases.get(lease_id)) is not None:
+                    lease.expires_at = self._clock() + self._lease_s
+
     def renew(self, lease_ids: Sequence[str]) -> list[str]:
-        """Extends leases; returns those that are gone."""
+        """Extends leases, if their time has begun; returns those that are gone."""
         with self._lock:
             gone = []
             for lease_id in lease_ids:
                 try:
-                    self._find(lease_id).expires_at = self._clock() + self._lease_s
+                    lease = self._find(lease_id)
                 except LeaseGoneError:
                     gone.append(lease_id)
+                    continue
+                if lease.expires_at < math.inf:
+                    lease.expires_at = self._clock() + self._lease_s
             return gone
 
     def end(self, lease_ids: Sequence[str]) -> None:
@@ -222,7 +236,8 @@ class LeaseTable:
         with self._lock:
             deadlines = [lease.expires_at for lease in self._leases.values()]
             deadlines += [read.deadline for read in self._reads.values()]
-            return min(deadlines, default=None)
+            earliest = min(deadlines, default=math.inf)
+            return earliest if earliest < math.inf else None
 
     @property
     def has_released(self) -> bool:
@@ -260,6 +275,9 @@ class LeaseTable:
     def _end_lease(self, lease_id: str) -> None:
         lease = self._leases.pop(lease_id)
         lease.is_over = True
+        self._ended[lease_id] = None
+        if len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
         for block in lease.blocks.values():
             self._forget_header(block)
         lease.blocks.clear()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connector import SaveJob, SaveResult
+from kvstore.connector import ConnectorWork, SaveJob, SaveResult
 from kvstore.layout import LAYOUT_VERSION, KvLayout
 from kvstore.metrics import TransferMetrics
 from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port
@@ -81,11 +81,12 @@ class LendingSide:
         self._copier = copier
         self._servicer.lend(self._lending(pool, cut, memory, staging))
 
-    def start(self, saves: tuple[SaveJob, ...], ended: tuple[str, ...]) -> list[SaveJob]:
-        """Starts saves and ends leases; returns those that the caller has to gather."""
-        to_gather = self.lender.start(saves)
-        if ended:
-            self._leases.end(ended)
+    def start(self, work: ConnectorWork) -> list[SaveJob]:
+        """Starts saves, offers and ends leases; returns the saves that the caller has to gather."""
+        to_gather = self.lender.start(work.saves)
+        self._leases.offer(work.offered)
+        if work.ended:
+            self._leases.end(work.ended)
             self._wake()
         return to_gather
 

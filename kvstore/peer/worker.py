@@ -120,7 +120,7 @@ class PeerConnectorWorker(KvConnectorWorker):
             self._renewals.keep(handoff)
         for handoff_id in work.dropped:
             self._renewals.drop(handoff_id)
-        to_gather = self._lending.start(work.saves, work.ended)
+        to_gather = self._lending.start(work)
         self._mover.start(work.loads, to_gather, work.cancelled_loads)
 
     def poll(self) -> TransferResults:

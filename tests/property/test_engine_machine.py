@@ -253,6 +253,7 @@ class Cluster(RuleBasedStateMachine):
             assert not engine.live or engine.worker.lost, "a request starved"
             engine.worker.find()
         self._run_until(lambda: not any(engine.core.has_work for engine in engines))
+        self.run_all(1)  # what was told last is offered
         self._end_leases()
         for engine in engines:
             self._step(engine)  # with overlap the last step is still to be committed

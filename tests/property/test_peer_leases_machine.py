@@ -1,5 +1,7 @@
 """Leases and reads at random: every job is released once, and never under a read."""
 
+import math
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from kvstore.peer.leases import BlockRead, LeaseGoneError, LeaseTable, LentBlock
 
 LEASE_S = 10
 READ_S = 4
-LEASES = st.sampled_from(["a", "b"])
+LEASES = st.sampled_from("abcdef")
 KEYS = st.lists(st.sampled_from([b"1", b"2", b"3"]), min_size=1, max_size=3, unique=True)
 
 
@@ -26,17 +28,17 @@ class LeaseMachine(RuleBasedStateMachine):
         self.num_jobs = 0
         self.lent: dict[str, dict[bytes, int]] = {}  # lease -> key -> job
         self.expires: dict[str, float] = {}
+        self.gone: set[str] = set()
         self.lease_jobs: dict[str, set[int]] = {}
-        self.save_of: dict[int, tuple[str, int]] = {}
-        self.incarnation = 0
-        self.lease_incarnation: dict[str, int] = {}
+        self.save_of: dict[int, str] = {}
         self.held: set[int] = set()  # jobs told to be held, not released yet
         self.over: set[int] = set()  # of them, those whose lease has ended
         self.open: dict[BlockRead, set[int]] = {}
 
     def _forget(self, lease: str) -> None:
         self.over |= self.lease_jobs.pop(lease)
-        del self.lent[lease], self.expires[lease], self.lease_incarnation[lease]
+        self.gone.add(lease)
+        del self.lent[lease], self.expires[lease]
 
     def _expire(self) -> None:
         for lease in [name for name, at in self.expires.items() if at <= self.now]:
@@ -52,27 +54,24 @@ class LeaseMachine(RuleBasedStateMachine):
     def begin_save(self, lease: str) -> int:
         self.table.sweep()
         job, self.num_jobs = self.num_jobs, self.num_jobs + 1
-        if lease not in self.lent:
-            self.incarnation += 1
+        if lease not in self.lent and lease not in self.gone:
             self.lent[lease], self.lease_jobs[lease] = {}, set()
-            self.lease_incarnation[lease] = self.incarnation
-        self.expires[lease] = self.now + LEASE_S
-        self.save_of[job] = (lease, self.lease_incarnation[lease])
+            self.expires[lease] = math.inf
+        self.save_of[job] = lease
         self.table.begin_save(lease, job)
         return job
 
     @rule(job=consumes(saves), keys=KEYS, is_good=st.booleans())
     def end_save(self, job: int, keys: list[bytes], is_good: bool) -> None:
         self.table.sweep()
-        lease, incarnation = self.save_of.pop(job)
+        lease = self.save_of.pop(job)
         blocks = [LentBlock(key, b"h" + key, job * 10 + i) for i, key in enumerate(keys)]
         is_lent = self.table.end_save(job, blocks if is_good else None)
 
-        assert is_lent == (is_good and self.lease_incarnation.get(lease) == incarnation)
+        assert is_lent == (is_good and lease not in self.gone)
         if is_lent:
             self.held.add(job)
             self.lease_jobs[lease].add(job)
-            self.expires[lease] = self.now + LEASE_S
             for key in keys:
                 self.lent[lease].setdefault(key, job)
 
@@ -113,6 +112,14 @@ class LeaseMachine(RuleBasedStateMachine):
         gone = self.table.renew(leases)
         assert gone == [lease for lease in leases if lease not in self.lent]
         for lease in set(leases) - set(gone):
+            if self.expires[lease] < math.inf:
+                self.expires[lease] = self.now + LEASE_S
+
+    @rule(leases=st.lists(LEASES, unique=True))
+    def offer(self, leases: list[str]) -> None:
+        self.table.sweep()
+        self.table.offer(leases)
+        for lease in set(leases) & set(self.lent):
             self.expires[lease] = self.now + LEASE_S
 
     @rule(lease=LEASES)
@@ -159,7 +166,11 @@ def test_a_lease_that_has_run_out_is_not_found_before_the_sweep_either() -> None
     for job, lease in enumerate("ab"):
         table.begin_save(lease, job)
         table.end_save(job, [LentBlock(b"k", b"header", job)])
-    now[0] = LEASE_S
+    now[0] = 10 * LEASE_S
+    assert table.next_deadline is None, "it was not offered"
+    table.offer("ab")
+    now[0] = table.next_deadline or 0
+    assert now[0] == 11 * LEASE_S
 
     with pytest.raises(LeaseGoneError):
         table.open_read("a", [b"k"], READ_S)

@@ -121,7 +121,7 @@ class CheckedEngine:
         self.handed_over: list[tuple[CheckedRequest, RequestOutput, KvHandoff | None]] = []
         self.saved: list[KvHandoff] = []
         self._first_tokens: dict[str, RequestOutput] = {}
-        self._num_saved = Counter[str]()
+        self._num_saved = Counter[str]()  # by handoff
         self.followed_keys: set[bytes] = set()
         self.counts = Counter[str]()
         self._next_event = 1
@@ -148,7 +148,6 @@ class CheckedEngine:
         assert [(o.finish_reason, o.is_last) for o in outputs] == [(FinishReason.ABORTED, True)]
         del self.live[request_id]
         self._first_tokens.pop(request_id, None)
-        self._num_saved.pop(request_id, None)
 
     def finish_candidate(self, request_id: str, index: int) -> None:
         """As a router does that has found a stop text in what it was told."""
@@ -261,13 +260,12 @@ class CheckedEngine:
                 raise AssertionError(unexpected)
         if output.is_last:
             self._first_tokens.pop(output.request_id, None)
-            self._num_saved.pop(output.request_id, None)
             self.finished[output.request_id] = self.live.pop(output.request_id)
 
     def _take_saved(self, request: EngineRequest, saved: KvHandoff) -> None:
-        """Full blocks of the prompt, each once and in order."""
-        self._num_saved[request.request_id] += len(saved.block_keys)
-        num_tokens = self._num_saved[request.request_id] * self.config.transfer_block_size
+        """Full blocks of the prompt, each once and in order; once more if it had to give way."""
+        self._num_saved[saved.handoff_id] += len(saved.block_keys)
+        num_tokens = self._num_saved[saved.handoff_id] * self.config.transfer_block_size
         assert saved.block_keys
         assert saved.num_tokens == num_tokens <= len(request.prompt_token_ids)
         self.saved.append(saved)

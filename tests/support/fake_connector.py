@@ -76,6 +76,7 @@ class FakeWorker(KvConnectorWorker):
         self.store = store
         self.lends = lends
         self._held: dict[str, set[int]] = {}  # save jobs by lease
+        self._offered: dict[str, None] = {}
         self._ended: set[str] = set()
         self._released: list[int] = []
         self.pending: list[Job] = []
@@ -98,13 +99,14 @@ class FakeWorker(KvConnectorWorker):
         self.pending += (*work.lookups, *work.loads, *work.saves)
         for key in work.deletes:
             self.store.pop(key, None)
+        self._offered.update(dict.fromkeys(work.offered))
         for lease_id in work.ended:
             self.end_lease(lease_id)
 
     @property
     def leases(self) -> list[str]:
-        """Those that have not ended, in the order of their first blocks."""
-        return list(self._held)
+        """Those that were offered and have not ended, in this order."""
+        return [lease_id for lease_id in self._offered if lease_id in self._held]
 
     def end_lease(self, lease_id: str) -> None:
         """As when it is released, or has run out: nothing of it can be read any more."""

@@ -55,7 +55,15 @@ class FakeMember:
         jobs = (*work.lookups, *work.loads, *work.saves)
         assert all(job.keys for job in jobs), "nothing is asked for"
         self.pending += jobs
-        for name in ("cancelled_lookups", "cancelled_loads", "deletes", "kept", "dropped", "ended"):
+        for name in (
+            "cancelled_lookups",
+            "cancelled_loads",
+            "deletes",
+            "kept",
+            "dropped",
+            "offered",
+            "ended",
+        ):
             self.told += [(name, item) for item in getattr(work, name)]
         self.objects -= set(work.deletes)
         self.pending = [job for job in self.pending if job.job_id not in work.cancelled_lookups]

@@ -33,7 +33,8 @@ class GoodWorker(KvConnectorWorker):
         self.lease_s = lease_s
         self.lent = {}  # leases: {key: a view of the block, or a copy}
         self.jobs = {}  # leases: save jobs
-        self.ends_at = {}  # leases
+        self.ends_at = {}  # leases that were offered
+        self.over = set()  # leases
         self.kept = {}
         self.news = []
         self.released = []
@@ -51,6 +52,8 @@ class GoodWorker(KvConnectorWorker):
         self.news += [LookupResult(job.job_id, 0) for job in work.lookups]
         self.news += [self.save(job) for job in work.saves]
         self.news += [self.load(job) for job in work.loads]
+        for lease_id in work.offered:
+            self.ends_at[lease_id] = time.monotonic() + self.lease_s
         for lease_id in work.ended:
             self.end(lease_id)
         self.kept.update((handoff.handoff_id, handoff) for handoff in work.kept)
@@ -75,12 +78,13 @@ class GoodWorker(KvConnectorWorker):
         _lenders.pop(self.params, None)
 
     def save(self, job):
+        if job.lease_id in self.over:
+            return SaveResult(job.job_id, committed=False)
         lent = self.lent.setdefault(job.lease_id, {})
         lent.update(zip(job.keys, (self.blocks[each] for each in job.block_ids), strict=True))
         if job.num_tail_tokens:
             lent[job.keys[-1]] = self.tail(job.block_ids[-1], job.num_tail_tokens)
         self.jobs.setdefault(job.lease_id, []).append(job.job_id)
-        self.ends_at[job.lease_id] = time.monotonic() + self.lease_s
         return SaveResult(job.job_id, committed=True, is_held=True)
 
     def tail(self, block_id, num_tokens):
@@ -114,6 +118,7 @@ class GoodWorker(KvConnectorWorker):
     def end(self, lease_id):
         self.lent.pop(lease_id, None)
         self.ends_at.pop(lease_id, None)
+        self.over.add(lease_id)
         self.released += self.jobs.pop(lease_id, [])
 
 
@@ -205,6 +210,23 @@ class EagerWorker(GoodWorker):
         return result
 
 
+class HastyWorker(GoodWorker):
+    """Counts from the save, as if the rest of a prompt took no time."""
+
+    def save(self, job):
+        result = super().save(job)
+        self.ends_at[job.lease_id] = time.monotonic() + self.lease_s
+        return result
+
+
+class RestlessWorker(GoodWorker):
+    """Lends anew for a lease that is over."""
+
+    def save(self, job):
+        self.over.discard(job.lease_id)
+        return super().save(job)
+
+
 class GenerousWorker(GoodWorker):
     """Lets others read what it has given back."""
 
@@ -266,6 +288,8 @@ GappyConnector = _connector_of(GappyWorker)
 SilentConnector = _connector_of(SilentWorker)
 LateConnector = _connector_of(LateWorker)
 EagerConnector = _connector_of(EagerWorker)
+HastyConnector = _connector_of(HastyWorker)
+RestlessConnector = _connector_of(RestlessWorker)
 GenerousConnector = _connector_of(GenerousWorker)
 ShapelessConnector = _connector_of(ShapelessWorker)
 SwappedConnector = _connector_of(SwappedWorker)

@@ -87,11 +87,13 @@ class PeerRig:
         first_key: int = 0,
         num_tail_tokens: int = 0,
     ) -> int:
-        """Lends blocks; returns the job."""
+        """Lends blocks and offers them; returns the job."""
         job_id = self.scheduler.save(
             keys(len(block_ids), first_key), block_ids, num_tail_tokens, lease_id=lease_id
         )
         self.run_until(lambda: job_id in self.saves)
+        self.scheduler.offer(lease_id)
+        self.step()
         return job_id
 
     def handoff(self, num_blocks: int, lease_id: str = "lease", first_key: int = 0) -> KvHandoff:

@@ -1,6 +1,7 @@
 """What a router is told of a prompt, however slowly it reads."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -90,6 +91,17 @@ async def test_what_is_saved_while_nobody_reads_is_one_event():
     assert list(part.block_keys) == [index.to_bytes(4) for index in range(1000)]
     assert part.num_tokens == 4000
     await messages.aclose()
+
+
+async def test_what_was_saved_of_another_handoff_is_not_told():
+    """The prompt had to give way, and its blocks with it."""
+    earlier = saved(b"1", num_tokens=3)
+    later = replace(earlier, saved=replace(earlier.saved, handoff_id="i", block_keys=(b"1", b"2")))
+    events = PromptEvents()
+    events.add(earlier)
+    events.add(later)
+    message = await anext(aiter(events.messages()))
+    assert (message.saved.handoff_id, message.saved.block_keys) == ("i", [b"1", b"2"])
 
 
 async def test_the_first_tokens_overtake_what_is_saved():

@@ -1,0 +1,96 @@
+"""When leases on a prompt's blocks are offered, and when they end before."""
+
+from kvstore.connector import LookupResult, SaveResult, TransferResults
+from tests.support.driven_scheduler import DrivenScheduler, request
+
+
+class Lender:
+    """A prefill engine whose blocks are lent.
+
+    Attributes:
+        handoffs: those that were told; None for a prompt without.
+        offered: leases, in order.
+        ended: leases, in order.
+        late: leases that something was saved for after their end.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.driven = DrivenScheduler(
+            num_blocks,
+            windows=(None, 4),
+            with_connector=True,
+            role="prefill",
+            max_num_batched_tokens=8,
+            long_prefill_token_threshold=4,
+            max_num_partial_prefills=2,
+            enable_prefix_caching=False,
+        )
+        self.handoffs: list[str | None] = []
+        self.offered: list[str] = []
+        self.ended: list[str] = []
+        self.late: set[str] = set()
+        self._lent: dict[int, str] = {}
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.driven.step()
+            self.work()
+
+    def work(self) -> None:
+        """Does what is asked for, at once."""
+        work = self.driven.work()
+        self.offered += work.offered
+        self.ended += work.ended
+        lookups = tuple(LookupResult(job.job_id, 0) for job in work.lookups)
+        saves = []
+        for job in work.saves:
+            is_lent = job.lease_id not in self.ended
+            self.late |= set() if is_lent else {job.lease_id}
+            self._lent |= {job.job_id: job.lease_id} if is_lent else {}
+            saves.append(SaveResult(job.job_id, committed=is_lent, is_held=is_lent))
+        released = tuple(job for job, lease in self._lent.items() if lease in self.ended)
+        for job_id in released:
+            del self._lent[job_id]
+        results = TransferResults(lookups=lookups, saves=tuple(saves), released=released)
+        for output in self.driven.scheduler.apply(results):
+            if output.is_last:
+                handoff = output.handoff
+                self.handoffs.append(handoff.handoff_id if handoff else None)
+                if handoff:
+                    self.driven.scheduler.release_handoff(handoff.handoff_id)
+        self.driven.scheduler.check()
+
+
+def test_a_lease_is_offered_once_its_handoff_is_told() -> None:
+    lender = Lender(64)
+    lender.driven.add(request("a", 10))
+    while not lender.handoffs:
+        assert lender.offered == []
+        lender.steps(1)
+    lender.work()
+    assert lender.offered == lender.handoffs
+
+
+def test_a_prompt_that_gives_way_ends_its_lease_and_makes_another_handoff() -> None:
+    lender = Lender(24)
+    lender.driven.add(request("a", 32), request("b", 32, first_token=0))
+    lender.steps(40)
+    assert lender.driven.scheduler.load().num_preemptions == 1
+    given_way = lender.ended[0]
+    assert len(lender.handoffs) == 2
+    assert given_way not in lender.handoffs
+    assert lender.offered == lender.handoffs
+    assert lender.ended == [given_way, *lender.handoffs]
+    assert lender.driven.num_free == 24
+
+
+def test_a_prompt_that_waits_for_what_it_lends_itself_hands_nothing_over() -> None:
+    """What lies behind a window would be free, if it were not lent."""
+    lender = Lender(12)
+    lender.driven.add(request("a", 32))
+    lender.steps(40)
+    assert lender.driven.scheduler.num_unfinished == 0
+    assert lender.handoffs == [None]
+    assert set(lender.ended) == lender.late
+    assert lender.offered == []
+    assert lender.driven.num_free == 12
