@@ -372,6 +372,8 @@ class StagedMover:
         return PieceEnd(piece, len(piece.keys))
 
     def _read(self, job: LoadJob, piece: Piece) -> PieceRead:
+        if piece.job.error == CANCELLED:  # while it waited for its turn
+            return PieceRead(piece, 0)
         mapped = self._backend.show(job, piece.keys) if self._maps else None
         if mapped is not None:
             return self._check(piece, mapped.views, mapped)

@@ -182,6 +182,31 @@ def test_a_cancelled_load_writes_nothing(
     assert torch.equal(rig.pool, before)
 
 
+def test_a_load_that_is_cancelled_before_its_turn_is_not_fetched(
+    make_rig: Callable[..., ConnectorRig], tmp_path: Path
+) -> None:
+    reading, go_on = threading.Semaphore(0), threading.Event()
+
+    def wait(buffers: list[memoryview]) -> None:
+        reading.release()
+        go_on.wait(TIMEOUT_S)
+
+    store = FaultyStore(open_store(f"memory://{tmp_path.name}"), wait)
+    rig = make_rig(store)
+    rig.start(loads=tuple(LoadJob(index, keys(1), (index,)) for index in range(4)))
+    for _ in range(2):  # one in each thread
+        assert reading.acquire(timeout=TIMEOUT_S)
+    rig.start(cancelled_loads=(2, 3))
+    go_on.set()
+
+    results = {result.job_id: result for result in rig.results(4)}
+    assert {results[2], results[3]} == {
+        LoadResult(2, 0, "cancelled"),
+        LoadResult(3, 0, "cancelled"),
+    }
+    assert store.num_calls == 2
+
+
 def test_an_outage_fails_jobs_and_trips_the_breaker(
     make_rig: Callable[..., ConnectorRig], tmp_path: Path
 ) -> None:
