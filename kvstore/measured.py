@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.connector import ConnectorWork, KvConnectorWorker, LoadJob, SaveJob, TransferResults
 from kvstore.layout import KvLayout
-from kvstore.metrics import KvMetrics, TransferMetrics
+from kvstore.metrics import Direction, KvMetrics, TransferMetrics
 from kvstore.store import GetStatus, MappedObjects
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
@@ -39,7 +39,7 @@ class MeasuredWorker(KvConnectorWorker):
         self._metrics = metrics
         self._clock = clock
         self._lookups: dict[int, tuple[float, int]] = {}  # started at, number of keys
-        self._started_at: dict[int, float] = {}  # loads and saves
+        self._started_at: dict[tuple[Direction, int], float] = {}
 
     def register_pool(
         self,
@@ -63,8 +63,8 @@ class MeasuredWorker(KvConnectorWorker):
         """See `KvConnectorWorker.start`."""
         now = self._clock()
         self._lookups.update((job.job_id, (now, len(job.keys))) for job in work.lookups)
-        self._started_at.update((job.job_id, now) for job in work.loads)
-        self._started_at.update((job.job_id, now) for job in work.saves)
+        self._started_at.update((("load", job.job_id), now) for job in work.loads)
+        self._started_at.update((("save", job.job_id), now) for job in work.saves)
         for job_id in work.cancelled_lookups:
             self._lookups.pop(job_id, None)  # it may have no answer
         self._worker.start(work)
@@ -87,10 +87,12 @@ class MeasuredWorker(KvConnectorWorker):
                 started_at, num_keys = self._lookups.pop(lookup.job_id)
                 metrics.looked_up(now - started_at, num_keys, lookup.num_blocks)
         for load in results.loads:
-            metrics.job_ended("load", now - self._started_at.pop(load.job_id), load.error)
+            started_at = self._started_at.pop(("load", load.job_id))
+            metrics.job_ended("load", now - started_at, load.error)
         for save in results.saves:
+            started_at = self._started_at.pop(("save", save.job_id))
             error = "" if save.committed else save.error or "failed"
-            metrics.job_ended("save", now - self._started_at.pop(save.job_id), error)
+            metrics.job_ended("save", now - started_at, error)
 
 
 class MeasuredBackend:

@@ -76,6 +76,17 @@ def test_jobs_are_timed_from_start_to_result():
     assert not any(v for (name, *_), v in rig.metrics.snapshot()[0].items() if "failures" in name)
 
 
+def test_a_load_and_a_save_of_one_number_are_two_jobs():
+    rig = Rig()
+    rig.worker.start(ConnectorWork(loads=(LOAD,)))
+    rig.now = 11.0
+    rig.worker.start(ConnectorWork(saves=(SaveJob(1, (b"a",), (0,)),)))
+    rig.now = 13.0
+    rig.report(loads=(LoadResult(1, 2),), saves=(SaveResult(1, committed=True),))
+    assert rig.total_s("baton_kv_job_seconds", "load") == (1, 3.0)
+    assert rig.total_s("baton_kv_job_seconds", "save") == (1, 2.0)
+
+
 @pytest.mark.parametrize(
     ("results", "direction", "cause"),
     [
