@@ -137,8 +137,11 @@ class Admission:
         """Preempts until the blocks can be had; False if the group must wait, or had to go."""
         while not self._kv.can_append(table, start, end):
             num_missing = self._kv.num_missing(table, start, end)
-            if num_missing <= self._kv.pool.num_free + self._kv.num_fenced:
+            num_coming = self._kv.pool.num_free + self._kv.num_fenced
+            if num_missing <= num_coming:
                 return False  # they come free when steps report
+            if num_missing <= num_coming + self._transfers.stop_prefetches():
+                return False  # they come free when these have ended
             if len(self._queues.running) == 1:
                 self._transfers.yield_lent(group)
                 return False  # they come free when transfers end

@@ -65,6 +65,11 @@ class GroupQueues:
         return len(self._waiting) + self._num_loading
 
     @property
+    def num_awaited_blocks(self) -> int:
+        """Blocks that waiting groups need to come in, at most."""
+        return sum(map(self._num_needed, self._waiting))
+
+    @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to compute."""
         return sum(group.num_queued_prompt for group in (*self.chunking, *self._waiting))
@@ -166,6 +171,11 @@ class GroupQueues:
         if group.num_held_seats:
             group.num_held_seats -= 1
             self.num_seats -= 1
+
+    def _num_needed(self, group: SequenceGroup) -> int:
+        if group.swapped is not None:
+            return len(group.swapped.host_blocks)
+        return self._kv.spec.blocks_for(len(group.lead.token_ids))
 
     def _start_over(self, group: SequenceGroup) -> None:
         self._release(group)

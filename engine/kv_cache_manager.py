@@ -125,23 +125,38 @@ class KvCacheManager:
         """How often the prefix cache was reset."""
         return self._epoch
 
-    def can_prefetch(self, num_blocks: int) -> Allocation:
-        """Whether so many blocks are free beyond what running sequences may need soon."""
-        return self.pool.can_allocate(num_blocks, self._watermark)
+    @property
+    def num_spare(self) -> int:
+        """Free blocks beyond what running sequences may need soon."""
+        return max(0, self.pool.num_free - self._watermark)
 
-    def adopt(self, keys: Sequence[bytes], block_ids: Sequence[int], epoch: int) -> None:
+    def adopt(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes | None],
+        block_ids: Sequence[int],
+        epoch: int,
+    ) -> None:
         """Offers full blocks that belong to no sequence to the prefix cache of group 0.
 
         Args:
-            keys: their keys.
+            keys: their keys, in the order of a prompt.
+            parents: keys of the blocks before them; None for a prompt's first.
             block_ids: the blocks, which the caller holds.
             epoch: the cache's when they were asked for: what was reset since stays forgotten.
         """
-        if self._enable_prefix_caching and epoch == self._epoch:
-            pairs = zip(block_ids, keys, strict=True)
-            new = [key for block_id, key in pairs if self.pool.register(block_id, key)]
-            if new:
-                self.events.record_stored(new, None)
+        if not self._enable_prefix_caching or epoch != self._epoch:
+            return
+        run: list[bytes] = []
+        parent_of_run: bytes | None = None
+        for key, parent, block_id in zip(keys, parents, block_ids, strict=True):
+            if not self.pool.register(block_id, key):
+                continue
+            if not run or parent != run[-1]:
+                self.events.record_stored(run, parent_of_run)
+                run, parent_of_run = [], parent
+            run.append(key)
+        self.events.record_stored(run, parent_of_run)
 
     # Admission.
 

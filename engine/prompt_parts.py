@@ -1,14 +1,42 @@
 """`PromptParts`: puts transfer blocks of prompts together until they fill blocks. Pure."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from engine.transfer_blocks import TransferBlocks
 from kvstore.handoff import KvHandoff
 
-__all__ = ["PromptParts"]
+__all__ = ["PromptBlock", "PromptParts"]
 
-# Prompts of which part of a block has come; beyond, the rest of such a block goes unused.
+# Prompts of which the rest may come; beyond, the rest of the oldest goes unused.
 _MAX_PROMPTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBlock:
+    """A block of a prompt.
+
+    Attributes:
+        keys: of its transfer blocks.
+        parent: key of the block before it; None for the first.
+    """
+
+    keys: tuple[bytes, ...]
+    parent: bytes | None
+
+    @property
+    def key(self) -> bytes:
+        """Its key in the pool."""
+        return self.keys[-1]
+
+
+@dataclass(slots=True)
+class _Begun:
+    """`keys` are those of the last, unfinished block, `parent` that of the block before it."""
+
+    end: int = 0
+    keys: tuple[bytes, ...] = ()
+    parent: bytes | None = None
 
 
 class PromptParts:
@@ -20,24 +48,33 @@ class PromptParts:
 
     def __init__(self, cut: TransferBlocks) -> None:
         self._cut = cut
-        # Per prompt, keys of its last, unfinished block, and the index behind them.
-        self._begun: OrderedDict[str, tuple[list[bytes], int]] = OrderedDict()
+        self._begun: OrderedDict[str, _Begun] = OrderedDict()
 
-    def whole_blocks(self, handoff: KvHandoff) -> list[list[bytes]]:
-        """Blocks that a portion completes, as the keys of their transfer blocks.
+    def whole_blocks(self, handoff: KvHandoff) -> list[PromptBlock]:
+        """Blocks that a portion completes; none if something before it did not come.
 
         Args:
             handoff: names the portion's full transfer blocks; its tokens end with them.
         """
-        count = self._cut.per_block
         end = handoff.num_tokens // self._cut.size
         start = end - len(handoff.block_keys)
-        before, index = self._begun.pop(handoff.handoff_id, ([], start))
-        keys = [*(before if index == start else ()), *handoff.block_keys]
-        keys = keys[-(end - len(keys)) % count :]  # a block of which the beginning did not come
+        begun = self._begun.pop(handoff.handoff_id, None)
+        if start == 0:
+            begun = _Begun()
+        if begun is None or begun.end != start:
+            return []
+        count, keys = self._cut.per_block, (*begun.keys, *handoff.block_keys)
         whole = len(keys) // count * count
-        if keys[whole:]:
-            self._begun[handoff.handoff_id] = (keys[whole:], end)
-            if len(self._begun) > _MAX_PROMPTS:
-                self._begun.popitem(last=False)
-        return [keys[first : first + count] for first in range(0, whole, count)]
+        blocks = []
+        for first in range(0, whole, count):
+            blocks.append(PromptBlock(keys[first : first + count], begun.parent))
+            begun.parent = blocks[-1].key
+        begun.end, begun.keys = end, keys[whole:]
+        self._begun[handoff.handoff_id] = begun
+        if len(self._begun) > _MAX_PROMPTS:
+            self._begun.popitem(last=False)
+        return blocks
+
+    def forget(self, handoff_id: str) -> None:
+        """The rest of a prompt is not wanted. Unknown ids are fine."""
+        self._begun.pop(handoff_id, None)

@@ -203,7 +203,7 @@ class Scheduler:
 
     def prefetch(self, handoff: KvHandoff) -> None:
         """Begins to load blocks of a prompt that another engine is still computing."""
-        self._transfers.prefetch(handoff)
+        self._transfers.prefetch(handoff, self._queues.num_awaited_blocks)
 
     def apply(self, results: TransferResults) -> list[RequestOutput]:
         """Takes in what the connector's worker half reported."""

@@ -1,6 +1,6 @@
 """`Transfers`: ties requests to the KV connector's scheduler half. Pure.
 
-`engine.loads` and `engine.saves` decide what moves. Here jobs get their
+`engine.loads`, `engine.prefetches` and `engine.saves` decide what moves. Here jobs get their
 deadlines: one that does not report in time is given up, and its request goes
 on without it. Its blocks stay held, since whoever moves the bytes may still be
 at it. So is a load that takes longer than computing would (`engine.load_costs`).
@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from engine.kv_cache_manager import KvCacheManager
 from engine.load_costs import LoadCosts
-from engine.loads import FinishedLoad, Loads
+from engine.loads import FinishedLoad, GivenUp, Loads
 from engine.overlap import overlap
+from engine.prefetches import Prefetches
 from engine.saves import SavePolicy, Saves
 from engine.sequence import Sequence
 from engine.sequence_group import SequenceGroup
@@ -78,7 +79,8 @@ class Transfers:
         self._saving_since: dict[int, float] = {}
         if connector is not None:
             cut = TransferBlocks(kv.spec, block_size)
-            self._loads = Loads(connector, kv, cut, self._unstarted.append)
+            self._prefetches = Prefetches(connector, kv, cut, self._unstarted.append)
+            self._loads = Loads(connector, kv, cut, self._prefetches, self._unstarted.append)
             self._saves = Saves(
                 connector,
                 kv.pool,
@@ -97,7 +99,9 @@ class Transfers:
     @property
     def in_flight(self) -> int:
         """Jobs whose result is not in."""
-        return self._loads.in_flight + self._saves.in_flight if self.is_connected else 0
+        if not self.is_connected:
+            return 0
+        return self._loads.in_flight + self._prefetches.in_flight + self._saves.in_flight
 
     @property
     def next_deadline(self) -> float | None:
@@ -111,7 +115,8 @@ class Transfers:
         """One entry per reference that a job holds."""
         if not self.is_connected:
             return []
-        return self._loads.held_blocks() + self._saves.held_blocks()
+        parts = (self._loads, self._prefetches, self._saves)
+        return [block for part in parts for block in part.held_blocks()]
 
     # Requests come and go.
 
@@ -182,15 +187,19 @@ class Transfers:
         self._costs.wait(group.load_job, now)
         return True
 
-    def prefetch(self, handoff: KvHandoff) -> None:
-        """Begins to load blocks into the prefix cache; see `Loads.prefetch`."""
+    def prefetch(self, handoff: KvHandoff, num_reserved: int) -> None:
+        """Begins to load blocks into the prefix cache; see `Prefetches.start`."""
         now = self._clock()
         if not self.is_connected or not self._costs.may_load(handoff.num_tokens, 0, now):
             return
-        prefetch = self._loads.prefetch(handoff)
+        prefetch = self._prefetches.start(handoff, num_reserved)
         if prefetch is not None:
             job_id, num_tokens = prefetch
             self._costs.start(job_id, num_tokens, 0, now)
+
+    def stop_prefetches(self) -> int:
+        """A running sequence lacks blocks; see `Prefetches.stop`."""
+        return self._prefetches.stop() if self.is_connected else 0
 
     # Saves.
 
@@ -263,16 +272,13 @@ class Transfers:
             _, job_id = self._started.popleft()
             if self._saves.is_open(job_id):
                 group, num_blocks = self._saves.give_up(job_id)
-                self._log_overdue("save", group, num_blocks)
-                self._metrics.failed("save", _TIMED_OUT)
+                self._tell_overdue(GivenUp("save", group, num_blocks))
                 saved[group] = None
-            elif self._loads.is_open(job_id):
-                waiting, load, num_blocks = self._loads.give_up(job_id, _TIMED_OUT)
-                self._log_overdue("load", waiting, num_blocks)
+            elif self._is_open(job_id):
+                given_up = self._give_up_load(job_id, _TIMED_OUT)
+                self._tell_overdue(given_up)
                 self._costs.drop(job_id)
-                if num_blocks:
-                    self._metrics.failed("load", _TIMED_OUT)
-                loads += [load] if load else []
+                loads += [given_up.load] if given_up.load else []
         return loads + self._give_up_slow(now), list(saved)
 
     def build_work(self, now: float) -> ConnectorWork:
@@ -291,6 +297,9 @@ class Transfers:
             self._costs.drop(result.job_id)
         else:
             self._costs.end(result.job_id, self._clock(), result.seconds)
+        if self._prefetches.is_open(result.job_id):
+            self._prefetches.finish(result)
+            return None
         return self._loads.finish(result)
 
     def _finish_save(self, result: SaveResult) -> SequenceGroup:
@@ -300,22 +309,31 @@ class Transfers:
             group.save_times.append((since, end))
         return group
 
+    def _give_up_load(self, job_id: int, error: str) -> GivenUp:
+        """Ends the wait for a look-up, a load or a prefetch."""
+        if self._prefetches.is_open(job_id):
+            return GivenUp("load", None, self._prefetches.give_up(job_id))
+        return self._loads.give_up(job_id, error)
+
     def _give_up_slow(self, now: float) -> list[FinishedLoad]:
         """Ends the wait for loads that take longer than computing would."""
-        given_up = [self._loads.give_up(job_id, _TOO_SLOW) for job_id in self._costs.give_up(now)]
-        loads = [load for _, load, _ in given_up if load is not None]
+        given_up = [self._give_up_load(job_id, _TOO_SLOW) for job_id in self._costs.give_up(now)]
+        loads = [each.load for each in given_up if each.load is not None]
         for _ in loads:
             self._metrics.load_given_up("loading")
         return loads
 
     def _is_open(self, job_id: int) -> bool:
-        return self._loads.is_open(job_id) or self._saves.is_open(job_id)
+        parts = (self._loads, self._prefetches, self._saves)
+        return any(part.is_open(job_id) for part in parts)
 
-    def _log_overdue(self, what: str, group: SequenceGroup | None, num_blocks: int) -> None:
+    def _tell_overdue(self, job: GivenUp) -> None:
         _logger.error(
             "%s: a KV %s has not reported for %s s; going on without it, %d blocks stay fenced",
-            group.request_id if group else "a request that is over, or yet to come",
-            what,
+            job.group.request_id if job.group else "a request that is yet to come",
+            job.what,
             self._timeout_s,
-            num_blocks,
+            job.num_blocks,
         )
+        if job.what != "look-up":
+            self._metrics.failed(job.what, _TIMED_OUT)

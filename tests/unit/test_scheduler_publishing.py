@@ -1,13 +1,10 @@
-"""What engines publish beyond prompts, what they lend, and what decode loads ahead."""
-
-from dataclasses import replace
+"""What engines publish beyond prompts, and what they lend."""
 
 import pytest
 
 from baton.errors import ConfigurationError
 from engine.request import RequestOutput
-from kvstore.connector import LoadResult, SaveResult, TransferResults
-from kvstore.handoff import KvHandoff
+from kvstore.connector import SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 from tests.support.fake_model import fake_config
 
@@ -95,75 +92,6 @@ class TestGeneratedBlocks:
             fake_config(kv_publish=policy)
 
 
-class TestPrefetch:
-    def test_blocks_enter_the_cache_and_the_request_loads_the_rest(self) -> None:
-        driven = decode_engine()
-        asked = handed_over("a", max_tokens=2)
-        driven.scheduler.prefetch(_first_blocks(asked.handoff, 1))
-        (early,) = driven.work().loads
-        assert early.keys == asked.handoff.block_keys[:1]
-        driven.add(asked)
-        driven.step()
-        assert driven.work().loads == (), "it waits for what is on its way"
-        driven.end_load(early, asked.prompt_token_ids)
-        driven.step()
-        (rest,) = driven.work().loads
-        assert rest.keys == asked.handoff.block_keys[1:]
-        assert rest.handoff == asked.handoff
-
-    def test_what_is_cached_or_on_its_way_is_not_asked_for_again(self) -> None:
-        driven = decode_engine()
-        handoff = handed_over("a").handoff
-        driven.scheduler.prefetch(_first_blocks(handoff, 1))
-        driven.scheduler.prefetch(_first_blocks(handoff, 2))
-        first, second = driven.work().loads
-        assert (first.keys, second.keys) == (handoff.block_keys[:1], handoff.block_keys[1:2])
-        driven.scheduler.apply(
-            TransferResults(loads=(LoadResult(first.job_id, 1), LoadResult(second.job_id, 1)))
-        )
-        driven.scheduler.prefetch(_first_blocks(handoff, 2))
-        assert driven.work().loads == ()
-        assert driven.num_free == 32
-
-    def test_what_did_not_come_is_not_cached(self) -> None:
-        driven = decode_engine()
-        handoff = handed_over("a").handoff
-        driven.scheduler.prefetch(_first_blocks(handoff, 2))
-        (early,) = driven.work().loads
-        result = LoadResult(early.job_id, 1, "corrupt")
-        driven.scheduler.apply(TransferResults(loads=(result,)))
-        assert driven.scheduler.kv.pool.cached_keys() == handoff.block_keys[:1]
-        assert driven.num_free == 32
-
-    def test_a_reset_of_the_cache_holds_for_what_was_on_its_way(self) -> None:
-        driven = decode_engine()
-        handoff = handed_over("a").handoff
-        driven.scheduler.prefetch(_first_blocks(handoff, 2))
-        (early,) = driven.work().loads
-        driven.scheduler.kv.reset_prefix_cache()
-        driven.scheduler.apply(TransferResults(loads=(LoadResult(early.job_id, 2),)))
-        assert driven.scheduler.kv.pool.cached_keys() == ()
-        assert driven.num_free == 32
-
-    def test_without_room_nothing_is_loaded_ahead(self) -> None:
-        driven = DrivenScheduler(2, with_connector=True, role="decode")
-        driven.scheduler.prefetch(_first_blocks(handed_over("a").handoff, 2))
-        assert driven.work().loads == ()
-
-    def test_a_request_does_not_wait_for_what_never_reports(self) -> None:
-        driven = decode_engine(kv_transfer_timeout_s=5.0)
-        asked = handed_over("a")
-        driven.scheduler.prefetch(_first_blocks(asked.handoff, 1))
-        driven.work()
-        driven.add(asked)
-        driven.step()
-        driven.now = 5.0
-        driven.scheduler.expire()
-        driven.step()
-        (load,) = driven.work().loads
-        assert load.keys == asked.handoff.block_keys
-
-
 class TestLeases:
     def test_a_handoff_is_kept_until_its_load_has_ended(self) -> None:
         driven = decode_engine()
@@ -220,7 +148,3 @@ class TestLeases:
             full = driven.work().saves[0]
             assert full.num_found == (0 if name == "a" else 2)
             driven.end_saves([full.job_id])
-
-
-def _first_blocks(handoff: KvHandoff, count: int) -> KvHandoff:
-    return replace(handoff, block_keys=handoff.block_keys[:count], num_tokens=4 * count)

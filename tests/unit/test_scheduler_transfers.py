@@ -31,7 +31,7 @@ def test_an_open_lookup_does_not_block_those_behind() -> None:
     assert driven.shares["a"] == 9
 
 
-def test_a_lookup_that_never_reports_is_given_up() -> None:
+def test_a_lookup_that_never_reports_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     driven = decode_engine(kv_transfer_timeout_s=5.0)
     driven.add(request("a", 9))
     driven.step()
@@ -41,6 +41,7 @@ def test_a_lookup_that_never_reports_is_given_up() -> None:
     driven.scheduler.expire()
     driven.step()
 
+    assert "a: a KV look-up has not reported" in caplog.text
     assert driven.shares == {"a": 9}
     assert driven.work().cancelled_lookups == (lookup.job_id,)
     assert driven.scheduler.next_deadline is None

@@ -91,6 +91,19 @@ def test_a_load_slower_than_computing_is_given_up_and_its_blocks_stay_fenced():
     assert driven.num_free == 256
 
 
+def test_one_that_was_given_up_and_does_not_end_is_told_of_as_such(caplog):
+    store = SlowStore()
+    load = store.ask(is_handed_over=True)
+    store.driven.now = 0.26
+    store.driven.scheduler.expire()
+    store.driven.now = 5.0
+    store.driven.scheduler.expire()
+    message = caplog.messages[-1]
+    assert message.startswith("r1: a KV load has not reported")
+    assert f"{len(load.block_ids)} blocks stay fenced" in message
+    assert store.count("baton_kv_failures", "load", "timed_out") == 1
+
+
 def test_where_nothing_is_to_be_computed_a_load_has_until_its_deadline():
     store = SlowStore(kv_load_failure_policy="fail")
     for _ in range(5):

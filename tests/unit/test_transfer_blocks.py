@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_cache_spec import KvCacheSpec
-from engine.prompt_parts import PromptParts
+from engine.prompt_parts import PromptBlock, PromptParts
 from engine.transfer_blocks import TransferBlocks, TransferItem, held_by
 from kvstore.block_key import BlockKeyChain, layer_group_key
 from kvstore.handoff import KvHandoff
@@ -34,7 +34,8 @@ def test_blocks_that_go_as_they_are_keep_their_ids() -> None:
     items = list(cut.items(range(1, 3), KEYS, [[7, 5, 3]], [0]))
     assert items == [TransferItem(1, KEYS[1], 5, 5), TransferItem(2, KEYS[2], 3, 3)]
     assert cut.ids_in([4, 2]) == [4, 2]
-    assert PromptParts(cut).whole_blocks(saved(1, 2, size=8)) == [[KEYS[1]], [KEYS[2]]]
+    first, second = PromptParts(cut).whole_blocks(saved(0, 2, size=8))
+    assert (first, second) == (PromptBlock((KEYS[0],), None), PromptBlock((KEYS[1],), KEYS[0]))
 
 
 def test_parts_of_a_block_follow_each_other_in_the_pool() -> None:
@@ -69,23 +70,31 @@ def test_a_prompt_told_in_portions_gives_each_block_once(cuts: list[int], size: 
         blocks += parts.whole_blocks(saved(first, end - first, size=size))
     count = 8 // size
     whole = bounds[-1] // count * count
-    assert blocks == [KEYS[first : first + count] for first in range(0, whole, count)]
+    assert [list(block.keys) for block in blocks] == [
+        KEYS[first : first + count] for first in range(0, whole, count)
+    ]
+    assert [block.parent for block in blocks] == [None, *(block.key for block in blocks)][:-1]
 
 
-def test_a_block_whose_beginning_did_not_come_is_left_out() -> None:
+def test_nothing_follows_what_did_not_come() -> None:
     parts = PromptParts(TransferBlocks(SPEC, 2))
     assert parts.whole_blocks(saved(0, 3)) == []
     assert parts.whole_blocks(saved(5, 4)) == []  # the fourth is lost
-    assert parts.whole_blocks(saved(9, 3)) == [KEYS[8:12]]
+    assert parts.whole_blocks(saved(9, 3)) == []
+    (again,) = parts.whole_blocks(saved(0, 4))
+    assert again == PromptBlock(tuple(KEYS[:4]), None)
+    parts.forget("h")
+    assert parts.whole_blocks(saved(4, 4)) == []
 
 
 def test_prompts_do_not_mix_and_few_are_remembered() -> None:
     parts = PromptParts(TransferBlocks(SPEC, 2))
     assert parts.whole_blocks(saved(0, 3, handoff_id="a")) == []
-    assert parts.whole_blocks(saved(0, 5, handoff_id="b")) == [KEYS[0:4]]
+    (first,) = parts.whole_blocks(saved(0, 5, handoff_id="b"))
     for index in range(1023):
         parts.whole_blocks(saved(0, 1, handoff_id=str(index)))
-    assert parts.whole_blocks(saved(5, 3, handoff_id="b")) == [KEYS[4:8]]
+    (second,) = parts.whole_blocks(saved(5, 3, handoff_id="b"))
+    assert second == PromptBlock(tuple(KEYS[4:8]), first.key)
     assert parts.whole_blocks(replace(saved(3, 1), handoff_id="a")) == [], "forgotten"
 
 

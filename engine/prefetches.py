@@ -1,0 +1,155 @@
+"""`Prefetches`: blocks of prompts that another engine is still computing. Pure.
+
+They belong to no request: what they bring enters the prefix cache, where the request
+finds it, or from where it is evicted. They take room that nobody else wants: what runs
+and what waits comes first, and where what runs needs more, they are stopped.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from engine.kv_cache_manager import KvCacheManager
+from engine.prompt_parts import PromptBlock, PromptParts
+from engine.transfer_blocks import TransferBlocks
+from kvstore.connector import KvConnectorScheduler, LoadResult
+from kvstore.handoff import KvHandoff
+
+__all__ = ["Prefetches"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefetch:
+    """`block_ids` are for `blocks`; `epoch` is the prefix cache's at its start."""
+
+    handoff_id: str
+    blocks: list[PromptBlock]
+    block_ids: list[int]
+    epoch: int
+
+
+class Prefetches:
+    """Prefetches of one scheduler.
+
+    Args:
+        connector: the scheduler half.
+        kv: the KV cache manager, in whose pool job references are kept.
+        cut: how blocks are cut into transfer blocks.
+        on_job: called with the id of each job that is scheduled.
+    """
+
+    def __init__(
+        self,
+        connector: KvConnectorScheduler,
+        kv: KvCacheManager,
+        cut: TransferBlocks,
+        on_job: Callable[[int], None],
+    ) -> None:
+        self._connector = connector
+        self._kv = kv
+        self._pool = kv.pool
+        self._cut = cut
+        self._on_job = on_job
+        self._parts = PromptParts(cut)
+        self._jobs: dict[int, _Prefetch] = {}
+        # Those that requests may wait for.
+        self._by_handoff: dict[str, dict[int, None]] = {}
+        self._coming: dict[bytes, int] = {}  # their jobs by block key
+        self._stopped: set[int] = set()
+
+    @property
+    def in_flight(self) -> int:
+        """Those whose result is not in."""
+        return len(self._jobs)
+
+    def is_open(self, job_id: int) -> bool:
+        """Whether a prefetch's result is awaited."""
+        return job_id in self._jobs
+
+    def held_blocks(self) -> list[int]:
+        """One entry per reference that a job holds."""
+        return [block for job in self._jobs.values() for block in job.block_ids]
+
+    def of_handoff(self, handoff_id: str) -> Collection[int]:
+        """Those under way that its request waits for."""
+        return self._by_handoff.get(handoff_id, ())
+
+    def start(self, handoff: KvHandoff, num_reserved: int) -> tuple[int, int] | None:
+        """Begins to load what of these full transfer blocks fills blocks that are neither cached
+        nor on their way, as far as there is room beyond what running sequences need. Where
+        there is not, the rest of the prompt is left to its request: nobody finds what lies
+        behind a gap. Models with windows do without.
+
+        Args:
+            handoff: names the next portion of a prompt's blocks.
+            num_reserved: blocks that others wait for.
+
+        Returns:
+            The load's id and number of tokens, if there is one.
+        """
+        if self._kv.spec.windows != (None,) or not self._kv.caches_prefixes:
+            return None
+        blocks = self._parts.whole_blocks(handoff)
+        places = [self._pool.lookup(block.key) for block in blocks]
+        found = [place for place in places if place is not None]
+        self._pool.acquire(found)  # not to be evicted for what follows them
+        lacking = [block for block, place in zip(blocks, places, strict=True) if place is None]
+        wanted = [block for block in lacking if block.key not in self._coming]
+        room = max(0, self._kv.num_spare - num_reserved)
+        if len(wanted) > room:
+            self._parts.forget(handoff.handoff_id)
+        prefetch = self._start(handoff, wanted[:room]) if wanted[:room] else None
+        self._pool.release(found)
+        return prefetch
+
+    def stop(self) -> int:
+        """A running sequence lacks blocks: those under way shall end.
+
+        Returns:
+            How many blocks they give back then.
+        """
+        jobs = [job for jobs in self._by_handoff.values() for job in jobs]
+        for job_id in jobs:
+            if job_id not in self._stopped:
+                self._stopped.add(job_id)
+                self._connector.cancel_load(job_id)
+        return sum(len(self._jobs[job].block_ids) for job in jobs)
+
+    def finish(self, result: LoadResult) -> None:
+        """Takes in a result: what came can be found."""
+        self.give_up(result.job_id)
+        prefetch = self._jobs.pop(result.job_id)
+        self._stopped.discard(result.job_id)
+        num_good = result.num_blocks // self._cut.per_block
+        self._kv.adopt(
+            [block.key for block in prefetch.blocks[:num_good]],
+            [block.parent for block in prefetch.blocks[:num_good]],
+            prefetch.block_ids[:num_good],
+            prefetch.epoch,
+        )
+        self._pool.release(prefetch.block_ids)
+
+    def give_up(self, job_id: int) -> int:
+        """Nobody waits for a prefetch any more. Its blocks stay held.
+
+        Returns:
+            How many.
+        """
+        prefetch = self._jobs[job_id]
+        jobs = self._by_handoff.get(prefetch.handoff_id, {})
+        if job_id in jobs:
+            del jobs[job_id]
+            for block in prefetch.blocks:
+                del self._coming[block.key]
+        if not jobs:
+            self._by_handoff.pop(prefetch.handoff_id, None)
+        return len(prefetch.block_ids)
+
+    def _start(self, handoff: KvHandoff, blocks: list[PromptBlock]) -> tuple[int, int]:
+        block_ids = self._pool.allocate(len(blocks))
+        keys = [key for block in blocks for key in block.keys]
+        job_id = self._connector.load(keys, self._cut.ids_in(block_ids), handoff)
+        self._jobs[job_id] = _Prefetch(handoff.handoff_id, blocks, block_ids, self._kv.epoch)
+        self._by_handoff.setdefault(handoff.handoff_id, {})[job_id] = None
+        self._coming |= dict.fromkeys((block.key for block in blocks), job_id)
+        self._on_job(job_id)
+        return job_id, len(blocks) * self._kv.spec.block_size

@@ -1,0 +1,175 @@
+"""What decode loads of prompts that are still being computed, and what comes before it."""
+
+from dataclasses import replace
+
+from engine.kv_events import BlocksStored
+from kvstore.connector import LoadJob, LoadResult, TransferResults
+from kvstore.handoff import KvHandoff
+from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
+
+
+def decode_engine(**config: object) -> DrivenScheduler:
+    return DrivenScheduler(with_connector=True, role="decode", **config)
+
+
+def load_beside_two_that_run(driven: DrivenScheduler) -> LoadJob:
+    """A prefetch into all that is spare of a pool that two requests will need all of."""
+    driven.add(request("a", 6, max_tokens=9), request("b", 6, max_tokens=9, first_token=2))
+    driven.step()
+    driven.answer()
+    driven.step()
+    ahead = handed_over("c", 13, first_token=0)
+    driven.scheduler.prefetch(_first_blocks(ahead.handoff, 3))
+    (load,) = driven.work().loads
+    assert len(load.keys) == 3
+    return load
+
+
+def test_blocks_enter_the_cache_and_the_request_loads_the_rest() -> None:
+    driven = decode_engine()
+    asked = handed_over("a", max_tokens=2)
+    driven.scheduler.prefetch(_first_blocks(asked.handoff, 1))
+    (early,) = driven.work().loads
+    assert early.keys == asked.handoff.block_keys[:1]
+    driven.add(asked)
+    driven.step()
+    assert driven.work().loads == (), "it waits for what is on its way"
+    driven.end_load(early, asked.prompt_token_ids)
+    driven.step()
+    (rest,) = driven.work().loads
+    assert rest.keys == asked.handoff.block_keys[1:]
+    assert rest.handoff == asked.handoff
+
+
+def test_what_is_cached_or_on_its_way_is_not_asked_for_again() -> None:
+    driven = decode_engine()
+    handoff = handed_over("a").handoff
+    driven.scheduler.prefetch(_first_blocks(handoff, 1))
+    driven.scheduler.prefetch(_first_blocks(handoff, 2))
+    first, second = driven.work().loads
+    assert (first.keys, second.keys) == (handoff.block_keys[:1], handoff.block_keys[1:2])
+    driven.scheduler.apply(
+        TransferResults(loads=(LoadResult(first.job_id, 1), LoadResult(second.job_id, 1)))
+    )
+    driven.scheduler.prefetch(_first_blocks(handoff, 2))
+    assert driven.work().loads == ()
+    assert driven.num_free == 32
+
+
+def test_what_did_not_come_is_not_cached() -> None:
+    driven = decode_engine()
+    handoff = handed_over("a").handoff
+    driven.scheduler.prefetch(_first_blocks(handoff, 2))
+    (early,) = driven.work().loads
+    result = LoadResult(early.job_id, 1, "corrupt")
+    driven.scheduler.apply(TransferResults(loads=(result,)))
+    assert driven.scheduler.kv.pool.cached_keys() == handoff.block_keys[:1]
+    assert driven.num_free == 32
+
+
+def test_a_reset_of_the_cache_holds_for_what_was_on_its_way() -> None:
+    driven = decode_engine()
+    handoff = handed_over("a").handoff
+    driven.scheduler.prefetch(_first_blocks(handoff, 2))
+    (early,) = driven.work().loads
+    driven.scheduler.kv.reset_prefix_cache()
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(early.job_id, 2),)))
+    assert driven.scheduler.kv.pool.cached_keys() == ()
+    assert driven.num_free == 32
+
+
+def test_only_what_there_is_room_for_is_loaded_ahead() -> None:
+    driven = DrivenScheduler(3, with_connector=True, role="decode")
+    handoff = handed_over("a", 16).handoff
+    driven.scheduler.prefetch(_first_blocks(handoff, 3))
+    (load,) = driven.work().loads
+    assert load.keys == handoff.block_keys[:2]
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 2),)))
+    last = replace(handoff, block_keys=handoff.block_keys[3:])
+    driven.scheduler.prefetch(last)
+    assert driven.work().loads == (), "nobody would find what lies behind the gap"
+
+
+def test_what_is_cached_of_a_prompt_is_not_evicted_for_its_rest() -> None:
+    driven = DrivenScheduler(3, with_connector=True, role="decode")
+    handoff = handed_over("a", 16).handoff
+    driven.scheduler.prefetch(_first_blocks(handoff, 2))
+    (load,) = driven.work().loads
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 2),)))
+    again = replace(handoff, handoff_id="again")
+    driven.scheduler.prefetch(_first_blocks(again, 4))
+    assert driven.work().loads == ()
+    assert driven.scheduler.kv.pool.cached_keys() == handoff.block_keys[:2]
+
+
+def test_what_runs_is_not_preempted_for_what_is_loaded_ahead() -> None:
+    driven = DrivenScheduler(8, with_connector=True, role="decode")
+    load = load_beside_two_that_run(driven)
+    cancelled = []
+    for _ in range(8):
+        driven.step()
+        cancelled += driven.work().cancelled_loads
+    assert cancelled == [load.job_id]
+    assert driven.shares == {}, "both wait for it"
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 0, "cancelled"),)))
+    driven.run()
+    assert driven.scheduler.load().num_preemptions == 0
+    assert driven.num_free == 8
+
+
+def test_one_that_does_not_end_is_waited_for_no_longer_than_any_job() -> None:
+    driven = DrivenScheduler(8, with_connector=True, role="decode", kv_transfer_timeout_s=5.0)
+    load_beside_two_that_run(driven)
+    driven.steps(8)
+    assert driven.scheduler.load().num_preemptions == 0
+    driven.now = 5.0
+    driven.scheduler.expire()
+    for _ in range(60):
+        driven.step()
+        driven.answer()
+    assert driven.scheduler.num_unfinished == 0
+    assert driven.scheduler.load().num_preemptions == 1
+    assert driven.metrics.snapshot()[0]["baton_kv_failures", "load", "timed_out"] == 1
+
+
+def test_what_waits_has_its_room_before_what_is_loaded_ahead() -> None:
+    driven = DrivenScheduler(7, with_connector=True, role="decode")
+    driven.add(request("a", 8, max_tokens=4), request("b", 12))
+    driven.scheduler.prefetch(_first_blocks(handed_over("c", 16, first_token=0).handoff, 4))
+    (load,) = driven.work().loads
+    assert len(load.keys) == 7 - 1 - 2 - 3
+
+
+def test_followers_hear_what_came_before_each_block() -> None:
+    driven = decode_engine()
+    handoff = handed_over("a", 20).handoff
+    first, second, third, fourth, *_ = handoff.block_keys
+    driven.scheduler.prefetch(_first_blocks(handoff, 1))
+    (load,) = driven.work().loads
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 1),)))
+    driven.scheduler.kv.events.start_recording()
+    rest = replace(handoff, block_keys=handoff.block_keys[1:4], num_tokens=16)
+    driven.scheduler.prefetch(rest)
+    (load,) = driven.work().loads
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 3),)))
+    (stored,) = driven.scheduler.kv.events.take()
+    assert isinstance(stored, BlocksStored)
+    assert (stored.keys, stored.parent) == ((second, third, fourth), first)
+
+
+def test_a_request_does_not_wait_for_what_never_reports() -> None:
+    driven = decode_engine(kv_transfer_timeout_s=5.0)
+    asked = handed_over("a")
+    driven.scheduler.prefetch(_first_blocks(asked.handoff, 1))
+    driven.work()
+    driven.add(asked)
+    driven.step()
+    driven.now = 5.0
+    driven.scheduler.expire()
+    driven.step()
+    (load,) = driven.work().loads
+    assert load.keys == asked.handoff.block_keys
+
+
+def _first_blocks(handoff: KvHandoff, count: int) -> KvHandoff:
+    return replace(handoff, block_keys=handoff.block_keys[:count], num_tokens=4 * count)
