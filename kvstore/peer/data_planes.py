@@ -15,7 +15,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -27,6 +26,7 @@ from kvstore.peer.address import PeerAddress
 from kvstore.peer.framing import FrameFiller
 from kvstore.peer.locations import from_protos, split_ranges, to_protos
 from kvstore.peer.peers import GenerationGoneError, Peer, Peers, is_refusal
+from kvstore.peer.read_closer import ReadCloser
 from kvstore.peer.settlements import Settlements
 from kvstore.peer.transport import MemoryRange, PeerTransport, TransferError
 from kvstore.staged_mover import InDoubtError
@@ -111,11 +111,15 @@ class PullPlane(DataPlane):
     Args:
         transport: what reads.
         settlements: who waits for reads in doubt.
+        closer: who tells peers of the end of reads.
     """
 
-    def __init__(self, transport: PeerTransport, settlements: Settlements) -> None:
+    def __init__(
+        self, transport: PeerTransport, settlements: Settlements, closer: ReadCloser
+    ) -> None:
         self._transport = transport
         self._settlements = settlements
+        self._closer = closer
 
     def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
         if not peer.is_added:
@@ -129,7 +133,7 @@ class PullPlane(DataPlane):
         try:
             num_read = self._read(peer, opened.locations, slots, request)
         finally:
-            _close_read(peer, opened.read_id)
+            self._closer.add(peer.address, opened.read_id)
         if num_read < len(opened.locations):
             return num_read + _read_answer(peer, request.rest(num_read), slots[num_read:])
         return num_read
@@ -271,16 +275,6 @@ def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[memoryview])
     finally:
         call.cancel()  # does nothing to a call that is over
     return filler.num_full
-
-
-def _close_read(peer: Peer, read_id: int) -> None:
-    """Tells the peer that its blocks are no longer read, without waiting for an answer. If it
-    cannot be told, the read ends at its deadline.
-    """
-    message = pb.CloseBlocksRequest(generation=peer.address.generation, read_ids=[read_id])
-    with suppress(ValueError):  # grpc's word for a channel that was closed
-        call = peer.stub.CloseBlocks.future(message, timeout=_ASK_S)
-        call.add_done_callback(lambda _: None)  # grpc cancels calls that nobody refers to
 
 
 def _write_headers(locations: Sequence[pb.KvBlockLocation], slots: Sequence[memoryview]) -> None:

@@ -19,6 +19,7 @@ from kvstore.peer.backend import PeerBackend
 from kvstore.peer.data_planes import DataPlane, GrpcPlane, PullPlane, PushPlane
 from kvstore.peer.lending import LendingSide, describe_layout
 from kvstore.peer.peers import Peers
+from kvstore.peer.read_closer import ReadCloser
 from kvstore.peer.renewals import Renewals
 from kvstore.peer.settlements import Settlements
 from kvstore.peer.transport import PeerTransport
@@ -67,6 +68,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._peers = Peers(transport)
         self._renewals = Renewals(self._peers, url.timeout_s)
         self._settlements = Settlements(self._wake_engine)
+        self._closer = ReadCloser(self._peers)
         self._backend = PeerBackend(
             self._peers,
             self._open_plane(url.mode),
@@ -139,6 +141,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._renewals.close()
         self._lending.close()
         self._mover.close()
+        self._closer.close()
         self._settlements.close()
         if self._settlements.num_open or self._mover.is_in_doubt:
             _still_written_to.append(self._mover.staging)
@@ -149,7 +152,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         if self._transport is None:
             return GrpcPlane()
         if mode == "pull":
-            return PullPlane(self._transport, self._settlements)
+            return PullPlane(self._transport, self._settlements, self._closer)
         generation = self.address.generation
         return PushPlane(self._transport, self._settlements, self._peers, generation)
 
