@@ -156,13 +156,12 @@ class LLM:
             request = unfinished.get(output.request_id)
             if request is None:
                 continue  # the rest of a step that held its end
-            is_stopped = request.take(output)
+            if request.take(output):
+                self._core.finish_candidate(output.request_id, output.index)
             if request.is_finished:
                 del unfinished[output.request_id]
                 if not output.is_last:
                     self._core.abort([output.request_id])
-            elif is_stopped:
-                self._core.finish_candidate(output.request_id, output.index)
 
 
 def _ignore(request: OfflineRequest, error: BatonError) -> None:

@@ -226,13 +226,16 @@ class Outcomes:
         return output
 
     def end_candidate(self, group: SequenceGroup, index: int) -> Outputs:
-        """Ends one candidate without an output, and with the last one its request, ABORTED."""
+        """Ends one candidate without an output, and with the last one its request, ABORTED.
+        It has all the tokens that are wanted of it.
+        """
         if group.request.is_ranked:
             return []  # all are needed to find the best
         live = [branch for branch in group.branches if not branch.is_given_up]
         branch = next((branch for branch in live if branch.index == index), None)
         if branch is None:
             return []
+        self._publish(branch)
         if len(live) == 1:
             return [self.end(group, FinishReason.ABORTED)]
         if group.state is GroupState.SWAPPED:
@@ -248,7 +251,7 @@ class Outcomes:
         if reason is None:
             return []
         if sequence.is_streamed:
-            self._transfers.save_ended(sequence)
+            self._publish(sequence)
         self._remove(sequence)
         if group.request.is_ranked:
             token_ids = tuple(sequence.token_ids[group.num_prompt :])
@@ -299,6 +302,11 @@ class Outcomes:
         self._queues.withdraw(group)
         group.state = GroupState.SAVING
         return [first, *self.tell_saved(group)]
+
+    def _publish(self, sequence: Sequence) -> None:
+        """The sequence is about to end."""
+        self._branches.unseat(sequence)
+        self._transfers.save_ended(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         sequence.group.branches.remove(sequence)

@@ -123,7 +123,6 @@ class Saves:
     def save_ended(self, sequence: Sequence) -> None:
         """A sequence has all its tokens, and still its blocks: publishes them by policy."""
         if self._policy.at_end and sequence.table is not None:
-            sequence.count_computed()
             self._save_up_to(sequence, sequence.num_computed // self._block_size)
 
     def save_for_handoff(self, group: SequenceGroup) -> None:

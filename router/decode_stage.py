@@ -136,9 +136,11 @@ class DecodeStage:
                 async for output in _outputs_of(stream):
                     handoff.release()
                     progress.add(output)
-                    yield output
-                    if progress.has_ended(output.index) and not output.finish_reason:
-                        stream.finish(output.index)  # the caller wants no more of it
+                    try:
+                        yield output
+                    finally:  # where it was the last one that ran, too
+                        if progress.has_ended(output.index) and not output.finish_reason:
+                            stream.finish(output.index)  # the caller wants no more of it
             finally:
                 stream.close()
 

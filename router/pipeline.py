@@ -85,9 +85,9 @@ class Pipeline:
             async with aclosing(self._outputs(routed, completion, progress)) as outputs:
                 async for output in outputs:
                     for response in completion.add(output):
-                        yield response
                         if response.finish_reason:
                             progress.end(response.index)
+                        yield response
                     if completion.is_over:
                         return
 

@@ -193,9 +193,10 @@ Global___FirstBeam: typing_extensions.TypeAlias = FirstBeam
 
 @typing.final
 class CancelDecode(google.protobuf.message.Message):
-    """Cancels a request, which gets no further output, or one of its candidates,
-    which gets none but what is under way; with the last of them the request
-    ends, ABORTED. Unknown ids, and those of what has ended, are no error.
+    """Cancels a request, which gets no further output, or finishes one of its
+    candidates, as if it had drawn its last token: it gets no output but what is
+    under way; with the last of them the request ends, ABORTED. Unknown ids, and
+    those of what has ended, are no error.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

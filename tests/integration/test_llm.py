@@ -97,7 +97,20 @@ def ascii_prompt(llm):
     pytest.fail("no such prompt")
 
 
-def test_a_stop_text_ends_the_generation_before_it(llm):
+@pytest.fixture
+def finished(llm, monkeypatch):
+    """The candidates that the engine is told to have finished."""
+    indices = []
+    finish = llm._core.finish_candidate
+    monkeypatch.setattr(
+        llm._core,
+        "finish_candidate",
+        lambda name, index: indices.append(index) or finish(name, index),
+    )
+    return indices
+
+
+def test_a_stop_text_ends_the_generation_before_it(llm, finished):
     prompt, index, whole = ascii_prompt(llm)
     stop = chr(whole.token_ids[index])
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[stop])
@@ -106,6 +119,7 @@ def test_a_stop_text_ends_the_generation_before_it(llm):
     assert (result.finish_reason, result.matched_stop) == ("stop", stop)
     assert stop not in result.text
     assert whole.text.startswith(result.text + stop)
+    assert finished == [0], "what it has generated is kept as if the engine had ended it"
 
 
 def test_a_stop_token_ends_the_generation(llm):
@@ -167,7 +181,7 @@ def reference_beams(path, prompt, *, num_beams, num_returned, max_tokens):
     return sequences, output.sequences_scores.tolist()
 
 
-def test_a_stop_text_ends_its_candidate_alone(llm, monkeypatch):
+def test_a_stop_text_ends_its_candidate_alone(llm, finished):
     params = SamplingParams(temperature=1.5, seed=11, max_tokens=24, ignore_eos=True, n=3)
     (whole,) = llm.generate("abc", params, use_tqdm=False)
     stop = next(
@@ -175,13 +189,8 @@ def test_a_stop_text_ends_its_candidate_alone(llm, monkeypatch):
         for character in whole.outputs[1].text[2:12]
         if character.isascii() and not any(character in o.text for o in whole.outputs[::2])
     )
-    finished = []
-    finish = llm._core.finish_candidate
-    monkeypatch.setattr(
-        llm._core, "finish_candidate", lambda *which: finished.append(which) or finish(*which)
-    )
     (stopped,) = llm.generate("abc", replace(params, stop=[stop]), use_tqdm=False)
-    assert [index for _, index in finished] == [1]  # the engine goes on with the others alone
+    assert finished == [1]  # the engine goes on with the others alone
     assert [o.finish_reason for o in stopped.outputs] == ["length", "stop", "length"]
     assert stopped.outputs[1].matched_stop == stop
     assert whole.outputs[1].text.startswith(stopped.outputs[1].text + stop)

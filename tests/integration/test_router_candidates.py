@@ -182,7 +182,9 @@ async def test_the_last_candidate_that_a_stop_text_ends_ends_the_request():
         responses = await router.generate(ask(2, max_tokens=200, stop=["!"]))
         await decode.changes.until(lambda: decode.cancels)
     check_stream(responses, [STOP, STOP])
-    assert decode.cancels == [decode.starts[0].request.request_id]
+    worker_id = decode.starts[0].request.request_id
+    assert decode.cancels == [worker_id]
+    assert decode.finished_candidates == [(worker_id, 0), (worker_id, 1)]
 
 
 async def test_candidates_resume_where_a_lost_replica_left_them():

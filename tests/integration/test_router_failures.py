@@ -354,6 +354,7 @@ async def test_client_cancel_reaches_decode():
         call.cancel()
         await decode.changes.until(lambda: decode.cancels)
     assert decode.cancels == [decode.starts[0].request.request_id]
+    assert not decode.finished_candidates
 
 
 async def test_client_cancel_reaches_prefill():

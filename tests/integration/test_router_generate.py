@@ -176,6 +176,7 @@ async def test_stop_text_across_tokens_cuts_text_and_cancels_decode():
     assert responses[-1].finish_reason == common_pb2.FINISH_REASON_STOP
     assert responses[-1].matched_stop.text == "ck br"
     assert decode.cancels == [decode.starts[0].request.request_id]
+    assert decode.finished_candidates == [(decode.starts[0].request.request_id, 0)], "not aborted"
     got = token_ids_of(responses)
     assert got == script[: len(got)]
     assert responses[-1].usage.completion_tokens == len(got)

@@ -1,5 +1,7 @@
 """What engines publish beyond prompts, and what they lend."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import ConfigurationError
@@ -7,6 +9,7 @@ from engine.request import RequestOutput
 from kvstore.connector import SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 from tests.support.fake_model import fake_config
+from tests.support.reference_decoding import progress_of
 
 
 def decode_engine(**config: object) -> DrivenScheduler:
@@ -67,6 +70,30 @@ class TestGeneratedBlocks:
         driven = decode_engine(kv_publish="off")
         run_handed_over(driven, 40, max_tokens=12)
         assert driven.work().saves == ()
+
+    def test_one_that_is_told_to_have_finished_counts_as_ended(self) -> None:
+        """The router has found a stop text: more tokens than it wants may be under way."""
+        driven = decode_engine(kv_publish="finish")
+        run_handed_over(driven, 8, max_tokens=12)
+        under_way = driven.begin()
+        (end,) = driven.scheduler.finish_candidate("a", 0)
+        assert end.is_last
+        (save,) = driven.work().saves
+        assert len(save.keys) == 18 // 4 - 10 // 4
+        driven.end(under_way)
+        driven.end_saves([save.job_id])
+        assert driven.num_free == 32
+
+    def test_what_is_not_computed_of_it_is_not_published(self) -> None:
+        driven = decode_engine(kv_publish="finish", max_num_batched_tokens=9)
+        asked = request("a", 30)
+        driven.add(replace(asked, progress=(progress_of(asked, 0, (0,)),)))
+        driven.step()
+        driven.answer()
+        driven.step()
+        driven.scheduler.finish_candidate("a", 0)
+        (save,) = driven.work().saves
+        assert len(save.keys) == 9 // 4
 
     def test_a_request_that_is_aborted_publishes_nothing(self) -> None:
         driven = decode_engine(kv_publish="finish")
