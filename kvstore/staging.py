@@ -23,7 +23,8 @@ from kvstore.quarantine import Quarantine
 
 __all__ = ["Segment", "StagingBuffers", "slots_per_segment"]
 
-# Stores move values of 1 to 4 MiB best; a segment is one call's worth.
+# Stores move values of 1 to 4 MiB best; a segment is one call's worth, headers not counted:
+# objects are often a power of two long.
 _SEGMENT_BYTES = 4 << 20
 _NUM_SEGMENTS = 8
 
@@ -32,7 +33,7 @@ _logger = logging.getLogger("baton.kvstore")
 
 def slots_per_segment(layout: KvLayout) -> int:
     """Objects that one segment holds; one larger than a segment has one to itself."""
-    return max(1, _SEGMENT_BYTES // (HEADER_BYTES + layout.block_bytes))
+    return max(1, _SEGMENT_BYTES // layout.block_bytes)
 
 
 class Segment:

@@ -8,7 +8,7 @@ import torch
 from kvstore.block_views import view_blocks
 from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.layout import KvLayout
-from kvstore.staging import StagingBuffers
+from kvstore.staging import StagingBuffers, slots_per_segment
 
 _LAYOUTS = [
     KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype=dtype)
@@ -33,6 +33,12 @@ def _views(layout, slot):
     if views.scales is not None:
         parts.append(views.scales.unsqueeze(-1).view(torch.uint8))
     return parts  # each [num_layers, 2, num_kv_heads, block_size, bytes]
+
+
+def test_a_segment_holds_two_objects_of_half_its_size():
+    layout = KvLayout(num_layers=32, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
+    assert layout.block_bytes == 2 << 20
+    assert slots_per_segment(layout) == 2
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS, ids=lambda layout: layout.dtype)
