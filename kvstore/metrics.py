@@ -83,8 +83,8 @@ METRICS: dict[str, MetricInfo] = {
     "baton_kv_lookup_seconds": MetricInfo(
         "histogram", "Look-ups, from their start to their answer."
     ),
-    "baton_kv_lookup_objects": MetricInfo("counter", "Objects that look-ups asked for."),
-    "baton_kv_lookup_hits": MetricInfo("counter", "Objects that look-ups found."),
+    "baton_kv_lookup_objects": MetricInfo("counter", "Blocks that look-ups asked for."),
+    "baton_kv_lookup_hits": MetricInfo("counter", "Blocks that look-ups found."),
     "baton_kv_verify_failures": MetricInfo(
         "counter", "Objects refused because their bytes are not what was saved."
     ),

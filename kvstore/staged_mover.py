@@ -112,7 +112,7 @@ def _copier_for(pool: Any, cut: PoolCut) -> "BlockCopier":
 
 
 class StagedMover:
-    """Staging segments and I/O threads. Methods are of the engine's thread, but `tell`.
+    """Staging segments and I/O threads. Methods are of the engine's thread.
 
     Args:
         backend: where blocks come from and go to.

@@ -1,4 +1,4 @@
-"""Staging buffers: where objects lie between the pool and a store.
+"""Staging buffers: where objects lie between the pool and a backend.
 
 Allocated once and reused; on a CUDA machine pinned, so that copies to and
 from the pool run at full speed.

@@ -1,4 +1,4 @@
-"""What the store connector's worker remembers of its jobs. Pure."""
+"""What a `StagedMover` remembers of its jobs. Pure."""
 
 import time
 from collections.abc import Callable, Sequence
