@@ -163,8 +163,8 @@ class Saves:
             return None
         group.is_handed_over = True
         self._connector.offer(handoff.handoff_id)
-        if handoff.num_tokens % self._cut.size != 0:
-            self._tail_keys[handoff.handoff_id] = self._cut.object_keys(handoff.block_keys[-1:])
+        if keys := self._tail_of(handoff):
+            self._tail_keys[handoff.handoff_id] = keys
         if len(self._tail_keys) > _MAX_HANDOFFS:
             self._tail_keys.popitem(last=False)
         return handoff
@@ -200,6 +200,8 @@ class Saves:
         """The request is over; unless it was handed over, nobody comes for what it saved."""
         if group.hands_over and not group.is_handed_over:
             self._connector.end_lease(group.handoff_id)
+            group.is_abandoned = True
+            self._delete_tail(group)
 
     def discard(self, group: SequenceGroup) -> None:
         """Takes back what the group has published: it must not be loaded.
@@ -241,6 +243,7 @@ class Saves:
         group.pending_saves.pop(job_id, None)
         if save.lease_id == group.handoff_id:  # what was taken back is saved again
             group.save_failed |= failed
+        self._delete_tail(group)
         self._clean_up(group)
 
     def _first_unsaved(self, sequence: Sequence) -> int:
@@ -292,6 +295,17 @@ class Saves:
         return self._connector.make_handoff(
             group.handoff_id, self._namespace, keys, num_tokens, self._kv_form
         )
+
+    def _tail_of(self, handoff: KvHandoff) -> list[bytes]:
+        """Keys of what only its own request can use: they are drawn for it alone."""
+        if handoff.num_tokens % self._cut.size == 0:
+            return []
+        return self._cut.object_keys(handoff.block_keys[-1:])
+
+    def _delete_tail(self, group: SequenceGroup) -> None:
+        """Deletes the tail of a handoff that is never told, once no save of it may come."""
+        if group.is_abandoned and group.handoff is not None and not group.pending_saves:
+            self._connector.delete(self._tail_of(group.handoff))
 
     def _clean_up(self, group: SequenceGroup) -> None:
         """Deletes what nobody may load of a group, none of whose saves may still come. One

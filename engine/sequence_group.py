@@ -79,6 +79,7 @@ class SequenceGroup:
             It is another one after each preemption.
         handoff: that handoff.
         is_handed_over: it was told.
+        is_abandoned: it never will be.
         reported: whether an output with timings has been sent.
     """
 
@@ -114,6 +115,7 @@ class SequenceGroup:
     handoff_id: str = ""
     handoff: KvHandoff | None = None
     is_handed_over: bool = False
+    is_abandoned: bool = False
     reported: bool = False
     scheduled_at: float | None = None
     loaded_at: float | None = None

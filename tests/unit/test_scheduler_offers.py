@@ -1,4 +1,4 @@
-"""When leases on a prompt's blocks are offered, and when they end before."""
+"""When leases on a prompt's blocks are offered or end, and what else is for one handoff alone."""
 
 from kvstore.connector import LookupResult, SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, request
@@ -94,3 +94,53 @@ def test_a_prompt_that_waits_for_what_it_lends_itself_hands_nothing_over() -> No
     assert set(lender.ended) == lender.late
     assert lender.offered == []
     assert lender.driven.num_free == 12
+
+
+class TestTails:
+    """What a prompt's last, partial block is saved as serves its own request alone."""
+
+    def test_that_of_an_aborted_prompt_is_deleted_when_its_save_has_ended(self) -> None:
+        driven = DrivenScheduler(with_connector=True, role="prefill")
+        driven.add(request("a", 6))
+        driven.step()
+        driven.answer()
+        driven.step()
+        saves = driven.work().saves
+        (tail,) = [save for save in saves if save.num_tail_tokens]
+        driven.scheduler.abort(["a"])
+        assert driven.work().deletes == ()
+        driven.end_saves([save.job_id for save in saves])
+        assert driven.work().deletes == tail.keys
+
+    def test_so_is_that_of_a_handoff_of_which_a_save_failed(self) -> None:
+        driven = DrivenScheduler(with_connector=True, role="prefill")
+        driven.add(request("a", 6))
+        driven.step()
+        driven.answer()
+        driven.step()
+        full, tail = driven.work().saves
+        driven.end_saves([tail.job_id])
+        driven.end_saves([full.job_id], committed=False)
+        assert driven.work().deletes == tail.keys
+
+    def test_one_that_comes_late_is_deleted_again(self) -> None:
+        driven = DrivenScheduler(with_connector=True, role="prefill", kv_transfer_timeout_s=5.0)
+        driven.add(request("a", 3))
+        driven.step()
+        (tail,) = driven.work().saves
+        driven.now = 5.0
+        driven.scheduler.expire()
+        assert driven.work().deletes == tail.keys
+        driven.end_saves([tail.job_id])
+        assert driven.work().deletes == tail.keys
+
+    def test_a_whole_block_stays_for_others(self) -> None:
+        driven = DrivenScheduler(with_connector=True, role="prefill")
+        driven.add(request("a", 8))
+        driven.step()
+        driven.answer()
+        driven.step()
+        (full,) = driven.work().saves
+        driven.scheduler.abort(["a"])
+        driven.end_saves([full.job_id])
+        assert driven.work().deletes == ()
