@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from baton.errors import DeadlineExceededError
+from baton.errors import DeadlineExceededError, InternalError
 from baton.sampling_wire import sampling_to_proto
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.progress import Progress
@@ -92,7 +92,12 @@ def first_outputs(
     """What prefill drew, in the form of decode's outputs. The first tells of the prompt.
 
     Ranked candidates that go on send no tokens yet.
+
+    Raises:
+        InternalError: nothing was drawn.
     """
+    if not (result.candidates or result.token_ids):
+        raise InternalError("the prefill replica sent a result without tokens")
     if result.candidates:
         outputs = [
             decode_pb2.DecodeOutput(

@@ -12,7 +12,7 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.v1 import common_pb2, generation_pb2_grpc
+from baton.v1 import common_pb2, generation_pb2_grpc, prefill_pb2
 from engine.wire import client_request_id
 from router import replica as replica_module
 from tests.support.fake_candidates import given_tokens
@@ -340,6 +340,18 @@ async def test_draining_replica_gets_no_new_work_and_ends_its_own():
         assert token_ids_of(await task) == SCRIPT[:6]
     assert len(draining.starts) == 1
     assert not other.starts
+
+
+async def test_a_result_without_tokens_is_a_replicas_failure(caplog):
+    class EmptyPrefill(FakePrefill):
+        def _result(self, request):
+            return prefill_pb2.PrefillResult()
+
+    prefill, decode = EmptyPrefill(SCRIPT), FakeDecode(SCRIPT)
+    async with running_workers(prefill, decode), running_router(prefill, decode) as router:
+        responses = await router.generate(request(max_tokens=5))
+    assert token_ids_of(responses) == SCRIPT[:5]
+    assert "a result without tokens" in caplog.text
 
 
 # Clients that leave, and deadlines.
