@@ -3,8 +3,10 @@
 import argparse
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -12,6 +14,9 @@ from baton.errors import ConfigurationError
 from rpc.server_config import join_host_port
 
 __all__ = ["MetricsConfig", "add_metrics_args", "metrics_config_from_args", "serving_metrics"]
+
+_CLIENT_TIMEOUT_S = 10.0
+"""A client that is silent for so long must not hold a thread any longer."""
 
 _LOGGER = logging.getLogger("baton.rpc")
 
@@ -77,6 +82,7 @@ def serving_metrics(config: MetricsConfig, registry: CollectorRegistry) -> Itera
         raise ConfigurationError(
             f"cannot serve metrics on {address}: in use, or not an address of this machine"
         ) from None
+    server.RequestHandlerClass = _impatient(server.RequestHandlerClass)
     try:
         address = join_host_port(config.host, server.server_port)
         _LOGGER.info("serving metrics url=http://%s/metrics", address)
@@ -85,3 +91,16 @@ def serving_metrics(config: MetricsConfig, registry: CollectorRegistry) -> Itera
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _impatient(handler_class: Any) -> type[WSGIRequestHandler]:
+    """The handler, with a limit on how long it waits for its client."""
+
+    class ImpatientHandler(handler_class):  # type: ignore[misc]
+        timeout = _CLIENT_TIMEOUT_S
+
+        def handle(self) -> None:
+            with suppress(TimeoutError):
+                super().handle()
+
+    return ImpatientHandler

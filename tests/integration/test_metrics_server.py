@@ -44,6 +44,17 @@ def test_metrics_are_served_at_a_free_port_and_no_longer_once_closed(caplog):
         _read(port)
 
 
+def test_a_client_that_says_nothing_is_left(monkeypatch, capsys):
+    monkeypatch.setattr("rpc.metrics_server._CLIENT_TIMEOUT_S", 0.1)
+    with (
+        serving_metrics(_config("--metrics-port", "0"), CollectorRegistry()) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=10) as client,
+    ):
+        assert client.recv(1) == b""
+        assert _read(port) == ""
+    assert capsys.readouterr().err == ""
+
+
 def test_no_port_no_server():
     before = threading.active_count()
     with serving_metrics(_config(), CollectorRegistry()) as port:
