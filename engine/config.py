@@ -94,7 +94,10 @@ class EngineConfig:
     )
     num_gpu_blocks_override: int | None = _flag(None, "KV blocks in the pool, whatever fits")
     kv_connector: str | None = _flag(
-        None, "URL of the KV connector: shm://NAME, file:///path, redis://host:port/db"
+        None,
+        "URL of the KV connector: shm://NAME, file:///path, redis://host:port/db, grpc://, "
+        "nixl://, multi://URL,URL (several), faulty+URL (with faults, to try), or memory:// "
+        "(of one process)",
     )
     kv_publish: str = _flag(
         "finish",

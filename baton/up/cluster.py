@@ -15,6 +15,7 @@ from baton.errors import ConfigurationError
 from baton.health import wait_until_serving
 from baton.up.supervisor import ProcessSpec, SupervisedProcess
 from engine.config import EngineConfig
+from prefill_service.config import UNUSED_FIELDS
 from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = [
@@ -35,7 +36,7 @@ _START_TIMEOUT_S = 900.0
 _DRAIN_TIMEOUT_S = "5"
 """For running requests upon Ctrl-C; below the supervisor's grace period."""
 
-_FIXED_FIELDS = {"prefill": ("role", "kv_load_failure_policy"), "decode": ("role",)}
+_FIXED_FIELDS = {"prefill": ("role", *UNUSED_FIELDS), "decode": ("role",)}
 """Fields of `EngineConfig` that a tier's command has no flag for."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -7,6 +7,7 @@ import pytest
 import baton
 from baton.cli import main
 from baton.v1 import common_pb2
+from prefill_service.config import UNUSED_FIELDS
 from tests.support.fake_generation import running_fake_generation
 
 COMMANDS = {
@@ -122,6 +123,14 @@ def test_a_port_out_of_range_is_told(command, port, capsys):
     assert main([command, "--model", "m", "--port", port]) == 2
     message = f"--port is {port}; it must be in [0, 65536)"
     assert capsys.readouterr().err == f"baton {command}: error: {message}\n"
+
+
+@pytest.mark.parametrize("field", UNUSED_FIELDS)
+def test_a_flag_that_means_nothing_to_prefill_is_not_known_there(field, capsys):
+    flag = f"--{field.replace('_', '-')}"
+    with pytest.raises(SystemExit):
+        main(["prefill", "--model", "m", flag, "off"])
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode"])

@@ -11,6 +11,7 @@ import pytest
 from baton.errors import ConfigurationError
 from engine.cli_args import add_engine_args, engine_config_from_args
 from engine.config import EngineConfig
+from kvstore.registry import known_stores
 
 
 def _parse(*arguments, omit=(), **overrides):
@@ -23,6 +24,13 @@ def _help():
     parser = argparse.ArgumentParser(prog="engine")
     add_engine_args(parser)
     return " ".join(parser.format_help().split())
+
+
+def test_the_help_tells_every_connector():
+    stores = {scheme for scheme in known_stores() if not scheme.startswith("redis")}
+    for scheme in (*stores, "redis", "grpc", "nixl", "multi"):
+        assert f"{scheme}://" in _help()
+    assert "faulty+" in _help()
 
 
 def test_no_flags_give_the_defaults():

@@ -31,6 +31,7 @@ ENGINE = EngineConfig(
     block_size=8,
     kv_cache_memory=2**20,
     kv_load_failure_policy="fail",
+    kv_publish="off",
     num_threads=1,
 )
 
