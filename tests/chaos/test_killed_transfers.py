@@ -22,8 +22,9 @@ async def test_prefill_is_killed(name: str, tmp_path: Path, redis_server: RedisS
         await asyncio.gather(*scene.start_jobs()[1])
 
         # Before: it has been asked, and has computed nothing.
+        jobs = scene.make_jobs(NUM_JOBS)  # what takes long before it does not answer
         prefill.freeze()
-        jobs, tasks = scene.start_jobs()
+        tasks = scene.start(jobs)
         await await_started(cluster, prefill, 2 * NUM_JOBS)
         assert not any(job.tokens for job in jobs)
         prefill.kill()

@@ -28,7 +28,10 @@ class Reader:
     """A client that does as it is told, and not as `PeerConnectorWorker` would."""
 
     def __init__(self, rig: PeerRig, layout: KvLayout) -> None:
-        self.channel = grpc.insecure_channel(rig.worker.address.endpoint)
+        # Its window does not grow: what it has not asked for stays with who sends.
+        self.channel = grpc.insecure_channel(
+            rig.worker.address.endpoint, options=[("grpc.http2.bdp_probe", 0)]
+        )
         self.stub = kv_peer_pb2_grpc.KvPeerServiceStub(self.channel)
         self.generation = rig.worker.address.generation
         self.layout = describe_layout(layout)

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 from baton import AsyncClient
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.cluster import HERE, Cluster, Place, ServerProcess, running_cluster
-from tests.support.jobs import Job
+from tests.support.jobs import Job, retry_until_served
 from tests.support.routes import Route
 
 __all__ = ["DEADLINE_S", "NUM_JOBS", "Scene", "await_started", "first_of", "running_scene"]
@@ -34,13 +34,21 @@ class Scene:
     route: Route
     seeds: itertools.count = field(default_factory=lambda: itertools.count(100))
 
-    def start_jobs(self, count: int = NUM_JOBS) -> tuple[list[Job], list[asyncio.Task[None]]]:
-        """Streams of prompts that nobody has seen."""
-        jobs = [
+    def make_jobs(self, count: int) -> list[Job]:
+        """Prompts that nobody has seen."""
+        return [
             Job(next(self.seeds), _NUM_TOKENS, num_prompt_tokens=_NUM_PROMPT_TOKENS)
             for _ in range(count)
         ]
-        return jobs, [asyncio.create_task(job.run(self.client, DEADLINE_S)) for job in jobs]
+
+    def start_jobs(self, count: int = NUM_JOBS) -> tuple[list[Job], list[asyncio.Task[None]]]:
+        """Streams of such prompts."""
+        jobs = self.make_jobs(count)
+        return jobs, self.start(jobs)
+
+    def start(self, jobs: Sequence[Job]) -> list[asyncio.Task[None]]:
+        """Streams of prompts that were made before."""
+        return [asyncio.create_task(job.run(self.client, DEADLINE_S)) for job in jobs]
 
     async def start_until_held(self) -> list[asyncio.Task[None]]:
         """Starts streams until the KV of one is stuck. An engine that has found loading to be
@@ -62,6 +70,8 @@ class Scene:
         """
         for server in restarted:
             await server.restart()
+        (job,) = self.make_jobs(1)
+        await retry_until_served(job, self.client)  # until the router has found it
         before = await _num_loaded(self.cluster.decode[0])
         give_up_at = time.monotonic() + DEADLINE_S
         while await _num_loaded(self.cluster.decode[0]) == before:
