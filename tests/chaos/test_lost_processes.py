@@ -27,6 +27,7 @@ async def call(function: Callable[[], object]) -> None:
     await asyncio.to_thread(function)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_cancel_and_deadline_at_every_stage_free_everything(tmp_path: Path) -> None:
     jobs = [Job(seed) for seed in range(4)]

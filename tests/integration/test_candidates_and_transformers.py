@@ -145,7 +145,10 @@ def _end(row: list[int], stops: frozenset[int]) -> int:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen3_mostly_sliding"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama", *(pytest.param(v, marks=pytest.mark.slow) for v in ("gpt2", "qwen3_mostly_sliding"))],
+)
 def test_beam_search_equals_transformers(
     variant: str, length_penalty: float, early_stopping: bool | str
 ) -> None:

@@ -101,6 +101,7 @@ def third_party_packages(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_third_partys_connector_conforms(tmp_path, third_party_packages):
     suite = start_suite("good://", tmp_path / "run", python_path=third_party_packages)
     output = _check(suite)

@@ -29,7 +29,6 @@ FEATURES = {
     "overlap, swap": {"async_scheduling": True, **SWAP, **TIGHT},
     "alone": {"max_num_seqs": 1},
 }
-VARIANTS = ("llama", "gpt2", "mistral_sliding", "qwen2_alternating", "qwen3_mostly_sliding")
 
 
 @contextmanager
@@ -74,7 +73,17 @@ def _flags_for(variant: str, feature: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "llama",
+        "qwen2_alternating",
+        *(
+            pytest.param(variant, marks=pytest.mark.slow)
+            for variant in ("gpt2", "mistral_sliding", "qwen3_mostly_sliding")
+        ),
+    ],
+)
 def test_features_change_no_token(variant: str, feature: str) -> None:
     with _engine(variant, _flags_for(variant, feature)) as core:
         for _ in range(2):  # the second time from the prefix cache, where there is one

@@ -70,6 +70,7 @@ def third_party_packages(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_guides_store_conforms(tmp_path):
     """docs/connectors.md shows a whole store; it must be one that works."""
     guide = (_REPOSITORY / "docs" / "connectors.md").read_text()
@@ -103,6 +104,7 @@ def failing_suites(tmp_path_factory, third_party_packages):
         suite.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", _FAILING_TESTS)
 def test_a_store_that_breaks_the_contract_fails(failing_suites, scheme):
     output, _ = failing_suites[scheme].communicate(timeout=SUITE_DEADLINE_S)

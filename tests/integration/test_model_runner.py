@@ -74,7 +74,7 @@ def _prompts(block_size):
     return [tuple(prompt_of(length, seed=length)) for length in lengths]
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("block_size", [8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_a_mixed_batch_of_whole_and_chunked_prompts_equals_transformers(variant, block_size):
     prompts, runner = _prompts(block_size), _runner(variant, block_size)

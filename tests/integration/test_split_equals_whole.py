@@ -93,8 +93,15 @@ def check_split(variant: str, connector_url: str, block_size: int) -> None:
         assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    ("caching", "block_size"),
+    [
+        (True, 8),
+        (False, 16),
+        pytest.param(True, 16, marks=pytest.mark.slow),
+        pytest.param(False, 8, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_whole_equals_transformers(variant: str, caching: bool, block_size: int) -> None:
     path = tiny_checkpoint(variant)

@@ -10,6 +10,8 @@ from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoi
 from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
 from tests.support.runner_kinds import use_kind
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 4
 LENGTHS = (7, 33)
 FLAGS = {
@@ -46,20 +48,16 @@ def _reference(variant):
     ]
 
 
-def _slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("variant", "kind"),
     [
         ("qwen3", "triton, eager"),
-        _slow("llama", "triton, eager"),
-        _slow("llama_sharded", "triton, eager"),  # heads whose width is no power of two
-        _slow("mistral_sliding", "triton, eager"),
-        _slow("qwen2_alternating", "triton, graphs"),
-        _slow("gpt2", "triton, eager"),
-        _slow("opt", "triton, eager"),
+        ("llama", "triton, eager"),
+        ("llama_sharded", "triton, eager"),  # heads whose width is no power of two
+        ("mistral_sliding", "triton, eager"),
+        ("qwen2_alternating", "triton, graphs"),
+        ("gpt2", "triton, eager"),
+        ("opt", "triton, eager"),
     ],
 )
 def test_tokens_are_those_of_transformers(variant, kind, monkeypatch):
@@ -67,7 +65,6 @@ def test_tokens_are_those_of_transformers(variant, kind, monkeypatch):
     assert _tokens(variant, (GREEDY, GREEDY)) == _reference(variant)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_keeps_to_the_first_choice(dtype, monkeypatch):
     use_kind("triton, eager", monkeypatch)
@@ -75,7 +72,6 @@ def test_half_precision_keeps_to_the_first_choice(dtype, monkeypatch):
     assert [tokens[0] for tokens in drawn] == [tokens[0] for tokens in _reference("llama")]
 
 
-@pytest.mark.slow
 def test_draws_are_those_of_torch(monkeypatch):
     draws = (DrawParams(1.0, 20, 0.9, 2**63 + 1), DrawParams(1.5, 0, 1.0, 7))
     drawn = []
@@ -86,7 +82,6 @@ def test_draws_are_those_of_torch(monkeypatch):
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.slow
 def test_an_8_bit_cache_gives_the_tokens_of_torch(monkeypatch):
     drawn = []
     for kind in ("device, eager", "triton, graphs"):

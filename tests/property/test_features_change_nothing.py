@@ -130,7 +130,18 @@ def test_batch_neighbours_change_no_output(asked: list[EngineRequest]) -> None:
     assert [run([request], 500, PLAIN)[0][0] for request in asked] == together
 
 
-@pytest.mark.parametrize("feature", PREEMPTING)
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "recompute",
+        "swap to a small pool",
+        "swap, overlap, chunks",
+        *(
+            pytest.param(feature, marks=pytest.mark.slow)
+            for feature in ("swap", "auto", "recompute, overlap", "swap, overlap")
+        ),
+    ],
+)
 def test_preemption_changes_no_output(feature: str) -> None:
     config, num_host_blocks = PREEMPTING[feature]
     happened = Counter[str]()

@@ -49,14 +49,14 @@ def test_block_sizes(block_size):
     check(make_case(spans, block_size=block_size, dtype=torch.bfloat16, **ONE_HEAD))
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 129])
+@pytest.mark.parametrize("length", [63, 64, 65, pytest.param(129, marks=pytest.mark.slow)])
 def test_prompts_around_the_ends_of_blocks_and_tiles(length):
     spans = [(0, length), (64 - length % 64, length)]
     check(make_case(spans, dtype=torch.bfloat16, **ONE_HEAD))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sliding_window", [None, 500])
+@pytest.mark.parametrize("sliding_window", [None, pytest.param(500, marks=pytest.mark.slow)])
 def test_chunks_that_share_a_long_context(sliding_window, dtype):
     # One small chunk leaves processors idle, so that its context is divided.
     case = make_case([(1500, 40), (800, 1), (3, 1)], num_heads=2, num_kv_heads=1, dtype=dtype)
@@ -69,6 +69,7 @@ def test_soft_caps(sliding_window):
     check(case, sliding_window)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 50)), min_size=1, max_size=3),

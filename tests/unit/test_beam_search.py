@@ -111,7 +111,9 @@ def stops_on_the_way(rng, model, prompt, count, **case):
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPINGS)
 @pytest.mark.parametrize("length_penalty", LENGTH_PENALTIES)
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "width", [1, 3, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 4, 5))]
+)
 def test_finds_what_transformers_finds(width, length_penalty, early_stopping):
     rng = random.Random(f"{width} {length_penalty} {early_stopping}")
     num_stopped = 0

@@ -60,6 +60,7 @@ def test_it_ends_documents(model):
     assert probabilities[model.config.eos_token_id] > 0.05
 
 
+@pytest.mark.slow
 def test_the_script_trains_and_writes_a_checkpoint(tmp_path):
     command = [sys.executable, SCRIPT, "--steps", "2", "--output", tmp_path]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
