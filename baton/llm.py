@@ -144,6 +144,7 @@ class LLM:
             while unfinished:
                 num_before = len(unfinished)
                 self._take(self._core.step(), unfinished)
+                self._core.start_transfers()
                 progress.update(num_before - len(unfinished))
                 if unfinished:
                     self._core.wait()

@@ -1,6 +1,7 @@
 """`EngineCore`: scheduler, runner and connector as one synchronous engine.
 
-    outputs = core.step()      # schedule -> execute -> commit, and transfers
+    outputs = core.step()      # schedule -> execute -> commit
+    core.start_transfers()     # of what the step has computed
 
 With `--async-scheduling` a step is schedule k + 1 -> commit k, while k + 1
 computes: the scheduler's work hides behind the runner's.
@@ -14,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.errors import InternalError
@@ -115,8 +117,15 @@ class EngineCore:
 
         # The connector first: a bad URL is told before minutes of loading.
         connector = open_connector(config.kv_connector) if config.kv_connector else None
-        config = with_device_defaults(config)
-        return cls(config, ModelRunner(config), connector)
+        with ExitStack() as opened:
+            if connector is not None:
+                opened.callback(connector[1].close)
+            config = with_device_defaults(config)
+            runner = ModelRunner(config)
+            opened.callback(runner.close)
+            core = cls(config, runner, connector)
+            opened.pop_all()
+        return core
 
     @property
     def has_unfinished(self) -> bool:
@@ -217,7 +226,8 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """One engine step: returns outputs, at most one per candidate of a request.
 
-        What transfers brought is told first, by a step that runs nothing.
+        What transfers brought is told first, by a step that runs nothing. When the outputs
+        are told, `start_transfers` is due.
 
         Raises:
             Exception: whatever the runner raised, where it failed on several
@@ -233,12 +243,18 @@ class EngineCore:
             return outputs
         batch = self.scheduler.schedule()
         # Loads go out before the forward pass, to run beside it.
-        self._start_transfers()
+        self.start_transfers()
         self.is_stalled = batch is None and self._in_flight is None
         if not self.is_stalled:
             outputs += self._overlap(batch) if self.config.async_scheduling else self._run(batch)
-            self._start_transfers()
         return outputs
+
+    def start_transfers(self) -> None:
+        """Starts what the last step wants saved, which may take as long as copying it. The next
+        step would, too.
+        """
+        if self._connector is not None and (work := self.scheduler.build_work()):
+            self._connector.start(work)
 
     def close(self) -> None:
         """Ends the runner and closes the connector. Idempotent."""
@@ -288,10 +304,6 @@ class EngineCore:
             raise error
         _logger.error("step %d failed", batch.step, exc_info=error)
         return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
-
-    def _start_transfers(self) -> None:
-        if self._connector is not None and (work := self.scheduler.build_work()):
-            self._connector.start(work)
 
 
 def _measured(

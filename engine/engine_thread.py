@@ -172,6 +172,7 @@ class EngineThread:
         while self._commands:
             self._obey(self._commands.popleft())
         self._tell(self._core.step())
+        self._core.start_transfers()
         if self._is_recording:
             self._tell_events(self._core.take_kv_events())
         if self._core.is_stalled or time.monotonic() >= self._next_load_at:

@@ -129,6 +129,7 @@ class _Tier:
             is_idle = not self.core.has_work
             if outputs or is_idle != self.is_idle:
                 self._tell(outputs, is_idle=is_idle)
+            self.core.start_transfers()
             self.core.wait()
 
     def _listen(self) -> None:

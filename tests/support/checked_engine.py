@@ -171,6 +171,7 @@ class CheckedEngine:
             self._num_shaky_steps = 4
         told = Counter[tuple[str, int]]()
         outputs = self.core.step()
+        self.core.start_transfers()
         self._check_runner()
         for output in outputs:
             if output.finish_reason is not FinishReason.ERROR and output.token_ids:

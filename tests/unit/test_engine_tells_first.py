@@ -1,10 +1,15 @@
 """What transfers bring is told before the forward pass that comes next, not after it."""
 
+import threading
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from engine.batch import DrawParams, ScheduledBatch, StepOutput
 from engine.core import EngineCore
+from engine.engine_thread import EngineThread
 from engine.request import EngineRequest, FinishReason, RequestOutput
+from kvstore.connector import SaveJob
 from kvstore.job_scheduler import JobScheduler
 from tests.support.fake_connector import FakeWorker
 from tests.support.fake_runner import FakeRunner, fake_config, fake_info
@@ -46,6 +51,7 @@ class Prefill:
 
     def step_after_transfers(self) -> tuple[list[RequestOutput], int]:
         """Ends what is under way, and steps: what is told, and how many batches ran."""
+        self.core.start_transfers()
         self.worker.end_all()
         before = self.runner.num_executed
         outputs = self.core.step()
@@ -82,3 +88,57 @@ def test_a_handoff_does_not_wait_for_another_prompts_chunk(prefill: Prefill) -> 
     assert outputs[-1].finish_reason is FinishReason.HANDOFF
     assert outputs[-1].handoff is not None
     assert num_executed == 0
+
+
+def test_first_tokens_are_told_before_what_is_saved_is_copied(prefill: Prefill) -> None:
+    prefill.add("a", (0,) * BLOCK_SIZE)
+    (first,) = prefill.core.step()
+    assert first.token_ids
+    assert prefill.worker.pending == []
+    prefill.core.start_transfers()
+    assert [type(job) for job in prefill.worker.pending] == [SaveJob]
+
+
+class Told:
+    """A core of one step that hears, and a listener that says, what comes when."""
+
+    is_stalled = True
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self._over = threading.Event()
+
+    def step(self) -> list[RequestOutput]:
+        return [] if self.order else [RequestOutput("a", token_ids=(1,))]
+
+    def start_transfers(self) -> None:
+        self.order.append("transfers")
+
+    def wait(self) -> None:
+        self._over.wait(20)
+
+    def wake(self) -> None:
+        self._over.set()
+
+    def load(self) -> None:
+        """Nobody asks."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def call_soon_threadsafe(self, handler: Callable[..., None], *arguments: object) -> None:
+        self.order.append("outputs")
+        self._over.set()
+
+    def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        """The loop above calls nobody."""
+
+
+def test_the_engines_thread_tells_outputs_before_it_starts_transfers() -> None:
+    told = Told()
+    thread = EngineThread(told, told, told)  # type: ignore[arg-type]
+    thread.start()
+    assert told._over.wait(20)
+    thread.stop()
+    thread.join(20)
+    assert told.order[:2] == ["outputs", "transfers"]

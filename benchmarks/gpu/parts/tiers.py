@@ -101,6 +101,7 @@ class _Undivided:
             clock.take(self._core.add_request(request))
         while self._core.has_unfinished:
             clock.take(self._core.step())
+            self._core.start_transfers()
             self._core.wait()
         return clock.times
 
@@ -184,6 +185,7 @@ def _serve(
         outputs += core.step()
         num_ended += sum(output.is_last for output in outputs)
         take(outputs)
+        core.start_transfers()
         if num_ended < num_requests and requests.empty():
             core.wait()
 

@@ -1,0 +1,52 @@
+"""Building an engine: what is open when it fails is closed."""
+
+import pytest
+
+import engine.runtime.model_runner
+import kvstore.open_connector
+from baton.errors import ConfigurationError
+from engine.core import EngineCore
+from kvstore.job_scheduler import JobScheduler
+from tests.support.fake_connector import FakeWorker
+from tests.support.fake_model import fake_config, fake_info
+from tests.support.fake_runner import FakeRunner
+
+
+class RefusingWorker(FakeWorker):
+    """Has the parts that an engine opens: the connector says no to the pool."""
+
+    def __init__(self, closed: list[str]) -> None:
+        super().__init__({})
+        self._closed = closed
+
+    def register_pool(self, *pool: object) -> None:
+        raise ConfigurationError("not this pool")
+
+    def close(self) -> None:
+        self._closed.append("connector")
+
+
+class ClosedRunner(FakeRunner):
+    def __init__(self, closed: list[str]) -> None:
+        super().__init__(fake_info(4, 64), 8)
+        self._closed = closed
+
+    def close(self) -> None:
+        self._closed.append("runner")
+
+
+@pytest.mark.parametrize("fails_at", ["model", "pool"])
+def test_what_was_opened_is_closed(fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def load_model(config: object) -> FakeRunner:
+        if fails_at == "model":
+            raise ConfigurationError("no such model")
+        return ClosedRunner(closed)
+
+    connector = (JobScheduler("fake", lease_s=1), RefusingWorker(closed))
+    monkeypatch.setattr(kvstore.open_connector, "open_connector", lambda _: connector)
+    monkeypatch.setattr(engine.runtime.model_runner, "ModelRunner", load_model)
+    with pytest.raises(ConfigurationError, match="no"):
+        EngineCore.build(fake_config(block_size=4, device="cpu", kv_connector="fake://"))
+    assert closed == (["connector"] if fails_at == "model" else ["runner", "connector"])
