@@ -114,6 +114,7 @@ class LeaseTable:
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}  # those that can be read and renewed
         self._ended: dict[str, None] = {}  # the last of those that are over
+        self._num_expired = 0  # that `sweep` has not told of
         self._saves: dict[int, _Lease] = {}
         self._reads: dict[int, BlockRead] = {}
         self._read_ids = itertools.count(1)
@@ -219,7 +220,7 @@ class LeaseTable:
         """Ends what has run out: leases, and reads past their deadlines.
 
         Returns:
-            How many leases ran out.
+            How many leases ran out since the last call.
         """
         with self._lock:
             now = self._clock()
@@ -228,7 +229,8 @@ class LeaseTable:
             expired = [name for name, lease in self._leases.items() if lease.expires_at <= now]
             for lease_id in expired:
                 self._end_lease(lease_id)
-            return len(expired)
+            num_expired, self._num_expired = self._num_expired + len(expired), 0
+            return num_expired
 
     @property
     def next_deadline(self) -> float | None:
@@ -255,6 +257,7 @@ class LeaseTable:
     def _find(self, lease_id: str) -> _Lease:
         lease = self._leases.get(lease_id)
         if lease is not None and lease.expires_at <= self._clock():
+            self._num_expired += 1
             self._end_lease(lease_id)
             lease = None
         if lease is None:

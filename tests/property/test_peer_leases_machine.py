@@ -176,6 +176,7 @@ def test_a_lease_that_has_run_out_is_not_found_before_the_sweep_either() -> None
         table.open_read("a", [b"k"], READ_S)
     assert table.renew(["b"]) == ["b"]
     assert table.take_released().job_ids == (0, 1)
+    assert [table.sweep(), table.sweep()] == [2, 0], "each is counted once, whoever found it"
 
 
 def test_a_read_keeps_what_its_lease_had_lent() -> None:
