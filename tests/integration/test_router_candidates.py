@@ -17,7 +17,13 @@ from tests.support.fake_workers import (
     first_of,
     running_workers,
 )
-from tests.support.running_router import PROMPT_IDS, request, running_router, script_of
+from tests.support.running_router import (
+    PROMPT_IDS,
+    request,
+    running_router,
+    script_of,
+    token_ids_of,
+)
 
 SCRIPTS = [[base + i % 50 for i in range(300)] for base in (50, 150, 250, 350)]
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
@@ -195,12 +201,16 @@ async def test_candidates_resume_where_a_lost_replica_left_them():
     )
     workers = (prefill, *decodes)
     async with running_workers(*workers), running_router(*workers) as router:
-        task = asyncio.create_task(router.generate(ask(3, max_tokens=20)))
-        dying = await first_of(decodes, lambda decode: decode.num_sent == 6 + 4 + 6)
+        stream = router.stub.GenerateStream(ask(3, max_tokens=20), timeout=30)
+        responses = []
+        while len(token_ids_of(responses)) < 7 + 5 + 7:
+            responses.append(await stream.read())
+        (dying,) = [decode for decode in decodes if decode.starts]
         (heir,) = [decode for decode in decodes if decode is not dying]
         heir.resume()
         await dying.stop()
-        responses = await task
+        while (response := await stream.read()) is not grpc.aio.EOF:
+            responses.append(response)
     assert by_candidate(responses) == {
         0: scripts[0][:20],
         1: scripts[1],
