@@ -162,6 +162,7 @@ def turns_folder_of_workers(up: Up) -> Path:
     return Path(folder)
 
 
+@pytest.mark.slow
 async def test_a_cluster_whose_output_nobody_reads_serves_on(unread_pipe):
     path = tiny_checkpoint("llama")
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -28,6 +28,7 @@ CASES = {
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 32, 50)]
 
 
+@pytest.mark.slow
 async def test_two_tiers_equal_one_process(tmp_path: Path) -> None:
     model = tiny_checkpoint("llama")
     expected = expected_outputs(model)

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from baton.cli import main
 from tests.support.checkpoints import tiny_checkpoint
 
 
+@pytest.mark.slow
 def test_a_cluster_is_measured_and_its_flags_are_printed(tmp_path, capfd):
     path, page = tmp_path / "report.json", tmp_path / "report.html"
     model = ("--model", str(tiny_checkpoint("llama")), "--dtype", "float32", "--num-threads", "1")

@@ -61,7 +61,7 @@ def _check(suite):
 @pytest.mark.parametrize(
     "url",
     [
-        "memory://connectors",
+        pytest.param("memory://connectors", marks=pytest.mark.slow),
         "grpc://",
         pytest.param("nixl://", marks=pytest.mark.slow),
         pytest.param("faulty+memory://faultless?faults=", marks=pytest.mark.slow),
@@ -126,6 +126,7 @@ def test_connectors_that_break_the_contract_fail(tmp_path, third_party_packages)
         assert any(line.startswith("FAILED") and test in line for line in output)
 
 
+@pytest.mark.slow
 def test_the_guides_connector_conforms(tmp_path):
     """docs/connectors.md shows a whole connector; it must be one that works."""
     guide = (_REPOSITORY / "docs" / "connectors.md").read_text()

@@ -262,6 +262,7 @@ def test_a_remote_killed_during_transfers_harms_no_other(remote, new_remote, mov
         assert np.array_equal(pool.bytes, remote.now())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move_all", [read_all, write_all])
 def test_a_stopped_remote_costs_the_timeout_and_writes_nothing_late(new_remote, move_all):
     remote = new_remote()
@@ -285,6 +286,7 @@ def test_a_stopped_remote_costs_the_timeout_and_writes_nothing_late(new_remote, 
         assert np.array_equal(pool.bytes, theirs)
 
 
+@pytest.mark.slow
 def test_a_thread_that_waits_for_its_turn_waits_no_longer_than_its_timeout(new_remote):
     remote = new_remote()
     with opened() as (transport, pool), ThreadPoolExecutor(2) as threads:
@@ -377,6 +379,7 @@ def test_over_tcp_a_read_is_refused_and_the_remote_survives(only_tcp, new_remote
         assert np.array_equal(remote.now(), remote.bytes)
 
 
+@pytest.mark.slow
 def test_over_tcp_a_write_to_a_stopped_remote_settles_after_a_while(
     only_tcp, new_remote, monkeypatch
 ):

@@ -113,6 +113,7 @@ def test_loads_under_way_end_when_their_peer_is_killed(
     assert torch.equal(decode.pool[:longest], prefill.pool[:longest])
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_costs_one_timeout_and_is_found_again(
     lend: Callable[..., LendingProcess], decode: PeerRig
 ) -> None:

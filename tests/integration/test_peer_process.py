@@ -46,6 +46,7 @@ def script(tmp_path, source, *arguments):
     return Launch("odd", command, dict(os.environ), tmp_path / "logs" / "odd.log")
 
 
+@pytest.mark.slow
 def test_baton_answers_as_many_tokens_as_asked_in_order_of_time(peer):
     assert peer.description.startswith("baton ")
     run = peer.run(REQUESTS)

@@ -339,7 +339,10 @@ def test_a_sequence_decodes_on_after_a_swap_to_other_blocks_and_another_row(runn
 # -- windows
 
 
-@pytest.mark.parametrize("chunk_size", [5, 8, 64])
+@pytest.mark.parametrize(
+    "chunk_size",
+    [5, pytest.param(8, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     "variant", ["qwen2_alternating", "qwen3_mostly_sliding", "mistral_sliding"]
 )

@@ -50,7 +50,7 @@ def make_requests(block_size: int) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("block_size", [8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("connector_url", CONNECTORS, indirect=True)
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_split_equals_transformers(variant: str, connector_url: str, block_size: int) -> None:

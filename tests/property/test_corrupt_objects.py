@@ -205,7 +205,9 @@ def spoil_slots(monkeypatch: pytest.MonkeyPatch, spoiler: Spoiler) -> None:
         monkeypatch.setattr(NixlTransport, name, spoiled)
 
 
-@pytest.mark.parametrize("url", ["grpc://", "nixl://", "nixl://?mode=push"])
+@pytest.mark.parametrize(
+    "url", ["grpc://", "nixl://", pytest.param("nixl://?mode=push", marks=pytest.mark.slow)]
+)
 def test_nothing_that_is_spoiled_on_the_wire_is_used(
     monkeypatch: pytest.MonkeyPatch, closing: ExitStack, url: str
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.support.devices import DEVICE
 from tests.support.triton_attention import attend, check, make_case
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_memory")]
 
 DTYPES = [torch.float32, torch.bfloat16]
 DECODE = [(0, 1), (30, 1), (300, 1), (130, 1)]

@@ -39,7 +39,7 @@ def _check(case):
 
 
 @pytest.mark.parametrize("kind", LOGIT_KINDS)
-@pytest.mark.parametrize("vocab_size", [5, 700])
+@pytest.mark.parametrize("vocab_size", [5, pytest.param(700, marks=pytest.mark.slow)])
 def test_same_tokens(kind, vocab_size):
     seed = LOGIT_KINDS.index(kind)
     logits = make_logits(kind, 4, vocab_size, seed)
@@ -70,6 +70,7 @@ def test_a_large_vocabulary():
     _check(_case(make_logits("normal", 2, 256_001), draws))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     kind=st.sampled_from(LOGIT_KINDS),
@@ -80,6 +81,7 @@ def test_same_tokens_whatever_the_logits(kind, vocab_size, seed):
     _check(_case(make_logits(kind, 2, vocab_size, seed), make_draws(2, vocab_size, seed)))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(kind=st.sampled_from(LOGIT_KINDS), vocab_size=st.integers(1, 700), data=st.data())
 def test_same_tokens_are_kept_whatever_the_logits(kind, vocab_size, data):
@@ -102,6 +104,7 @@ def _kept(logits, draws):
     return scaled >= found.cpu().unsqueeze(-1), scaled >= expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 def test_programs_that_share_a_row_add_up_what_each_keeps(kind):
     block_size = launch_table(DEVICE).draw_thresholds.for_size(10**5).block_size
