@@ -19,8 +19,8 @@ _logger = logging.getLogger("baton.kvstore")
 class IoThreads:
     """Does tasks in threads, in their order, and tells when the threads hang.
 
-    They hang when tasks are under way and none has ended for some times `timeout_s`; they
-    do no longer when one ends. The process can end while they hang. Thread-safe.
+    They hang when each has a task under way and none has ended for some times `timeout_s`;
+    they do no longer when one ends. The process can end while they hang. Thread-safe.
 
     Args:
         num_threads: how many tasks are done at a time.
@@ -36,10 +36,10 @@ class IoThreads:
         self._on_hang = on_hang
         lock = threading.Lock()
         self._has_task = threading.Condition(lock)
-        self._has_begun = threading.Condition(lock)
+        self._may_hang = threading.Condition(lock)
         self._tasks: deque[Callable[[], None]] = deque()
         self._num_under_way = 0
-        self._progress_at = 0.0  # when a task last ended, or began while none was under way
+        self._progress_at = 0.0  # when a task last ended, or the last free thread was taken
         self._is_hanging = False
         self._is_closed = False
         self._threads = [
@@ -74,7 +74,7 @@ class IoThreads:
             self._is_closed = True
             self._tasks.clear()
             self._has_task.notify_all()
-            self._has_begun.notify_all()
+            self._may_hang.notify_all()
             started = [thread for thread in self._threads if thread.ident]
         give_up_at = time.monotonic() + (0.0 if self._is_hanging else self._patience_s)
         for thread in started:
@@ -95,10 +95,10 @@ class IoThreads:
             self._has_task.wait_for(lambda: self._tasks or self._is_closed)
             if self._is_closed:
                 return None
-            if not self._num_under_way:
-                self._progress_at = time.monotonic()
-                self._has_begun.notify()
             self._num_under_way += 1
+            if self._num_under_way == len(self._threads):
+                self._progress_at = time.monotonic()
+                self._may_hang.notify()
             return self._tasks.popleft()
 
     def _end(self) -> None:
@@ -107,7 +107,7 @@ class IoThreads:
             self._progress_at = time.monotonic()
             was_hanging, self._is_hanging = self._is_hanging, False
             if was_hanging:
-                self._has_begun.notify()
+                self._may_hang.notify()
         if was_hanging:
             _logger.info("calls of %s end again", threading.current_thread().name)
 
@@ -122,14 +122,14 @@ class IoThreads:
 
     def _wait_for_hang(self) -> bool:
         """Returns when the threads begin to hang; False once closed."""
-        with self._has_begun:
+        with self._may_hang:
             while not self._is_closed:
-                if self._is_hanging or not self._num_under_way:
-                    self._has_begun.wait()
+                if self._is_hanging or self._num_under_way < len(self._threads):
+                    self._may_hang.wait()
                     continue
                 left_s = self._progress_at + self._patience_s - time.monotonic()
                 if left_s <= 0:
                     self._is_hanging = True
                     return True
-                self._has_begun.wait(left_s)
+                self._may_hang.wait(left_s)
         return False

@@ -119,8 +119,8 @@ class StagedMover:
         wake: called, from any thread, when `poll` has news.
         make_copier: what copies the objects of a pool that is cut so.
         num_threads: how many calls of the backend run at a time.
-        timeout_s: longest that a call should take. When none ends for some times that, jobs
-            with blocks that wait for a segment fail, until a call ends.
+        timeout_s: longest that a call should take. When all threads are in calls and none ends
+            for some times that, jobs with blocks that wait for a segment fail, until a call ends.
     """
 
     def __init__(

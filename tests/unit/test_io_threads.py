@@ -81,12 +81,22 @@ def test_hanging_is_told_once_and_is_over_when_a_task_ends(
 
 
 def test_they_hang_again(rig: Rig) -> None:
+    for _ in range(2):
+        rig.submit(0, hangs=True)
+        rig.submit(1, hangs=True)
+        assert rig.has_hung.acquire(timeout=LONG_S)
+        rig.go_on.set()
+        rig.wait_for_ends(2)
+        rig.go_on.clear()
+
+
+def test_they_do_not_hang_while_a_thread_is_free(rig: Rig) -> None:
     rig.submit(0, hangs=True)
-    assert rig.has_hung.acquire(timeout=LONG_S)
-    rig.go_on.set()
+    assert not rig.has_hung.acquire(timeout=0.2)
+    rig.submit(1)
     rig.wait_for_ends(1)
-    rig.go_on.clear()
-    rig.submit(1, hangs=True)
+    assert not rig.has_hung.acquire(timeout=0.2)
+    rig.submit(2, hangs=True)
     assert rig.has_hung.acquire(timeout=LONG_S)
 
 
