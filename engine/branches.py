@@ -47,6 +47,8 @@ class Branches:
         self.unseat(sequence)
         if sequence.table is not None:
             self.register(sequence)
+            if sequence.group.request.num_candidates > 1:
+                sequence.group.left_keys.update(sequence.keys.pool_keys)
             self._kv.free(sequence.table)
             sequence.table = None
 
@@ -63,6 +65,7 @@ class Branches:
 
     def discard(self, group: SequenceGroup) -> None:
         """Takes the group's blocks out of the prefix cache: nobody new shall share them."""
+        self._kv.discard(tuple(group.left_keys))
         for sequence in group.running:
             self._kv.discard(sequence.keys.extend_pool(sequence.token_ids))
 

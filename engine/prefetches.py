@@ -53,7 +53,7 @@ class Prefetches:
         self._jobs: dict[int, _Prefetch] = {}
         # Those that requests may wait for.
         self._by_handoff: dict[str, dict[int, None]] = {}
-        self._coming: dict[bytes, int] = {}  # their jobs by block key
+        self._coming: set[bytes] = set()  # keys of their blocks
         self._stopped: set[int] = set()
 
     @property
@@ -109,17 +109,17 @@ class Prefetches:
         """
         jobs = [job for jobs in self._by_handoff.values() for job in jobs]
         for job_id in jobs:
-            if job_id not in self._stopped:
-                self._stopped.add(job_id)
-                self._connector.cancel_load(job_id)
+            self._cancel(job_id)
         return sum(len(self._jobs[job].block_ids) for job in jobs)
 
     def finish(self, result: LoadResult) -> None:
         """Takes in a result: what came can be found."""
-        self.give_up(result.job_id)
+        self._unlist(result.job_id)
         prefetch = self._jobs.pop(result.job_id)
         self._stopped.discard(result.job_id)
         num_good = result.num_blocks // self._cut.per_block
+        if num_good < len(prefetch.blocks):
+            self._parts.forget(prefetch.handoff_id)  # what follows lies behind a gap
         self._kv.adopt(
             [block.key for block in prefetch.blocks[:num_good]],
             [block.parent for block in prefetch.blocks[:num_good]],
@@ -129,20 +129,14 @@ class Prefetches:
         self._pool.release(prefetch.block_ids)
 
     def give_up(self, job_id: int) -> int:
-        """Nobody waits for a prefetch any more. Its blocks stay held.
+        """Nobody waits for a prefetch any more: it shall end. Its blocks stay held until then.
 
         Returns:
             How many.
         """
-        prefetch = self._jobs[job_id]
-        jobs = self._by_handoff.get(prefetch.handoff_id, {})
-        if job_id in jobs:
-            del jobs[job_id]
-            for block in prefetch.blocks:
-                del self._coming[block.key]
-        if not jobs:
-            self._by_handoff.pop(prefetch.handoff_id, None)
-        return len(prefetch.block_ids)
+        self._cancel(job_id)
+        self._unlist(job_id)
+        return len(self._jobs[job_id].block_ids)
 
     def _start(self, handoff: KvHandoff, blocks: list[PromptBlock]) -> tuple[int, int]:
         block_ids = self._pool.allocate(len(blocks))
@@ -150,6 +144,22 @@ class Prefetches:
         job_id = self._connector.load(keys, self._cut.ids_in(block_ids), handoff)
         self._jobs[job_id] = _Prefetch(handoff.handoff_id, blocks, block_ids, self._kv.epoch)
         self._by_handoff.setdefault(handoff.handoff_id, {})[job_id] = None
-        self._coming |= dict.fromkeys((block.key for block in blocks), job_id)
+        self._coming.update(block.key for block in blocks)
         self._on_job(job_id)
         return job_id, len(blocks) * self._kv.spec.block_size
+
+    def _cancel(self, job_id: int) -> None:
+        if job_id not in self._stopped:
+            self._stopped.add(job_id)
+            self._parts.forget(self._jobs[job_id].handoff_id)  # what follows lies behind a gap
+            self._connector.cancel_load(job_id)
+
+    def _unlist(self, job_id: int) -> None:
+        """No request waits for it."""
+        prefetch = self._jobs[job_id]
+        jobs = self._by_handoff.get(prefetch.handoff_id, {})
+        if job_id in jobs:
+            del jobs[job_id]
+            self._coming.difference_update(block.key for block in prefetch.blocks)
+        if not jobs:
+            self._by_handoff.pop(prefetch.handoff_id, None)

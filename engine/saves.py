@@ -187,6 +187,7 @@ class Saves:
             self._connector.end_lease(group.handoff_id)
             group.handoff_id = new_handoff_id()
             group.num_saved = group.num_told = group.lead.num_saved = 0
+            group.save_failed = False
 
     def yield_lent(self, group: SequenceGroup) -> None:
         """The group waits for blocks, and no other holds any. Where all that could come free
@@ -238,7 +239,7 @@ class Saves:
         self._end(job_id, save, failed=True)
         return save.group, len(save.block_ids)
 
-    def _end(self, job_id: int, save: "_Save", *, failed: bool) -> None:
+    def _end(self, job_id: int, save: _Save, *, failed: bool) -> None:
         group = save.group
         group.pending_saves.pop(job_id, None)
         if save.lease_id == group.handoff_id:  # what was taken back is saved again

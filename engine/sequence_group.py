@@ -66,6 +66,7 @@ class SequenceGroup:
         num_saved: leading blocks of the prompt that a save job or the store already has.
         num_told: leading blocks that others were told to be saved.
         published: keys of all objects that its save jobs were for, of whichever sequence.
+        left_keys: keys of the blocks that candidates left in the prefix cache, of several.
         lookup_job: the connector's look-up for it, open or answered.
         load_job: the load under way, in state LOADING.
         pending_saves: save jobs under way, in order, each with its first block's index.
@@ -76,7 +77,7 @@ class SequenceGroup:
         pending_handoff: the request's handoff until its load has started.
         kept_handoff: id of the handoff whose lease is renewed for it.
         handoff_id: names the handoff that this group's prefill makes; empty where it makes none.
-            It is another one after each preemption.
+            It is another one after a preemption that took back what was saved for it.
         handoff: that handoff.
         is_handed_over: it was told.
         is_abandoned: it never will be.
@@ -103,6 +104,7 @@ class SequenceGroup:
     num_saved: int = 0
     num_told: int = 0
     published: list[bytes] = field(default_factory=list)
+    left_keys: set[bytes] = field(default_factory=set)
     lookup_job: int | None = None
     load_job: int | None = None
     pending_saves: dict[int, int] = field(default_factory=dict)

@@ -141,7 +141,8 @@ class DecodeConnection:
         """Has the replica load blocks for a request that is to start. Best effort.
 
         They go out with blocks of the same handoff that were not sent yet, behind them.
-        Those of another one, whose prefill replica was lost, it names again.
+        Those of another one, whose prefill replica was lost or whose prompt gave way, it names
+        again.
         """
         if not self.is_open:
             return

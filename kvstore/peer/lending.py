@@ -85,8 +85,8 @@ class LendingSide:
         """Starts saves, offers and ends leases; returns the saves that the caller has to gather."""
         to_gather = self.lender.start(work.saves)
         self._leases.offer(work.offered)
-        if work.ended:
-            self._leases.end(work.ended)
+        self._leases.end(work.ended)
+        if self._leases.has_released:
             self._wake()
         return to_gather
 

@@ -140,6 +140,17 @@ def test_a_released_lease_gives_the_blocks_back(make_rig: MakeRig, way: str) -> 
     assert other not in prefill.released
 
 
+def test_an_end_that_gives_nothing_back_wakes_nobody(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    job_id = rig.publish(range(2))
+    rig.end("lease")
+    rig.run_until(lambda: rig.released == [job_id])
+    rig.woken.clear()
+    rig.end("lease")
+    rig.step()
+    assert not rig.woken.is_set()
+
+
 def test_missing_blocks_end_the_prefix(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(), make_rig()
     prefill.publish([1, 2])

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from engine.kv_events import BlocksStored
 from kvstore.connector import LoadJob, LoadResult, TransferResults
 from kvstore.handoff import KvHandoff
@@ -130,6 +132,40 @@ def test_one_that_does_not_end_is_waited_for_no_longer_than_any_job() -> None:
     assert driven.scheduler.num_unfinished == 0
     assert driven.scheduler.load().num_preemptions == 1
     assert driven.metrics.snapshot()[0]["baton_kv_failures", "load", "timed_out"] == 1
+
+
+def test_one_that_is_given_up_is_cancelled() -> None:
+    driven = decode_engine(kv_transfer_timeout_s=5.0)
+    driven.scheduler.prefetch(_first_blocks(handed_over("a").handoff, 2))
+    (load,) = driven.work().loads
+    driven.now = 5.0
+    driven.scheduler.expire()
+    assert driven.work().cancelled_loads == (load.job_id,)
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 0, "cancelled"),)))
+    assert driven.num_free == 32
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_nothing_is_loaded_behind_what_did_not_come(num_good: int) -> None:
+    driven = decode_engine()
+    handoff = handed_over("a", 20).handoff
+    driven.scheduler.prefetch(_first_blocks(handoff, 2))
+    (load,) = driven.work().loads
+    result = LoadResult(load.job_id, num_good, "unavailable")
+    driven.scheduler.apply(TransferResults(loads=(result,)))
+    driven.scheduler.prefetch(replace(handoff, block_keys=handoff.block_keys[2:4], num_tokens=16))
+    assert driven.work().loads == ()
+
+
+def test_a_key_that_comes_twice_does_no_harm() -> None:
+    driven = decode_engine()
+    handoff = handed_over("a").handoff
+    twice = replace(handoff, block_keys=handoff.block_keys[:1] * 2, num_tokens=8)
+    driven.scheduler.prefetch(twice)
+    (load,) = driven.work().loads
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, len(load.keys)),)))
+    assert driven.scheduler.kv.pool.cached_keys() == handoff.block_keys[:1]
+    assert driven.num_free == 32
 
 
 def test_what_waits_has_its_room_before_what_is_loaded_ahead() -> None:

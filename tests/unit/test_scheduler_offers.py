@@ -1,11 +1,17 @@
 """When leases on a prompt's blocks are offered or end, and what else is for one handoff alone."""
 
+from collections.abc import Collection
+
 from kvstore.connector import LookupResult, SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, request
 
 
 class Lender:
     """A prefill engine whose blocks are lent.
+
+    Args:
+        num_blocks: of its pool.
+        failing: which of its saves fail, as they come.
 
     Attributes:
         handoffs: those that were told; None for a prompt without.
@@ -14,7 +20,7 @@ class Lender:
         late: leases that something was saved for after their end.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, failing: Collection[int] = ()) -> None:
         self.driven = DrivenScheduler(
             num_blocks,
             windows=(None, 4),
@@ -30,6 +36,8 @@ class Lender:
         self.ended: list[str] = []
         self.late: set[str] = set()
         self._lent: dict[int, str] = {}
+        self._failing = failing
+        self._num_saves = 0
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -44,8 +52,10 @@ class Lender:
         lookups = tuple(LookupResult(job.job_id, 0) for job in work.lookups)
         saves = []
         for job in work.saves:
-            is_lent = job.lease_id not in self.ended
-            self.late |= set() if is_lent else {job.lease_id}
+            is_over = job.lease_id in self.ended
+            self.late |= {job.lease_id} if is_over else set()
+            is_lent = not is_over and self._num_saves not in self._failing
+            self._num_saves += 1
             self._lent |= {job.job_id: job.lease_id} if is_lent else {}
             saves.append(SaveResult(job.job_id, committed=is_lent, is_held=is_lent))
         released = tuple(job for job, lease in self._lent.items() if lease in self.ended)
@@ -82,6 +92,15 @@ def test_a_prompt_that_gives_way_ends_its_lease_and_makes_another_handoff() -> N
     assert lender.offered == lender.handoffs
     assert lender.ended == [given_way, *lender.handoffs]
     assert lender.driven.num_free == 24
+
+
+def test_what_failed_before_it_gave_way_does_not_count_against_the_other_handoff() -> None:
+    lender = Lender(24, failing=[1])
+    lender.driven.add(request("a", 32), request("b", 32, first_token=0))
+    lender.steps(40)
+    assert lender.driven.scheduler.load().num_preemptions == 1
+    assert len(lender.handoffs) == 2
+    assert None not in lender.handoffs
 
 
 def test_a_prompt_that_waits_for_what_it_lends_itself_hands_nothing_over() -> None:

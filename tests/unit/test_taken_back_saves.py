@@ -1,8 +1,10 @@
 """What a request has published and nobody may load, or nobody will, leaves the store."""
 
+from engine.batch import DrawParams
 from kvstore.connector import ConnectorWork, SaveJob
 from tests.support.driven_scheduler import DrivenScheduler, handed_over
 
+WARM = DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=1)
 PUBLISHES = {"with_connector": True, "role": "decode", "kv_publish": "1"}
 
 
@@ -82,6 +84,16 @@ class TestPoisoned:
         published.end()
         published.take()
         assert published.deleted >= published.keys
+
+    def test_nor_do_those_stay_in_the_prefix_cache(self) -> None:
+        driven = DrivenScheduler(64, **PUBLISHES)
+        load(driven, max_tokens=40, num_candidates=3, num_returned=3, draw=WARM)
+        driven.steps(14)
+        num_before = len(driven.scheduler.kv.pool.cached_keys())
+        driven.scheduler.finish_candidate("a", 0)
+        assert len(driven.scheduler.kv.pool.cached_keys()) > num_before
+        poison(driven)
+        assert driven.scheduler.kv.pool.cached_keys() == ()
 
     def test_saves_under_way_are_awaited_first(self) -> None:
         driven = DrivenScheduler(**PUBLISHES)
