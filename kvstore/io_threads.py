@@ -37,7 +37,8 @@ class IoThreads:
         lock = threading.Lock()
         self._has_task = threading.Condition(lock)
         self._may_hang = threading.Condition(lock)
-        self._tasks: deque[Callable[[], None]] = deque()
+        # What to do, and what where it is dropped.
+        self._tasks: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._num_under_way = 0
         self._progress_at = 0.0  # when a task last ended, or the last free thread was taken
         self._is_hanging = False
@@ -53,16 +54,26 @@ class IoThreads:
         """Whether what is submitted now may wait for ever."""
         return self._is_hanging
 
-    def submit(self, task: Callable[..., None], *args: object) -> None:
-        """Has a task done, unless `close` comes first."""
+    def submit(
+        self, task: Callable[..., None], *args: object, instead: Callable[[], None] = lambda: None
+    ) -> None:
+        """Has a task done, unless `close` comes first, or `drop`, which calls `instead`."""
         with self._has_task:
             if self._is_closed:
                 return
             if not self._watcher.ident:
                 for thread in (*self._threads, self._watcher):
                     thread.start()
-            self._tasks.append(partial(task, *args))
+            self._tasks.append((partial(task, *args), instead))
             self._has_task.notify()
+
+    def drop(self) -> None:
+        """Drops tasks that have not begun, and does for each what is to be done instead."""
+        with self._has_task:
+            dropped = list(self._tasks)
+            self._tasks.clear()
+        for _, instead in dropped:
+            instead()
 
     def close(self) -> bool:
         """Drops tasks that have not begun, and waits a bounded time for the others. Idempotent.
@@ -99,7 +110,7 @@ class IoThreads:
             if self._num_under_way == len(self._threads):
                 self._progress_at = time.monotonic()
                 self._may_hang.notify()
-            return self._tasks.popleft()
+            return self._tasks.popleft()[0]
 
     def _end(self) -> None:
         with self._has_task:

@@ -120,7 +120,7 @@ class StagedMover:
         make_copier: what copies the objects of a pool that is cut so.
         num_threads: how many calls of the backend run at a time.
         timeout_s: longest that a call should take. When all threads are in calls and none ends
-            for some times that, jobs with blocks that wait for a segment fail, until a call ends.
+            for some times that, jobs with blocks that no call is about fail, until a call ends.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class StagedMover:
         self._wake = wake
         self._make_copier = make_copier or _copier_for
         self._io = IoThreads(num_threads, "baton-kv-io", timeout_s, wake)
-        # Copies into the pool get a thread of their own: they end in the order in which they start.
+        # Copies that no call of the backend goes with get a thread of their own: they end in the
+        # order in which they start.
         self._landings = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
         self._news: deque[_News] = deque()
         self._jobs: dict[int, JobState] = {}
@@ -192,7 +193,9 @@ class StagedMover:
         for job in in_objects(jobs, self._cut):
             self._jobs[job.job_id] = state = JobState(job, len(self._cut.slices))
             if isinstance(job, SaveJob) and job.num_found and not self._io.is_hanging:
-                self._io.submit(self._ask_held, state, job.keys[: job.num_found])
+                found = job.keys[: job.num_found]
+                unasked = partial(self._tell, _Held(state, 0))
+                self._io.submit(self._ask_held, state, found, instead=unasked)
             else:
                 self._waiting.append(state)
         for job_id in cancelled_loads:
@@ -238,10 +241,11 @@ class StagedMover:
     # Engine thread.
 
     def _give_up_waiting(self) -> None:
-        """Fails what no segment has been given to: calls hang, and nobody knows how long."""
+        """Fails what no call has begun to move: calls hang, and nobody knows how long."""
         for job in self._jobs.values():
             if not job.is_started:
                 job.error = "unavailable"
+        self._io.drop()
 
     def _start_pieces(self) -> None:
         """Gives free segments to the jobs that wait, oldest first."""
@@ -260,7 +264,7 @@ class StagedMover:
                 return
             piece = job.start_piece(segment)
             if isinstance(job.job, LoadJob):
-                self._io.submit(self._run, partial(self._read, job.job, piece), piece)
+                self._submit(partial(self._read, job.job, piece), piece)
             else:
                 self._start_save(job.job, piece)
 
@@ -273,7 +277,17 @@ class StagedMover:
             piece.job.error = "failed"
             self._tell(PieceEnd(piece, 0))
         else:
-            self._io.submit(self._run, partial(self._put, job, piece, copy), piece)
+            self._submit(partial(self._put, job, piece, copy), piece, copy)
+
+    def _submit(
+        self,
+        move: Callable[[], PieceRead | PieceEnd],
+        piece: Piece,
+        copy: "Copy | None" = None,
+    ) -> None:
+        """Has an I/O thread do its part of a piece, whose copy may be under way."""
+        end = PieceEnd(piece, 0, "unavailable")
+        self._io.submit(self._run, move, piece, instead=partial(self._finish_after, copy, end))
 
     def _land(self, read: PieceRead) -> None:
         """Starts the copy of a load's good blocks into the pool, unless nobody wants them.
@@ -290,11 +304,7 @@ class StagedMover:
             _logger.exception("KV blocks cannot be copied into the pool")
             self._finish_piece(PieceEnd(piece, 0, "failed"))
             return
-        end = PieceEnd(piece, num_good, read.error)
-        if copy is None:
-            self._finish_piece(end)
-        else:
-            self._landings.submit(self._run, partial(self._await, copy, end), piece)
+        self._finish_after(copy, PieceEnd(piece, num_good, read.error))
 
     def _scatter(self, read: PieceRead) -> "Copy | None":
         assert self._copier is not None
@@ -304,6 +314,13 @@ class StagedMover:
         views = [view for view in read.mapped.views[: read.num_good] if view is not None]
         self._copier.scatter_views(views, object_ids)
         return None
+
+    def _finish_after(self, copy: "Copy | None", end: PieceEnd) -> None:
+        """Ends a piece, after its copy: until then blocks and segment are the copy's."""
+        if copy is None:
+            self._finish_piece(end)
+        else:
+            self._landings.submit(self._run, partial(self._await, copy, end), end.piece)
 
     def _finish_piece(self, end: PieceEnd) -> None:
         end.piece.job.end_piece(end)

@@ -14,6 +14,7 @@ from kvstore.layout import KvLayout
 from kvstore.registry import open_store
 from kvstore.store import GetStatus
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
+from tests.support.held_copier import HeldCopier
 
 LAYOUT = KvLayout(num_layers=16, num_kv_heads=8, block_size=64, head_dim=32, dtype="float32")
 NUM_SEGMENTS = 8  # each holds one of these blocks
@@ -55,6 +56,10 @@ class HangingStore:
             assert self.is_open.wait(60)
 
 
+def refused(job_id: int) -> SaveResult:
+    return SaveResult(job_id, committed=False, error="unavailable")
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> HangingStore:
     return HangingStore(f"memory://{tmp_path.name}")
@@ -76,19 +81,48 @@ def save_jobs(first: int, count: int, num_found: int = 0) -> tuple[SaveJob, ...]
     )
 
 
-def test_saves_that_no_segment_is_free_for_fail_until_a_call_ends(
+def test_saves_that_no_call_is_about_fail_until_a_call_ends(
     rig: ConnectorRig, store: HangingStore
 ) -> None:
+    # A thread asks for save 10, the other one puts save 0.
     rig.start(saves=save_jobs(0, NUM_SEGMENTS + 2) + save_jobs(10, 1, num_found=1))
-    refused = {10, NUM_SEGMENTS, NUM_SEGMENTS + 1}
-    assert set(rig.results(3)) == {SaveResult(i, False, error="unavailable") for i in refused}
+    assert set(rig.results(10)) == {refused(number) for number in range(1, 11)}
     rig.start(saves=save_jobs(20, 1) + save_jobs(21, 1, num_found=1))
     assert {result.job_id for result in rig.results(2)} == {20, 21}, "at once"
 
     store.is_open.set()
-    assert {result.job_id for result in rig.results(NUM_SEGMENTS)} == set(range(NUM_SEGMENTS))
+    assert rig.results(1) == [SaveResult(0, committed=True)]
     rig.save([1])
     assert rig.load([2]) == LoadResult(1, 1)
+
+
+def test_loads_that_no_thread_has_begun_fail_until_a_call_ends(
+    rig: ConnectorRig, store: HangingStore
+) -> None:
+    rig.start(saves=save_jobs(0, 2))
+    rig.start(loads=(LoadJob(9, keys(1), (3,)),))
+    assert rig.results(1) == [LoadResult(9, 0, "unavailable")]
+    store.is_open.set()
+    rig.results(2)
+    assert rig.load([2]) == LoadResult(1, 1)
+
+
+def test_a_save_that_no_thread_has_begun_keeps_its_blocks_until_they_are_copied(
+    store: HangingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_threads, "_LEAST_PATIENCE_S", 0.2)
+    rig = ConnectorRig(store, HeldCopier)
+    copies = rig.worker._mover.copier.copies
+    rig.start(saves=save_jobs(0, 3))
+    for copy in copies[:2]:
+        copy.end()
+    assert rig.woken.wait(TIMEOUT_S), "the threads hang"
+    assert not rig.worker.poll().saves
+    assert copies[2].is_awaited.wait(TIMEOUT_S)
+    copies[2].end()
+    assert rig.results(1) == [refused(2)]
+    store.is_open.set()
+    rig.worker.close()
 
 
 def test_look_ups_find_nothing_until_a_call_ends(rig: ConnectorRig, store: HangingStore) -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -123,6 +124,18 @@ def test_close_drops_what_has_not_begun_and_waits_for_what_hangs_no_longer(rig: 
     assert time.monotonic() - began_at < LONG_S / 2
     rig.wait_for_threads()
     rig.submit(9)
+    assert sorted(rig.done) == [0, 1]
+
+
+def test_what_has_not_begun_can_be_dropped(rig: Rig) -> None:
+    dropped: list[int] = []
+    for number in range(4):
+        rig.threads.submit(rig._do, number, True, instead=partial(dropped.append, number))
+    assert rig.has_hung.acquire(timeout=LONG_S)
+    rig.threads.drop()
+    assert dropped == [2, 3]
+    rig.go_on.set()
+    rig.wait_for_ends(2)
     assert sorted(rig.done) == [0, 1]
 
 
