@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["StoreConnectorWorker"]
 
 _MAX_LOOKUP_WAIT_S = 0.25
+# Of a step each.
+_MAX_WAITING_DELETES = 1024
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -56,6 +58,7 @@ class StoreConnectorWorker(KvConnectorWorker):
         self._lookups = IoThreads(1, "baton-kv-lookup", store.timeout_s, self._wake_engine)
         self._answers: deque[LookupResult] = deque()
         self._open_lookups: dict[int, LookupJob] = {}
+        self._deletes: deque[tuple[bytes, ...]] = deque()  # not begun; for each a task waits
         self._wake: Callable[[], None] = lambda: None
         self._cut: PoolCut
 
@@ -91,11 +94,11 @@ class StoreConnectorWorker(KvConnectorWorker):
         """See `KvConnectorWorker.start`."""
         for lookup in work.lookups:
             self._open_lookups[lookup.job_id] = lookup
-            self._ask(self._look_up, lookup.job_id, time.monotonic())
+            self._ask(lookup.job_id)
         for job_id in work.cancelled_lookups:
             self._open_lookups.pop(job_id, None)
         if work.deletes:
-            self._ask(self._delete, work.deletes)
+            self._delete_later(work.deletes)
         self._mover.start(work.loads, work.saves, work.cancelled_loads)
 
     def poll(self) -> TransferResults:
@@ -112,16 +115,27 @@ class StoreConnectorWorker(KvConnectorWorker):
         # A call that hangs may go on with what the store has open.
         if all([self._mover.close(), self._lookups.close()]):
             self._store.close()
+        if num_blocks := sum(map(len, self._deletes)):
+            _logger.warning("KV store: %d blocks are not deleted: it is closed", num_blocks)
+            self._deletes.clear()
 
     def _wake_engine(self) -> None:
         self._wake()
 
-    def _ask(self, call: Callable[..., None], *args: object) -> None:
-        """Has the look-up thread call; if it hangs, nobody does, and `poll` answers."""
+    def _ask(self, job_id: int) -> None:
+        """Has a look-up made; if its thread hangs, nobody does, and `poll` answers."""
         if self._lookups.is_hanging:
             self._wake()
         else:
-            self._lookups.submit(call, *args)
+            self._lookups.submit(self._look_up, job_id, time.monotonic())
+
+    def _delete_later(self, keys: tuple[bytes, ...]) -> None:
+        """Has objects deleted before what is looked up later, if it takes a hanging thread long."""
+        if len(self._deletes) >= _MAX_WAITING_DELETES:
+            _logger.warning("KV store: %d blocks are not deleted: too many wait", len(keys))
+            return
+        self._deletes.append(keys)
+        self._lookups.submit(self._delete)
 
     # The look-up thread.
 
@@ -145,8 +159,9 @@ class StoreConnectorWorker(KvConnectorWorker):
         if self._open_lookups.pop(job_id, None) is not None:
             self._answers.append(LookupResult(job_id, num_blocks))
 
-    def _delete(self, keys: tuple[bytes, ...]) -> None:
-        """What cannot be deleted stays until its TTL."""
+    def _delete(self) -> None:
+        """Deletes what has waited longest. What cannot be deleted stays until its TTL."""
+        keys = self._deletes.popleft()
         self._try("delete", lambda: self._store.delete(self._cut.object_keys(keys)))
 
     def _try(self, name: str, call: Callable[[], int]) -> int | None:

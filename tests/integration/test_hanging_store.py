@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore import io_threads
+from kvstore import io_threads, store_worker
 from kvstore.connector import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.registry import open_store
@@ -141,6 +141,39 @@ def test_look_ups_find_nothing_until_a_call_ends(rig: ConnectorRig, store: Hangi
         if result.num_blocks:
             break
         assert time.monotonic() < give_up_at
+
+
+def test_deletions_wait_for_a_look_up_that_hangs(
+    rig: ConnectorRig,
+    store: HangingStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(store_worker, "_MAX_WAITING_DELETES", 2)
+    store.is_open.set()
+    rig.save([0, 1, 2])
+    store.is_open.clear()
+    rig.start(lookups=(LookupJob(0, keys(3)),))
+    assert rig.results(1) == [LookupResult(0, 0)], "it hangs"
+    for first in (2, 1, 0):
+        rig.start(deletes=keys(1, first))
+    (record,) = [record for record in caplog.records if "not deleted" in record.message]
+    assert record.message == "KV store: 1 blocks are not deleted: too many wait"
+
+    has_deleted = threading.Event()
+    rig.worker._lookups.submit(has_deleted.set)
+    store.is_open.set()
+    assert has_deleted.wait(TIMEOUT_S)
+    assert rig.load([3, 4, 5]).num_blocks == 1, "all but the one that was too many"
+
+
+def test_close_tells_of_deletions_that_have_not_begun(
+    rig: ConnectorRig, store: HangingStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.start(lookups=(LookupJob(0, keys(1)),), deletes=keys(3))
+    assert store.hangs.acquire(timeout=TIMEOUT_S)
+    rig.worker.close()
+    assert "3 blocks are not deleted: it is closed" in caplog.text
 
 
 def test_close_does_not_wait_for_calls_that_hang(rig: ConnectorRig, store: HangingStore) -> None:
