@@ -92,7 +92,9 @@ class NixlTransport(PeerTransport):
         if link is None:
             return
         link.close()
-        late_s = 0.0 if link.is_copied_by_kernel else LATE_WRITES_S
+        # Unless the end of its process is seen, one of its system calls may be under way.
+        is_over = link.is_copied_by_kernel and link.process_end is not None
+        late_s = 0.0 if is_over else LATE_WRITES_S
         with self._lock:
             self._settled_at.pop(peer_id, None)
             self._remember(peer_id, late_s)
@@ -100,8 +102,9 @@ class NixlTransport(PeerTransport):
     def has_settled(self, peer_id: str) -> bool:
         """See `PeerTransport.has_settled`.
 
-        At once of a peer whose transfers the kernel copies, if it was added and removed. Of
-        others after `LATE_WRITES_S`, counted from the first question if they never were added.
+        At once of a peer whose transfers the kernel copies and whose end is seen, if it was added
+        and removed. Of others after `LATE_WRITES_S`, counted from the first question if they never
+        were added.
         """
         with self._lock:
             if peer_id in self._links and peer_id not in self._settled_at:

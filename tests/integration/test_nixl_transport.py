@@ -1,5 +1,6 @@
 """`NixlTransport` between real processes: whole bytes, deadlines, and remotes that die or stop."""
 
+import os
 import subprocess
 import threading
 import time
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigurationError
-from kvstore.peer import nixl_library, nixl_link, nixl_transport
+from kvstore.peer import nixl_library, nixl_link, nixl_transport, process_end
 from kvstore.peer.nixl_memory import AgentMetadata
 from kvstore.peer.nixl_transport import NixlTransport
 from kvstore.peer.transport import MemoryRange, TransferError
@@ -441,6 +442,18 @@ def test_the_end_of_a_process_elsewhere_is_never_seen(remote, field):
         transport.add_peer("elsewhere", changed.to_bytes())
         assert transport.watch("elsewhere") is None
         assert transport.watch("nobody") is None
+
+
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_writes_of_a_removed_peer_settle_at_once_only_where_its_end_is_seen(
+    remote, monkeypatch, has_pidfds
+):
+    if not has_pidfds:
+        monkeypatch.setattr(process_end.os, "pidfd_open", lambda pid: os.open("/nowhere", 0))
+    with closing(NixlTransport()) as transport:
+        transport.add_peer("remote", remote.metadata)
+        transport.remove_peer("remote")
+        assert transport.has_settled("remote") is has_pidfds
 
 
 def test_a_missing_package_is_an_error_that_names_it(monkeypatch):
