@@ -4,6 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, block_size=16, head_dim=16, dty
 _SAVED, _LOADED = (0, 1), (2, 3)
 """Blocks of the pool."""
 _LIMIT_S = 30.0
+_CLEAN_UP_S = 5.0
 
 
 def check_connector(url: str) -> Iterator[Finding]:
@@ -65,6 +67,7 @@ def _try(connector: Connector) -> str:
     """What went wrong; empty for nothing. Closes the connector."""
     tiny = _TinyEngine(connector)
     try:
+        tiny.open()
         return tiny.hand_over()
     except TimeoutError:
         return f"not done within {_LIMIT_S:g} s"
@@ -80,20 +83,28 @@ class _TinyEngine:
         num_blocks = len(_SAVED) + len(_LOADED)
         self._pool = torch.randn(num_blocks, *_LAYOUT.block_shape)
         self._woken = threading.Event()
+
+    def open(self) -> None:
+        """Gives the connector its pool."""
         self._worker.set_waker(self._woken.set)
         self._worker.register_pool(self._pool, _LAYOUT)
 
     def hand_over(self) -> str:
-        """Saves blocks and loads them; returns what went wrong."""
+        """Saves blocks and loads them, and removes them; returns what went wrong."""
         keys = tuple(secrets.token_bytes(32) for _ in _SAVED)
         lease_id = secrets.token_hex(16)
-        saved = self._result_of(self._scheduler.save(keys, _SAVED, lease_id=lease_id))
+        try:
+            return self._hand_over(keys, lease_id)
+        finally:
+            self._clean_up(keys, lease_id)
+
+    def _hand_over(self, keys: tuple[bytes, ...], lease_id: str) -> str:
+        saved = self._result_of(self._scheduler.save(keys, _SAVED, lease_id=lease_id), _LIMIT_S)
         if not saved.committed:
             return f"blocks cannot be saved ({saved.error or 'not taken'})"
         num_tokens = len(_SAVED) * _LAYOUT.block_size
         handoff = self._scheduler.make_handoff(lease_id, bytes(32), keys, num_tokens)
-        loaded = self._result_of(self._scheduler.load(keys, _LOADED, handoff))
-        self._clean_up(keys, lease_id)
+        loaded = self._result_of(self._scheduler.load(keys, _LOADED, handoff), _LIMIT_S)
         if loaded.num_blocks < len(_LOADED):
             return f"blocks that were saved cannot be loaded ({loaded.error})"
         is_same = torch.equal(self._pool[list(_SAVED)], self._pool[list(_LOADED)])
@@ -108,19 +119,20 @@ class _TinyEngine:
         self._scheduler.delete(keys)
         self._scheduler.end_lease(lease_id)
         self._start()
-        self._result_of(self._scheduler.lookup(keys))
+        with suppress(TimeoutError):
+            self._result_of(self._scheduler.lookup(keys), _CLEAN_UP_S)
 
     def _start(self) -> None:
         if work := self._scheduler.build_work():
             self._worker.start(work)
 
-    def _result_of(self, job_id: int) -> Any:
+    def _result_of(self, job_id: int, limit_s: float) -> Any:
         """A job's `LookupResult`, `LoadResult` or `SaveResult`.
 
         Raises:
             TimeoutError: it did not come in time.
         """
-        give_up_at = time.monotonic() + _LIMIT_S
+        give_up_at = time.monotonic() + limit_s
         while (remaining_s := give_up_at - time.monotonic()) > 0:
             self._start()
             results = self._scheduler.update(self._worker.poll())

@@ -29,7 +29,9 @@ from baton.machine_limits import Memory
 from kernels.native.library import Library, Selection
 from kernels.native.variants import Variant
 from kvstore.connector import TransferResults
+from kvstore.peer.worker import PeerConnectorWorker
 from kvstore.registry import open_store
+from kvstore.store_worker import StoreConnectorWorker
 
 GIB = 1 << 30
 
@@ -317,10 +319,46 @@ def test_a_connector_that_does_not_hand_over_is_a_problem(url, problem):
 
 def test_a_connector_that_never_ends_is_a_problem(monkeypatch):
     monkeypatch.setattr(connectors, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(connectors, "_CLEAN_UP_S", 0.05)
     monkeypatch.setattr("kvstore.peer.worker.PeerConnectorWorker.poll", lambda _: TransferResults())
     (finding,) = connectors.check_connector("grpc://")
     assert finding.level is Level.PROBLEM
     assert "not done within" in finding.text
+
+
+def test_a_connector_that_refuses_the_pool_is_closed(monkeypatch):
+    closed = []
+
+    def refuse(worker, *pool):
+        raise ConfigurationError("no such pool")
+
+    def close(worker, really_close=PeerConnectorWorker.close):
+        really_close(worker)
+        closed.append(worker)
+
+    monkeypatch.setattr(PeerConnectorWorker, "register_pool", refuse)
+    monkeypatch.setattr(PeerConnectorWorker, "close", close)
+    (finding,) = connectors.check_connector("grpc://")
+    assert finding.level is Level.PROBLEM
+    assert "no such pool" in finding.text
+    assert len(closed) == 1
+
+
+def test_a_load_that_fails_in_an_unforeseen_way_leaves_nothing_behind(tmp_path, monkeypatch):
+    poll = StoreConnectorWorker.poll
+
+    def poll_or_fail(worker):
+        results = poll(worker)
+        if results.loads:
+            raise RuntimeError("lost")
+        return results
+
+    monkeypatch.setattr(StoreConnectorWorker, "poll", poll_or_fail)
+    url = f"file://{tmp_path}/kv"
+    with pytest.raises(RuntimeError, match="lost"):
+        list(connectors.check_connector(f"faulty+{url}"))
+    with closing(open_store(url)) as left:
+        assert left.stats().num_bytes == 0
 
 
 def test_the_command_takes_a_peers_url(monkeypatch, capsys):
