@@ -19,6 +19,7 @@ Contract, tested by the conformance suite:
 - Every method is safe to call from several threads at once and ends within
   `timeout_s`, with `StoreUnavailableError` if the backend does not answer.
   Nothing else escapes: what is absent is a result, not an error.
+- `KvStore.timeout_s` is the URL's: who calls tells by it that calls hang.
 """
 
 from abc import ABC, abstractmethod

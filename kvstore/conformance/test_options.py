@@ -43,6 +43,10 @@ def test_the_ttl_defaults_to_an_hour(kv_connector_url: str) -> None:
     assert store.ttl_s == 3600
 
 
+def test_the_timeout_is_that_of_the_url(open_kv_store: StoreOpener) -> None:
+    assert open_kv_store(timeout_s=30).timeout_s == 30
+
+
 def test_counters_count(store: KvStore) -> None:
     hit, missing, wrong_size = random_keys(3)
     store.put_many([hit, wrong_size], [filled(1, 100), filled(1, 50)])

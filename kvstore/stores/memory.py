@@ -139,9 +139,10 @@ class MemoryStore(KvStore):
         maps_objects=True,
     )
 
-    def __init__(self, name: str, objects: _Objects) -> None:
+    def __init__(self, name: str, objects: _Objects, timeout_s: float) -> None:
         self.ttl_s = objects.ttl_s
         self.lease_s = objects.lease_s
+        self.timeout_s = timeout_s
         self._name = name
         self._objects = objects
         self._counters = StoreCounters(sees_removals=True)
@@ -151,7 +152,7 @@ class MemoryStore(KvStore):
     def from_url(cls, url: str) -> Self:
         """Opens `memory://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`.
 
-        Nothing here can be waited for, so `timeout_s` is checked and has no effect.
+        Nothing here can be waited for: `timeout_s` is checked and told, and changes no call.
 
         Raises:
             ConfigurationError: a bad option, or a path; the name is open in
@@ -160,7 +161,7 @@ class MemoryStore(KvStore):
         parts = StoreUrl.parse(url, ("ttl_s", "lease_s", "max_bytes", "timeout_s"))
         if parts.path.strip("/"):
             raise parts.error("a path has no meaning; write memory://NAME")
-        parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)
+        timeout_s = parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)
         ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
         lease_s = parts.lease_seconds(ttl_s)
         max_bytes = parts.num_bytes("max_bytes") or _DEFAULT_MAX_BYTES
@@ -172,7 +173,7 @@ class MemoryStore(KvStore):
                     f"{objects.ttl_s:g}, lease_s={objects.lease_s:g}, max_bytes={objects.max_bytes}"
                 )
             objects.num_users += 1
-        return cls(parts.authority, objects)
+        return cls(parts.authority, objects, timeout_s)
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """See `KvStore.put_many`."""

@@ -2,6 +2,7 @@
 
 import time
 
+from kvstore.store import KvStore
 from kvstore.stores.memory import MemoryStore
 
 
@@ -110,6 +111,16 @@ class ForgetfulStore(MemoryStore):
             if entry:
                 entry.touched_s = touched_s
         return num_alive
+
+
+class HastyStore(MemoryStore):
+    """Does not tell the URL's `timeout_s`."""
+
+    @classmethod
+    def from_url(cls, url):
+        store = super().from_url(url)
+        store.timeout_s = KvStore.timeout_s
+        return store
 
 
 class CarelessStore(MemoryStore):
