@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from baton.errors import ConfigurationError
+from kvstore.backend import Backend
 from kvstore.connector_factory import Connector, ConnectorCapabilities, ConnectorFactory
 from kvstore.connector_url import FAULTY_PREFIX, scheme_of
 from kvstore.faulty_backend import FAULTS, FaultPlan, FaultyBackend
-from kvstore.staged_mover import Backend
 
 __all__ = ["Faultable", "FaultyFactory", "take_fault_options"]
 
@@ -27,7 +27,7 @@ _LONGEST_DELAY_S = 60.0
 
 @runtime_checkable
 class Faultable(Protocol):
-    """A worker half whose blocks pass through a `kvstore.staged_mover.Backend`."""
+    """A worker half whose blocks pass through a `kvstore.backend.Backend`."""
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
         """Puts something between the worker and its backend. Before the first job."""

@@ -22,8 +22,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.backend import Backend
 from kvstore.connector import LoadJob, SaveJob
-from kvstore.staged_mover import Backend
 from kvstore.store import GetStatus, StoreUnavailableError
 
 __all__ = ["FAULTS", "FaultPlan", "FaultyBackend"]
@@ -49,7 +49,7 @@ class FaultPlan:
 
 
 class FaultyBackend:
-    """See the module, and `kvstore.staged_mover.Backend`."""
+    """See the module, and `kvstore.backend.Backend`."""
 
     def __init__(self, backend: Backend, plan: FaultPlan) -> None:
         self._backend = backend

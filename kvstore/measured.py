@@ -15,7 +15,7 @@ from kvstore.store import GetStatus, MappedObjects
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
 if TYPE_CHECKING:
-    from kvstore.staged_mover import Backend
+    from kvstore.backend import Backend
 
 __all__ = ["MeasuredBackend", "MeasuredWorker"]
 
@@ -96,7 +96,7 @@ class MeasuredWorker(KvConnectorWorker):
 
 
 class MeasuredBackend:
-    """A backend whose calls are counted; see `kvstore.staged_mover.Backend`."""
+    """A backend whose calls are counted; see `kvstore.backend.Backend`."""
 
     def __init__(self, backend: "Backend", metrics: TransferMetrics) -> None:
         self._backend = backend

@@ -27,14 +27,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from kvstore.backend import Backend, InDoubtError
 from kvstore.breaker import log_level_of
-from kvstore.codec import seal, verify
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.io_threads import IoThreads
 from kvstore.layout import KvLayout
-from kvstore.store import DEFAULT_TIMEOUT_S, GetStatus, MappedObjects, StoreUnavailableError
+from kvstore.piece_io import PieceIo
+from kvstore.store import DEFAULT_TIMEOUT_S, StoreUnavailableError
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, RangeError, TransferForm
 from kvstore.transfer_jobs import CANCELLED, JobState, Piece, PieceEnd, PieceRead, in_objects
 
@@ -42,56 +43,13 @@ if TYPE_CHECKING:
     from kvstore.copier import BlockCopier, Copy
     from kvstore.staging import StagingBuffers
 
-__all__ = ["Backend", "InDoubtError", "StagedMover"]
+__all__ = ["StagedMover"]
 
 _NUM_IO_THREADS = 2
 # A mapping costs some calls, and maybe a file descriptor, for each object.
 _MIN_MAPPED_BYTES = 128 << 10
 
 _logger = logging.getLogger("baton.kvstore")
-
-
-class InDoubtError(StoreUnavailableError):
-    """A fetch failed, and something may still write to its slots.
-
-    Attributes:
-        has_settled: whether nothing can any more; asked often, so it does not block. When that
-            changes, the mover's `poll` has news.
-    """
-
-    def __init__(self, message: str, has_settled: Callable[[], bool]) -> None:
-        super().__init__(message)
-        self.has_settled = has_settled
-
-
-class Backend(Protocol):
-    """Where blocks come from and go to. Called in I/O threads, several at once.
-
-    Every method ends in bounded time, and raises `StoreUnavailableError` where
-    it could not do what it should.
-    """
-
-    def num_held(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks need not be put, for others have done so."""
-
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
-        """Takes sealed blocks of a job; the slots are the caller's again afterwards."""
-
-    def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
-    ) -> Sequence[GetStatus]:
-        """Fills slots with sealed blocks; nothing writes to them afterwards.
-
-        Raises:
-            InDoubtError: something may; the mover uses the slots for nothing else until then, or
-                for long enough. After that it trusts nothing that lies in them.
-        """
-
-    def show(self, job: LoadJob, keys: Sequence[bytes]) -> MappedObjects | None:
-        """Sealed blocks where they lie, which spares a copy; None where they must be fetched."""
-
-    def discard(self, key: bytes) -> None:
-        """What was fetched under a key is corrupt: it should not be found again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +89,7 @@ class StagedMover:
         num_threads: int = _NUM_IO_THREADS,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._backend = backend
+        self._pieces = PieceIo(backend)
         self._wake = wake
         self._make_copier = make_copier or _copier_for
         self._io = IoThreads(num_threads, "baton-kv-io", timeout_s, wake)
@@ -142,13 +100,12 @@ class StagedMover:
         self._jobs: dict[int, JobState] = {}
         self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
         self._copier: BlockCopier | None = None
-        self._maps = False
         self._staging: StagingBuffers
         self._cut: PoolCut
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
         """Puts something between the mover and its backend. Before the first job."""
-        self._backend = wrap(self._backend)
+        self._pieces.backend = wrap(self._pieces.backend)
 
     def register_pool(
         self,
@@ -164,7 +121,7 @@ class StagedMover:
         self._staging = StagingBuffers(self._cut.object_layout, device=pool.device)
         self._copier = self._make_copier(pool, self._cut)
         object_bytes = self._cut.object_layout.block_bytes
-        self._maps = self._copier.takes_views and object_bytes >= _MIN_MAPPED_BYTES
+        self._pieces.maps = self._copier.takes_views and object_bytes >= _MIN_MAPPED_BYTES
 
     @property
     def copier(self) -> "BlockCopier":
@@ -264,7 +221,7 @@ class StagedMover:
                 return
             piece = job.start_piece(segment)
             if isinstance(job.job, LoadJob):
-                self._submit(partial(self._read, job.job, piece), piece)
+                self._submit(partial(self._pieces.read, job.job, piece), piece)
             else:
                 self._start_save(job.job, piece)
 
@@ -277,7 +234,7 @@ class StagedMover:
             piece.job.error = "failed"
             self._tell(PieceEnd(piece, 0))
         else:
-            self._submit(partial(self._put, job, piece, copy), piece, copy)
+            self._submit(partial(self._pieces.put, job, piece, copy), piece, copy)
 
     def _submit(
         self,
@@ -348,14 +305,7 @@ class StagedMover:
     # I/O threads.
 
     def _ask_held(self, job: JobState, keys: Sequence[bytes]) -> None:
-        num_blocks = 0
-        try:
-            num_blocks = self._backend.num_held(keys)
-        except StoreUnavailableError:
-            pass  # the put will say so
-        except Exception:
-            _logger.exception("KV look-up failed")
-        self._tell(_Held(job, num_blocks))
+        self._tell(_Held(job, self._pieces.num_held(keys)))
 
     def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
         """Does a thread's part of a piece; whatever happens, something is told."""
@@ -378,60 +328,6 @@ class StagedMover:
         self._news.append(news)
         self._wake()
 
-    def _put(self, job: SaveJob, piece: Piece, copy: "Copy | None") -> PieceEnd:
-        if copy is not None:
-            copy.wait()
-        for tail in piece.tail_slots:
-            piece.segment.trusted.clear_after(tail, piece.num_tail_tokens)
-        for slot, key in zip(piece.trusted_slots, piece.keys, strict=True):
-            seal(slot, key)
-        self._backend.put(job, piece.keys, piece.trusted_slots)
-        return PieceEnd(piece, len(piece.keys))
-
-    def _read(self, job: LoadJob, piece: Piece) -> PieceRead:
-        if piece.job.error == CANCELLED:  # while it waited for its turn
-            return PieceRead(piece, 0)
-        mapped = self._backend.show(job, piece.keys) if self._maps else None
-        if mapped is not None:
-            return self._check(piece, mapped.views, mapped)
-        statuses = self._backend.fetch(job, piece.keys, piece.slots)
-        piece.segment.secure(len(piece.keys))
-        return self._check(piece, list(map(_what_came, statuses, piece.trusted_slots)))
-
-    def _check(
-        self,
-        piece: Piece,
-        objects: Sequence[memoryview | None],
-        mapped: MappedObjects | None = None,
-    ) -> PieceRead:
-        """Verifies what was read or mapped, up to the first that cannot be used."""
-        for index, (found, slot, key) in enumerate(
-            zip(objects, piece.slots, piece.keys, strict=True)
-        ):
-            if found is None:
-                return PieceRead(piece, index, "missing", mapped)
-            if len(found) != len(slot) or not verify(found, key):
-                _logger.error("KV object %s is corrupt", key.hex())
-                self._discard(key)
-                return PieceRead(piece, index, "corrupt", mapped)
-        return PieceRead(piece, len(piece.keys), mapped=mapped)
-
-    def _discard(self, key: bytes) -> None:
-        """Has a corrupt object removed, as far as the backend can."""
-        try:
-            self._backend.discard(key)
-        except StoreUnavailableError as cause:
-            _logger.log(log_level_of(cause), "KV object %s stays: %s", key.hex(), cause)
-        except Exception:
-            _logger.exception("KV object %s stays", key.hex())
-
     def _await(self, copy: "Copy", end: PieceEnd) -> PieceEnd:
         copy.wait()
         return end
-
-
-def _what_came(status: GetStatus, slot: memoryview) -> memoryview | None:
-    """What a fetch left of an object; of one of another size no byte, which verifies as nothing."""
-    if status is GetStatus.MISSING:
-        return None
-    return slot if status is GetStatus.HIT else slot[:0]

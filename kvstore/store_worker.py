@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvstore.backend import Backend
 from kvstore.breaker import BreakerStore, log_level_of
 from kvstore.connector import (
     ConnectorWork,
@@ -20,7 +21,7 @@ from kvstore.io_threads import IoThreads
 from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredBackend
 from kvstore.metrics import KvMetrics
-from kvstore.staged_mover import Backend, StagedMover
+from kvstore.staged_mover import StagedMover
 from kvstore.store import GetStatus, KvStore, MappedObjects, StoreUnavailableError
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
@@ -175,7 +176,7 @@ class StoreConnectorWorker(KvConnectorWorker):
 
 
 class _StoreBackend:
-    """A store as the mover sees it; see `kvstore.staged_mover.Backend`."""
+    """A store as the mover sees it; see `kvstore.backend.Backend`."""
 
     def __init__(self, store: BreakerStore) -> None:
         self._store = store

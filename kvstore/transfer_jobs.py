@@ -128,7 +128,7 @@ class PieceRead:
 class PieceEnd:
     """A piece has been put, or is in the pool: its good leading objects, and why not all.
 
-    `has_settled`: see `kvstore.staged_mover.InDoubtError`; None if its segment is free.
+    `has_settled`: see `kvstore.backend.InDoubtError`; None if its segment is free.
     """
 
     piece: Piece

@@ -1,4 +1,4 @@
-"""`PeerBackend`: peers as a `StagedMover` sees them; see `kvstore.staged_mover.Backend`."""
+"""`PeerBackend`: peers as a `StagedMover` sees them; see `kvstore.backend.Backend`."""
 
 import logging
 from collections.abc import Sequence

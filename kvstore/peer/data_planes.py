@@ -21,6 +21,7 @@ from itertools import takewhile
 import grpc
 
 from baton.v1 import kv_peer_pb2 as pb
+from kvstore.backend import InDoubtError
 from kvstore.codec import HEADER_BYTES
 from kvstore.peer.address import PeerAddress
 from kvstore.peer.framing import FrameFiller
@@ -29,7 +30,6 @@ from kvstore.peer.peers import GenerationGoneError, Peer, Peers, is_refusal
 from kvstore.peer.read_closer import ReadCloser
 from kvstore.peer.settlements import Settlements
 from kvstore.peer.transport import MemoryRange, PeerTransport, TransferError
-from kvstore.staged_mover import InDoubtError
 from kvstore.store import StoreUnavailableError
 
 __all__ = ["BlockRequest", "DataPlane", "GrpcPlane", "PullPlane", "PushPlane"]

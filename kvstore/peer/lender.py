@@ -97,7 +97,7 @@ class Lender:
     # I/O threads.
 
     def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
-        """Takes sealed objects of a job that were gathered; see `kvstore.staged_mover.Backend`.
+        """Takes sealed objects of a job that were gathered; see `kvstore.backend.Backend`.
 
         Raises:
             StoreUnavailableError: there is no room for a tail.

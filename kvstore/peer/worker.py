@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvstore.backend import Backend
 from kvstore.connector import ConnectorWork, KvConnectorWorker, LookupResult, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredBackend
@@ -23,7 +24,7 @@ from kvstore.peer.read_closer import ReadCloser
 from kvstore.peer.renewals import Renewals
 from kvstore.peer.settlements import Settlements
 from kvstore.peer.transport import PeerTransport
-from kvstore.staged_mover import Backend, StagedMover
+from kvstore.staged_mover import StagedMover
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 if TYPE_CHECKING:

@@ -6,12 +6,13 @@ import time
 import pytest
 import torch
 
+from kvstore.backend import InDoubtError
 from kvstore.codec import seal, verify
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.copier import HostCopier
 from kvstore.layout import KvLayout
 from kvstore.quarantine import QUARANTINE_S
-from kvstore.staged_mover import InDoubtError, StagedMover
+from kvstore.staged_mover import StagedMover
 from kvstore.store import GetStatus
 from tests.support.connector_rig import keys
 

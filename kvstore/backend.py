@@ -1,0 +1,52 @@
+"""`Backend`: where a `kvstore.staged_mover.StagedMover` brings blocks, and takes them from."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore.connector import LoadJob, SaveJob
+from kvstore.store import GetStatus, MappedObjects, StoreUnavailableError
+
+__all__ = ["Backend", "InDoubtError"]
+
+
+class InDoubtError(StoreUnavailableError):
+    """A fetch failed, and something may still write to its slots.
+
+    Attributes:
+        has_settled: whether nothing can any more; asked often, so it does not block. When that
+            changes, the mover's `poll` has news.
+    """
+
+    def __init__(self, message: str, has_settled: Callable[[], bool]) -> None:
+        super().__init__(message)
+        self.has_settled = has_settled
+
+
+class Backend(Protocol):
+    """Where blocks come from and go to. Called in I/O threads, several at once.
+
+    Every method ends in bounded time, and raises `StoreUnavailableError` where
+    it could not do what it should.
+    """
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks need not be put, for others have done so."""
+
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+        """Takes sealed blocks of a job; the slots are the caller's again afterwards."""
+
+    def fetch(
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
+    ) -> Sequence[GetStatus]:
+        """Fills slots with sealed blocks; nothing writes to them afterwards.
+
+        Raises:
+            InDoubtError: something may; the mover uses the slots for nothing else until then, or
+                for long enough. After that it trusts nothing that lies in them.
+        """
+
+    def show(self, job: LoadJob, keys: Sequence[bytes]) -> MappedObjects | None:
+        """Sealed blocks where they lie, which spares a copy; None where they must be fetched."""
+
+    def discard(self, key: bytes) -> None:
+        """What was fetched under a key is corrupt: it should not be found again."""
