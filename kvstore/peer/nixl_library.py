@@ -7,6 +7,8 @@ operator's own UCX_* and NIXL_* variables win.
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -26,6 +28,9 @@ _MODULES = ("nixl_cu12", "nixl_cu13")
 # reader that dies then takes the remote process with it.
 _UCX = "PROTO_EMULATION_ENABLE=n"
 _LOG_LEVELS = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
+
+# What a remote waits longer for at most, as it connects or sends by TCP.
+_REST_US = 500
 
 _creating = threading.Lock()
 
@@ -65,7 +70,8 @@ def new_agent(
     if not _creating.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
         raise TimeoutError("other connections that are being made took the time")
     try:
-        agent = nixl.nixl_agent(name, config)
+        with _resting_threads(nixl):
+            agent = nixl.nixl_agent(name, config)
         try:
             agent.create_backend("UCX", {"engine_config": _UCX})
         except Exception as error:  # nixl's errors have no base of their own
@@ -73,6 +79,25 @@ def new_agent(
     finally:
         _creating.release()
     return agent
+
+
+@contextmanager
+def _resting_threads(nixl: ModuleType) -> Iterator[None]:
+    """Agents that are made meanwhile have threads that rest between two looks at what remotes
+    want. nixl's own API gives them no rest: each would take a core as long as its process lives.
+    """
+    bindings = import_module(nixl.nixl_agent.__module__).nixlBind
+    config_type = bindings.nixlAgentConfig
+
+    class RestingConfig(config_type):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, _REST_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = RestingConfig
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = config_type
 
 
 def _import_first() -> ModuleType:

@@ -471,3 +471,12 @@ def test_transports_that_ucx_does_not_have_are_an_error(monkeypatch):
 def test_memory_that_is_not_there_to_register_is_an_error():
     with closing(NixlTransport()) as transport, pytest.raises(ConfigurationError, match="cuda:0"):
         transport.register(0x7000_0000_0000, 1 << 20, device="cuda:0")
+
+
+def test_an_agent_that_answers_remotes_takes_no_core_for_it():
+    agent = nixl_library.new_agent(nixl_library.load_nixl(), "resting", with_thread=True)
+    began, cpu_began = time.monotonic(), time.process_time()
+    while time.monotonic() < began + 0.5:
+        threading.Event().wait(0.1)
+    assert time.process_time() - cpu_began < 0.25
+    assert agent.get_agent_metadata()
