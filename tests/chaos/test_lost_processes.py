@@ -117,6 +117,7 @@ async def test_lost_replicas_cost_no_token(tmp_path: Path) -> None:
         await cluster.wait_pools_full()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_stopped_redis_slows_and_does_not_stop(
     tmp_path: Path, redis_server: RedisServer

@@ -180,6 +180,7 @@ async def test_a_cluster_whose_output_nobody_reads_serves_on(unread_pipe):
         assert_all_end(children)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 async def test_a_killed_cluster_leaves_no_orphan():
     async with running_up("--model", str(tiny_checkpoint("llama"))) as up:

@@ -351,6 +351,7 @@ def large_checkpoint(tmp_path_factory):
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_never_holds_a_second_copy(large_checkpoint):
     command = [sys.executable, "-c", _MEASURED_LOAD, large_checkpoint, tiny_checkpoint("llama")]

@@ -30,8 +30,14 @@ _FAILING_TESTS = {
 
 
 @pytest.fixture(scope="module")
-def running_suites(tmp_path_factory):
-    """The suite against all of Baton's stores at once: it mostly waits for TTLs."""
+def running_suites(request, tmp_path_factory):
+    """The suite against all of Baton's stores at once that are asked for: it mostly waits for
+    TTLs.
+    """
+    cases = [item for item in request.session.items if item.module is request.module]
+    asked = {
+        item.callspec.params["scheme"] for item in cases if "running_suites" in item.fixturenames
+    }
     folder = tmp_path_factory.mktemp("conformance")
     shm_name = f"conformance-{uuid.uuid4().hex}"
     with running_redis_server() as redis_server:
@@ -45,6 +51,7 @@ def running_suites(tmp_path_factory):
             # What a store does as a connector is tested in test_connector_conformance.py.
             scheme: start_suite(url, folder / scheme, "-k", "not connector")
             for scheme, url in urls.items()
+            if scheme in asked
         }
         yield suites
         for suite in suites.values():
@@ -53,7 +60,15 @@ def running_suites(tmp_path_factory):
     rmtree(f"/dev/shm/baton-{shm_name}", ignore_errors=True)
 
 
-@pytest.mark.parametrize("scheme", ["memory", "shm", "file", "redis"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "shm",
+        "redis",
+        pytest.param("memory", marks=pytest.mark.slow),
+        pytest.param("file", marks=pytest.mark.slow),
+    ],
+)
 def test_our_stores_conform(running_suites, scheme):
     output, _ = running_suites[scheme].communicate(timeout=SUITE_DEADLINE_S)
     assert running_suites[scheme].returncode == 0, output
@@ -82,6 +97,7 @@ def test_the_guides_store_conforms(tmp_path):
     assert suite.returncode == 0, output
 
 
+@pytest.mark.slow
 def test_a_third_partys_store_is_found(tmp_path, third_party_packages):
     folder, packages = tmp_path / "run", third_party_packages
     suite = start_suite("good://x", folder, "-k", "test_prefix", python_path=packages)
@@ -113,6 +129,7 @@ def test_a_store_that_breaks_the_contract_fails(failing_suites, scheme):
     assert f"::{_FAILING_TESTS[scheme]}" in output
 
 
+@pytest.mark.slow
 def test_the_suite_asks_for_its_url(tmp_path):
     command = [sys.executable, "-m", "pytest", "--pyargs", "kvstore.conformance.test_prefix"]
     command += ["-p", "no:cacheprovider", "-p", "no:asyncio", "-x"]

@@ -58,6 +58,7 @@ def test_baton_answers_as_many_tokens_as_asked_in_order_of_time(peer):
     assert peer.peak_memory_bytes > 50 << 20
 
 
+@pytest.mark.slow
 def test_a_paused_engine_uses_no_cpu_and_answers_when_it_goes_on(peer):
     peer.pause()
     process = psutil.Process(peer._process.pid)
@@ -68,6 +69,7 @@ def test_a_paused_engine_uses_no_cpu_and_answers_when_it_goes_on(peer):
     assert len(peer.run(REQUESTS[:1]).answers) == 1
 
 
+@pytest.mark.slow
 def test_closing_ends_the_process_even_one_that_is_paused(launch):
     peer = PeerProcess(launch)
     peer.wait_until_ready()

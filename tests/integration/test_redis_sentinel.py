@@ -72,6 +72,7 @@ def test_a_master_that_is_demoted_under_the_store_is_left(deployment, store):
     assert read(store, key, 100) == bytes(filled(1, 100))
 
 
+@pytest.mark.slow
 def test_a_stopped_sentinel_is_passed_over(deployment):
     deployment.sentinels[0].pause()
     started_s = time.monotonic()
@@ -81,6 +82,7 @@ def test_a_stopped_sentinel_is_passed_over(deployment):
     deployment.sentinels[0].resume()
 
 
+@pytest.mark.slow
 def test_sentinels_that_do_not_know_the_service_are_unavailable(deployment):
     url = deployment.url.replace("/kv/", "/other/")
     with (

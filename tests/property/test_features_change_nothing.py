@@ -133,12 +133,17 @@ def test_batch_neighbours_change_no_output(asked: list[EngineRequest]) -> None:
 @pytest.mark.parametrize(
     "feature",
     [
-        "recompute",
-        "swap to a small pool",
         "swap, overlap, chunks",
         *(
             pytest.param(feature, marks=pytest.mark.slow)
-            for feature in ("swap", "auto", "recompute, overlap", "swap, overlap")
+            for feature in (
+                "recompute",
+                "swap",
+                "swap to a small pool",
+                "auto",
+                "recompute, overlap",
+                "swap, overlap",
+            )
         ),
     ],
 )

@@ -488,4 +488,4 @@ def _apply(rows: list[list[int]], changes: list[TableChange]) -> None:
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=1200, stateful_step_count=50, deadline=None)
+TestManager.settings = settings(max_examples=800, stateful_step_count=50, deadline=None)

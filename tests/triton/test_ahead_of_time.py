@@ -53,6 +53,7 @@ def test_kernels_compile_and_fit(names, tmp_path):
             assert shared_bytes <= MAX_SHARED_BYTES, (name, kernel)
 
 
+@pytest.mark.slow
 def test_no_kernel_is_compiled_again_for_another_number_of_rows(tmp_path):
     """What changes from step to step is no constant of a kernel, nor is a search's pass."""
     kernels = compiled(["thresholds", "rows"], tmp_path)

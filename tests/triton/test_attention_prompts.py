@@ -55,7 +55,9 @@ def test_prompts_around_the_ends_of_blocks_and_tiles(length):
     check(make_case(spans, dtype=torch.bfloat16, **ONE_HEAD))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("sliding_window", [None, pytest.param(500, marks=pytest.mark.slow)])
 def test_chunks_that_share_a_long_context(sliding_window, dtype):
     # One small chunk leaves processors idle, so that its context is divided.
