@@ -71,6 +71,7 @@ def test_workers_take_turns_in_a_folder_that_the_image_lets_them_write_to():
     assert re.search(r"install --directory --owner=baton .*/turns$", dockerfile, re.MULTILINE)
 
 
+@pytest.mark.slow
 async def test_the_services_commands_make_a_cluster(tmp_path):
     with ComposeProcesses(tmp_path, {}) as services:
         try:

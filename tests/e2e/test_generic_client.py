@@ -105,6 +105,7 @@ def check_bad_requests(address: str) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.slow
 async def test_a_generic_client_is_served_by_every_process(tmp_path: Path) -> None:
     async with running_cluster(
         tmp_path, model=tiny_checkpoint("llama"), kv_connector=f"file://{tmp_path}/kv"

@@ -5,6 +5,7 @@ import re
 import urllib.request
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import AsyncClient, SamplingParams
@@ -26,6 +27,7 @@ async def _scrape(worker: ServerProcess) -> dict[tuple[str, str], float]:
     }
 
 
+@pytest.mark.slow
 async def test_workers_tell_what_they_saved_and_loaded(tmp_path: Path) -> None:
     async with (
         running_cluster(

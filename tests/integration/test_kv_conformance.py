@@ -63,9 +63,9 @@ def running_suites(request, tmp_path_factory):
 @pytest.mark.parametrize(
     "scheme",
     [
-        "shm",
         "redis",
         pytest.param("memory", marks=pytest.mark.slow),
+        pytest.param("shm", marks=pytest.mark.slow),
         pytest.param("file", marks=pytest.mark.slow),
     ],
 )
