@@ -1,7 +1,9 @@
 """Two prefill and two decode processes with redis, under 200 concurrent streams."""
 
 import asyncio
+import itertools
 import random
+import time
 from pathlib import Path
 
 import grpc
@@ -85,7 +87,13 @@ async def test_200_streams_are_each_right(tmp_path: Path, redis_server: RedisSer
         await cluster.wait_pools_full()
 
         # What one replica computed, the other finds in the store.
-        fresh = prompt_of(100, seed=77)
-        assert await prefill_at(cluster.prefill[0], "first", fresh) == 0
-        assert await prefill_at(cluster.prefill[1], "second", fresh) == 96
+        # Where loads have been slower than computing, it tries one only now and then.
+        give_up_at, num_found = time.monotonic() + 60, 0
+        for seed in itertools.count(77):
+            fresh = prompt_of(100, seed=seed)
+            assert await prefill_at(cluster.prefill[0], f"first {seed}", fresh) == 0
+            num_found = await prefill_at(cluster.prefill[1], f"second {seed}", fresh)
+            if num_found or time.monotonic() > give_up_at:
+                break
+        assert num_found == 96
         await cluster.wait_pools_full()
