@@ -220,8 +220,11 @@ class OpenBlocksResponse(google.protobuf.message.Message):
 
     READ_ID_FIELD_NUMBER: builtins.int
     LOCATIONS_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     read_id: builtins.int
     """Names this answer for CloseBlocks."""
+    timeout_ms: builtins.int
+    """How long they stay: what was asked for, or the lender's own timeout."""
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvBlockLocation]:
         """The leading blocks that are there, in order."""
@@ -231,8 +234,9 @@ class OpenBlocksResponse(google.protobuf.message.Message):
         *,
         read_id: builtins.int = ...,
         locations: collections.abc.Iterable[Global___KvBlockLocation] | None = ...,
+        timeout_ms: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["locations", b"locations", "read_id", b"read_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["locations", b"locations", "read_id", b"read_id", "timeout_ms", b"timeout_ms"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___OpenBlocksResponse: typing_extensions.TypeAlias = OpenBlocksResponse

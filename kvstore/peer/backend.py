@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from kvstore.connector import LoadJob, SaveJob
 from kvstore.peer.address import PeerAddress
-from kvstore.peer.data_planes import BlockRequest, DataPlane
+from kvstore.peer.block_request import BlockRequest
+from kvstore.peer.data_planes import DataPlane
 from kvstore.peer.lender import Lender
 from kvstore.peer.peers import PeerRefusedError, Peers
 from kvstore.peer.renewals import Renewals
@@ -69,7 +70,14 @@ class PeerBackend:
         handoff = job.handoff
         if handoff is None or self._renewals.is_lost(handoff.handoff_id):
             return 0
-        request = BlockRequest(handoff.handoff_id, keys, self.layout, self._timeout_s)
+        request = BlockRequest(
+            lease_id=handoff.handoff_id,
+            load_id=job.job_id,
+            load_keys=job.keys,
+            keys=keys,
+            layout=self.layout,
+            timeout_s=self._timeout_s,
+        )
         try:
             with self._peers.use(PeerAddress.from_params(handoff.connector_params)) as peer:
                 return self._plane.fetch(peer, request, slots)

@@ -12,10 +12,8 @@ matter.
 
 import ctypes
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import grpc
@@ -24,60 +22,20 @@ from baton.v1 import kv_peer_pb2 as pb
 from kvstore.backend import InDoubtError
 from kvstore.codec import HEADER_BYTES
 from kvstore.peer.address import PeerAddress
+from kvstore.peer.block_request import BlockRequest
 from kvstore.peer.framing import FrameFiller
 from kvstore.peer.locations import from_protos, split_ranges, to_protos
+from kvstore.peer.open_reads import OpenReads
 from kvstore.peer.peers import GenerationGoneError, Peer, Peers, is_refusal
-from kvstore.peer.read_closer import ReadCloser
 from kvstore.peer.settlements import Settlements
 from kvstore.peer.transport import MemoryRange, PeerTransport, TransferError
 from kvstore.store import StoreUnavailableError
 
-__all__ = ["BlockRequest", "DataPlane", "GrpcPlane", "PullPlane", "PushPlane"]
+__all__ = ["DataPlane", "GrpcPlane", "PullPlane", "PushPlane"]
 
 # Of a push's time, so that the answer comes before the call's deadline.
 _WRITE_SHARE = 0.8
 _ASK_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRequest:
-    """Blocks that a lease lends.
-
-    Attributes:
-        lease_id: the lease.
-        keys: of the blocks.
-        layout: the reader's form of a block in words.
-        timeout_s: longest wait for all of them.
-        began_at: when the wait began, by `time.monotonic`.
-    """
-
-    lease_id: str
-    keys: Sequence[bytes]
-    layout: str
-    timeout_s: float
-    began_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def remaining_s(self) -> float:
-        """Time left."""
-        return max(0.0, self.began_at + self.timeout_s - time.monotonic())
-
-    def begun_anew(self) -> "BlockRequest":
-        """The request with all of its time: to meet a peer for the first time is not its matter."""
-        return replace(self, began_at=time.monotonic())
-
-    def rest(self, first: int) -> "BlockRequest":
-        """The request without its leading blocks."""
-        return replace(self, keys=self.keys[first:])
-
-    def to_proto(self, address: PeerAddress) -> pb.KvBlockList:
-        """As a peer is asked for them."""
-        return pb.KvBlockList(
-            generation=address.generation,
-            lease_id=self.lease_id,
-            keys=self.keys,
-            layout=self.layout,
-        )
 
 
 class DataPlane(ABC):
@@ -111,30 +69,26 @@ class PullPlane(DataPlane):
     Args:
         transport: what reads.
         settlements: who waits for reads in doubt.
-        closer: who tells peers of the end of reads.
+        reads: who asks peers where blocks lie.
     """
 
     def __init__(
-        self, transport: PeerTransport, settlements: Settlements, closer: ReadCloser
+        self, transport: PeerTransport, settlements: Settlements, reads: OpenReads
     ) -> None:
         self._transport = transport
         self._settlements = settlements
-        self._closer = closer
+        self._reads = reads
 
     def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
         if not peer.is_added:
             _add(self._transport, peer, request)
             peer.is_added = True
             request = request.begun_anew()
-        message = pb.OpenBlocksRequest(
-            blocks=request.to_proto(peer.address), timeout_ms=int(request.remaining_s * 1000)
-        )
-        opened = peer.stub.OpenBlocks(message, timeout=request.remaining_s)
-        try:
-            num_read = self._read(peer, opened.locations, slots, request)
-        finally:
-            self._closer.add(peer.address, opened.read_id)
-        if num_read < len(opened.locations):
+        opened = self._reads.find(peer, request)
+        locations = opened.leading(request.keys)
+        timeout_s = min(request.remaining_s, opened.remaining_s)
+        num_read = self._read(peer, locations, slots, timeout_s)
+        if num_read < len(locations):
             return num_read + _read_answer(peer, request.rest(num_read), slots[num_read:])
         return num_read
 
@@ -143,7 +97,7 @@ class PullPlane(DataPlane):
         peer: Peer,
         locations: Sequence[pb.KvBlockLocation],
         slots: Sequence[memoryview],
-        request: BlockRequest,
+        timeout_s: float,
     ) -> int:
         """Reads the leading blocks that can be reached so; returns how many."""
         places = list(takewhile(bool, (from_protos(place.ranges) for place in locations)))
@@ -151,7 +105,7 @@ class PullPlane(DataPlane):
             return 0
         sources, parts = split_ranges(places, _payload_ranges(slots[: len(places)]))
         try:
-            self._transport.read(peer.address.peer_id, sources, parts, request.remaining_s)
+            self._transport.read(peer.address.peer_id, sources, parts, timeout_s)
         except TransferError as error:
             raise self._give_up(peer, error) from error
         _write_headers(locations[: len(places)], slots)

@@ -89,9 +89,12 @@ class PeerServicer:
     ) -> pb.OpenBlocksResponse:
         """Where blocks lie."""
         lending = self._open_for(context)
-        read = self._open(request.blocks, request.timeout_ms / 1000, lending, context)
+        timeout_ms = min(request.timeout_ms, int(self._timeout_s * 1000))
+        read = self._open(request.blocks, timeout_ms / 1000, lending, context)
         locations = _locate(read, lending.ranges)
-        return pb.OpenBlocksResponse(read_id=read.read_id, locations=locations)
+        return pb.OpenBlocksResponse(
+            read_id=read.read_id, locations=locations, timeout_ms=timeout_ms
+        )
 
     def CloseBlocks(  # noqa: N802 - gRPC's name
         self, request: pb.CloseBlocksRequest, context: Any

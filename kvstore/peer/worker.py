@@ -19,6 +19,7 @@ from kvstore.peer.address import PeerAddress, PeerUrl
 from kvstore.peer.backend import PeerBackend
 from kvstore.peer.data_planes import DataPlane, GrpcPlane, PullPlane, PushPlane
 from kvstore.peer.lending import LendingSide, describe_layout
+from kvstore.peer.open_reads import OpenReads
 from kvstore.peer.peers import Peers
 from kvstore.peer.read_closer import ReadCloser
 from kvstore.peer.renewals import Renewals
@@ -70,6 +71,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._renewals = Renewals(self._peers, url.timeout_s)
         self._settlements = Settlements(self._wake_engine)
         self._closer = ReadCloser(self._peers)
+        self._reads = OpenReads(self._closer)
         self._backend = PeerBackend(
             self._peers,
             self._open_plane(url.mode),
@@ -130,6 +132,8 @@ class PeerConnectorWorker(KvConnectorWorker):
         """See `KvConnectorWorker.poll`."""
         lookups, self._answers = tuple(self._answers), []
         loads, gathered = self._mover.poll()
+        for load in loads:
+            self._reads.end(load.job_id)
         saves, released = self._lending.poll()
         saves += [self._lending.lender.finish(result) for result in gathered]
         if self._metrics is not None:
@@ -153,7 +157,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         if self._transport is None:
             return GrpcPlane()
         if mode == "pull":
-            return PullPlane(self._transport, self._settlements, self._closer)
+            return PullPlane(self._transport, self._settlements, self._reads)
         generation = self.address.generation
         return PushPlane(self._transport, self._settlements, self._peers, generation)
 

@@ -140,6 +140,35 @@ def test_a_released_lease_gives_the_blocks_back(make_rig: MakeRig, way: str) -> 
     assert other not in prefill.released
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["read", "cancelled"])
+def test_blocks_are_free_as_soon_as_no_load_reads_them(
+    make_rig: MakeRig, *, is_cancelled: bool
+) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        reading.set()
+        assert go_on.wait(TIMEOUT_S)
+
+    transport, patient = MemoryTransport(stall), f"timeout_s={3 * TIMEOUT_S:g}"
+    prefill = make_rig("pull", patient)
+    decode = make_rig("pull", patient, transport=transport)
+    job_id = prefill.publish(range(8))
+    load_id = decode.start_load(prefill.handoff(8), range(8))
+    decode.step()
+    assert reading.wait(TIMEOUT_S)
+    prefill.end("lease")
+    prefill.step()
+    assert prefill.released == []
+
+    if is_cancelled:
+        decode.scheduler.cancel_load(load_id)
+        decode.step()
+    go_on.set()
+    decode.run_until(lambda: load_id in decode.loads)
+    prefill.run_until(lambda: prefill.released == [job_id])
+
+
 def test_an_end_that_gives_nothing_back_wakes_nobody(make_rig: MakeRig) -> None:
     rig = make_rig()
     job_id = rig.publish(range(2))

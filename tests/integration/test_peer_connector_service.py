@@ -135,9 +135,10 @@ def test_a_reader_that_never_closes_holds_blocks_for_a_bounded_time(
     prefill: PeerRig, reader: Reader
 ) -> None:
     job_id = prefill.publish([1, 2])
-    reader.open_blocks(2)
+    opened = reader.open_blocks(2)
     prefill.end("lease")
 
+    assert opened.timeout_ms == 1000 * READ_S
     prefill.run_until(lambda: prefill.released == [job_id], 4 * READ_S)
 
 

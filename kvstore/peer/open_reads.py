@@ -1,0 +1,118 @@
+"""`OpenReads`: where the blocks of loads lie, as their peers say. Asked once for many pieces."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from baton.v1 import kv_peer_pb2 as pb
+from kvstore.peer.address import PeerAddress
+from kvstore.peer.block_request import BlockRequest
+from kvstore.peer.peers import Peer
+from kvstore.peer.read_closer import ReadCloser
+from kvstore.store import StoreUnavailableError
+
+__all__ = ["OpenRead", "OpenReads"]
+
+# An answer is some hundred bytes for each block, and must fit into a message.
+_NUM_NEIGHBOURS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRead:
+    """What a peer answered to `OpenBlocks`.
+
+    Attributes:
+        address: of the peer.
+        read_id: names the answer for `CloseBlocks`.
+        asked: the blocks that it is about.
+        locations: of those that are there.
+        deadline: how long they stay, by `time.monotonic`.
+    """
+
+    address: PeerAddress
+    read_id: int
+    asked: frozenset[bytes]
+    locations: Mapping[bytes, pb.KvBlockLocation]
+    deadline: float
+
+    @property
+    def remaining_s(self) -> float:
+        """How long the blocks stay."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def leading(self, keys: Sequence[bytes]) -> list[pb.KvBlockLocation]:
+        """Where the leading blocks of a list lie, as far as they are there."""
+        found = map(self.locations.get, keys)
+        return [place for place in takewhile(lambda place: place is not None, found) if place]
+
+
+@dataclass(slots=True)
+class _Load:
+    """The reads of one load; the lock is held while another is opened."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    reads: list[OpenRead] = field(default_factory=list)
+
+
+class OpenReads:
+    """The reads that are open for each load. Any thread may call any method.
+
+    Args:
+        closer: who tells peers of the end of reads.
+    """
+
+    def __init__(self, closer: ReadCloser) -> None:
+        self._closer = closer
+        self._lock = threading.Lock()
+        self._loads: dict[int, _Load] = {}
+
+    def find(self, peer: Peer, request: BlockRequest) -> OpenRead:
+        """A read of the blocks asked for, with half of the request's time at least.
+
+        Opened for other blocks of the load, too, and used for these again.
+
+        Raises:
+            grpc.RpcError: the peer refuses, or does not answer.
+            StoreUnavailableError: another thread's question for the same load took the time.
+        """
+        with self._lock:
+            load = self._loads.setdefault(request.load_id, _Load())
+        if not load.lock.acquire(timeout=request.remaining_s):
+            raise StoreUnavailableError(f"{peer.address.endpoint} did not say where blocks lie")
+        try:
+            for read in load.reads:
+                if read.asked.issuperset(request.keys) and _lasts(read, request):
+                    return read
+            load.reads.append(_open(peer, request))
+            return load.reads[-1]
+        finally:
+            load.lock.release()
+
+    def end(self, load_id: int) -> None:
+        """A load is over: its reads are closed. Unknown ids are fine."""
+        with self._lock:
+            load = self._loads.pop(load_id, None)
+        for read in load.reads if load is not None else ():
+            self._closer.add(read.address, read.read_id)
+
+
+def _lasts(read: OpenRead, request: BlockRequest) -> bool:
+    return read.remaining_s >= request.remaining_s / 2
+
+
+def _open(peer: Peer, request: BlockRequest) -> OpenRead:
+    asked = request.with_neighbours(_NUM_NEIGHBOURS)
+    began_at, timeout_s = time.monotonic(), request.remaining_s
+    message = pb.OpenBlocksRequest(
+        blocks=asked.to_proto(peer.address), timeout_ms=int(timeout_s * 1000)
+    )
+    opened = peer.stub.OpenBlocks(message, timeout=timeout_s)
+    return OpenRead(
+        address=peer.address,
+        read_id=opened.read_id,
+        asked=frozenset(asked.keys),
+        locations=dict(zip(asked.keys, opened.locations, strict=False)),
+        deadline=began_at + opened.timeout_ms / 1000,
+    )

@@ -1,0 +1,152 @@
+"""`OpenReads`: a load's blocks are asked for once, in time and again where that is needed."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from baton.v1 import kv_peer_pb2 as pb
+from kvstore.peer.address import PeerAddress
+from kvstore.peer.block_request import BlockRequest
+from kvstore.peer.open_reads import OpenReads
+from kvstore.store import StoreUnavailableError
+
+TIMEOUT_S = 10.0
+ADDRESS = PeerAddress("127.0.0.1:1", bytes(16))
+KEYS = tuple(bytes([i // 256, i % 256]) for i in range(3000))
+
+
+class FakePeer:
+    """Lends some blocks for some time, and notes what it is asked for."""
+
+    def __init__(self):
+        self.address = ADDRESS
+        self.stub = self
+        self.asked = []
+        self.num_lent = len(KEYS)
+        self.granted_ms = int(TIMEOUT_S * 1000)
+        self.failures = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def OpenBlocks(self, request, timeout):
+        assert self.go_on.wait(TIMEOUT_S)
+        if self.failures:
+            raise self.failures.pop()
+        self.asked.append(tuple(request.blocks.keys))
+        lent = [key for key in request.blocks.keys if key in KEYS[: self.num_lent]]
+        return pb.OpenBlocksResponse(
+            read_id=len(self.asked),
+            locations=[pb.KvBlockLocation(header=key) for key in lent],
+            timeout_ms=min(self.granted_ms, request.timeout_ms),
+        )
+
+
+class FakeCloser:
+    def __init__(self):
+        self.closed = []
+
+    def add(self, address, read_id):
+        self.closed.append((address, read_id))
+
+
+@pytest.fixture
+def peer():
+    return FakePeer()
+
+
+@pytest.fixture
+def closer():
+    return FakeCloser()
+
+
+@pytest.fixture
+def reads(closer):
+    return OpenReads(closer)
+
+
+def piece(first, count, *, load_id=1, num_blocks=100, timeout_s=TIMEOUT_S):
+    return BlockRequest("lease", load_id, KEYS[:num_blocks], KEYS[first:][:count], "", timeout_s)
+
+
+def headers(reads, peer, request):
+    return [place.header for place in reads.find(peer, request).leading(request.keys)]
+
+
+def test_the_pieces_of_a_load_take_one_question(reads, peer):
+    for first in range(0, 100, 20):
+        assert headers(reads, peer, piece(first, 20)) == list(KEYS[first : first + 20])
+    assert peer.asked == [KEYS[:100]]
+
+
+def test_pieces_that_come_together_in_any_order_take_one_question(reads, peer):
+    peer.go_on.clear()
+    with ThreadPoolExecutor(4) as pool:
+        found = {i: pool.submit(headers, reads, peer, piece(20 * i, 20)) for i in (3, 1, 0, 2)}
+        peer.go_on.set()
+        for i, each in found.items():
+            assert each.result(TIMEOUT_S) == list(KEYS[20 * i :][:20])
+    assert len(peer.asked) == 1
+
+
+def test_blocks_that_are_not_there_end_the_list(reads, peer):
+    peer.num_lent = 30
+    assert headers(reads, peer, piece(20, 20)) == list(KEYS[20:30])
+    assert headers(reads, peer, piece(40, 20)) == []
+    assert len(peer.asked) == 1
+
+
+def test_what_fits_into_no_message_is_asked_for_in_parts(reads, peer):
+    for first in range(0, 3000, 300):
+        assert headers(reads, peer, piece(first, 300, num_blocks=3000)) == list(KEYS[first:][:300])
+    assert [(KEYS.index(keys[0]), KEYS.index(keys[-1])) for keys in peer.asked] == [
+        (0, 511),
+        (0, 1023),
+        (512, 1535),
+        (1024, 2047),
+        (1536, 2559),
+        (2048, 2999),
+    ]
+
+
+def test_a_piece_beyond_that_bound_is_asked_for_whole(reads, peer):
+    assert len(headers(reads, peer, piece(0, 2000, num_blocks=3000))) == 2000
+
+
+def test_what_does_not_stay_long_enough_is_asked_for_anew(reads, peer, closer):
+    peer.granted_ms = int(TIMEOUT_S * 1000 * 0.4)
+    assert reads.find(peer, piece(0, 20)).remaining_s <= TIMEOUT_S * 0.4
+    reads.find(peer, piece(20, 20))
+    assert [keys[0] for keys in peer.asked] == [KEYS[0]] * 2
+    assert closer.closed == []  # a thread may still be at the first
+    reads.end(1)
+    assert closer.closed == [(ADDRESS, 1), (ADDRESS, 2)]
+
+
+def test_a_load_that_ends_closes_its_reads_and_no_others(reads, peer, closer):
+    reads.find(peer, piece(0, 20, load_id=1))
+    reads.find(peer, piece(0, 20, load_id=2))
+    reads.end(1)
+    assert closer.closed == [(ADDRESS, 1)]
+    reads.end(1)
+    reads.end(3)
+    assert closer.closed == [(ADDRESS, 1)]
+
+
+def test_a_question_that_failed_is_asked_again(reads, peer):
+    peer.failures = [ValueError("closed channel")]
+    with pytest.raises(ValueError, match="closed channel"):
+        reads.find(peer, piece(0, 20))
+    assert headers(reads, peer, piece(0, 20)) == list(KEYS[:20])
+
+
+def test_nobody_waits_for_anothers_question_beyond_its_time(reads, peer):
+    peer.go_on.clear()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(headers, reads, peer, piece(0, 20))
+        while not reads._loads or not reads._loads[1].lock.locked():
+            assert not first.done()
+        with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1"):
+            reads.find(peer, piece(20, 20, timeout_s=0.01))
+        peer.go_on.set()
+        assert first.result(TIMEOUT_S) == list(KEYS[:20])
