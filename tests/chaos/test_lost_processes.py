@@ -91,6 +91,7 @@ async def check_the_only_decode_lost(
     await cluster.wait_pools_full()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_lost_replicas_cost_no_token(tmp_path: Path) -> None:
     jobs = [Job(seed) for seed in range(8)]

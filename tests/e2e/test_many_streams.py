@@ -64,6 +64,7 @@ async def prefill_at(server: ServerProcess, request_id: str, prompt: list[int]) 
         return result.cached_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_200_streams_are_each_right(tmp_path: Path, redis_server: RedisServer) -> None:
     path = tiny_checkpoint("llama")

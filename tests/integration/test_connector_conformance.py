@@ -61,8 +61,8 @@ def _check(suite):
 @pytest.mark.parametrize(
     "url",
     [
-        pytest.param("memory://connectors", marks=pytest.mark.slow),
-        "grpc://",
+        "memory://connectors",
+        pytest.param("grpc://", marks=pytest.mark.slow),
         pytest.param("nixl://", marks=pytest.mark.slow),
         pytest.param("faulty+memory://faultless?faults=", marks=pytest.mark.slow),
         pytest.param("multi://grpc://,memory://several", marks=pytest.mark.slow),

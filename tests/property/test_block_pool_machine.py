@@ -1,5 +1,6 @@
 """State machine over the block pool, beside a model of sets."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -79,4 +80,9 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=600, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+class TestManyPools(PoolMachine.TestCase):
+    settings = settings(max_examples=600, stateful_step_count=50, deadline=None)

@@ -351,5 +351,10 @@ def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=500, stateful_step_count=60, deadline=None)
-TestCluster = pytest.mark.timeout(400)(TestCluster)
+TestCluster.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+class TestManyClusters(Cluster.TestCase):
+    settings = settings(max_examples=500, stateful_step_count=60, deadline=None)

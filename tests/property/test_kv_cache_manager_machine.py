@@ -11,6 +11,7 @@ changes it was told.
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -488,4 +489,9 @@ def _apply(rows: list[list[int]], changes: list[TableChange]) -> None:
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=800, stateful_step_count=50, deadline=None)
+TestManager.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+class TestManyManagers(ManagerMachine.TestCase):
+    settings = settings(max_examples=800, stateful_step_count=50, deadline=None)

@@ -17,9 +17,11 @@ from tests.support.launch_cases import CASES
 
 ROOT = Path(__file__).parents[2]
 MAX_SHARED_BYTES = 227 * 1024  # of a Hopper card's program
-FEW = ["pointwise", "blocks", "prepare, 8 bits", "decode"]
 
-pytestmark = pytest.mark.skipif(IS_CUDA, reason="the other tests compile here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(IS_CUDA, reason="the other tests compile here"),
+]
 
 
 def compiled(names, tmp_path):
@@ -39,21 +41,14 @@ def compiled(names, tmp_path):
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FEW, id="few"),
-        pytest.param([*CASES], id="all", marks=[pytest.mark.slow, pytest.mark.timeout(510)]),
-    ],
-)
-def test_kernels_compile_and_fit(names, tmp_path):
-    for name, kernels in compiled(names, tmp_path).items():
+@pytest.mark.timeout(510)
+def test_kernels_compile_and_fit(tmp_path):
+    for name, kernels in compiled([*CASES], tmp_path).items():
         assert kernels, name
         for kernel, shared_bytes in kernels:
             assert shared_bytes <= MAX_SHARED_BYTES, (name, kernel)
 
 
-@pytest.mark.slow
 def test_no_kernel_is_compiled_again_for_another_number_of_rows(tmp_path):
     """What changes from step to step is no constant of a kernel, nor is a search's pass."""
     kernels = compiled(["thresholds", "rows"], tmp_path)
