@@ -18,7 +18,7 @@ class BlockRequest:
         lease_id: the lease.
         load_id: the load.
         load_keys: of the load's blocks.
-        keys: of those that are wanted now, which follow each other in the load.
+        keys: of those that are wanted now, in the load's order.
         layout: the reader's form of a block in words.
         timeout_s: longest wait for all of them.
         began_at: when the wait began, by `time.monotonic`.
@@ -50,9 +50,9 @@ class BlockRequest:
 
         So pieces that come in any order ask for the same.
         """
-        first = self.load_keys.index(self.keys[0])
-        first_run, end_run = first // num_blocks, (first + len(self.keys) - 1) // num_blocks + 1
-        return replace(self, keys=self.load_keys[first_run * num_blocks : end_run * num_blocks])
+        first, last = (self.load_keys.index(key) for key in (self.keys[0], self.keys[-1]))
+        begin, end = first // num_blocks, last // num_blocks + 1
+        return replace(self, keys=self.load_keys[begin * num_blocks : end * num_blocks])
 
     def to_proto(self, address: PeerAddress) -> pb.KvBlockList:
         """As a peer is asked for them."""

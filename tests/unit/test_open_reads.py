@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -107,6 +108,12 @@ def test_what_fits_into_no_message_is_asked_for_in_parts(reads, peer):
         (1536, 2559),
         (2048, 2999),
     ]
+
+
+def test_pieces_may_leave_blocks_out(reads, peer):
+    keys = KEYS[500:530:7]
+    request = replace(piece(500, 30, num_blocks=3000), keys=keys)
+    assert headers(reads, peer, request) == list(keys)
 
 
 def test_a_piece_beyond_that_bound_is_asked_for_whole(reads, peer):
