@@ -31,7 +31,7 @@ test: $(VENV)/.test $(VENV)/.native ## run the tests, but for slow ones
 	@scripts/ensure_redis.sh
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.native ## run the slow tests: rarer combinations of what `test` covers
+test-slow: $(VENV)/.test $(VENV)/.native ## run the slow tests: rarer combinations, whole clusters under faults
 	@scripts/ensure_redis.sh
 	$(BIN)/python -m pytest -m slow $(ARGS)
 

@@ -153,6 +153,12 @@ class PoolCut:
         """Whether an object is a pool block, byte by byte."""
         return self.object_layout == self.layout
 
+    @property
+    def max_runs(self) -> int:
+        """Of how many runs an object consists at most, in pools of any block size and share."""
+        part = self.object_layout
+        return part.num_layers * 2 * part.num_kv_heads * (2 if part.has_scales else 1)
+
     def object_keys(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         """Keys of the objects of transfer blocks, in order."""
         if self.slices == range(1):

@@ -224,7 +224,9 @@ class OpenBlocksResponse(google.protobuf.message.Message):
     read_id: builtins.int
     """Names this answer for CloseBlocks."""
     timeout_ms: builtins.int
-    """How long they stay: what was asked for, or the lender's own timeout."""
+    """How long they stay: as was asked for, but no longer than the lender's own
+    timeout.
+    """
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvBlockLocation]:
         """The leading blocks that are there, in order."""

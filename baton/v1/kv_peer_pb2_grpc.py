@@ -85,7 +85,8 @@ class KvPeerServiceServicer(object):
 
     def OpenBlocks(self, request, context):
         """Where the leading blocks of a list lie, for the reader to fetch. They stay
-        until CloseBlocks or `timeout_ms` later, whatever becomes of the lease.
+        until CloseBlocks or the answer's `timeout_ms` later, whatever becomes of
+        the lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

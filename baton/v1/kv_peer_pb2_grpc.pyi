@@ -39,7 +39,8 @@ class KvPeerServiceStub:
     """What the process is, and how its memory is reached."""
     OpenBlocks: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.OpenBlocksRequest, baton.v1.kv_peer_pb2.OpenBlocksResponse]
     """Where the leading blocks of a list lie, for the reader to fetch. They stay
-    until CloseBlocks or `timeout_ms` later, whatever becomes of the lease.
+    until CloseBlocks or the answer's `timeout_ms` later, whatever becomes of
+    the lease.
     """
     CloseBlocks: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.CloseBlocksRequest, baton.v1.kv_peer_pb2.CloseBlocksResponse]
     """The reader is done with them. Unknown ids are no error."""
@@ -63,7 +64,8 @@ class KvPeerServiceAsyncStub(KvPeerServiceStub):
     """What the process is, and how its memory is reached."""
     OpenBlocks: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.OpenBlocksRequest, baton.v1.kv_peer_pb2.OpenBlocksResponse]  # type: ignore[assignment]
     """Where the leading blocks of a list lie, for the reader to fetch. They stay
-    until CloseBlocks or `timeout_ms` later, whatever becomes of the lease.
+    until CloseBlocks or the answer's `timeout_ms` later, whatever becomes of
+    the lease.
     """
     CloseBlocks: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.CloseBlocksRequest, baton.v1.kv_peer_pb2.CloseBlocksResponse]  # type: ignore[assignment]
     """The reader is done with them. Unknown ids are no error."""
@@ -96,7 +98,8 @@ class KvPeerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.kv_peer_pb2.OpenBlocksResponse, collections.abc.Awaitable[baton.v1.kv_peer_pb2.OpenBlocksResponse]]:
         """Where the leading blocks of a list lie, for the reader to fetch. They stay
-        until CloseBlocks or `timeout_ms` later, whatever becomes of the lease.
+        until CloseBlocks or the answer's `timeout_ms` later, whatever becomes of
+        the lease.
         """
 
     @abc.abstractmethod

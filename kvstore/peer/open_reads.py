@@ -15,8 +15,10 @@ from kvstore.store import StoreUnavailableError
 
 __all__ = ["OpenRead", "OpenReads"]
 
-# An answer is some hundred bytes for each block, and must fit into a message.
-_NUM_NEIGHBOURS = 512
+# In an answer. A lender makes one in 6 us, and a message holds a million.
+_MAX_RANGES = 16_384
+# Of what a piece could have: one that got less could fail where nothing is wrong.
+_LEAST_SHARE = 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,15 @@ class OpenRead:
         read_id: names the answer for `CloseBlocks`.
         asked: the blocks that it is about.
         locations: of those that are there.
-        deadline: how long they stay, by `time.monotonic`.
+        granted_s: how long they stay, from when they were asked for.
+        deadline: until when, by `time.monotonic`.
     """
 
     address: PeerAddress
     read_id: int
     asked: frozenset[bytes]
     locations: Mapping[bytes, pb.KvBlockLocation]
+    granted_s: float
     deadline: float
 
     @property
@@ -61,15 +65,19 @@ class OpenReads:
 
     Args:
         closer: who tells peers of the end of reads.
+
+    Attributes:
+        ranges_per_block: how many a block can consist of at most; set before the first question.
     """
 
     def __init__(self, closer: ReadCloser) -> None:
+        self.ranges_per_block = 1
         self._closer = closer
         self._lock = threading.Lock()
         self._loads: dict[int, _Load] = {}
 
     def find(self, peer: Peer, request: BlockRequest) -> OpenRead:
-        """A read of the blocks asked for, with half of the request's time at least.
+        """A read of the blocks asked for, with most of the request's time left.
 
         Opened for other blocks of the load, too, and used for these again.
 
@@ -82,16 +90,22 @@ class OpenReads:
         if not load.lock.acquire(timeout=request.remaining_s):
             raise StoreUnavailableError(f"{peer.address.endpoint} did not say where blocks lie")
         try:
+            # What its peer has cut off need not be closed.
+            load.reads = [read for read in load.reads if read.remaining_s]
             for read in load.reads:
                 if read.asked.issuperset(request.keys) and _lasts(read, request):
                     return read
-            load.reads.append(_open(peer, request))
+            num_neighbours = max(1, _MAX_RANGES // self.ranges_per_block)
+            load.reads.append(_open(peer, request, num_neighbours))
             return load.reads[-1]
         finally:
             load.lock.release()
 
     def end(self, load_id: int) -> None:
-        """A load is over: its reads are closed. Unknown ids are fine."""
+        """A load is over, and no `find` for it under way: its reads are closed.
+
+        Unknown ids are fine.
+        """
         with self._lock:
             load = self._loads.pop(load_id, None)
         for read in load.reads if load is not None else ():
@@ -99,20 +113,22 @@ class OpenReads:
 
 
 def _lasts(read: OpenRead, request: BlockRequest) -> bool:
-    return read.remaining_s >= request.remaining_s / 2
+    return read.remaining_s >= _LEAST_SHARE * min(request.remaining_s, read.granted_s)
 
 
-def _open(peer: Peer, request: BlockRequest) -> OpenRead:
-    asked = request.with_neighbours(_NUM_NEIGHBOURS)
+def _open(peer: Peer, request: BlockRequest, num_neighbours: int) -> OpenRead:
+    asked = request.with_neighbours(num_neighbours)
     began_at, timeout_s = time.monotonic(), request.remaining_s
     message = pb.OpenBlocksRequest(
         blocks=asked.to_proto(peer.address), timeout_ms=int(timeout_s * 1000)
     )
     opened = peer.stub.OpenBlocks(message, timeout=timeout_s)
+    granted_s = opened.timeout_ms / 1000
     return OpenRead(
         address=peer.address,
         read_id=opened.read_id,
         asked=frozenset(asked.keys),
         locations=dict(zip(asked.keys, opened.locations, strict=False)),
-        deadline=began_at + opened.timeout_ms / 1000,
+        granted_s=granted_s,
+        deadline=began_at + granted_s,
     )

@@ -111,7 +111,7 @@ class PeerServicer:
     ) -> Iterator[bytes]:
         """The blocks' bytes, in messages as they go over the wire."""
         lending = self._open_for(context)
-        timeout_s = context.time_remaining()
+        timeout_s = min(context.time_remaining(), self._timeout_s)
         read = self._open(request.blocks, timeout_s, lending, context)
         try:
             yield from _messages(read, lending.memory, timeout_s)
@@ -184,7 +184,6 @@ class PeerServicer:
                 f"KV layout: the reader has {blocks.layout}, the lender has {lending.layout}",
             )
         try:
-            timeout_s = min(timeout_s, self._timeout_s)
             return self._leases.open_read(blocks.lease_id, blocks.keys, timeout_s)
         except LeaseGoneError as error:
             _abort(context, grpc.StatusCode.NOT_FOUND, str(error))

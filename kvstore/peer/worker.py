@@ -110,6 +110,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         cut = PoolCut.of(layout, form, share)
         self._mover.register_pool(pool, layout, form, share)
         self._backend.layout = describe_layout(cut.object_layout)
+        self._reads.ranges_per_block = cut.max_runs
         self._lending.register_pool(pool, cut, self._mover.copier, self._mover.staging)
 
     def set_waker(self, wake: Callable[[], None]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connector import LoadResult, SaveResult
+from kvstore.connector import ConnectorWork, LoadResult, SaveResult
 from kvstore.layout import FP8, KvLayout
 from kvstore.peer.data_planes import DataPlane
+from kvstore.peer.service import PeerServicer
 from kvstore.transfer_form import TransferForm
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig, random_pool
 
@@ -167,6 +168,61 @@ def test_blocks_are_free_as_soon_as_no_load_reads_them(
     go_on.set()
     decode.run_until(lambda: load_id in decode.loads)
     prefill.run_until(lambda: prefill.released == [job_id])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:
+    """The keys of each question where blocks lie."""
+    questions: list[list[bytes]] = []
+    open_blocks = PeerServicer.OpenBlocks
+
+    def note(servicer: PeerServicer, request: Any, context: Any) -> Any:
+        questions.append(list(request.blocks.keys))
+        return open_blocks(servicer, request, context)
+
+    monkeypatch.setattr(PeerServicer, "OpenBlocks", note)
+    return questions
+
+
+def test_a_load_of_many_segments_asks_once_and_outlives_its_lease(
+    make_rig: MakeRig, asked: list[list[bytes]]
+) -> None:
+    layout = LAYOUTS["one block to a segment"]
+    prefill = make_rig("pull", layout=layout, num_blocks=12)
+    pool = torch.zeros(12, *layout.block_shape)
+    # A segment is read only when the lease of those before it has ended.
+    transport = MemoryTransport(lambda: prefill.worker.start(ConnectorWork(ended=("lease",))))
+    decode = make_rig("pull", layout=layout, pool=pool, transport=transport)
+    job_id = prefill.publish(range(12))
+    handoff = prefill.handoff(12)
+
+    assert decode.load(handoff, range(12)).num_blocks == 12
+    assert torch.equal(pool, prefill.pool)
+    assert asked == [list(handoff.block_keys)]
+    assert len(transport.allowed_s) == 12
+    prefill.run_until(lambda: prefill.released == [job_id])
+
+
+def test_blocks_that_may_lie_in_many_places_take_more_questions(
+    make_rig: MakeRig, asked: list[list[bytes]]
+) -> None:
+    """An answer is as long as the ranges of its blocks, if the lender's pool is cut."""
+    layout = KvLayout(64, 32, 64, 1, "float32")
+    prefill, decode = (make_rig("pull", layout=layout, num_blocks=12) for _ in range(2))
+    prefill.publish(range(12))
+
+    assert decode.load(prefill.handoff(12), range(12)).num_blocks == 12
+    assert len(asked) > 1
+    assert max(map(len, asked)) < 12
+
+
+def test_a_read_ends_before_its_lender_cuts_it_off(make_rig: MakeRig) -> None:
+    prefill, transport = make_rig("pull", "timeout_s=1"), MemoryTransport()
+    decode = make_rig("pull", f"timeout_s={TIMEOUT_S:g}", transport=transport)
+    prefill.publish(range(4))
+
+    assert decode.load(prefill.handoff(4), range(4)).num_blocks == 4
+    assert 0 < transport.allowed_s[0] <= 1
 
 
 def test_an_end_that_gives_nothing_back_wakes_nobody(make_rig: MakeRig) -> None:

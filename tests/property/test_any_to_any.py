@@ -172,6 +172,7 @@ def test_runs_of_bytes_are_the_object(drawn) -> None:
                     assert pool.cut.layout.dtype != pool.cut.form.dtype
                     continue
                 block_id, runs = found
+                assert len(runs) <= min(end.cut.max_runs for side in sides for end in side)
                 block = bytes(pool.blocks[block_id].view(torch.uint8).flatten().numpy())
                 assert b"".join(block[start : start + size] for start, size in runs) == gathered
                 ends = [start + size for start, size in runs[:-1]]

@@ -63,7 +63,7 @@ class _Busy:
         self._thread = threading.Thread(target=self._compute)
         self._thread.start()
         # What a thread does first is torch's and the system's: not what this is about.
-        self._has_computed.wait()
+        assert self._has_computed.wait(_CHILD_LIMIT_S)
 
     def __exit__(self, *error):
         self._is_over.set()

@@ -135,6 +135,7 @@ class MemoryTransport(PeerTransport):
         self.registered: list[tuple[int, int]] = []
         self.peers: dict[str, bytes] = {}
         self.removed: list[str] = []
+        self.allowed_s: list[float] = []  # for each copy
         self.num_moved = 0
         self.is_closed = False
 
@@ -168,6 +169,7 @@ class MemoryTransport(PeerTransport):
     ) -> None:
         if peer_id not in self.peers:
             raise TransferError("unknown peer", is_settled=True)
+        self.allowed_s.append(timeout_s)
         self.fault()
         for source, target in zip(sources, targets, strict=True):
             assert source.num_bytes == target.num_bytes

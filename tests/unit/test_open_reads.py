@@ -1,6 +1,7 @@
 """`OpenReads`: a load's blocks are asked for once, in time and again where that is needed."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -27,10 +28,11 @@ class FakePeer:
         self.num_lent = len(KEYS)
         self.granted_ms = int(TIMEOUT_S * 1000)
         self.failures = []
-        self.go_on = threading.Event()
+        self.is_asked, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
 
     def OpenBlocks(self, request, timeout):
+        self.is_asked.set()
         assert self.go_on.wait(TIMEOUT_S)
         if self.failures:
             raise self.failures.pop()
@@ -63,7 +65,9 @@ def closer():
 
 @pytest.fixture
 def reads(closer):
-    return OpenReads(closer)
+    reads = OpenReads(closer)
+    reads.ranges_per_block = 32  # so that a question is for 512 blocks
+    return reads
 
 
 def piece(first, count, *, load_id=1, num_blocks=100, timeout_s=TIMEOUT_S):
@@ -83,7 +87,9 @@ def test_the_pieces_of_a_load_take_one_question(reads, peer):
 def test_pieces_that_come_together_in_any_order_take_one_question(reads, peer):
     peer.go_on.clear()
     with ThreadPoolExecutor(4) as pool:
-        found = {i: pool.submit(headers, reads, peer, piece(20 * i, 20)) for i in (3, 1, 0, 2)}
+        found = {3: pool.submit(headers, reads, peer, piece(60, 20))}
+        assert peer.is_asked.wait(TIMEOUT_S)
+        found |= {i: pool.submit(headers, reads, peer, piece(20 * i, 20)) for i in (1, 0, 2)}
         peer.go_on.set()
         for i, each in found.items():
             assert each.result(TIMEOUT_S) == list(KEYS[20 * i :][:20])
@@ -120,14 +126,39 @@ def test_a_piece_beyond_that_bound_is_asked_for_whole(reads, peer):
     assert len(headers(reads, peer, piece(0, 2000, num_blocks=3000))) == 2000
 
 
-def test_what_does_not_stay_long_enough_is_asked_for_anew(reads, peer, closer):
+@pytest.mark.parametrize(("ranges_per_block", "num_blocks"), [(1280, 12), (20_000, 1)])
+def test_blocks_of_many_ranges_are_asked_for_in_smaller_parts(
+    reads, peer, ranges_per_block, num_blocks
+):
+    reads.ranges_per_block = ranges_per_block
+    for first in range(24):
+        assert headers(reads, peer, piece(first, 1)) == [KEYS[first]]
+    assert peer.asked == [KEYS[i:][:num_blocks] for i in range(0, 24, num_blocks)]
+
+
+def test_a_lender_that_keeps_blocks_for_less_time_is_asked_no_more_often(reads, peer):
     peer.granted_ms = int(TIMEOUT_S * 1000 * 0.4)
-    assert reads.find(peer, piece(0, 20)).remaining_s <= TIMEOUT_S * 0.4
+    found = [reads.find(peer, piece(first, 20)) for first in range(0, 100, 20)]
+    assert len(peer.asked) == 1
+    assert found[-1].remaining_s <= TIMEOUT_S * 0.4
+
+
+def test_what_will_not_stay_long_enough_is_asked_for_anew(reads, peer, closer, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    reads.find(peer, piece(0, 20))
+    now += TIMEOUT_S * 0.2
     reads.find(peer, piece(20, 20))
-    assert [keys[0] for keys in peer.asked] == [KEYS[0]] * 2
-    assert closer.closed == []  # a thread may still be at the first
+    assert len(peer.asked) == 1
+    now += TIMEOUT_S * 0.1
+    reads.find(peer, piece(40, 20))
+    assert len(peer.asked) == 2
+    now += TIMEOUT_S * 0.75  # the first is cut off by now
+    reads.find(peer, piece(60, 20))
+    assert peer.asked == [KEYS[:100]] * 3
+    assert closer.closed == []  # a thread may still be at one of them
     reads.end(1)
-    assert closer.closed == [(ADDRESS, 1), (ADDRESS, 2)]
+    assert closer.closed == [(ADDRESS, 2), (ADDRESS, 3)]
 
 
 def test_a_load_that_ends_closes_its_reads_and_no_others(reads, peer, closer):
@@ -151,8 +182,7 @@ def test_nobody_waits_for_anothers_question_beyond_its_time(reads, peer):
     peer.go_on.clear()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(headers, reads, peer, piece(0, 20))
-        while not reads._loads or not reads._loads[1].lock.locked():
-            assert not first.done()
+        assert peer.is_asked.wait(TIMEOUT_S)
         with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1"):
             reads.find(peer, piece(20, 20, timeout_s=0.01))
         peer.go_on.set()
