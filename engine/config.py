@@ -120,6 +120,11 @@ class EngineConfig:
     kv_transfer_head_slices: int = _flag(
         1, "equal parts that a KV block's heads go in between tiers, the same on all of them"
     )
+    kv_transfer_layer_slices: int = _flag(
+        1,
+        "equal parts that a KV block's layers go in between tiers, the same on all of them; "
+        "where the connector can, each is saved once its layers are computed",
+    )
     kv_transfer_timeout_s: float = _flag(
         60.0, "longest wait for a look-up, load or save that does not report; blocks stay fenced"
     )
@@ -182,6 +187,7 @@ _POSITIVE = (
     "block_size",
     "kv_transfer_block_size",
     "kv_transfer_head_slices",
+    "kv_transfer_layer_slices",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

@@ -326,5 +326,6 @@ def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
         config.transfer_block_size,
         info.layout.dtype if is_auto else config.kv_transfer_dtype,
         config.kv_transfer_head_slices,
+        config.kv_transfer_layer_slices,
     )
     return PoolCut(info.layout, form).form

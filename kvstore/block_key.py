@@ -4,7 +4,7 @@
     key_i = H("full", key_{i-1}, tokens of block i)
     tail  = H("tail", key_{n-1}, tokens of the partial block, handoff id)
     group = H("group", key, number), where a model's layers form groups
-    slice = H("slice", key, number), where a block's heads go in slices
+    slice = H("slice", key, number), where a block's layers and heads go in slices
 
 A key names the tokens of its block, all tokens before it and, through the
 namespace, everything else KV bytes depend on. Equal keys therefore mean equal
@@ -25,8 +25,8 @@ __all__ = [
     "BlockKeyChain",
     "derive_namespace",
     "describe_namespace",
-    "head_slice_key",
     "layer_group_key",
+    "slice_key",
     "tail_key",
 ]
 
@@ -41,6 +41,7 @@ def derive_namespace(
     layout_version: int,
     block_size: int,
     num_head_slices: int = 1,
+    num_layer_slices: int = 1,
 ) -> bytes:
     """Digest of everything KV bytes depend on except tokens, LoRA and salt.
 
@@ -52,9 +53,12 @@ def derive_namespace(
         kv_dtype: element type of stored KV, say "bfloat16".
         layout_version: version of the pool layout (`kvstore.layout`).
         block_size: tokens per block.
-        num_head_slices: objects that a block's heads go in.
+        num_head_slices: parts that a block's heads go in.
+        num_layer_slices: parts that its layers go in.
     """
     slices = [num_head_slices.to_bytes(4, "little")] if num_head_slices != 1 else []
+    if num_layer_slices != 1:
+        slices += [b"layers", num_layer_slices.to_bytes(4, "little")]
     return _hash(
         b"namespace",
         KEY_FORMAT_VERSION.to_bytes(4, "little"),
@@ -73,6 +77,7 @@ def describe_namespace(
     layout_version: int,
     block_size: int,
     num_head_slices: int = 1,
+    num_layer_slices: int = 1,
 ) -> str:
     """In words, what `derive_namespace` makes a digest of: for people who compare two.
 
@@ -82,8 +87,10 @@ def describe_namespace(
         layout_version: as there.
         block_size: as there.
         num_head_slices: as there; told where there is more than one.
+        num_layer_slices: as `num_head_slices`.
     """
     slices = f"{num_head_slices} head slices, " if num_head_slices != 1 else ""
+    slices += f"{num_layer_slices} layer slices, " if num_layer_slices != 1 else ""
     return (
         f"model {model_fingerprint[:12]}, {kv_dtype}, {block_size} tokens per block, "
         f"{slices}layout {layout_version}"
@@ -199,10 +206,11 @@ def layer_group_key(key: bytes, group: int) -> bytes:
     return _hash(b"group", key, group.to_bytes(4, "little")) if group else key
 
 
-def head_slice_key(key: bytes, number: int) -> bytes:
-    """Key of the object that holds one slice of the heads of the block that `key` names.
+def slice_key(key: bytes, number: int) -> bytes:
+    """Key of the object that holds one slice of the layers and heads of the block that `key`
+    names.
 
-    Slice 0's is `key` itself, so blocks whose heads go together have plain keys.
+    Slice 0's is `key` itself, so blocks that go whole have plain keys.
     """
     return _hash(b"slice", key, number.to_bytes(4, "little")) if number else key
 

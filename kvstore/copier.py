@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvstore.codec import HEADER_BYTES
-from kvstore.pool_objects import PoolObjects, open_pool
+from kvstore.pool_objects import PoolObjects, as_objects, open_pool
 from kvstore.staging import Segment
 from kvstore.transfer_form import PoolCut, RangeError
 
@@ -172,4 +172,4 @@ def make_copier(pool: torch.Tensor, cut: PoolCut) -> BlockCopier:
         from kvstore.side_streams import SideStreamCopier
 
         return SideStreamCopier(pool, cut)
-    return HostCopier(pool) if cut.is_native else ConvertingCopier(pool, cut)
+    return HostCopier(as_objects(pool, cut)) if cut.is_native else ConvertingCopier(pool, cut)

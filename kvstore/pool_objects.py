@@ -1,6 +1,6 @@
 """`PoolObjects`: a pool as the objects that it is cut into, read and written by number.
 
-Where the pool's blocks are the objects, a read or write is one copy. Otherwise the objects of
+Where the pool consists of them, a read or write is one copy. Otherwise the objects of
 one call are picked out of the pool together, converted, and laid down in their form, on
 whatever device the pool is.
 """
@@ -17,7 +17,14 @@ from kvstore.block_views import BlockViews, view_blocks
 from kvstore.layout import DTYPE_BYTES, FP8, KvLayout
 from kvstore.transfer_form import PoolCut
 
-__all__ = ["ConvertedObjects", "PoolObjects", "WholeBlocks", "convert", "open_pool"]
+__all__ = [
+    "ConvertedObjects",
+    "PlainObjects",
+    "PoolObjects",
+    "as_objects",
+    "convert",
+    "open_pool",
+]
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -52,11 +59,25 @@ def open_pool(pool: torch.Tensor, cut: PoolCut) -> PoolObjects:
         pool: `[num_blocks, *cut.layout.block_shape]`, contiguous.
         cut: how it is cut.
     """
-    return WholeBlocks(pool) if cut.is_native else ConvertedObjects(pool, cut)
+    return PlainObjects(as_objects(pool, cut)) if cut.is_native else ConvertedObjects(pool, cut)
 
 
-class WholeBlocks:
-    """Blocks of the pool are the objects."""
+def as_objects(pool: torch.Tensor, cut: PoolCut) -> torch.Tensor:
+    """The pool object by object, `[num_objects, *cut.object_layout.block_shape]`; a view.
+
+    Args:
+        pool: as `open_pool`.
+        cut: a native one.
+    """
+    return pool.view(-1, *cut.object_layout.block_shape)
+
+
+class PlainObjects:
+    """Objects are what the pool consists of: blocks, or layers of them.
+
+    Args:
+        pool: from `as_objects`.
+    """
 
     def __init__(self, pool: torch.Tensor) -> None:
         self._pool = pool
@@ -116,11 +137,13 @@ class ConvertedObjects:
         return overflowed
 
     def _places(self, object_ids: Sequence[int] | torch.Tensor) -> tuple[slice | torch.Tensor, ...]:
-        """Index of `_cut_up` that takes objects: `[n, num_layers, 2, heads, tokens, ...]`."""
+        """Index of `_cut_up` that takes objects: `[n, layers, 2, heads, tokens, ...]`."""
         ids = torch.as_tensor(object_ids, dtype=torch.int64, device=self._device)
-        num_slices, num_parts = len(self._cut.slices), self._cut.transfer_blocks
-        blocks, every = ids // num_slices, slice(None)
-        return blocks // num_parts, every, every, ids % num_slices, every, blocks % num_parts
+        num_slices, every = len(self._cut.head_slices), slice(None)
+        heads, ids = ids % num_slices, ids // num_slices
+        layers, ids = ids % self._cut.form.num_layer_slices, ids // self._cut.form.num_layer_slices
+        tokens, blocks = ids % self._cut.transfer_blocks, ids // self._cut.transfer_blocks
+        return blocks, layers, every, every, heads, every, tokens
 
     def _in_words(self, states: torch.Tensor) -> torch.Tensor:
         """As what is copied: words where the type stays, else 8-bit floats as bytes, as not every
@@ -186,12 +209,14 @@ def _word_of(cut: PoolCut) -> torch.dtype | None:
 
 
 def _cut_up(states: torch.Tensor, cut: PoolCut) -> torch.Tensor:
-    """`[blocks, num_layers, 2, heads, tokens, ...]` with heads as `slices, heads of one` and
-    tokens as `transfer blocks, tokens of one`.
+    """`[blocks, num_layers, 2, heads, tokens, ...]` with layers and heads as `slices, those of
+    one` and tokens as `transfer blocks, tokens of one`.
     """
-    heads = (len(cut.slices), cut.object_layout.num_kv_heads)
+    part = cut.object_layout
+    layers = (cut.form.num_layer_slices, part.num_layers)
+    heads = (len(cut.head_slices), part.num_kv_heads)
     tokens = (cut.transfer_blocks, cut.form.block_size)
-    return states.view(*states.shape[:3], *heads, *tokens, *states.shape[5:])
+    return states.view(len(states), *layers, 2, *heads, *tokens, *states.shape[5:])
 
 
 def _view_objects(payload: torch.Tensor, layout: KvLayout) -> BlockViews:

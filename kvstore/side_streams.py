@@ -99,7 +99,7 @@ class SideStreamCopier(BlockCopier):
     """
 
     def __init__(self, pool: torch.Tensor, cut: PoolCut) -> None:
-        self._num_objects = len(pool) * cut.transfer_blocks * len(cut.slices)
+        self._num_objects = len(pool) * cut.transfer_blocks * cut.objects_per_block
         self._objects = open_pool(pool, cut)
         segment = Segment(cut.object_layout, pinned=pool.is_cuda)
         self._out = _Lane(segment, pool.device)

@@ -148,7 +148,7 @@ class StagedMover:
         """Starts jobs; returns without waiting for them."""
         jobs: tuple[LoadJob | SaveJob, ...] = (*loads, *saves)
         for job in in_objects(jobs, self._cut):
-            self._jobs[job.job_id] = state = JobState(job, len(self._cut.slices))
+            self._jobs[job.job_id] = state = JobState(job, self._cut.objects_per_block)
             if isinstance(job, SaveJob) and job.num_found and not self._io.is_hanging:
                 found = job.keys[: job.num_found]
                 unasked = partial(self._tell, _Held(state, 0))

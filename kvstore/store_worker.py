@@ -151,7 +151,7 @@ class StoreConnectorWorker(KvConnectorWorker):
         if time.monotonic() - submitted_at < _MAX_LOOKUP_WAIT_S:
             keys = self._cut.object_keys(job.keys)
             found = self._try("look-up", lambda: self._store.contains_prefix(keys)) or 0
-            num_blocks = found // len(self._cut.slices)
+            num_blocks = found // self._cut.objects_per_block
         self._answer(job_id, num_blocks)
         self._wake()
 

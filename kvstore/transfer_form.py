@@ -1,13 +1,14 @@
 """`TransferForm`: what KV looks like between engines, whatever their pools are.
 
     pool block  [num_layers, 2, heads here, tokens of a pool block, head_dim]
-    object      [num_layers, 2, heads of a slice, tokens of a transfer block, head_dim]
+    object      [layers of a slice, 2, heads of a slice, tokens of a transfer block, head_dim]
 
 Tiers may differ in the size of their pool's blocks, in how many ranks share a model's
 heads, and in the type of their KV. They agree on a form: how many tokens a transfer block
-has, in how many slices its heads go, and the type of its elements. Pool block `b` is cut into
-transfer blocks `b * n` to `b * n + n - 1`; a transfer block into one object per slice of the
-heads that the pool has. Jobs name transfer blocks; stores and peers move objects.
+has, in how many slices its layers and its heads go, and the type of its elements. Pool block
+`b` is cut into transfer blocks `b * n` to `b * n + n - 1`; a transfer block into one object per
+slice of the layers and of the heads that the pool has. Jobs name transfer blocks; stores and
+peers move objects.
 
 Pure: no torch here; `kvstore.pool_objects` reads and writes the bytes.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from baton.errors import ConfigurationError
-from kvstore.block_key import derive_namespace, describe_namespace, head_slice_key
+from kvstore.block_key import derive_namespace, describe_namespace, slice_key
 from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout
 
 __all__ = ["WHOLE", "HeadShare", "PoolCut", "RangeError", "TransferForm", "object_runs"]
@@ -33,11 +34,14 @@ class TransferForm:
         dtype: element type, as in `KvLayout`.
         num_head_slices: equal parts that a model's KV heads go in; a multiple of every
             tier's degree of tensor parallelism.
+        num_layer_slices: equal parts that a block's layers go in, each of which can be saved
+            once its layers are computed.
     """
 
     block_size: int
     dtype: str
     num_head_slices: int = 1
+    num_layer_slices: int = 1
 
     @classmethod
     def of(cls, layout: KvLayout) -> "TransferForm":
@@ -52,6 +56,7 @@ class TransferForm:
             layout_version=LAYOUT_VERSION,
             block_size=self.block_size,
             num_head_slices=self.num_head_slices,
+            num_layer_slices=self.num_layer_slices,
         )
 
     def describe(self, model_fingerprint: bytes) -> str:
@@ -62,6 +67,7 @@ class TransferForm:
             layout_version=LAYOUT_VERSION,
             block_size=self.block_size,
             num_head_slices=self.num_head_slices,
+            num_layer_slices=self.num_layer_slices,
         )
 
 
@@ -88,7 +94,8 @@ class PoolCut:
     """How one pool is cut into objects.
 
     Objects of the pool are numbered: pool block by pool block, within it transfer block by
-    transfer block, within that slice by slice of the heads that the pool has.
+    transfer block, within that slice of layers by slice of layers, within that slice by slice of
+    the heads that the pool has.
 
     Attributes:
         layout: of the pool's blocks, with the heads that it has.
@@ -122,6 +129,9 @@ class PoolCut:
         if slices % self.share.degree:
             limit = f"a multiple of the {self.share.degree} ranks that share the heads"
             raise _bad_form("head-slices", slices, limit)
+        if form.num_layer_slices < 1 or layout.num_layers % form.num_layer_slices:
+            limit = f"a divisor of the {layout.num_layers} layers of a block"
+            raise _bad_form("layer-slices", form.num_layer_slices, limit)
         if self.object_layout.has_scales and form.block_size * layout.head_dim % SCALE_BYTES:
             whole = SCALE_BYTES // math.gcd(SCALE_BYTES, layout.head_dim)
             limit = f"a multiple of {whole} for {form.dtype} and heads of {layout.head_dim}"
@@ -133,25 +143,31 @@ class PoolCut:
         return self.layout.block_size // self.form.block_size
 
     @cached_property
-    def slices(self) -> range:
+    def head_slices(self) -> range:
         """The slices of the model's heads that the pool has."""
         count = self.form.num_head_slices // self.share.degree
         return range(self.share.rank * count, (self.share.rank + 1) * count)
+
+    @cached_property
+    def objects_per_block(self) -> int:
+        """Objects of a transfer block."""
+        return self.form.num_layer_slices * len(self.head_slices)
 
     @cached_property
     def object_layout(self) -> KvLayout:
         """Of one object."""
         return replace(
             self.layout,
-            num_kv_heads=self.layout.num_kv_heads // len(self.slices),
+            num_layers=self.layout.num_layers // self.form.num_layer_slices,
+            num_kv_heads=self.layout.num_kv_heads // len(self.head_slices),
             block_size=self.form.block_size,
             dtype=self.form.dtype,
         )
 
     @property
     def is_native(self) -> bool:
-        """Whether an object is a pool block, byte by byte."""
-        return self.object_layout == self.layout
+        """Whether the pool, from its first byte to its last, is its objects in their order."""
+        return replace(self.object_layout, num_layers=self.layout.num_layers) == self.layout
 
     @property
     def max_runs(self) -> int:
@@ -161,16 +177,26 @@ class PoolCut:
 
     def object_keys(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         """Keys of the objects of transfer blocks, in order."""
-        if self.slices == range(1):
+        if self._slice_numbers == (0,):
             return tuple(keys)
-        return tuple(head_slice_key(key, number) for key in keys for number in self.slices)
+        return tuple(slice_key(key, number) for key in keys for number in self._slice_numbers)
 
     def object_ids(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """Numbers of the objects of transfer blocks, in order."""
-        count = len(self.slices)
+        count = self.objects_per_block
         if count == 1:
             return tuple(block_ids)
         return tuple(block * count + index for block in block_ids for index in range(count))
+
+    @cached_property
+    def _slice_numbers(self) -> tuple[int, ...]:
+        """Of a transfer block's objects, as all ranks number them."""
+        layers = range(self.form.num_layer_slices)
+        return tuple(
+            layer_slice * self.form.num_head_slices + head_slice
+            for layer_slice in layers
+            for head_slice in self.head_slices
+        )
 
 
 def object_runs(cut: PoolCut, object_id: int) -> tuple[int, tuple[tuple[int, int], ...]] | None:
@@ -186,14 +212,16 @@ def object_runs(cut: PoolCut, object_id: int) -> tuple[int, tuple[tuple[int, int
     """
     if cut.layout.dtype != cut.form.dtype:
         return None
-    block_id, index = divmod(object_id, cut.transfer_blocks * len(cut.slices))
-    return block_id, _runs_in_block(cut, *divmod(index, len(cut.slices)))
+    block_id, index = divmod(object_id, cut.transfer_blocks * cut.objects_per_block)
+    return block_id, _runs_in_block(cut, index)
 
 
 @lru_cache(maxsize=1024)
-def _runs_in_block(cut: PoolCut, sub_block: int, head_slice: int) -> tuple[tuple[int, int], ...]:
-    """Runs of one object, those that touch put together."""
+def _runs_in_block(cut: PoolCut, index: int) -> tuple[tuple[int, int], ...]:
+    """Runs of one of a block's objects, those that touch put together."""
     layout, part = cut.layout, cut.object_layout
+    sub_block, index = divmod(index, cut.objects_per_block)
+    layer_slice, head_slice = divmod(index, len(cut.head_slices))
     row = layout.head_dim * DTYPE_BYTES["uint8" if layout.has_scales else layout.dtype]
     head_bytes = layout.block_bytes // (layout.num_layers * 2 * layout.num_kv_heads)
     pieces = [(sub_block * part.block_size * row, part.block_size * row)]
@@ -201,7 +229,8 @@ def _runs_in_block(cut: PoolCut, sub_block: int, head_slice: int) -> tuple[tuple
         factors = layout.block_size * row + sub_block * part.block_size * SCALE_BYTES
         pieces.append((factors, part.block_size * SCALE_BYTES))
     runs: list[tuple[int, int]] = []
-    for states in range(layout.num_layers * 2):
+    num_states = part.num_layers * 2
+    for states in range(layer_slice * num_states, (layer_slice + 1) * num_states):
         first = states * layout.num_kv_heads + head_slice * part.num_kv_heads
         for head in range(first, first + part.num_kv_heads):
             for offset, num_bytes in pieces:

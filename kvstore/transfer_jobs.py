@@ -139,8 +139,6 @@ class PieceEnd:
 
 def in_objects(jobs: Sequence[LoadJob | SaveJob], cut: PoolCut) -> Sequence[LoadJob | SaveJob]:
     """Jobs whose keys and ids are those of objects instead of transfer blocks."""
-    if cut.slices == range(1):
-        return jobs
     return [_in_objects(job, cut) for job in jobs]
 
 
@@ -148,4 +146,4 @@ def _in_objects(job: LoadJob | SaveJob, cut: PoolCut) -> LoadJob | SaveJob:
     keys, ids = cut.object_keys(job.keys), cut.object_ids(job.block_ids)
     if isinstance(job, LoadJob):
         return replace(job, keys=keys, block_ids=ids)
-    return replace(job, keys=keys, block_ids=ids, num_found=job.num_found * len(cut.slices))
+    return replace(job, keys=keys, block_ids=ids, num_found=job.num_found * cut.objects_per_block)

@@ -103,7 +103,7 @@ class Lender:
             StoreUnavailableError: there is no room for a tail.
         """
         places = dict(zip(job.keys, job.block_ids, strict=True))
-        tails = job.keys[-len(self._cut.slices) :] if job.num_tail_tokens else ()
+        tails = job.keys[-self._cut.objects_per_block :] if job.num_tail_tokens else ()
         for key, slot in zip(keys, slots, strict=True):
             header, payload = bytes(slot[:HEADER_BYTES]), slot[HEADER_BYTES:]
             tail_slot = self._copy_tail(payload, job.num_tail_tokens) if key in tails else None

@@ -74,7 +74,7 @@ class LendingSide:
         """From now on blocks of the pool are lent."""
         from kvstore.peer.lent_memory import TailSlots
 
-        num_objects = len(pool) * cut.transfer_blocks * len(cut.slices)
+        num_objects = len(pool) * cut.transfer_blocks * cut.objects_per_block
         tails = TailSlots(cut.object_layout, num_objects)
         memory = self._memory_of(pool, cut, tails)
         self.lender.register(memory, cut)
@@ -107,10 +107,11 @@ class LendingSide:
 
     def _memory_of(self, pool: Any, cut: PoolCut, tails: "TailSlots") -> "LentMemory":
         from kvstore.peer.lent_memory import GatherDesk, GatheredMemory, HostMemory
+        from kvstore.pool_objects import as_objects
         from kvstore.staging import Segment
 
         if cut.is_native and pool.device.type == "cpu":
-            return HostMemory(pool, tails)
+            return HostMemory(as_objects(pool, cut), tails)
         self._desk = GatherDesk(self._wake)
         pinned = pool.device.type == "cuda"
         segments = [Segment(cut.object_layout, pinned=pinned) for _ in range(_NUM_GATHER_SEGMENTS)]

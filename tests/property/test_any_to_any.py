@@ -22,7 +22,7 @@ from kvstore.transfer_form import HeadShare, PoolCut, RangeError, TransferForm, 
 
 DTYPES = ("float32", "bfloat16", "float16", FP8)
 NUM_POOL_BLOCKS = 5
-LAYERS, HEADS, HEAD_DIM = 2, 4, 8
+LAYERS, HEADS, HEAD_DIM = 4, 4, 8
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -104,7 +104,11 @@ def scatter(pool: Pool, objects: dict[bytes, bytes], block_ids: list[int]) -> No
 
 
 forms = st.builds(
-    TransferForm, st.sampled_from([1, 2, 4]), st.sampled_from(DTYPES), st.sampled_from([1, 2, 4])
+    TransferForm,
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
 )
 
 
@@ -142,7 +146,7 @@ def test_any_pool_to_any_pool(drawn) -> None:
         before = pool.blocks.clone()
         objects |= gather(pool, source_ids)
         assert torch.equal(pool.blocks, before)
-    assert len(objects) == len(source_ids) * form.num_head_slices
+    assert len(objects) == len(source_ids) * form.num_head_slices * form.num_layer_slices
 
     num_tokens = targets[0].blocks.shape[0] * targets[0].cut.layout.block_size
     others = sorted(set(range(num_tokens // form.block_size)) - set(target_ids))

@@ -70,6 +70,7 @@ def test_every_field_can_be_given(tmp_path):
         kv_transfer_block_size=4,
         kv_transfer_dtype="float16",
         kv_transfer_head_slices=2,
+        kv_transfer_layer_slices=3,
         kv_transfer_timeout_s=7.5,
     )
     default = EngineConfig(model="m")

@@ -16,9 +16,10 @@ def test_the_namespace_is_made_of_the_form_and_the_model() -> None:
         model_fingerprint=b"model", kv_dtype="bfloat16", layout_version=1, block_size=16
     )
     others = [TransferForm(8, "bfloat16"), TransferForm(16, "float16")]
-    others += [TransferForm(16, "bfloat16", slices) for slices in (2, 4)]
+    others += [TransferForm(16, "bfloat16", heads) for heads in (2, 4)]
+    others += [TransferForm(16, "bfloat16", heads, layers) for heads in (1, 2) for layers in (2, 4)]
     namespaces = {each.namespace(model) for each in (form, *others) for model in (b"a", b"b")}
-    assert len(namespaces) == 10
+    assert len(namespaces) == 18
 
 
 def test_a_form_is_told_in_words() -> None:
@@ -27,6 +28,7 @@ def test_a_form_is_told_in_words() -> None:
         "model 3fa2b1c4d5e6, bfloat16, 16 tokens per block, layout 1"
     )
     assert "8 tokens per block, 2 head slices" in TransferForm(8, "fp8_e4m3", 2).describe(b"m")
+    assert "block, 2 layer slices, layout 1" in TransferForm(8, "fp8_e4m3", 1, 2).describe(b"m")
 
 
 def test_without_a_form_blocks_go_as_they_are() -> None:
@@ -63,6 +65,28 @@ def test_shares_of_one_model_name_the_slices_of_the_whole() -> None:
     assert parts[1].object_ids([2, 0]) == (4, 5, 0, 1)
 
 
+def test_slices_of_layers_are_numbered_before_those_of_heads() -> None:
+    form = TransferForm(16, "bfloat16", num_head_slices=2, num_layer_slices=2)
+    whole = PoolCut(LAYOUT, form)
+    assert whole.objects_per_block == 4
+    half = KvLayout(2, 2, 16, 6, "bfloat16")
+    parts = [PoolCut(half, form, HeadShare(rank, 2)) for rank in (0, 1)]
+    assert all(part.is_native for part in parts)
+    assert whole.object_layout == parts[0].object_layout == KvLayout(1, 2, 16, 6, "bfloat16")
+    first, second, third, fourth = whole.object_keys([b"a"])
+    assert parts[0].object_keys([b"a"]) == (first, third)
+    assert parts[1].object_keys([b"a"]) == (second, fourth)
+    assert parts[1].object_ids([5]) == (10, 11)
+
+
+def test_layers_of_a_block_lie_in_their_order() -> None:
+    cut = PoolCut(LAYOUT, TransferForm(16, "bfloat16", num_layer_slices=2))
+    assert cut.is_native
+    half = LAYOUT.block_bytes // 2
+    assert object_runs(cut, 6) == (3, ((0, half),))
+    assert object_runs(cut, 7) == (3, ((half, half),))
+
+
 @pytest.mark.parametrize(
     ("form", "share", "told"),
     [
@@ -72,6 +96,8 @@ def test_shares_of_one_model_name_the_slices_of_the_whole() -> None:
         (TransferForm(16, "bfloat16", 3), HeadShare(), "divisor of the model's 4 KV heads"),
         (TransferForm(16, "bfloat16", 16), HeadShare(0, 2), "divisor of the model's 8 KV heads"),
         (TransferForm(16, "bfloat16", 1), HeadShare(1, 2), "multiple of the 2 ranks"),
+        (TransferForm(16, "bfloat16", 1, 3), HeadShare(), "layer-slices is 3.*2 layers of a block"),
+        (TransferForm(16, "bfloat16", 1, 0), HeadShare(), "--kv-transfer-layer-slices is 0"),
         (TransferForm(1, "fp8_e4m3"), HeadShare(), "multiple of 2 for fp8_e4m3"),
     ],
 )
