@@ -103,6 +103,8 @@ class EngineCore:
         if self._connector is not None:
             self._connector.register_pool(runner.kv_pool, runner.info.layout, self.form)
             self._connector.set_waker(self.wake)
+            if self.form.num_layer_slices > 1:
+                runner.watch_layers(self._connector.layers_computed)
 
     @classmethod
     def build(cls, config: EngineConfig) -> "EngineCore":
@@ -295,15 +297,21 @@ class EngineCore:
         except Exception as error:
             return self._fail(batch, error)
         self._num_failed_steps = 0
+        self._tell_ended(batch, computed=True)
         return self.scheduler.commit(batch, output)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """Ends what a step was for; raises the error where several failed in a row."""
+        self._tell_ended(batch, computed=False)
         self._num_failed_steps += 1
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise error
         _logger.error("step %d failed", batch.step, exc_info=error)
         return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
+
+    def _tell_ended(self, batch: ScheduledBatch, *, computed: bool) -> None:
+        if self._connector is not None:
+            self._connector.step_ended(batch.step, computed=computed)
 
 
 def _measured(

@@ -4,13 +4,14 @@
 scheduler with a fake of these few methods; so nothing here imports torch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.batch import ScheduledBatch, StepOutput
 from kvstore.layout import KvLayout
 
-__all__ = ["ModelInfo", "PendingOutput", "Runner", "StepCosts"]
+__all__ = ["LayersComputed", "ModelInfo", "PendingOutput", "Runner", "StepCosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class StepCosts:
     swapped_block_s: float
 
 
+LayersComputed = Callable[[int, int], None]
+"""Hears, in whatever thread, that in a step the leading layers of blocks are computed: its
+number, and how many layers of a block. All it was told of before is, too."""
+
+
 class PendingOutput(Protocol):
     """What a step that was submitted will bring."""
 
@@ -82,6 +88,11 @@ class Runner(Protocol):
 
         Raises:
             Exception: why the step could not be started; nothing of it runs any more.
+        """
+
+    def watch_layers(self, tell: LayersComputed) -> None:
+        """Has `tell` hear of layers before their step is over, where that is known. What
+        it is not told of is computed when the step's output is there.
         """
 
     def close(self) -> None:

@@ -6,6 +6,9 @@ a sequence ends, every so many blocks, or not at all. Blocks that are not full a
 saved for a handoff alone: their full transfer blocks, and the tail. As long as a
 sequence writes to one, nobody else may hold it.
 
+Where the connector can, blocks that a step fills are given to it before the step, so that
+their first layers move while the next ones compute.
+
 A save job holds a reference on its blocks until its result is in; where the
 connector lends the blocks themselves, until they are released (`kvstore.connector`).
 """
@@ -34,12 +37,14 @@ class SavePolicy:
 
     Attributes:
         prompts: blocks of prompts, as they are computed.
+        ahead: those as soon as a step is to compute them.
         interval: generated blocks, whenever so many have filled up; None: not while a
             sequence runs.
         at_end: generated blocks, when a sequence ends.
     """
 
     prompts: bool = False
+    ahead: bool = False
     interval: int | None = None
     at_end: bool = False
 
@@ -63,7 +68,8 @@ class Saves:
         namespace: digest that block keys are rooted in.
         kv_form: see `KvHandoff`.
         policy: what is published.
-        on_job: called with the id of each job that is scheduled.
+        on_job: called with the id of each job that is scheduled, and the step that it waits for
+            or 0.
     """
 
     def __init__(
@@ -75,7 +81,7 @@ class Saves:
         namespace: bytes,
         kv_form: str,
         policy: SavePolicy,
-        on_job: Callable[[int], None],
+        on_job: Callable[[int, int], None],
     ) -> None:
         self._connector = connector
         self._pool = pool
@@ -111,6 +117,13 @@ class Saves:
         if self._policy.prompts:
             end = min(group.lead.num_computed, group.num_prompt) // self._block_size
             self._save_up_to(group.lead, end)
+
+    def save_ahead(self, group: SequenceGroup, step: int) -> None:
+        """By policy, publishes the full prompt blocks that a step to come computes, too."""
+        if self._policy.ahead:
+            self.save_computed(group)
+            end = min(group.lead.num_scheduled, group.num_prompt) // self._block_size
+            self._save_up_to(group.lead, end, step)
 
     def save_filled(self, sequence: Sequence) -> None:
         """A block of a running sequence has filled up: publishes what is due by policy."""
@@ -250,8 +263,8 @@ class Saves:
     def _first_unsaved(self, sequence: Sequence) -> int:
         return max(sequence.num_saved, sequence.group.num_saved)
 
-    def _save_up_to(self, sequence: Sequence, end: int) -> None:
-        """Saves the full blocks before index `end` that are not saved yet."""
+    def _save_up_to(self, sequence: Sequence, end: int, step: int = 0) -> None:
+        """Saves the full blocks before index `end` that are not saved yet; see `_save`."""
         group, first = sequence.group, self._first_unsaved(sequence)
         if end <= first or group.is_poisoned:
             return
@@ -265,7 +278,7 @@ class Saves:
         group.num_saved = max(group.num_saved, min(end, group.num_prompt // self._block_size))
         if items:
             num_found = max(0, group.num_matched - first) * count * len(table.blocks)
-            self._save(group, first, items, 0, num_found=min(num_found, len(items)))
+            self._save(group, first, items, 0, num_found=min(num_found, len(items)), step=step)
 
     def _save(
         self,
@@ -275,19 +288,22 @@ class Saves:
         num_tail: int,
         *,
         num_found: int = 0,
+        step: int = 0,
     ) -> None:
-        job_id = self._connector.save(
-            [item.key for item in items],
-            [item.transfer_id for item in items],
-            num_tail,
-            num_found=num_found,
-            lease_id=group.handoff_id,
-        )
-        group.published += [item.key for item in items]
+        """Schedules a save, of which a step may have to compute what was not found."""
+        keys = [item.key for item in items]
+        transfer_ids = [item.transfer_id for item in items]
+        if step:
+            job_id = self._connector.save_ahead(keys, transfer_ids, step, lease_id=group.handoff_id)
+        else:
+            job_id = self._connector.save(
+                keys, transfer_ids, num_tail, num_found=num_found, lease_id=group.handoff_id
+            )
+        group.published += keys
         block_ids = held_by(items)
         self._pool.acquire(block_ids)
         self._jobs[job_id] = _Save(group, block_ids, group.handoff_id)
-        self._on_job(job_id)
+        self._on_job(job_id, step)
         group.pending_saves[job_id] = first
 
     def _make_handoff(

@@ -16,6 +16,7 @@ before it has reported (`KvCacheManager.step_started`).
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
 from engine.admission import Admission
@@ -276,6 +277,9 @@ class Scheduler:
         for sequence in plan.entering:
             self._decoding.enter(sequence, plan.step + 1)
         self._in_flight.append(record)
+        for sequence in record.chunks:
+            if sequence is sequence.group.lead:
+                self._transfers.save_ahead(sequence.group, plan.step)
         self.kv.step_started(plan.step)
         return record.batch
 
@@ -283,6 +287,7 @@ class Scheduler:
         """The step is over: whose it was."""
         record = self._in_flight.popleft()
         assert record.batch is batch, "steps are committed in order"
+        self._transfers.step_ended(batch.step)
         return record
 
     def _take_transfers(
@@ -321,16 +326,20 @@ def _save_policy(
     config: EngineConfig, spec: KvCacheSpec, connector: KvConnectorScheduler | None
 ) -> SavePolicy:
     """What the engine publishes: nothing that nobody could find."""
+    # Blocks that go whole are whole when their step is over.
+    ahead = connector is not None and connector.saves_ahead and config.kv_transfer_layer_slices > 1
     if config.role == "prefill":
-        return SavePolicy(prompts=True)
+        return SavePolicy(prompts=True, ahead=ahead)
     if connector is None or not connector.finds_by_key:
         return SavePolicy()
+    is_both = config.role == "both"
+    prompts = SavePolicy(prompts=is_both, ahead=is_both and ahead)
     if config.kv_publish == "off":
-        return SavePolicy(prompts=config.role == "both")
+        return prompts
     if any(spec.windows):  # at the end, or after a while, what lies behind a window is gone
-        return SavePolicy(prompts=True, interval=1, at_end=True)
+        return SavePolicy(prompts=True, ahead=ahead, interval=1, at_end=True)
     interval = int(config.kv_publish) if config.kv_publish.isdecimal() else None
-    return SavePolicy(prompts=config.role == "both", interval=interval, at_end=True)
+    return replace(prompts, interval=interval, at_end=True)
 
 
 def _ignored(request: EngineRequest, num_needed: int, num_blocks: int) -> RequestOutput:

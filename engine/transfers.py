@@ -76,6 +76,7 @@ class Transfers:
         self._clock = clock
         self._unstarted: list[int] = []
         self._started: deque[tuple[float, int]] = deque()  # (give up at, job id)
+        self._ahead: dict[int, list[int]] = {}  # saves of a step that is not over, by its number
         self._saving_since: dict[int, float] = {}
         if connector is not None:
             cut = TransferBlocks(kv.spec, block_size)
@@ -88,7 +89,7 @@ class Transfers:
                 namespace=namespace,
                 kv_form=kv_form,
                 policy=policy,
-                on_job=self._unstarted.append,
+                on_job=self._add_save,
             )
 
     @property
@@ -208,6 +209,16 @@ class Transfers:
         if self.is_connected:
             self._saves.save_computed(group)
 
+    def save_ahead(self, group: SequenceGroup, step: int) -> None:
+        """Publishes what a step to come computes of a prompt; see `Saves.save_ahead`."""
+        if self.is_connected:
+            self._saves.save_ahead(group, step)
+
+    def step_ended(self, step: int) -> None:
+        """A step is over: what was to be saved of it has `timeout_s` from now on."""
+        give_up_at = self._clock() + self._timeout_s
+        self._started.extend((give_up_at, job_id) for job_id in self._ahead.pop(step, ()))
+
     def save_filled(self, sequence: Sequence) -> None:
         """Publishes generated blocks that are due; see `Saves.save_filled`."""
         if self.is_connected:
@@ -285,11 +296,20 @@ class Transfers:
         """What the worker half must start now."""
         if self._connector is None:
             return ConnectorWork()
-        self._started.extend((now + self._timeout_s, job_id) for job_id in self._unstarted)
+        waiting = {job_id for job_ids in self._ahead.values() for job_id in job_ids}
+        give_up_at = now + self._timeout_s
+        self._started.extend(
+            (give_up_at, job_id) for job_id in self._unstarted if job_id not in waiting
+        )
         saves = [job_id for job_id in self._unstarted if self._saves.is_open(job_id)]
         self._saving_since.update(dict.fromkeys(saves, now))
         self._unstarted.clear()
         return self._connector.build_work()
+
+    def _add_save(self, job_id: int, step: int) -> None:
+        self._unstarted.append(job_id)
+        if step:
+            self._ahead.setdefault(step, []).append(job_id)
 
     def _finish_load(self, result: LoadResult) -> FinishedLoad | None:
         """What a load took tells what others will take, if all of it came."""
@@ -303,7 +323,8 @@ class Transfers:
         return self._loads.finish(result)
 
     def _finish_save(self, result: SaveResult) -> SequenceGroup:
-        group, since = self._saves.finish(result), self._saving_since.pop(result.job_id)
+        group = self._saves.finish(result)
+        since = self._saving_since.pop(result.job_id) + result.waited
         if group.hands_over:
             end = since + result.seconds if result.seconds else self._clock()
             group.save_times.append((since, end))

@@ -56,6 +56,7 @@ __all__ = [
     "linear",
     "linear_silu_and_mul",
     "make_weight",
+    "mark_step",
     "num_threads",
     "paged_attention",
     "point_to",
@@ -217,6 +218,11 @@ def record_step(
     record = _kernels_on(device).record_step
     recorded: tuple[torch.Tensor, RecordedStep | None] = record(device, arena, run)
     return recorded
+
+
+def mark_step(device: torch.device, number: int) -> None:
+    """Notes a place in the step that is recorded; see `reference.mark_step`."""
+    _kernels_on(device).mark_step(number)
 
 
 def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:

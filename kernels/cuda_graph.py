@@ -18,7 +18,7 @@ class _CapturedStep(RecordedStep):
     def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor) -> None:
         self._graph, self._output = graph, output
 
-    def run(self) -> torch.Tensor:
+    def run(self, on_mark: Callable[[int], None] | None = None) -> torch.Tensor:
         """See `RecordedStep.run`; does not wait for the device."""
         self._graph.replay()
         return self._output

@@ -1,6 +1,6 @@
 """`PagedKv`: the one argument that gives a model's layers their KV cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,8 @@ class PagedKv:
             layer's KV is nobody's but theirs.
         scales: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size]` float32, any
             strides, the factor on each vector of `pool`; None without.
+        on_layer: called with 1 when the first layer is computed, with 2 after the second, and so
+            on; on a GPU, when it is launched.
     """
 
     pool: torch.Tensor
@@ -66,6 +68,7 @@ class PagedKv:
     slots: Sequence[tuple[int, int]]
     asking: AskingTokens | None = None
     scales: torch.Tensor | None = None
+    on_layer: Callable[[int], None] | None = None
 
     def layers(self) -> Iterator[LayerKv]:
         """Each layer's part, from the first layer on."""
@@ -77,3 +80,5 @@ class PagedKv:
             else:
                 attended, rows = self.asking.groups[group], self.asking.rows
                 yield LayerKv(cache, scales, written, attended, rows)
+            if self.on_layer is not None:
+                self.on_layer(layer)

@@ -5,6 +5,7 @@ its inputs change.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -59,8 +60,12 @@ class RecordedStep(ABC):
     """A step to be run again."""
 
     @abstractmethod
-    def run(self) -> torch.Tensor:
+    def run(self, on_mark: Callable[[int], None] | None = None) -> torch.Tensor:
         """Runs the step on what its inputs hold now.
+
+        Args:
+            on_mark: called with the number of each `kernels.mark_step` of the recorded run, when
+                all before it is computed. Steps on a GPU, which return earlier, have no marks.
 
         Returns:
             The result; the next recorded step of the same arena overwrites it.

@@ -12,7 +12,9 @@ Who owns what:
   a peer may read or write them at any time in between.
 - The device is done with them: what a `SaveJob` names was computed by steps
   whose outputs the engine has, and no step in flight touches what a `LoadJob`
-  names. So bytes may move beside the steps, without waiting for any.
+  names. So bytes may move beside the steps, without waiting for any. A
+  connector that `saves_ahead` also gets jobs that name a step to come, and
+  hears which layers of the blocks are computed (docs/adr/0024-saved-by-layer.md).
 - Every job ends in exactly one result, within the connector's own deadline.
 - Cancelling a load only makes its result come sooner.
 
@@ -89,6 +91,8 @@ class SaveJob:
         num_found: the first so many blocks were not computed for this job but
             found in the engine's cache: others may have saved them before.
         lease_id: the handoff that the blocks are saved for; empty if none.
+        step: that computes what is missing of the blocks, and begins after the job; 0 if they
+            are computed. Only full blocks are saved so.
     """
 
     job_id: int
@@ -97,6 +101,7 @@ class SaveJob:
     num_tail_tokens: int = 0
     num_found: int = 0
     lease_id: str = ""
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,8 @@ class SaveResult:
 
     `is_held`: they are read where they lie, until `TransferResults.released` names the job.
     `error` says why it is not committed, where that is known, and `seconds` how long the
-    save took: both as in `LoadResult`.
+    save took: both as in `LoadResult`. Before that it waited for layers of its step to be
+    computed, for `waited` seconds.
     """
 
     job_id: int
@@ -137,6 +143,7 @@ class SaveResult:
     is_held: bool = False
     error: str = ""
     seconds: float = field(default=0.0, compare=False)
+    waited: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +220,8 @@ class KvConnectorScheduler(ABC):
     """The URL scheme, as `KvHandoff.connector` names it."""
     finds_by_key: bool
     """Whether look-ups find what others saved; else only a handoff leads to blocks."""
+    saves_ahead: bool = False
+    """Whether it has `save_ahead`."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -255,6 +264,14 @@ class KvConnectorScheduler(ABC):
         """Schedules a save; returns its job id. The blocks stay until its result, and
         where that says so until they are released. See `SaveJob` for the arguments.
         """
+
+    def save_ahead(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], step: int, *, lease_id: str = ""
+    ) -> int:
+        """As `save`, of full blocks that a step computes which begins after the job: what is
+        computed of them is saved meanwhile. Only where the connector `saves_ahead`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def make_handoff(
@@ -346,7 +363,23 @@ class KvConnectorWorker(ABC):
     def start(self, work: ConnectorWork) -> None:
         """Starts jobs; returns without waiting for them. Engine thread only.
 
-        Called while steps may be in flight, but not those that computed the saved blocks.
+        Called while steps may be in flight, but not those that computed the saved blocks; see
+        `SaveJob.step` for the exception.
+        """
+
+    def layers_computed(self, step: int, num_layers: int) -> None:  # noqa: B027 - may do nothing
+        """The first `num_layers` layers of what a step computes lie in its blocks. Any thread.
+
+        Not told of all layers, nor of all steps: `step_ended` makes up for it.
+        """
+
+    def step_ended(self, step: int, *, computed: bool) -> None:  # noqa: B027 - may do nothing
+        """A step is over that saves may wait for. Engine thread only.
+
+        Args:
+            step: its number.
+            computed: whether it left in its blocks what it should have; else what is not
+                saved yet must not be.
         """
 
     @abstractmethod

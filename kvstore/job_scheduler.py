@@ -30,13 +30,21 @@ class JobScheduler(KvConnectorScheduler):
             is renewed.
         finds_by_key: see `KvConnectorScheduler`.
         params: what a reader must know of this process, for every handoff.
+        saves_ahead: see `KvConnectorScheduler`.
     """
 
     def __init__(
-        self, scheme: str, *, lease_s: float, finds_by_key: bool = True, params: bytes = b""
+        self,
+        scheme: str,
+        *,
+        lease_s: float,
+        finds_by_key: bool = True,
+        params: bytes = b"",
+        saves_ahead: bool = False,
     ) -> None:
         self.scheme = scheme
         self.finds_by_key = finds_by_key
+        self.saves_ahead = saves_ahead
         self._lease_ms = int(lease_s * 1000)
         self._params = params
         self._work = WorkBuffer()
@@ -86,6 +94,15 @@ class JobScheduler(KvConnectorScheduler):
         self._work.saves.append(
             SaveJob(job_id, tuple(keys), tuple(block_ids), num_tail_tokens, num_found, lease_id)
         )
+        return job_id
+
+    def save_ahead(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], step: int, *, lease_id: str = ""
+    ) -> int:
+        """See `KvConnectorScheduler.save_ahead`."""
+        job_id = next(self._job_ids)
+        blocks = tuple(keys), tuple(block_ids)
+        self._work.saves.append(SaveJob(job_id, *blocks, lease_id=lease_id, step=step))
         return job_id
 
     def make_handoff(

@@ -1,9 +1,12 @@
 """`HostSteps`: steps on the CPU, from recordings where it can."""
 
+from collections.abc import Sequence
+
 from engine.batch import ScheduledBatch, StepOutput
+from engine.runner import LayersComputed
 from engine.runtime.batch_inputs import StepInputs
 from engine.runtime.drawing import ChunkDraws, DecodeRows, draw_by_sampling
-from engine.runtime.recorded_steps import RecordedSteps
+from engine.runtime.recorded_steps import OnLayer, RecordedSteps
 from engine.runtime.rows import Rows
 from engine.runtime.steps import FinishedStep, StepModel, Steps
 
@@ -26,6 +29,12 @@ class HostSteps(Steps):
         inputs = StepInputs(self._rows, model.max_tokens, model.block_size, model.device)
         self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
         self._decode_rows = DecodeRows.of((), self._rows, self._device)
+        self._leading = _leading_layers(model.layer_slots, model.num_groups)
+        self._tell_layers: LayersComputed | None = None
+
+    def watch_layers(self, tell: LayersComputed) -> None:
+        """See `Steps.watch_layers`."""
+        self._tell_layers = tell
 
     def update(self, batch: ScheduledBatch) -> None:
         """See `Steps.update`."""
@@ -38,12 +47,19 @@ class HostSteps(Steps):
         rows, decode = self._rows, self._decode_rows
         self._recorded.inputs.fill(batch, rows, decode.ids)
         rows.advance(batch.chunks, decode.ids)
-        scores = self._recorded.scores()
+        scores = self._recorded.scores(self._on_layer(batch))
         decoded, decoded_logprobs = decode.draw(scores, rows.positions)
         draws = ChunkDraws(batch.chunks)
         chunks = draws.outputs(draws.draw(scores, draw_by_sampling))
         rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
         return FinishedStep(StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs))
+
+    def _on_layer(self, batch: ScheduledBatch) -> OnLayer | None:
+        """Whom a step's layers are told to; None where nobody waits for what it computes."""
+        tell, leading = self._tell_layers, self._leading
+        if tell is None or not batch.chunks:
+            return None
+        return lambda num_layers: tell(batch.step, leading[num_layers])
 
     def graph_bytes(self) -> int:
         """See `Steps.graph_bytes`."""
@@ -51,3 +67,13 @@ class HostSteps(Steps):
 
     def warm_up(self) -> None:
         """Nothing: sizes are recorded when they come."""
+
+
+def _leading_layers(slots: Sequence[tuple[int, int]], num_groups: int) -> list[int]:
+    """How many leading layers of every group's blocks are computed, by how many of the model's."""
+    counts = [0] * num_groups
+    leading = [0]
+    for group, _ in slots:
+        counts[group] += 1
+        leading.append(min(counts))
+    return leading

@@ -11,7 +11,7 @@ from baton.errors import ConfigurationError
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.kv_cache_spec import LayerGroups, group_layers, spec_of
-from engine.runner import ModelInfo, PendingOutput, StepCosts
+from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts
 from engine.runtime.device import current, fetch, resolve_device, used_bytes, wait_for
 from engine.runtime.device_steps import DeviceSteps
 from engine.runtime.host_steps import HostSteps
@@ -115,6 +115,10 @@ class ModelRunner:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "model-runner")
         return self._thread.submit(self.execute, batch)
+
+    def watch_layers(self, tell: LayersComputed) -> None:
+        """See `Runner.watch_layers`; only steps on a CPU tell."""
+        self._steps.watch_layers(tell)
 
     def close(self) -> None:
         """Waits for what was submitted, ends the thread, takes no more turns. Idempotent."""

@@ -5,8 +5,9 @@ token ids, positions and where the KV is. All of that is put where the step befo
 the model's Python runs for the first of them, and from then on its kernels alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ from engine.runtime.sampler import Scores
 from kernels import Arena, PagedKv, RecordedStep
 from kvstore.block_views import BlockViews
 
-__all__ = ["RecordedSteps"]
+__all__ = ["OnLayer", "RecordedSteps"]
 
 _MAX_RECORDINGS = 256  # some hundred kilobytes each for a model of many layers
 _MAX_SIZES_SEEN = 256
 # Of a recorded step: recordings keep as much memory as the largest of them computes in, and
 # the longer a step is, the less of its time is Python's.
 _MAX_TOKENS = 512
+
+OnLayer = Callable[[int], None]
+"""See `kernels.PagedKv.on_layer`."""
 
 _Size = tuple[int, int]  # tokens, and those of them that ask
 _Found = tuple[torch.Tensor, torch.Tensor]  # `Scores.maxima` and `Scores.likeliest`
@@ -46,14 +50,14 @@ class _Recording:
     num_seqs: int
     found: _Found
 
-    def run(self, inputs: StepInputs) -> Scores:
+    def run(self, inputs: StepInputs, on_layer: OnLayer | None) -> Scores:
         """Runs it on a step of the same size."""
         if self.num_seqs != inputs.num_seqs:
             current = inputs.tensors().groups
             for own, other in zip(self.inputs.groups, current, strict=True):
                 kernels.point_to(own, other)
             self.num_seqs = inputs.num_seqs
-        return Scores(self.step.run(), *self.found)
+        return Scores(self.step.run(on_layer), *self.found)
 
 
 class RecordedSteps:
@@ -91,17 +95,21 @@ class RecordedSteps:
         self._seen: dict[_Size, None] = {}  # sizes that came once
         self._is_recordable = True  # whatever the size; until the first attempt
 
-    def scores(self) -> Scores:
-        """Of what follows each asking token of the inputs. The next call may overwrite them."""
+    def scores(self, on_layer: OnLayer | None = None) -> Scores:
+        """Of what follows each asking token of the inputs. The next call may overwrite them.
+
+        Args:
+            on_layer: told of each layer, but for the step with which a size is recorded.
+        """
         size = self.inputs.num_tokens, self.inputs.num_asking
         recording = self._recordings.pop(size, None)
         if recording is not None:
             self._recordings[size] = recording
-            return recording.run(self.inputs)
+            return recording.run(self.inputs, on_layer)
         if self._is_to_be_recorded(size):
             return self._record(size)
         found = self._found(size)
-        return Scores(self._run(self.inputs.tensors(), found), *found)
+        return Scores(self._run(self.inputs.tensors(), found, on_layer), *found)
 
     def _is_to_be_recorded(self, size: _Size) -> bool:
         num_tokens, num_asking = size
@@ -116,8 +124,9 @@ class RecordedSteps:
     def _record(self, size: _Size) -> Scores:
         self._seen.pop(size, None)
         inputs, found = self.inputs.tensors(), self._found(size)
+        mark_layer = partial(kernels.mark_step, self._device)
         logits, step = kernels.record_step(
-            self._device, self._arena, lambda: self._run(inputs, found)
+            self._device, self._arena, lambda: self._run(inputs, found, mark_layer)
         )
         scores = Scores(logits, *found)
         if step is None:
@@ -133,9 +142,11 @@ class RecordedSteps:
         return self._maxima[:num_asking], self._likeliest[:num_asking]
 
     @torch.inference_mode()
-    def _run(self, inputs: BatchInputs, found: _Found) -> torch.Tensor:
+    def _run(self, inputs: BatchInputs, found: _Found, on_layer: OnLayer | None) -> torch.Tensor:
         states, scales = self._kv.states, self._kv.scales
-        kv = PagedKv(states, inputs.groups, self._slots, inputs.asking, scales=scales)
+        kv = PagedKv(
+            states, inputs.groups, self._slots, inputs.asking, scales=scales, on_layer=on_layer
+        )
         logits = self._model.logits(self._model(inputs.token_ids, inputs.positions, kv))
         if len(logits):
             kernels.row_maxima(logits, found)

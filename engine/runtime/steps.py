@@ -9,7 +9,7 @@ import torch
 
 from engine.batch import ScheduledBatch, StepOutput
 from engine.models.layers import CausalModel
-from engine.runner import PendingOutput
+from engine.runner import LayersComputed, PendingOutput
 from engine.runtime.device import Fetched
 from kernels import AskingTokens, AttentionMetadata, PagedKv
 from kvstore.block_views import BlockViews
@@ -117,6 +117,9 @@ class Steps(ABC):
     @abstractmethod
     def launch(self, batch: ScheduledBatch) -> PendingOutput:
         """Starts the forward pass and the draws of a batch of at least one token."""
+
+    def watch_layers(self, tell: LayersComputed) -> None:  # noqa: B027 - may tell nothing
+        """See `engine.runner.Runner.watch_layers`. Steps that a device is given tell nothing."""
 
     @abstractmethod
     def graph_bytes(self) -> int:

@@ -16,7 +16,7 @@ from kernels.native import commands
 from kernels.native.argument_checks import check_heads, check_preparation, is_vector
 from kernels.native.commands import CommandType, NativeKernels
 from kernels.native.packed_weight import ELEMENT_TYPES, PackedWeight, make_packed_weight
-from kernels.native.recording import note_command, record_commands
+from kernels.native.recording import note_command, note_mark, record_commands
 from kernels.recorded_step import Arena, RecordedStep
 from kernels.reference import (
     copy_blocks,
@@ -42,6 +42,7 @@ __all__ = [
     "linear",
     "linear_silu_and_mul",
     "make_weight",
+    "mark_step",
     "paged_attention",
     "point_to",
     "record_step",
@@ -262,6 +263,11 @@ def record_step(
 ) -> tuple[torch.Tensor, RecordedStep | None]:
     """See `reference.record_step`."""
     return record_commands(_library(), arena, run)
+
+
+def mark_step(number: int) -> None:
+    """See `reference.mark_step`."""
+    note_mark(number)
 
 
 def _linear(

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from kernels.native.commands import CommandType, NativeKernels
 from kernels.recorded_step import Arena, ArenaPlace, RecordedStep
 
-__all__ = ["CommandList", "note_command", "record_commands"]
+__all__ = ["CommandList", "note_command", "note_mark", "record_commands"]
 
 _ALIGNMENT = 64
 _active = local()
@@ -37,6 +37,7 @@ class CommandList(RecordedStep):
             offset.
         arena: where the commands put what they hand to each other.
         output: where the result will be.
+        marks: (how many commands are before it, number), in order.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CommandList(RecordedStep):
         moving: tuple[np.ndarray, np.ndarray],
         arena: Arena,
         output: ArenaPlace,
+        marks: Sequence[tuple[int, int]],
     ) -> None:
         self._library, self._arena = library, arena
         self._commands, self._moving = commands, moving
@@ -53,13 +55,23 @@ class CommandList(RecordedStep):
         self._base = 0
         # Not the result itself: a view of the arena would keep the memory that it grows out of.
         self._output = output
+        self._marks = marks
 
-    def run(self) -> torch.Tensor:
+    def run(self, on_mark: Callable[[int], None] | None = None) -> torch.Tensor:
         """See `RecordedStep.run`."""
         if self._base != self._arena.address:
             self._move()
-        self._library.run(self._pointer, len(self._commands))
+        first = 0
+        if on_mark is not None:
+            for end, number in self._marks:
+                self._run(first, end)
+                on_mark(number)
+                first = end
+        self._run(first, len(self._commands))
         return self._arena.tensor(self._output)
+
+    def _run(self, first: int, end: int) -> None:
+        self._library.run(self._pointer + first * self._commands.strides[0], end - first)
 
     def _move(self) -> None:
         self._commands[self._moving] += self._arena.address - self._base
@@ -106,6 +118,13 @@ def note_command(kind: CommandType, packed: bytes, tensors: Sequence[torch.Tenso
     return True
 
 
+def note_mark(number: int) -> None:
+    """Notes a mark behind the commands so far, if this thread records."""
+    recorder: _Recorder | None = getattr(_active, "recorder", None)
+    if recorder is not None:
+        recorder.marks.append((len(recorder.commands), number))
+
+
 @dataclass(slots=True)
 class _Buffer:
     """A storage that commands of the step use: its life, and its place in the arena.
@@ -146,6 +165,7 @@ class _ByAddress:
 class _Recorder:
     def __init__(self) -> None:
         self.commands: list[tuple[CommandType, bytes]] = []
+        self.marks: list[tuple[int, int]] = []
         self.kept: list[torch.Tensor] = []  # so that no two of the step share an address
         self._foreign: set[str] = set()
 
@@ -178,7 +198,7 @@ class _Recorder:
         rows, columns = np.array([use[:2] for use in uses], np.intp).reshape(-1, 2).T
         offset = result.offset + output.data_ptr() - result.address
         place = ArenaPlace(offset, torch.empty_like(output, device="meta"))
-        return CommandList(library, commands, (rows, columns), arena, place)
+        return CommandList(library, commands, (rows, columns), arena, place, self.marks)
 
     def _result(self, buffers: _ByAddress, output: torch.Tensor) -> _Buffer | None:
         """What holds the output, and will to the end; None if the arena cannot give it back."""

@@ -17,7 +17,7 @@ from kernels.reference.linear import (
 from kernels.reference.pointwise import rms_norm, rotary_angles, row_maxima
 from kernels.reference.row_state import keep_drawn, lay_out_decode, write_table_entries
 from kernels.reference.sampling import draw_tokens, token_logprobs
-from kernels.reference.steps import point_to, record_step
+from kernels.reference.steps import mark_step, point_to, record_step
 
 __all__ = [
     "copy_blocks",
@@ -29,6 +29,7 @@ __all__ = [
     "linear",
     "linear_silu_and_mul",
     "make_weight",
+    "mark_step",
     "paged_attention",
     "point_to",
     "record_step",

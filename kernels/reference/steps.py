@@ -7,7 +7,7 @@ import torch
 from kernels.attention_metadata import AttentionMetadata
 from kernels.recorded_step import Arena, RecordedStep
 
-__all__ = ["point_to", "record_step"]
+__all__ = ["mark_step", "point_to", "record_step"]
 
 
 def record_step(
@@ -27,6 +27,14 @@ def record_step(
         The result, and the step, to be run again; None where steps are not recorded.
     """
     return run(), None
+
+
+def mark_step(number: int) -> None:
+    """Notes a place in the step that is recorded: `RecordedStep.run` tells when it is passed.
+
+    Args:
+        number: what it tells. Nothing is noted where nothing is recorded.
+    """
 
 
 def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:

@@ -129,6 +129,35 @@ def test_recorded_chunks_are_chunks(variant, dtype):
         assert runs == [1, 2, 3, 3, 4, 4, 5, 6, 6, 6, 6]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_layers_kv_is_written_once_it_is_told(variant):
+    session = chunk_session(variant, "float32")
+    _, steps = recorder_of(session)
+    slots, told = session.groups.slots, []
+    pool = session.pool.view(torch.int32)  # there are NaN in it
+
+    def see(num_layers):
+        told.append((num_layers, pool.clone()))
+
+    for sequence in range(3):  # through Python; recorded, if it can be; as often as it can
+        told.clear()
+        work = chunk_work(session, [(sequence, 40)])
+        steps.inputs.fill(*session.batch(work, [0]), decode_rows=np.zeros(0, np.int64))
+        before = pool.clone()
+        steps.scores(see)
+        numbers = [number for number, _ in told]
+        if sequence == 1 and IS_NATIVE:
+            assert not numbers, "commands that are noted have not run"
+            continue
+        assert numbers == list(range(1, len(slots) + 1))
+        for number, seen in told:
+            for layer, (group, index) in enumerate(slots):
+                blocks = session.tables[group][sequence][: 40 // BLOCK_SIZE]
+                expected = pool if layer < number else before
+                assert torch.equal(seen[blocks, index], expected[blocks, index])
+                assert not torch.equal(pool[blocks, index], before[blocks, index])
+
+
 @native_only("others record nothing")
 def test_long_steps_are_not_recorded(monkeypatch):
     monkeypatch.setattr(recorded_steps, "_MAX_TOKENS", 8)

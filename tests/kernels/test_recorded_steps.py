@@ -52,6 +52,27 @@ def test_steps_of_several_sizes_share_an_arena_that_grows(dtype):
 
 
 @native_only("others record nothing")
+def test_marks_are_told_in_their_order():
+    chain, weight, seen = Chain(5, torch.float32), torch.ones(48), []
+
+    def run():
+        kernels.mark_step(CPU, 7)
+        output = chain.run()
+        kernels.mark_step(CPU, 9)
+        return kernels.rms_norm(output, weight, 1e-6)
+
+    output, step = recorded(Arena(), run)
+    assert torch.equal(step.run(seen.append), output)
+    assert seen == [7, 9]
+    assert torch.equal(step.run(), output)
+    assert seen == [7, 9]
+
+
+def test_a_mark_without_a_recording_is_none():
+    kernels.mark_step(CPU, 1)
+
+
+@native_only("others record nothing")
 def test_nothing_of_the_recorded_run_is_needed():
     chain = Chain(5, torch.float32)
     _, step = recorded(Arena(), chain.run)

@@ -21,7 +21,7 @@ from engine.batch import (
     StepOutput,
     TableUpdate,
 )
-from engine.runner import ModelInfo, StepCosts
+from engine.runner import LayersComputed, ModelInfo, StepCosts
 from tests.support.fake_model import (
     GREEDY,
     VOCAB_SIZE,
@@ -156,6 +156,9 @@ class FakeRunner:
         """Runs the batches submitted up to `last` that have not run."""
         while not last.done():
             self._late.pop(0).run()
+
+    def watch_layers(self, tell: LayersComputed) -> None:
+        self.tell_layers = tell
 
     def close(self) -> None:
         if self._thread is not None:
