@@ -65,6 +65,7 @@ class Cluster(RuleBasedStateMachine):
                 "kv_transfer_timeout_s": st.sampled_from([2.0, 20.0]),
                 "priority_ageing_s": st.sampled_from([0.5, 100.0]),
                 "kv_publish": st.sampled_from(["off", "finish", "1", "2"]),
+                "kv_transfer_layer_slices": st.integers(1, 2),
             }
         ),
     )

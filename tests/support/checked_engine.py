@@ -112,7 +112,8 @@ class CheckedEngine:
             max_rows=self.config.max_running,
             submits=submits,
         )
-        connector = (JobScheduler("fake", lease_s=1, finds_by_key=not lends), self.worker)
+        scheduler = JobScheduler("fake", lease_s=1, finds_by_key=not lends, saves_ahead=not lends)
+        connector = (scheduler, self.worker)
         self.core = EngineCore(
             self.config, self.runner, connector if store is not None else None, clock
         )

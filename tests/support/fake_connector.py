@@ -2,7 +2,8 @@
 
 It is as unkind as the interface allows: saves read the pool, and loads write
 it, only at their end, even when the load was cancelled meanwhile. One that
-lends has others read its pool until the lease has ended, and says so late.
+lends has others read its pool until the lease has ended, and says so late. A save
+ahead of its step can end as soon as the step has computed its layers.
 """
 
 from collections.abc import Callable
@@ -80,6 +81,7 @@ class FakeWorker(KvConnectorWorker):
         self._ended: set[str] = set()
         self._released: list[int] = []
         self.pending: list[Job] = []
+        self.waiting: list[SaveJob] = []  # for their step
         self.lost: list[Job] = []
         self._results: list[LookupResult | LoadResult | SaveResult] = []
 
@@ -91,17 +93,36 @@ class FakeWorker(KvConnectorWorker):
         share: HeadShare = WHOLE,
     ) -> None:
         self._pool = CutPool(pool, PoolCut.of(layout, form, share).form.block_size)
+        self._num_layers = layout.num_layers
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
     def start(self, work: ConnectorWork) -> None:
-        self.pending += (*work.lookups, *work.loads, *work.saves)
+        self.pending += (*work.lookups, *work.loads)
+        for save in work.saves:
+            (self.waiting if save.step else self.pending).append(save)
         for key in work.deletes:
             self.store.pop(key, None)
         self._offered.update(dict.fromkeys(work.offered))
         for lease_id in work.ended:
             self.end_lease(lease_id)
+
+    def layers_computed(self, step: int, num_layers: int) -> None:
+        if num_layers == self._num_layers:
+            self.pending += self._take_waiting(step)
+
+    def step_ended(self, step: int, *, computed: bool) -> None:
+        for save in self._take_waiting(step):
+            if computed:
+                self.pending.append(save)
+            else:
+                self._results.append(SaveResult(save.job_id, committed=False, error="failed"))
+
+    def _take_waiting(self, step: int) -> list[SaveJob]:
+        taken = [save for save in self.waiting if save.step == step]
+        self.waiting = [save for save in self.waiting if save.step != step]
+        return taken
 
     @property
     def leases(self) -> list[str]:
@@ -194,4 +215,5 @@ class FakeWorker(KvConnectorWorker):
 
     def close(self) -> None:
         self.pending.clear()
+        self.waiting.clear()
         self.lost.clear()

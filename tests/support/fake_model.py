@@ -27,7 +27,7 @@ def fake_info(
         vocab_size=vocab_size,
         eos_token_ids=(),
         fingerprint=b"fake",
-        layout=KvLayout(1, 1, block_size, 1, "float32"),
+        layout=KvLayout(2, 1, block_size, 1, "float32"),
         windows=windows,
     )
 

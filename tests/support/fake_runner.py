@@ -110,6 +110,7 @@ class FakeRunner:
         self.kv_pool: list[list[Slot | None]] = [self._empty_block() for _ in range(num_blocks)]
         self.host_pool: list[list[Slot | None] | None] = [None] * num_host_blocks
         self.rows: dict[int, FakeRow] = {}
+        self.tell_layers: LayersComputed | None = None
         self._max_rows = max_rows
         self._submits = submits
         self._thread: ThreadPoolExecutor | None = None
@@ -130,6 +131,8 @@ class FakeRunner:
         self._raise_if(fault == "raise")
         self._run([*chunks, *decodes])
         self._broken_rows = set()
+        if self.tell_layers is not None:
+            self.tell_layers(batch.step, self.info.layout.num_layers)
         if fault == "not finite":
             (chunks + decodes)[0].is_broken = True
         return StepOutput(
