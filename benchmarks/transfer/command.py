@@ -41,6 +41,14 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="that each engine computes on (default: one core less than there are, but one)",
     )
+    parser.add_argument(
+        "--layer-slices",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[1],
+        help="--kv-transfer-layer-slices of the two tiers that answer prompts (default: 1)",
+    )
     parser.add_argument("--smoke", action="store_true", help="all of it once, tiny: no figures")
     add_output_args(parser)
 
@@ -56,11 +64,16 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"--num-threads is {args.num_threads}; it must be >= 1")
     from benchmarks.transfer.plan import FULL, SMOKE
 
+    num_layers = FULL.model["num_hidden_layers"]
+    if bad := [slices for slices in args.layer_slices if slices < 1 or num_layers % slices]:
+        raise ConfigurationError(
+            f"--layer-slices is {bad[0]}; it must be a divisor of the model's {num_layers} layers"
+        )
     plan, parts = SMOKE if args.smoke else FULL, args.part or list(_PARTS)
     num_threads = args.num_threads or max(1, usable_cores() - 1)
     with _backends(plan, args.connector) as (backends, missing):
         moves = _measure_moves(plan, backends) if "moves" in parts else []
-        prompts = _measure_prompts(plan, backends, num_threads, parts)
+        prompts = _measure_prompts(plan, backends, num_threads, parts, args.layer_slices)
     report = _report(args, {"moves": moves, "prompts": prompts}, missing, num_threads)
     write_report(report, args)
     return int(any("refused" in row for row in (*moves, *prompts)))
@@ -87,13 +100,17 @@ def _measure_moves(plan: "Plan", backends: Sequence["Backend"]) -> list[dict[str
 
 
 def _measure_prompts(
-    plan: "Plan", backends: Sequence["Backend"], num_threads: int, parts: Sequence[str]
+    plan: "Plan",
+    backends: Sequence["Backend"],
+    num_threads: int,
+    parts: Sequence[str],
+    layer_slices: Sequence[int],
 ) -> list[dict[str, Any]]:
     from benchmarks.transfer.prompts import measure_prompts
 
     if not {"hidden", "ttft"} & set(parts):
         return []
-    rows = measure_prompts(plan, backends, num_threads, with_whole="ttft" in parts)
+    rows = measure_prompts(plan, backends, num_threads, layer_slices, with_whole="ttft" in parts)
     return [_told(row, "prompt_tokens") for row in rows]
 
 

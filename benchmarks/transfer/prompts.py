@@ -27,7 +27,12 @@ _SPARE_TOKENS = 64
 
 
 def measure_prompts(
-    plan: Plan, backends: Sequence[Backend], num_threads: int, *, with_whole: bool
+    plan: Plan,
+    backends: Sequence[Backend],
+    num_threads: int,
+    layer_slices: Sequence[int],
+    *,
+    with_whole: bool,
 ) -> Iterator[dict[str, Any]]:
     """Yields, for each connector and length, what is hidden, and when tokens came.
 
@@ -35,6 +40,7 @@ def measure_prompts(
         plan: the lengths.
         backends: those that processes share are measured.
         num_threads: that each engine computes on.
+        layer_slices: in how many parts a block's layers go; each number is measured.
         with_whole: whether an undivided engine answers, too.
     """
     with TemporaryDirectory() as folder:
@@ -42,8 +48,9 @@ def measure_prompts(
         draw = random.Random(0)  # for all connectors: no engine and no store has seen a prompt
         with Undivided(settings) if with_whole else nullcontext() as whole:
             for backend in backends:
-                if backend.is_shared:
-                    yield from _measure(plan, backend, settings, whole, draw)
+                for slices in layer_slices if backend.is_shared else ():
+                    form = {"kv_transfer_layer_slices": slices}
+                    yield from _measure(plan, backend, settings | form, whole, draw)
 
 
 def hidden_figures(traces: Sequence[Trace]) -> dict[str, float]:
@@ -97,7 +104,9 @@ def _measure(
 ) -> Iterator[dict[str, Any]]:
     """Where something goes wrong, what, and no figures from there on."""
     cases = list(plan.prompts)
-    facts = {"backend": backend.name}
+    slices = settings["kv_transfer_layer_slices"]
+    name = f"{backend.name}, layers in {slices}" if slices > 1 else backend.name
+    facts = {"backend": name, "layer_slices": slices}
     try:
         with TwoTiers(settings, backend.url) as tiers:
             _ask(cases[0].num_tokens, draw, plan, tiers, whole)  # warms up

@@ -96,6 +96,8 @@ class _TimedWorker(MeasuredWorker):
             ended: tuple[LoadResult | SaveResult, ...] = (*share.loads, *share.saves)
             for result in ended:
                 begun_at = self._begun_at.pop((member, result.job_id))
+                if isinstance(result, SaveResult):
+                    begun_at += result.waited
                 # The bytes were there before the engine, which may have been computing, asked.
                 end = begun_at + result.seconds if result.seconds else time.monotonic()
                 self.transfers.append((begun_at, end))
