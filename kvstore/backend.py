@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstore.connector import LoadJob, SaveJob
-from kvstore.store import GetStatus, MappedObjects, StoreUnavailableError
+from kvstore.slot import Slot
+from kvstore.store import GetStatus, StoreUnavailableError
 
 __all__ = ["Backend", "InDoubtError"]
 
@@ -29,14 +30,22 @@ class Backend(Protocol):
     it could not do what it should.
     """
 
+    @property
+    def takes_frames(self) -> bool:
+        """Whether the parts of a slot may lie apart, the payload in a pool.
+
+        Then nothing reads or writes slots after a call, also if it fails, and a slot whose
+        object is put is left as it is. Otherwise each slot has its `whole`.
+        """
+
     def num_held(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks need not be put, for others have done so."""
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Takes sealed blocks of a job; the slots are the caller's again afterwards."""
 
     def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]
     ) -> Sequence[GetStatus]:
         """Fills slots with sealed blocks; nothing writes to them afterwards.
 
@@ -44,9 +53,6 @@ class Backend(Protocol):
             InDoubtError: something may; the mover uses the slots for nothing else until then, or
                 for long enough. After that it trusts nothing that lies in them.
         """
-
-    def show(self, job: LoadJob, keys: Sequence[bytes]) -> MappedObjects | None:
-        """Sealed blocks where they lie, which spares a copy; None where they must be fetched."""
 
     def discard(self, key: bytes) -> None:
         """What was fetched under a key is corrupt: it should not be found again."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvstore.store import GetStatus, KvStore, MappedObjects, StoreUnavailableError
+from kvstore.store import Frame, GetStatus, KvStore, StoreUnavailableError
 
 __all__ = ["Breaker", "BreakerCounts", "BreakerStore", "NotAskedError", "log_level_of"]
 
@@ -157,17 +157,19 @@ class BreakerStore:
         """See `KvStore.put_many`."""
         self._puts.call(lambda: self._store.put_many(keys, values))
 
+    def put_frames(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
+        """See `KvStore.put_frames`."""
+        self._puts.call(lambda: self._store.put_frames(keys, frames))
+
     def get_many_into(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[GetStatus]:
         """See `KvStore.get_many_into`."""
         return self._reads.call(lambda: self._store.get_many_into(keys, buffers))
 
-    def map_many(self, keys: Sequence[bytes]) -> MappedObjects | None:
-        """See `KvStore.map_many`. A store that cannot is not called: that is no sign of life."""
-        if not self._store.capabilities.maps_objects:
-            return None
-        return self._reads.call(lambda: self._store.map_many(keys))
+    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
+        """See `KvStore.get_frames_into`."""
+        return self._reads.call(lambda: self._store.get_frames_into(keys, frames))
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.contains_prefix`."""

@@ -15,7 +15,8 @@ The digest is bound to the key: an object found under a key that it was not
 sealed for is refused, as is any torn, truncated or changed one. xxh3 finds
 accidents, not attackers: who may write to the store is the store's matter.
 
-Pure: no torch. All functions work in place on preallocated memory.
+Header and payload may lie apart. Pure: no torch. All functions work in place on preallocated
+memory.
 """
 
 import struct
@@ -33,23 +34,24 @@ _DIGEST_SCHEME_ID = 1
 _PREAMBLE = struct.Struct("<8sHHIQ24x")
 
 
-def seal(slot: memoryview, key: bytes) -> None:
-    """Writes the header for the payload that already lies in the slot.
+def seal(header: memoryview, payload: memoryview, key: bytes) -> None:
+    """Writes the header for a payload that is there already.
 
     Args:
-        slot: contiguous writable bytes, `HEADER_BYTES` and the payload.
+        header: contiguous writable bytes.
+        payload: the block's bytes, contiguous.
         key: the key that the object will be stored under.
 
     Raises:
-        ValueError: the slot is shorter than a header.
+        ValueError: there is not room for a header, or more.
     """
-    if len(slot) < HEADER_BYTES:
-        raise ValueError(f"a slot has at least {HEADER_BYTES} bytes, not {len(slot)}")
-    slot[:HEADER_BYTES] = make_header(slot[HEADER_BYTES:], key)
+    if len(header) != HEADER_BYTES:
+        raise ValueError(f"a header has {HEADER_BYTES} bytes, not {len(header)}")
+    header[:] = make_header(payload, key)
 
 
 def make_header(payload: memoryview, key: bytes) -> bytes:
-    """The header for a payload that lies elsewhere.
+    """The header for a payload, for who has no place for it yet.
 
     Args:
         payload: the block's bytes, contiguous.
@@ -59,19 +61,19 @@ def make_header(payload: memoryview, key: bytes) -> bytes:
     return preamble + _digest(preamble, payload, key)
 
 
-def verify(slot: memoryview, key: bytes) -> bool:
-    """Whether the slot holds exactly what was sealed for this key.
+def verify(header: memoryview, payload: memoryview, key: bytes) -> bool:
+    """Whether this is exactly what was sealed for this key.
 
     Args:
-        slot: contiguous bytes as read from a store; its length is what the
-            reader expects of the whole object.
+        header: contiguous bytes as read from a store.
+        payload: as `header`; its length is what the reader expects of the block.
         key: the key that the object was read from.
     """
-    preamble = slot[: _PREAMBLE.size]
+    preamble = header[: _PREAMBLE.size]
     return (
-        len(slot) >= HEADER_BYTES
-        and preamble == _preamble(len(slot) - HEADER_BYTES)
-        and slot[_PREAMBLE.size : HEADER_BYTES] == _digest(preamble, slot[HEADER_BYTES:], key)
+        len(header) == HEADER_BYTES
+        and preamble == _preamble(len(payload))
+        and header[_PREAMBLE.size :] == _digest(preamble, payload, key)
     )
 
 

@@ -7,12 +7,11 @@ for a device nor converts: what is not over at once is waited for in a thread of
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from kvstore.codec import HEADER_BYTES
 from kvstore.pool_objects import PoolObjects, as_objects, open_pool
 from kvstore.staging import Segment
 from kvstore.transfer_form import PoolCut, RangeError
@@ -33,16 +32,11 @@ class Copy(Protocol):
 
 
 class BlockCopier(ABC):
-    """Copies objects between a pool and segments. Engine thread only.
+    """Copies objects between a pool and segments. Engine thread only, but for `rows`.
 
     Until a copy is over, its segment and its blocks are its own: others write
     to neither, and read nothing that it writes.
-
-    Attributes:
-        takes_views: whether it has `scatter_views`.
     """
-
-    takes_views: ClassVar[bool] = False
 
     @abstractmethod
     def gather(self, object_ids: Sequence[int], segment: Segment) -> Copy | None:
@@ -63,12 +57,14 @@ class BlockCopier(ABC):
     def scatter(self, segment: Segment, object_ids: Sequence[int]) -> Copy | None:
         """Copies the payloads of the first slots into objects of the pool; as `gather`."""
 
-    def scatter_views(self, views: Sequence[memoryview], object_ids: Sequence[int]) -> None:
-        """Copies the payloads of slots that lie elsewhere into objects of the pool.
+    def rows(self, object_ids: Sequence[int]) -> list[memoryview] | None:
+        """Where objects lie in the pool, for who needs no copy. Any thread may ask.
 
-        It is over when it returns. Only with `takes_views`.
+        Returns:
+            Each object's bytes, writable; None if others cannot get at them, or they are not
+            the object.
         """
-        raise NotImplementedError
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -87,8 +83,6 @@ class HostCopier(BlockCopier):
         pool: the pool, `[num_blocks, *layout.block_shape]`.
     """
 
-    takes_views = True
-
     def __init__(self, pool: torch.Tensor) -> None:
         self._blocks = pool.view(len(pool), -1).view(torch.uint8).numpy()  # [blocks, bytes]
 
@@ -102,10 +96,9 @@ class HostCopier(BlockCopier):
         """See `BlockCopier.scatter`."""
         self._blocks[np.asarray(object_ids)] = segment.payload.numpy()[: len(object_ids)]
 
-    def scatter_views(self, views: Sequence[memoryview], object_ids: Sequence[int]) -> None:
-        """See `BlockCopier.scatter_views`."""
-        for view, object_id in zip(views, object_ids, strict=True):
-            self._blocks[object_id] = np.frombuffer(view, np.uint8, offset=HEADER_BYTES)
+    def rows(self, object_ids: Sequence[int]) -> list[memoryview]:
+        """See `BlockCopier.rows`."""
+        return [memoryview(self._blocks[object_id]) for object_id in object_ids]
 
     def close(self) -> None:
         """See `BlockCopier.close`."""

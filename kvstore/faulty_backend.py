@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from kvstore.backend import Backend
 from kvstore.connector import LoadJob, SaveJob
+from kvstore.slot import Slot
 from kvstore.store import GetStatus, StoreUnavailableError
 
 __all__ = ["FAULTS", "FaultPlan", "FaultyBackend"]
@@ -57,6 +58,11 @@ class FaultyBackend:
         self._delay_s = plan.delay_s
         self._stale: bytes | None = None  # an object that was fetched before
 
+    @property
+    def takes_frames(self) -> bool:
+        """See `Backend.takes_frames`."""
+        return self._backend.takes_frames
+
     def num_held(self, keys: Sequence[bytes]) -> int:
         """See `Backend.num_held`."""
         self._delay("ask", keys)
@@ -65,10 +71,10 @@ class FaultyBackend:
             num_held += 1
         return num_held
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
-        """See `Backend.put`. The slots are left as they are."""
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """See `Backend.put`. The slots are left as they are: they may be a pool's."""
         self._delay("put", keys)
-        kept: list[tuple[bytes, memoryview]] = []
+        kept: list[tuple[bytes, Slot]] = []
         for key, slot in zip(keys, slots, strict=True):
             if not self._dice.draw("drop", "put", key):
                 kept.append((key, self._altered(key, slot)))
@@ -79,9 +85,7 @@ class FaultyBackend:
             put_keys, values = zip(*kept, strict=True)
             self._backend.put(job, put_keys, values)
 
-    def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
-    ) -> list[GetStatus]:
+    def fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> list[GetStatus]:
         """See `Backend.fetch`."""
         self._delay("fetch", keys)
         drawn = {key: self._dice.draw("fail_load", "fetch", key) for key in keys}
@@ -96,25 +100,26 @@ class FaultyBackend:
                 statuses[index] = self._spoil(key, slots, index)
         return statuses
 
-    def show(self, job: LoadJob, keys: Sequence[bytes]) -> None:
-        """See `Backend.show`. Only what is fetched can go wrong."""
-
     def discard(self, key: bytes) -> None:
         """See `Backend.discard`."""
         self._backend.discard(key)
 
     # What is put.
 
-    def _altered(self, key: bytes, slot: memoryview) -> memoryview:
+    def _altered(self, key: bytes, slot: Slot) -> Slot:
         """The slot, or a copy with faults."""
-        if dice := self._dice.draw("corrupt", "put", key):
-            slot = memoryview(bytearray(slot))
-            _flip(slot, dice)
-        if dice := self._dice.draw("truncate", "put", key):
-            slot = slot[: dice.randrange(len(slot))]
-        return slot
+        corrupt = self._dice.draw("corrupt", "put", key)
+        truncate = self._dice.draw("truncate", "put", key)
+        if not corrupt and not truncate:
+            return slot
+        copy = bytearray(slot.to_bytes())
+        if corrupt:
+            _flip(copy, corrupt)
+        if truncate:
+            del copy[truncate.randrange(len(copy)) :]
+        return Slot.of(memoryview(copy))
 
-    def _swap_last(self, kept: list[tuple[bytes, memoryview]]) -> None:
+    def _swap_last(self, kept: list[tuple[bytes, Slot]]) -> None:
         """By chance, the last two objects change places, and their keys do not."""
         if len(kept) > 1 and self._dice.draw("reorder", "put", kept[-1][0]):
             (key, slot), (last_key, last_slot) = kept[-2:]
@@ -122,29 +127,34 @@ class FaultyBackend:
 
     # What was fetched.
 
-    def _spoil(self, key: bytes, slots: Sequence[memoryview], index: int) -> GetStatus:
+    def _spoil(self, key: bytes, slots: Sequence[Slot], index: int) -> GetStatus:
         """Puts faults into a slot that was filled."""
         slot = slots[index]
         self._offer_stale(key, slot)
         if index and self._dice.draw("reorder", "fetch", key):
-            before = bytes(slots[index - 1])
-            slots[index - 1][:] = slot
-            slot[:] = before
-        if dice := self._dice.draw("corrupt", "fetch", key):
-            _flip(slot, dice)
-        if dice := self._dice.draw("truncate", "fetch", key):
-            start = dice.randrange(len(slot))
-            slot[start:] = bytes(len(slot) - start)
-            return dice.choice([GetStatus.HIT, GetStatus.WRONG_SIZE])
-        return GetStatus.HIT
+            before = slots[index - 1].to_bytes()
+            slots[index - 1].fill(slot.to_bytes())
+            slot.fill(before)
+        corrupt = self._dice.draw("corrupt", "fetch", key)
+        truncate = self._dice.draw("truncate", "fetch", key)
+        if not corrupt and not truncate:
+            return GetStatus.HIT
+        spoiled = bytearray(slot.to_bytes())
+        if corrupt:
+            _flip(spoiled, corrupt)
+        if truncate:
+            start = truncate.randrange(len(spoiled))
+            spoiled[start:] = bytes(len(spoiled) - start)
+        slot.fill(spoiled)
+        return truncate.choice([GetStatus.HIT, GetStatus.WRONG_SIZE]) if truncate else GetStatus.HIT
 
-    def _offer_stale(self, key: bytes, slot: memoryview) -> None:
+    def _offer_stale(self, key: bytes, slot: Slot) -> None:
         """By chance, an object that came before, under another key or this, comes again."""
         if not self._dice.may_strike("duplicate"):
             return
-        stale, self._stale = self._stale, bytes(slot)
-        if stale and len(stale) == len(slot) and self._dice.draw("duplicate", "fetch", key):
-            slot[:] = stale
+        stale, self._stale = self._stale, slot.to_bytes()
+        if stale and len(stale) == slot.nbytes and self._dice.draw("duplicate", "fetch", key):
+            slot.fill(stale)
 
     def _delay(self, call: str, keys: Sequence[bytes]) -> None:
         """One delay a call, however many of its blocks are struck."""
@@ -182,7 +192,7 @@ class _Dice:
         return count
 
 
-def _flip(slot: memoryview, dice: random.Random) -> None:
+def _flip(value: bytearray, dice: random.Random) -> None:
     """Changes one to four bytes."""
-    for index in dice.sample(range(len(slot)), min(len(slot), dice.randint(1, 4))):
-        slot[index] ^= dice.randint(1, 255)
+    for index in dice.sample(range(len(value)), min(len(value), dice.randint(1, 4))):
+        value[index] ^= dice.randint(1, 255)

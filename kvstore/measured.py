@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.connector import ConnectorWork, KvConnectorWorker, LoadJob, SaveJob, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import Direction, KvMetrics, TransferMetrics
-from kvstore.store import GetStatus, MappedObjects
+from kvstore.slot import Slot
+from kvstore.store import GetStatus
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ class MeasuredWorker(KvConnectorWorker):
             self._lookups.pop(job_id, None)  # it may have no answer
         self._worker.start(work)
 
+    def layers_computed(self, step: int, num_layers: int) -> None:
+        """See `KvConnectorWorker.layers_computed`."""
+        self._worker.layers_computed(step, num_layers)
+
+    def step_ended(self, step: int, *, computed: bool) -> None:
+        """See `KvConnectorWorker.step_ended`."""
+        self._worker.step_ended(step, computed=computed)
+
     def poll(self) -> TransferResults:
         """See `KvConnectorWorker.poll`."""
         results = self._worker.poll()
@@ -90,7 +99,7 @@ class MeasuredWorker(KvConnectorWorker):
             started_at = self._started_at.pop(("load", load.job_id))
             metrics.job_ended("load", now - started_at, load.error)
         for save in results.saves:
-            started_at = self._started_at.pop(("save", save.job_id))
+            started_at = self._started_at.pop(("save", save.job_id)) + save.waited
             error = "" if save.committed else save.error or "failed"
             metrics.job_ended("save", now - started_at, error)
 
@@ -102,13 +111,18 @@ class MeasuredBackend:
         self._backend = backend
         self._metrics = metrics
 
+    @property
+    def takes_frames(self) -> bool:
+        """See `Backend.takes_frames`."""
+        return self._backend.takes_frames
+
     def num_held(self, keys: Sequence[bytes]) -> int:
         """See `Backend.num_held`."""
         num_held = self._backend.num_held(keys)
         self._metrics.skipped(num_held)
         return num_held
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """See `Backend.put`."""
         num_objects, began_at = 0, time.perf_counter()
         try:
@@ -119,7 +133,7 @@ class MeasuredBackend:
             self._metrics.called("save", seconds, num_objects, num_objects * slots[0].nbytes)
 
     def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]
     ) -> Sequence[GetStatus]:
         """See `Backend.fetch`."""
         num_objects, began_at = 0, time.perf_counter()
@@ -130,15 +144,6 @@ class MeasuredBackend:
             seconds = time.perf_counter() - began_at
             self._metrics.called("load", seconds, num_objects, num_objects * slots[0].nbytes)
         return statuses
-
-    def show(self, job: LoadJob, keys: Sequence[bytes]) -> MappedObjects | None:
-        """See `Backend.show`."""
-        began_at = time.perf_counter()
-        mapped = self._backend.show(job, keys)
-        if mapped is not None:
-            sizes = [view.nbytes for view in mapped.views if view is not None]
-            self._metrics.called("load", time.perf_counter() - began_at, len(sizes), sum(sizes))
-        return mapped
 
     def discard(self, key: bytes) -> None:
         """See `Backend.discard`."""

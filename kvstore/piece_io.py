@@ -1,35 +1,69 @@
-"""`PieceIo`: what I/O threads do with a `StagedMover`'s pieces. It never touches the pool."""
+"""`PieceIo`: what I/O threads do with a `StagedMover`'s pieces.
+
+Of the pool they touch what pieces move in place, and nothing else. That is safe,
+for the blocks are held until the job has its result, also where nobody waits
+for it any more, and it has none before the last call for it has ended. What a
+save reads is computed and full, and shared with the job, so nobody writes to
+it; what a load writes is in no cache, and nobody else writes or reads it.
+"""
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.backend import Backend
+from kvstore.backend import Backend, InDoubtError
 from kvstore.breaker import log_level_of
-from kvstore.codec import seal, verify
+from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.connector import LoadJob, SaveJob
-from kvstore.store import GetStatus, MappedObjects, StoreUnavailableError
-from kvstore.transfer_jobs import CANCELLED, Piece, PieceEnd, PieceRead
+from kvstore.slot import Slot
+from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.transfer_form import RangeError
+from kvstore.transfer_jobs import JobState, Piece, PieceEnd, PieceRead
 
 if TYPE_CHECKING:
     from kvstore.copier import Copy
 
-__all__ = ["PieceIo"]
+__all__ = ["PieceIo", "run_part"]
 
 _logger = logging.getLogger("baton.kvstore")
 
 
+def run_part(move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> PieceRead | PieceEnd:
+    """Does a thread's part of a piece. Whatever happens, there is something to tell."""
+    news: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
+    try:
+        news = move()
+    except StoreUnavailableError as cause:
+        has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
+        news = PieceEnd(piece, 0, "unavailable", has_settled)
+        _logger.log(log_level_of(cause), "KV transfer: %s", cause)
+    except RangeError as cause:
+        _logger.warning("KV transfer: %s", cause)
+    except Exception:
+        _logger.exception("KV transfer failed")
+    piece.job.told_at = time.monotonic()
+    return news
+
+
 class PieceIo:
-    """Moves bytes between segments and a backend. Any thread may call it.
+    """Moves bytes between segments, or the pool itself, and a backend. Any thread may call it.
 
     Attributes:
         backend: where they come from and go to.
-        maps: whether objects may be used where the backend shows them.
+        rows: where objects lie in the pool; see `BlockCopier.rows`.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.maps = False
+        self.rows: Callable[[Sequence[int]], list[memoryview] | None] = lambda object_ids: None
+
+    def moves_in_place(self, job: JobState) -> bool:
+        """Whether a job's pieces need no segment. A tail does: what lies behind it must not
+        leave the process, nor be cleared where a sequence may still use it.
+        """
+        has_rows = self.rows(()) is not None
+        return has_rows and self.backend.takes_frames and not job.num_tail_tokens
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """See `Backend.num_held`; 0 where that is not known."""
@@ -41,8 +75,8 @@ class PieceIo:
             _logger.exception("KV look-up failed")
         return 0
 
-    def put(self, job: SaveJob, piece: Piece, copy: "Copy | None") -> PieceEnd:
-        """Seals what was copied into a piece's segment, once it is, and puts it.
+    def put(self, job: SaveJob, piece: Piece, copy: "Copy | None" = None) -> PieceEnd:
+        """Seals a piece and puts it; if it was copied into a segment, once it is.
 
         Raises:
             RangeError: the form of the segment cannot hold what was copied.
@@ -51,46 +85,71 @@ class PieceIo:
         """
         if copy is not None:
             copy.wait()
+        if piece.job.error:  # of a piece before it: the save cannot be committed
+            return PieceEnd(piece, 0)
         for tail in piece.tail_slots:
-            piece.segment.trusted.clear_after(tail, piece.num_tail_tokens)
-        for slot, key in zip(piece.trusted_slots, piece.keys, strict=True):
-            seal(slot, key)
-        self.backend.put(job, piece.keys, piece.trusted_slots)
+            piece.staged_in.trusted.clear_after(tail, piece.job.num_tail_tokens)
+        slots = piece.trusted_slots if piece.segment is not None else self._slots_in_pool(piece)
+        for slot, key in zip(slots, piece.keys, strict=True):
+            seal(slot.header, slot.payload, key)
+        self.backend.put(job, piece.keys, slots)
         return PieceEnd(piece, len(piece.keys))
 
     def read(self, job: LoadJob, piece: Piece) -> PieceRead:
-        """Fetches or maps a piece, and verifies it.
+        """Fetches a piece into its segment, and verifies it.
 
         Raises:
             StoreUnavailableError: it did not come.
             InDoubtError: so, and something may still write to the slots.
         """
-        if piece.job.error == CANCELLED:  # while it waited for its turn
+        if piece.job.error:  # cancelled, or of a piece before it, while it waited for its turn
             return PieceRead(piece, 0)
-        mapped = self.backend.show(job, piece.keys) if self.maps else None
-        if mapped is not None:
-            return self._check(piece, mapped.views, mapped)
         statuses = self.backend.fetch(job, piece.keys, piece.slots)
-        piece.segment.secure(len(piece.keys))
-        return self._check(piece, list(map(_what_came, statuses, piece.trusted_slots)))
+        piece.staged_in.secure(len(piece.keys))
+        return PieceRead(piece, *self._check(piece, piece.trusted_slots, statuses))
+
+    def read_in_place(self, job: LoadJob, piece: Piece) -> PieceEnd:
+        """Fetches a piece to where it shall be in the pool, and verifies it there.
+
+        Raises:
+            StoreUnavailableError: it did not come.
+        """
+        if piece.job.error:
+            return PieceEnd(piece, 0)
+        slots = self._slots_in_pool(piece)
+        num_good = 0
+        try:
+            statuses = self.backend.fetch(job, piece.keys, slots)
+            num_good, error = self._check(piece, slots, statuses)
+        finally:
+            # Kernels may touch positions behind a sequence's end, and count on numbers there:
+            # times 0 those are nothing, but no other bytes are.
+            for slot in slots[num_good:]:
+                slot.payload[:] = bytes(slot.payload.nbytes)
+        return PieceEnd(piece, num_good, error)
+
+    def _slots_in_pool(self, piece: Piece) -> list[Slot]:
+        rows = self.rows(piece.object_ids)
+        assert rows is not None
+        headers = memoryview(bytearray(HEADER_BYTES * len(rows)))
+        starts = range(0, len(headers), HEADER_BYTES)
+        return [
+            Slot(headers[start : start + HEADER_BYTES], row)
+            for start, row in zip(starts, rows, strict=True)
+        ]
 
     def _check(
-        self,
-        piece: Piece,
-        objects: Sequence[memoryview | None],
-        mapped: MappedObjects | None = None,
-    ) -> PieceRead:
-        """Verifies what was read or mapped, up to the first that cannot be used."""
-        for index, (found, slot, key) in enumerate(
-            zip(objects, piece.slots, piece.keys, strict=True)
-        ):
-            if found is None:
-                return PieceRead(piece, index, "missing", mapped)
-            if len(found) != len(slot) or not verify(found, key):
+        self, piece: Piece, slots: Sequence[Slot], statuses: Sequence[GetStatus]
+    ) -> tuple[int, str]:
+        """Verifies what came, up to the first that cannot be used; and why not, if there is one."""
+        for index, (slot, status, key) in enumerate(zip(slots, statuses, piece.keys, strict=True)):
+            if status is GetStatus.MISSING:
+                return index, "missing"
+            if status is not GetStatus.HIT or not verify(slot.header, slot.payload, key):
                 _logger.error("KV object %s is corrupt", key.hex())
                 self._discard(key)
-                return PieceRead(piece, index, "corrupt", mapped)
-        return PieceRead(piece, len(piece.keys), mapped=mapped)
+                return index, "corrupt"
+        return len(piece.keys), ""
 
     def _discard(self, key: bytes) -> None:
         """Has a corrupt object removed, as far as the backend can."""
@@ -100,10 +159,3 @@ class PieceIo:
             _logger.log(log_level_of(cause), "KV object %s stays: %s", key.hex(), cause)
         except Exception:
             _logger.exception("KV object %s stays", key.hex())
-
-
-def _what_came(status: GetStatus, slot: memoryview) -> memoryview | None:
-    """What a fetch left of an object; of one of another size no byte, which verifies as nothing."""
-    if status is GetStatus.MISSING:
-        return None
-    return slot if status is GetStatus.HIT else slot[:0]

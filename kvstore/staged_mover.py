@@ -1,43 +1,52 @@
-"""`StagedMover`: moves blocks between the pool and a backend by way of staging segments.
+"""`StagedMover`: moves blocks between the pool and a backend.
 
 What moves are objects (`kvstore.transfer_form`): where blocks go as they are, the blocks.
 
-Blocks are copied between the engine's pool and preallocated segments by a
-`BlockCopier`, in an order that the engine's thread gives; I/O threads move
-bytes between segments and the backend and never touch the pool. So a backend
-that answers late can overwrite nothing.
+By way of staging segments: blocks are copied between the engine's pool and
+preallocated segments by a `BlockCopier`, in an order that the engine's thread
+gives; I/O threads move bytes between segments and the backend and never touch
+the pool. So a backend that answers late can overwrite nothing.
 
 A save: the engine's thread starts the copy of a piece of blocks into a
 segment; an I/O thread waits for its end, seals each slot and puts it. A load:
 an I/O thread reads into a segment and verifies each slot; the engine's thread
 starts the copy of the verified ones into the pool, unless the load was
 cancelled meanwhile; where that takes time, a thread waits for its end. Only
-then is the piece over and its segment free. Objects that the backend can show
-where they lie are verified and copied from there, past the segment.
+then is the piece over and its segment free.
 
-What is verified must be what is copied: bytes in a doubtful segment, which a
+In place, where the backend takes headers and blocks that lie apart and the
+pool's blocks are the objects: I/O threads seal and put blocks where they lie,
+and read them to where they shall be; no segment is needed, and nothing of the
+engine's thread (docs/adr/0023-in-place.md).
+
+What is verified must be what is used: bytes in a doubtful segment, which a
 peer may write to, are first brought to private memory (`kvstore.staging`).
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvstore.backend import Backend, InDoubtError
-from kvstore.breaker import log_level_of
+from kvstore.backend import Backend
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.io_threads import IoThreads
 from kvstore.layout import KvLayout
-from kvstore.piece_io import PieceIo
-from kvstore.store import DEFAULT_TIMEOUT_S, StoreUnavailableError
-from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, RangeError, TransferForm
-from kvstore.transfer_jobs import CANCELLED, JobState, Piece, PieceEnd, PieceRead, in_objects
+from kvstore.piece_io import PieceIo, run_part
+from kvstore.store import DEFAULT_TIMEOUT_S
+from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
+from kvstore.transfer_jobs import (
+    CANCELLED,
+    JobHeld,
+    JobState,
+    Piece,
+    PieceEnd,
+    PieceRead,
+    in_objects,
+    take_results,
+)
 
 if TYPE_CHECKING:
     from kvstore.copier import BlockCopier, Copy
@@ -46,21 +55,10 @@ if TYPE_CHECKING:
 __all__ = ["StagedMover"]
 
 _NUM_IO_THREADS = 2
-# A mapping costs some calls, and maybe a file descriptor, for each object.
-_MIN_MAPPED_BYTES = 128 << 10
 
 _logger = logging.getLogger("baton.kvstore")
 
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """The first blocks of a save that is about to start are held already."""
-
-    job: JobState
-    num_blocks: int
-
-
-_News = PieceRead | PieceEnd | _Held
+_News = PieceRead | PieceEnd | JobHeld
 
 
 def _copier_for(pool: Any, cut: PoolCut) -> "BlockCopier":
@@ -70,7 +68,7 @@ def _copier_for(pool: Any, cut: PoolCut) -> "BlockCopier":
 
 
 class StagedMover:
-    """Staging segments and I/O threads. Methods are of the engine's thread.
+    """Pieces of jobs, and I/O threads. Methods are of the engine's thread.
 
     Args:
         backend: where blocks come from and go to.
@@ -102,6 +100,7 @@ class StagedMover:
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
         self._cut: PoolCut
+        self._num_slots = 0
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
         """Puts something between the mover and its backend. Before the first job."""
@@ -115,13 +114,13 @@ class StagedMover:
         share: HeadShare = WHOLE,
     ) -> None:
         """See `KvConnectorWorker.register_pool`."""
-        from kvstore.staging import StagingBuffers
+        from kvstore.staging import StagingBuffers, slots_per_segment
 
         self._cut = PoolCut.of(layout, form, share)
         self._staging = StagingBuffers(self._cut.object_layout, device=pool.device)
         self._copier = self._make_copier(pool, self._cut)
-        object_bytes = self._cut.object_layout.block_bytes
-        self._pieces.maps = self._copier.takes_views and object_bytes >= _MIN_MAPPED_BYTES
+        self._pieces.rows = self._copier.rows
+        self._num_slots = slots_per_segment(self._cut.object_layout)
 
     @property
     def copier(self) -> "BlockCopier":
@@ -151,7 +150,7 @@ class StagedMover:
             self._jobs[job.job_id] = state = JobState(job, self._cut.objects_per_block)
             if isinstance(job, SaveJob) and job.num_found and not self._io.is_hanging:
                 found = job.keys[: job.num_found]
-                unasked = partial(self._tell, _Held(state, 0))
+                unasked = partial(self._tell, JobHeld(state, 0))
                 self._io.submit(self._ask_held, state, found, instead=unasked)
             else:
                 self._waiting.append(state)
@@ -170,17 +169,16 @@ class StagedMover:
         while self._news:
             match self._news.popleft():
                 case PieceRead() as read:
-                    with read.mapped or nullcontext():
-                        self._land(read)
+                    self._land(read)
                 case PieceEnd() as end:
                     self._finish_piece(end)
-                case _Held(job, num_blocks):
+                case JobHeld(job, num_blocks):
                     job.next_object = num_blocks
                     self._waiting.append(job)
         if self._io.is_hanging:
             self._give_up_waiting()
         self._start_pieces()
-        return self._collect()
+        return take_results(self._jobs)
 
     def close(self) -> bool:
         """Stops the threads; jobs under way are given up. Idempotent.
@@ -205,30 +203,43 @@ class StagedMover:
         self._io.drop()
 
     def _start_pieces(self) -> None:
-        """Gives free segments to the jobs that wait, oldest first."""
+        """Starts what can be of the jobs that wait, oldest first."""
         while self._waiting:
             job = self._waiting[0]
             if job.is_started:
                 self._waiting.popleft()
-                continue
-            is_load = isinstance(job.job, LoadJob)
-            segment = self._staging.take() if is_load else self._staging.take_for_save()
-            if segment is None and is_load and self._staging.is_lost:
-                job.error = "unavailable"
-                self._wake()
-                continue
-            if segment is None:
+            elif self._pieces.moves_in_place(job):
+                self._start_in_place(job)
+            elif not self._start_staged(job):
                 return
-            piece = job.start_piece(segment)
-            if isinstance(job.job, LoadJob):
-                self._submit(partial(self._pieces.read, job.job, piece), piece)
-            else:
-                self._start_save(job.job, piece)
+
+    def _start_in_place(self, job: JobState) -> None:
+        piece = job.start_piece(self._num_slots, None)
+        if isinstance(job.job, LoadJob):
+            self._submit(partial(self._pieces.read_in_place, job.job, piece), piece)
+        else:
+            self._submit(partial(self._pieces.put, job.job, piece), piece)
+
+    def _start_staged(self, job: JobState) -> bool:
+        """Gives a job a segment, or fails it; False while it has to wait for one."""
+        is_load = isinstance(job.job, LoadJob)
+        segment = self._staging.take() if is_load else self._staging.take_for_save()
+        if segment is None and is_load and self._staging.is_lost:
+            job.error = "unavailable"
+            self._wake()
+            return True
+        if segment is None:
+            return False
+        piece = job.start_piece(self._num_slots, segment)
+        if isinstance(job.job, LoadJob):
+            self._submit(partial(self._pieces.read, job.job, piece), piece)
+        else:
+            self._start_save(job.job, piece)
+        return True
 
     def _start_save(self, job: SaveJob, piece: Piece) -> None:
-        assert self._copier is not None
         try:
-            copy = self._copier.gather(piece.object_ids, piece.segment.trusted)
+            copy = self.copier.gather(piece.object_ids, piece.staged_in.trusted)
         except Exception:
             _logger.exception("KV blocks cannot be copied out of the pool")
             piece.job.error = "failed"
@@ -256,21 +267,13 @@ class StagedMover:
             self._finish_piece(PieceEnd(piece, 0, read.error))
             return
         try:
-            copy = self._scatter(read)
+            object_ids = piece.object_ids[:num_good]
+            copy = self.copier.scatter(piece.staged_in.trusted, object_ids)
         except Exception:
             _logger.exception("KV blocks cannot be copied into the pool")
             self._finish_piece(PieceEnd(piece, 0, "failed"))
             return
         self._finish_after(copy, PieceEnd(piece, num_good, read.error))
-
-    def _scatter(self, read: PieceRead) -> "Copy | None":
-        assert self._copier is not None
-        object_ids = read.piece.object_ids[: read.num_good]
-        if read.mapped is None:
-            return self._copier.scatter(read.piece.segment.trusted, object_ids)
-        views = [view for view in read.mapped.views[: read.num_good] if view is not None]
-        self._copier.scatter_views(views, object_ids)
-        return None
 
     def _finish_after(self, copy: "Copy | None", end: PieceEnd) -> None:
         """Ends a piece, after its copy: until then blocks and segment are the copy's."""
@@ -281,47 +284,19 @@ class StagedMover:
 
     def _finish_piece(self, end: PieceEnd) -> None:
         end.piece.job.end_piece(end)
-        if end.has_settled is None:
-            self._staging.give_back(end.piece.segment)
-        else:
-            self._staging.quarantine(end.piece.segment, end.has_settled)
-
-    def _collect(self) -> tuple[list[LoadResult], list[SaveResult]]:
-        over = [job for job in self._jobs.values() if job.is_over]
-        loads, saves = [], []
-        for job in over:
-            job_id = job.job.job_id
-            del self._jobs[job_id]
-            if isinstance(job.job, LoadJob):
-                loads.append(LoadResult(job_id, job.num_good_blocks, job.error, job.seconds))
-            else:
-                saves.append(
-                    SaveResult(
-                        job_id, committed=not job.error, error=job.error, seconds=job.seconds
-                    )
-                )
-        return loads, saves
+        segment = end.piece.segment
+        if segment is not None and end.has_settled is not None:
+            self._staging.quarantine(segment, end.has_settled)
+        elif segment is not None:
+            self._staging.give_back(segment)
 
     # I/O threads.
 
     def _ask_held(self, job: JobState, keys: Sequence[bytes]) -> None:
-        self._tell(_Held(job, self._pieces.num_held(keys)))
+        self._tell(JobHeld(job, self._pieces.num_held(keys)))
 
     def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
-        """Does a thread's part of a piece; whatever happens, something is told."""
-        news: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
-        try:
-            news = move()
-        except StoreUnavailableError as cause:
-            has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
-            news = PieceEnd(piece, 0, "unavailable", has_settled)
-            _logger.log(log_level_of(cause), "KV transfer: %s", cause)
-        except RangeError as cause:
-            _logger.warning("KV transfer: %s", cause)
-        except Exception:
-            _logger.exception("KV transfer failed")
-        piece.job.told_at = time.monotonic()
-        self._tell(news)
+        self._tell(run_part(move, piece))
 
     def _tell(self, news: _News) -> None:
         """Leaves news for the engine's thread."""

@@ -20,6 +20,7 @@ from kvstore.block_views import view_blocks
 from kvstore.codec import HEADER_BYTES
 from kvstore.layout import KvLayout
 from kvstore.quarantine import Quarantine
+from kvstore.slot import Slot
 
 __all__ = ["Segment", "StagingBuffers", "slots_per_segment"]
 
@@ -51,7 +52,7 @@ class Segment:
             read them after their start.
         overflowed: `[1]` bool: room for what a copy tells at its end; see `PoolObjects`.
         num_slots: objects that fit.
-        slots: each slot's bytes, as stores and codec take them.
+        slots: each slot's memory, in one run.
         is_doubtful: whether somebody may write to it at any time; once it is, it stays so.
     """
 
@@ -64,7 +65,7 @@ class Segment:
         self.overflowed = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
         whole = self.frames.view(-1).numpy().data
         starts = range(0, len(whole), shape[1])
-        self.slots = [whole[start : start + shape[1]] for start in starts]
+        self.slots = [Slot.of(whole[start : start + shape[1]]) for start in starts]
         self.is_doubtful = False
         self._layout = layout
         self._pinned = pinned

@@ -24,16 +24,15 @@ Contract, tested by the conformance suite:
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, Self
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
+    "Frame",
     "GetStatus",
     "KvStore",
-    "MappedObjects",
     "StoreCapabilities",
     "StoreStats",
     "StoreUnavailableError",
@@ -44,17 +43,21 @@ DEFAULT_TIMEOUT_S = 2.0
 """`KvStore.timeout_s`, where the URL does not say."""
 
 
+Frame = tuple[memoryview, memoryview]
+"""An object in two parts, wherever each lies: its bytes are those of the first, then the second."""
+
+
 class StoreUnavailableError(Exception):
     """The backend did not answer in time or refused; nothing was returned."""
 
 
 class GetStatus(IntEnum):
-    """What became of one key of `get_many_into`."""
+    """What became of one key of `get_many_into`; the buffer's content is undefined if no hit."""
 
     HIT = 0
     MISSING = 1
     WRONG_SIZE = 2
-    """The object's size is not the buffer's; the buffer's content is undefined."""
+    """The object's size is not the buffer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class StoreCapabilities:
         takes_max_bytes: the URL's `max_bytes` bounds the store; otherwise the
             backend is bounded by its own configuration.
         keeps_leases: eviction spares what was touched within `lease_s`, an option of the URL.
-        maps_objects: `map_many` shows objects where they lie.
+        takes_frames: `put_frames` and `get_frames_into` move objects in two parts.
     """
 
     shared_between_processes: bool
@@ -78,7 +81,7 @@ class StoreCapabilities:
     survives_restart: bool
     takes_max_bytes: bool
     keeps_leases: bool = False
-    maps_objects: bool = False
+    takes_frames: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,8 @@ class StoreStats:
     None stands for what the backend cannot tell cheaply.
 
     Attributes:
-        puts: keys given to `put_many`, those that existed too.
-        gets: keys asked of `get_many_into` and `map_many`.
+        puts: keys given to `put_many` and `put_frames`, those that existed too.
+        gets: keys asked of `get_many_into` and `get_frames_into`.
         hits: of them, those that were found with the right size.
         put_bytes: of all puts.
         get_bytes: of all hits.
@@ -111,31 +114,6 @@ class StoreStats:
     oldest_age_s: float | None = None
     evictions: int | None = None
     expirations: int | None = None
-
-
-class MappedObjects:
-    """Objects of a store, where they lie: a context manager that ends with the views.
-
-    Attributes:
-        views: read-only, each a whole object; None where there is none. Until `close` their
-            bytes stay as they are, also if the objects are evicted or deleted.
-    """
-
-    def __init__(self, views: list[memoryview | None]) -> None:
-        self.views = views
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the views. Idempotent. Whatever still borrows from one keeps its object alive."""
-        for view in self.views:
-            if view is not None:
-                with suppress(BufferError):
-                    view.release()
 
 
 class KvStore(ABC):
@@ -188,19 +166,20 @@ class KvStore(ABC):
             StoreUnavailableError: the backend did not answer.
         """
 
-    def map_many(self, keys: Sequence[bytes]) -> MappedObjects | None:
-        """Shows objects where they lie, which spares the copy of `get_many_into`.
+    def put_frames(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
+        """As `put_many`, of objects in two parts. Only of stores with `takes_frames`.
 
-        Counts and touches as `get_many_into` does. A mapping may cost a file descriptor
-        per object until it is closed.
-
-        Returns:
-            The objects; None if the backend cannot map.
-
-        Raises:
-            StoreUnavailableError: the backend did not answer.
+        Once it returns or raises, nothing reads the parts: they may be memory that changes.
         """
-        return None
+        raise NotImplementedError
+
+    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
+        """As `get_many_into`, with two buffers for each object, together as long as it is. Only
+        of stores with `takes_frames`.
+
+        Once it returns or raises, nothing writes to the parts: they may be memory of others.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def contains_prefix(self, keys: Sequence[bytes]) -> int:

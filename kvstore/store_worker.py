@@ -21,8 +21,9 @@ from kvstore.io_threads import IoThreads
 from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredBackend
 from kvstore.metrics import KvMetrics
+from kvstore.slot import Slot, wholes
 from kvstore.staged_mover import StagedMover
-from kvstore.store import GetStatus, KvStore, MappedObjects, StoreUnavailableError
+from kvstore.store import GetStatus, KvStore, StoreUnavailableError
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ class StoreConnectorWorker(KvConnectorWorker):
     ) -> None:
         self._read_stats = store.stats
         self._store = BreakerStore(store)
+        backend = _StoreBackend(self._store, takes_frames=store.capabilities.takes_frames)
         self._mover = StagedMover(
-            _StoreBackend(self._store), self._wake_engine, make_copier, timeout_s=store.timeout_s
+            backend, self._wake_engine, make_copier, timeout_s=store.timeout_s
         )
         # Look-ups get a thread of their own: they must not queue behind bulk.
         self._lookups = IoThreads(1, "baton-kv-lookup", store.timeout_s, self._wake_engine)
@@ -178,22 +180,26 @@ class StoreConnectorWorker(KvConnectorWorker):
 class _StoreBackend:
     """A store as the mover sees it; see `kvstore.backend.Backend`."""
 
-    def __init__(self, store: BreakerStore) -> None:
+    def __init__(self, store: BreakerStore, *, takes_frames: bool) -> None:
         self._store = store
+        self.takes_frames = takes_frames
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         return self._store.contains_prefix(keys)
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
-        self._store.put_many(keys, slots)
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        whole = wholes(slots)
+        if whole is None:
+            self._store.put_frames(keys, [(slot.header, slot.payload) for slot in slots])
+        else:
+            self._store.put_many(keys, whole)
 
-    def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
-    ) -> list[GetStatus]:
-        return self._store.get_many_into(keys, slots)
-
-    def show(self, job: LoadJob, keys: Sequence[bytes]) -> MappedObjects | None:
-        return self._store.map_many(keys)
+    def fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> list[GetStatus]:
+        whole = wholes(slots)
+        if whole is None:
+            frames = [(slot.header, slot.payload) for slot in slots]
+            return self._store.get_frames_into(keys, frames)
+        return self._store.get_many_into(keys, whole)
 
     def discard(self, key: bytes) -> None:
         self._store.delete([key])

@@ -5,28 +5,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvstore.connector import LoadJob, SaveJob
-from kvstore.store import MappedObjects
+from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.slot import Slot
 from kvstore.transfer_form import PoolCut
 
 if TYPE_CHECKING:
     from kvstore.staging import Segment
 
-__all__ = ["CANCELLED", "JobState", "Piece", "PieceEnd", "PieceRead", "in_objects"]
+__all__ = [
+    "CANCELLED",
+    "JobHeld",
+    "JobState",
+    "Piece",
+    "PieceEnd",
+    "PieceRead",
+    "in_objects",
+    "take_results",
+]
 
 CANCELLED = "cancelled"
 
 
 @dataclass(slots=True, eq=False)
 class JobState:
-    """A load or save under way; moved in pieces of one segment each.
+    """A load or save under way; moved in pieces of what a segment holds.
 
     Attributes:
         job: with the keys and numbers of objects, where its blocks are not objects.
         objects_per_block: how many objects a block is.
         next_object: objects before it have been given to pieces.
         num_open: pieces that have not ended.
-        good_objects: indices of objects that were put, or verified and scattered.
+        good_objects: indices of objects that were put, or verified and are in the pool.
         error: why it will not be whole; no further pieces are started then.
         started_at: `time.monotonic()` at its start.
         told_at: `time.monotonic()` when a thread last did a part of it.
@@ -64,9 +73,14 @@ class JobState:
             count += 1
         return count // self.objects_per_block
 
-    def start_piece(self, segment: "Segment") -> "Piece":
-        """The next objects, as many as the segment holds."""
-        first, end = self.next_object, self.next_object + segment.num_slots
+    @property
+    def num_tail_tokens(self) -> int:
+        """Valid tokens in the objects of a partial tail to be saved; 0 if all blocks are full."""
+        return self.job.num_tail_tokens if isinstance(self.job, SaveJob) else 0
+
+    def start_piece(self, num_objects: int, segment: "Segment | None") -> "Piece":
+        """The next objects, at most so many: in a segment with room for them, or in place."""
+        first, end = self.next_object, self.next_object + num_objects
         piece = Piece(self, first, self.job.keys[first:end], self.job.block_ids[first:end], segment)
         self.next_object += len(piece.keys)
         self.num_open += 1
@@ -78,37 +92,52 @@ class JobState:
         self.error = self.error or end.error
         self.num_open -= 1
 
+    def result(self) -> LoadResult | SaveResult:
+        """What the engine is told of a job that is over."""
+        if isinstance(self.job, SaveJob):
+            is_good = not self.error
+            return SaveResult(
+                self.job.job_id, committed=is_good, error=self.error, seconds=self.seconds
+            )
+        # All may have come although the load was cancelled: a call under way goes on.
+        num_good = self.num_good_blocks
+        is_whole = num_good * self.objects_per_block == len(self.job.keys)
+        return LoadResult(self.job.job_id, num_good, "" if is_whole else self.error, self.seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The objects `[first, first + len(keys))` of a job, in one segment."""
+    """The objects `[first, first + len(keys))` of a job.
+
+    `segment` is what they are staged in; None if they move from and to where they lie in the pool.
+    """
 
     job: JobState
     first: int
     keys: tuple[bytes, ...]
     object_ids: tuple[int, ...]
-    segment: "Segment"
+    segment: "Segment | None"
 
     @property
-    def slots(self) -> list[memoryview]:
+    def staged_in(self) -> "Segment":
+        """The segment of a piece that has one."""
+        assert self.segment is not None
+        return self.segment
+
+    @property
+    def slots(self) -> list[Slot]:
         """The segment's slots in use: where it is fetched to."""
-        return self.segment.slots[: len(self.keys)]
+        return self.staged_in.slots[: len(self.keys)]
 
     @property
-    def trusted_slots(self) -> list[memoryview]:
+    def trusted_slots(self) -> list[Slot]:
         """The same where nobody else writes to them; see `Segment.trusted`."""
-        return self.segment.trusted.slots[: len(self.keys)]
-
-    @property
-    def num_tail_tokens(self) -> int:
-        """Valid tokens in the objects of a partial tail to be saved; 0 if all blocks are full."""
-        job = self.job.job
-        return job.num_tail_tokens if isinstance(job, SaveJob) else 0
+        return self.staged_in.trusted.slots[: len(self.keys)]
 
     @property
     def tail_slots(self) -> range:
-        """The slots of what `num_tail_tokens` is about."""
-        if not self.num_tail_tokens:
+        """The slots of what `JobState.num_tail_tokens` is about."""
+        if not self.job.num_tail_tokens:
             return range(0)
         first_tail = len(self.job.job.keys) - self.job.objects_per_block - self.first
         return range(max(0, first_tail), len(self.keys))
@@ -116,12 +145,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceRead:
-    """A load's piece is in its segment, or mapped: its good leading objects, and why not all."""
+    """A load's piece is in its segment: its good leading objects, and why not all."""
 
     piece: Piece
     num_good: int
     error: str = ""
-    mapped: MappedObjects | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +163,24 @@ class PieceEnd:
     num_good: int
     error: str = ""
     has_settled: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobHeld:
+    """The first blocks of a save that is about to start are held already."""
+
+    job: JobState
+    num_blocks: int
+
+
+def take_results(jobs: dict[int, JobState]) -> tuple[list[LoadResult], list[SaveResult]]:
+    """Takes those that are over out of the jobs under way; what the engine is told of them."""
+    over = [job for job in jobs.values() if job.is_over]
+    for job in over:
+        del jobs[job.job.job_id]
+    results = [job.result() for job in over]
+    loads = [result for result in results if isinstance(result, LoadResult)]
+    return loads, [result for result in results if isinstance(result, SaveResult)]
 
 
 def in_objects(jobs: Sequence[LoadJob | SaveJob], cut: PoolCut) -> Sequence[LoadJob | SaveJob]:

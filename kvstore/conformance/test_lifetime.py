@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.conformance.conftest import StoreOpener
-from kvstore.conformance.objects import filled, random_keys, read
+from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.store import GetStatus, KvStore
 
 _TTL_S = 0.6
@@ -86,15 +86,26 @@ def test_a_hit_touches(short_lived: KvStore) -> None:
     _assert_touches(short_lived, read_all)
 
 
-def test_a_mapping_touches(short_lived: KvStore) -> None:
-    if not short_lived.capabilities.maps_objects:
-        pytest.skip("the store does not map objects")
+def test_a_hit_in_parts_touches(short_lived: KvStore) -> None:
+    if not short_lived.capabilities.takes_frames:
+        pytest.skip("the store does not take objects in parts")
 
-    def map_all(keys: list[bytes]) -> bool:
-        with short_lived.map_many(keys) or pytest.fail("declared and not done") as mapped:
-            return mapped.views == [filled(1, 100)] * len(keys)
+    def read_all(keys: list[bytes]) -> bool:
+        frames = [(blank(10), blank(90)) for _ in keys]
+        return short_lived.get_frames_into(keys, frames) == [GetStatus.HIT] * len(keys)
 
-    _assert_touches(short_lived, map_all)
+    _assert_touches(short_lived, read_all)
+
+
+def test_putting_an_existing_object_in_parts_touches(short_lived: KvStore) -> None:
+    if not short_lived.capabilities.takes_frames:
+        pytest.skip("the store does not take objects in parts")
+
+    def put_again_and_read_one(keys: list[bytes]) -> bool:
+        short_lived.put_frames(keys, [(filled(2, 10), filled(2, 90))] * len(keys))
+        return read(short_lived, keys.pop(), 100) == bytes(filled(1, 100))
+
+    _assert_touches(short_lived, put_again_and_read_one)
 
 
 def test_a_look_up_touches_all_that_it_counts(short_lived: KvStore) -> None:

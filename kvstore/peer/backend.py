@@ -10,6 +10,7 @@ from kvstore.peer.data_planes import DataPlane
 from kvstore.peer.lender import Lender
 from kvstore.peer.peers import PeerRefusedError, Peers
 from kvstore.peer.renewals import Renewals
+from kvstore.slot import Slot, wholes
 from kvstore.store import GetStatus
 
 __all__ = ["PeerBackend"]
@@ -44,30 +45,33 @@ class PeerBackend:
         self.layout = ""
         """Own form of a block in words; set when the pool is registered."""
 
+    @property
+    def takes_frames(self) -> bool:
+        """See `Backend.takes_frames`. What peers may write to late is never a pool."""
+        return False
+
     def num_held(self, keys: Sequence[bytes]) -> int:
         """See `Backend.num_held`. Each lease has its own."""
         return 0
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """See `Backend.put`."""
         self._lender.put(job, keys, slots)
 
     def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]
     ) -> Sequence[GetStatus]:
         """See `Backend.fetch`. What a peer does not lend, or lends no longer, is missing."""
         num_blocks = self._fetch(job, keys, slots)
         hits, missing = [GetStatus.HIT] * num_blocks, len(keys) - num_blocks
         return hits + [GetStatus.MISSING] * missing
 
-    def show(self, job: LoadJob, keys: Sequence[bytes]) -> None:
-        """See `Backend.show`. What peers lend has to come first."""
-
     def discard(self, key: bytes) -> None:
         """See `Backend.discard`. The bytes came to harm on the way: nothing is to be removed."""
 
-    def _fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> int:
-        handoff = job.handoff
+    def _fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> int:
+        handoff, whole = job.handoff, wholes(slots)
+        assert whole is not None, "no slot lies in a pool"
         if handoff is None or self._renewals.is_lost(handoff.handoff_id):
             return 0
         request = BlockRequest(
@@ -80,7 +84,7 @@ class PeerBackend:
         )
         try:
             with self._peers.use(PeerAddress.from_params(handoff.connector_params)) as peer:
-                return self._plane.fetch(peer, request, slots)
+                return self._plane.fetch(peer, request, whole)
         except (PeerRefusedError, ValueError) as error:
             _logger.warning("KV of handoff %s cannot be had: %s", handoff.handoff_id, error)
             return 0

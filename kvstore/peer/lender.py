@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvstore.codec import HEADER_BYTES, make_header
+from kvstore.codec import make_header
 from kvstore.connector import SaveJob, SaveResult
 from kvstore.peer.leases import LeaseTable, LentBlock
 from kvstore.peer.lent_memory import HostMemory, LentMemory
+from kvstore.slot import Slot
 from kvstore.store import StoreUnavailableError
 from kvstore.transfer_form import PoolCut
 from kvstore.transfer_jobs import CANCELLED
@@ -96,7 +97,7 @@ class Lender:
 
     # I/O threads.
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Takes sealed objects of a job that were gathered; see `kvstore.backend.Backend`.
 
         Raises:
@@ -105,9 +106,8 @@ class Lender:
         places = dict(zip(job.keys, job.block_ids, strict=True))
         tails = job.keys[-self._cut.objects_per_block :] if job.num_tail_tokens else ()
         for key, slot in zip(keys, slots, strict=True):
-            header, payload = bytes(slot[:HEADER_BYTES]), slot[HEADER_BYTES:]
-            tail_slot = self._copy_tail(payload, job.num_tail_tokens) if key in tails else None
-            block = LentBlock(key, header, places[key], tail_slot)
+            tail_slot = self._copy_tail(slot.payload, job.num_tail_tokens) if key in tails else None
+            block = LentBlock(key, bytes(slot.header), places[key], tail_slot)
             self._gathered[job.job_id].append(block)
 
     def _lend(self, job: SaveJob, memory: HostMemory, began_at: float) -> None:

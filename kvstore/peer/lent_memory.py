@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvstore.codec import HEADER_BYTES
 from kvstore.layout import KvLayout
 from kvstore.peer.leases import BlockRead, LentBlock
 from kvstore.peer.transport import MemoryRange
@@ -29,9 +28,16 @@ if TYPE_CHECKING:
 
     from kvstore.copier import BlockCopier, Copy
 
-__all__ = ["Frame", "GatherDesk", "GatheredMemory", "HostMemory", "LentMemory", "TailSlots"]
+__all__ = [
+    "GatherDesk",
+    "GatheredMemory",
+    "HostMemory",
+    "LentFrame",
+    "LentMemory",
+    "TailSlots",
+]
 
-Frame = tuple[bytes, memoryview]
+LentFrame = tuple[bytes, memoryview]
 """A block's header, and its bytes."""
 
 _TAIL_BYTES = 128 << 20
@@ -72,7 +78,7 @@ class TailSlots:
 
     def payload(self, slot: int) -> memoryview:
         """A slot's bytes."""
-        return self.segment.slots[slot][HEADER_BYTES:]
+        return self.segment.slots[slot].payload
 
     def range_of(self, slot: int) -> MemoryRange:
         """Where a slot's bytes lie."""
@@ -91,7 +97,7 @@ class LentMemory(ABC):
         self.tails = tails
 
     @abstractmethod
-    def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[Frame]]:
+    def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[LentFrame]]:
         """The frames of a read's blocks, some at a time.
 
         Bytes are to be copied within `read.copying()`, and those of one list before the next
@@ -118,7 +124,7 @@ class HostMemory(LentMemory):
         """A block's bytes, where they lie."""
         return memoryview(self._blocks[object_id])
 
-    def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[Frame]]:
+    def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[LentFrame]]:
         """See `LentMemory.frames`."""
         if read.blocks:
             yield [(block.header, self._payload(block)) for block in read.blocks]
@@ -197,7 +203,7 @@ class GatheredMemory(LentMemory):
         self._num_slots = segments[0].num_slots
         self._num_free = threading.Semaphore(len(self._free))
 
-    def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[Frame]]:
+    def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[LentFrame]]:
         """See `LentMemory.frames`."""
         for first in range(0, len(read.blocks), self._num_slots):
             blocks = read.blocks[first : first + self._num_slots]
@@ -222,7 +228,7 @@ class GatheredMemory(LentMemory):
         try:
             self._desk.gather([block.object_id for block in blocks], segment, timeout_s)
             slots = segment.slots[: len(blocks)]
-            return [memoryview(bytes(slot[HEADER_BYTES:])) for slot in slots]
+            return [memoryview(bytes(slot.payload)) for slot in slots]
         finally:
             self._free.append(segment)
             self._num_free.release()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from threading import Lock
 
-from kvstore.store import GetStatus, StoreStats
+from kvstore.store import Frame, GetStatus, StoreStats
 
 __all__ = ["StoreCounters"]
 
@@ -21,30 +21,24 @@ class StoreCounters:
         self._put_bytes = self._get_bytes = 0
         self._evictions = self._expirations = 0 if sees_removals else None
 
-    def count_puts(self, values: Sequence[memoryview]) -> None:
-        """Counts one `put_many`, whether or not its keys existed."""
-        num_bytes = sum(value.nbytes for value in values)
+    def count_puts(self, values: Sequence[memoryview | Frame]) -> None:
+        """Counts one `put_many` or `put_frames`, whether or not its keys existed."""
+        num_bytes = sum(map(_num_bytes, values))
         with self._lock:
             self._puts += len(values)
             self._put_bytes += num_bytes
 
-    def count_gets(self, statuses: Sequence[GetStatus], buffers: Sequence[memoryview]) -> None:
-        """Counts one `get_many_into`."""
+    def count_gets(
+        self, statuses: Sequence[GetStatus], buffers: Sequence[memoryview | Frame]
+    ) -> None:
+        """Counts one `get_many_into` or `get_frames_into`."""
         hit_bytes = [
-            buffer.nbytes
+            _num_bytes(buffer)
             for status, buffer in zip(statuses, buffers, strict=True)
             if status is GetStatus.HIT
         ]
         with self._lock:
             self._gets += len(statuses)
-            self._hits += len(hit_bytes)
-            self._get_bytes += sum(hit_bytes)
-
-    def count_maps(self, views: Sequence[memoryview | None]) -> None:
-        """Counts one `map_many`."""
-        hit_bytes = [view.nbytes for view in views if view is not None]
-        with self._lock:
-            self._gets += len(views)
             self._hits += len(hit_bytes)
             self._get_bytes += sum(hit_bytes)
 
@@ -71,3 +65,7 @@ class StoreCounters:
                 self._evictions,
                 self._expirations,
             )
+
+
+def _num_bytes(value: memoryview | Frame) -> int:
+    return value.nbytes if isinstance(value, memoryview) else sum(part.nbytes for part in value)

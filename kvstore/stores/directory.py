@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from kvstore.store import GetStatus, KvStore, MappedObjects, StoreCapabilities, StoreStats
+from kvstore.store import Frame, GetStatus, KvStore, StoreCapabilities, StoreStats
 from kvstore.stores.file_io import os_errors_as_unavailable, status_of
 from kvstore.stores.folder_space import FolderSpace
-from kvstore.stores.object_folder import ObjectFolder
+from kvstore.stores.object_folder import ObjectFolder, Parts
 from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
 
 __all__ = ["FileStore", "ShmStore"]
@@ -62,18 +62,26 @@ class _DirectoryStore(KvStore):
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """See `KvStore.put_many`."""
-        with os_errors_as_unavailable():
-            self._folder.put_many(keys, values)
+        self._put(keys, [(value,) for value in values])
         self._counters.count_puts(values)
+
+    def put_frames(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
+        """See `KvStore.put_frames`."""
+        self._put(keys, frames)
+        self._counters.count_puts(frames)
 
     def get_many_into(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[GetStatus]:
         """See `KvStore.get_many_into`."""
-        with os_errors_as_unavailable():
-            pairs = zip(keys, buffers, strict=True)
-            statuses = [self._folder.read_into(key, buffer) for key, buffer in pairs]
+        statuses = self._get(keys, [(buffer,) for buffer in buffers])
         self._counters.count_gets(statuses, buffers)
+        return statuses
+
+    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
+        """See `KvStore.get_frames_into`."""
+        statuses = self._get(keys, frames)
+        self._counters.count_gets(statuses, frames)
         return statuses
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
@@ -100,6 +108,15 @@ class _DirectoryStore(KvStore):
             self._is_closed = True
             self._space.close()
 
+    def _put(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
+        with os_errors_as_unavailable():
+            self._folder.put_many(keys, values)
+
+    def _get(self, keys: Sequence[bytes], buffers: Sequence[Parts]) -> list[GetStatus]:
+        with os_errors_as_unavailable():
+            pairs = zip(keys, buffers, strict=True)
+            return [self._folder.read_into(key, parts) for key, parts in pairs]
+
 
 class FileStore(_DirectoryStore):
     """`file:///path`: objects on a disk."""
@@ -110,6 +127,7 @@ class FileStore(_DirectoryStore):
         survives_restart=True,
         takes_max_bytes=True,
         keeps_leases=True,
+        takes_frames=True,
     )
 
     @classmethod
@@ -132,11 +150,7 @@ class FileStore(_DirectoryStore):
 
 
 class ShmStore(_DirectoryStore):
-    """`shm://NAME`: objects in the machine's shared memory, `/dev/shm/baton-NAME`.
-
-    It maps objects, which `FileStore` does not: where a disk fails to read a page of a
-    mapping, the process is killed.
-    """
+    """`shm://NAME`: objects in the machine's shared memory, `/dev/shm/baton-NAME`."""
 
     capabilities = StoreCapabilities(
         shared_between_processes=True,
@@ -144,7 +158,7 @@ class ShmStore(_DirectoryStore):
         survives_restart=False,
         takes_max_bytes=True,
         keeps_leases=True,
-        maps_objects=True,
+        takes_frames=True,
     )
 
     @classmethod
@@ -168,13 +182,6 @@ class ShmStore(_DirectoryStore):
         if not _is_private_or_absent(folder):
             raise parts.error(f"{folder} is not a private folder of this user; choose another name")
         return cls._open(parts, folder, default_max_bytes=4 << 30, syncs=False, recycles=True)
-
-    def map_many(self, keys: Sequence[bytes]) -> MappedObjects:
-        """See `KvStore.map_many`."""
-        with os_errors_as_unavailable():
-            views = [self._folder.map(key) for key in keys]
-        self._counters.count_maps(views)
-        return MappedObjects(views)
 
 
 def _is_private_or_absent(folder: Path) -> bool:

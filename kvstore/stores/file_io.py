@@ -1,10 +1,9 @@
 """Whole reads and writes of open files, and their errors told as a store's."""
 
 import fcntl
-import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from kvstore.store import StoreUnavailableError
 
 __all__ = [
     "create_locked",
-    "map_all",
     "os_errors_as_unavailable",
     "read_all",
     "status_of",
@@ -69,29 +67,30 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def read_all(fd: int, buffer: memoryview) -> bool:
-    """Fills the buffer from an open file; whether the file held enough."""
-    filled = 0
-    while filled < len(buffer):
-        num_read = os.readv(fd, [buffer[filled:]])
+def read_all(fd: int, parts: Sequence[memoryview]) -> bool:
+    """Fills the parts, one after the other, from an open file; whether the file held enough."""
+    left = _without(parts, 0)
+    while left:
+        num_read = os.readv(fd, left)
         if num_read == 0:
             return False
-        filled += num_read
+        left = _without(left, num_read)
     return True
 
 
-def map_all(fd: int, num_bytes: int) -> memoryview:
-    """The bytes of an open file where they lie, read-only.
+def write_all(fd: int, parts: Sequence[memoryview]) -> None:
+    """Writes all parts, one after the other, to an open file, from its beginning."""
+    written, left = 0, _without(parts, 0)
+    while left:
+        num_written = os.pwritev(fd, left, written)
+        written += num_written
+        left = _without(left, num_written)
 
-    The view keeps the file open, and what is locked of it; its end ends both.
-    """
-    if not num_bytes:
-        return memoryview(b"")
-    return memoryview(mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ))
 
-
-def write_all(fd: int, value: memoryview) -> None:
-    """Writes all of a value to an open file, from its beginning."""
-    written = 0
-    while written < len(value):
-        written += os.pwrite(fd, value[written:], written)
+def _without(parts: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the parts behind so many bytes; nothing that is empty comes first."""
+    for index, part in enumerate(parts):
+        if num_bytes < part.nbytes:
+            return [part[num_bytes:], *parts[index + 1 :]]
+        num_bytes -= part.nbytes
+    return []

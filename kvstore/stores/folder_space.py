@@ -16,8 +16,8 @@
 - Leases: no lock keeps a touch from coming between a look at an object and its
   removal. So it first loses its name, which makes touches fail, and gets it back
   if it was touched meanwhile.
-- Readers: the memory of an object that is removed while it is read, or mapped,
-  counts as free. It is so a moment later, when the last reader closes it.
+- Readers: the memory of an object that is removed while it is read counts as
+  free. It is so a moment later, when the last reader closes it.
 - Crashes: a writer holds `flock` on its temporary file. One that nobody holds
   is a dead writer's, and the next listing removes it or makes it a spare one.
 """

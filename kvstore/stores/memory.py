@@ -13,9 +13,9 @@ from time import monotonic
 from typing import Self
 
 from kvstore.store import (
+    Frame,
     GetStatus,
     KvStore,
-    MappedObjects,
     StoreCapabilities,
     StoreStats,
     StoreUnavailableError,
@@ -136,7 +136,7 @@ class MemoryStore(KvStore):
         survives_restart=False,
         takes_max_bytes=True,
         keeps_leases=True,
-        maps_objects=True,
+        takes_frames=True,
     )
 
     def __init__(self, name: str, objects: _Objects, timeout_s: float) -> None:
@@ -181,16 +181,22 @@ class MemoryStore(KvStore):
             self._put(key, value)
         self._counters.count_puts(values)
 
-    def _put(self, key: bytes, value: memoryview) -> None:
-        objects = self._objects
-        if value.nbytes > objects.max_bytes:
+    def put_frames(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
+        """See `KvStore.put_frames`."""
+        for key, parts in zip(keys, frames, strict=True):
+            self._put(key, *parts)
+        self._counters.count_puts(frames)
+
+    def _put(self, key: bytes, *parts: memoryview) -> None:
+        objects, num_bytes = self._objects, sum(part.nbytes for part in parts)
+        if num_bytes > objects.max_bytes:
             raise StoreUnavailableError(
-                f"an object of {value.nbytes} bytes exceeds max_bytes={objects.max_bytes}"
+                f"an object of {num_bytes} bytes exceeds max_bytes={objects.max_bytes}"
             )
         with objects.lock:
             if objects.touch(key) is not None:
                 return
-        copy = bytes(value)  # outside the lock: it is the long part
+        copy = b"".join(parts)  # outside the lock: it is the long part
         with objects.lock:
             if objects.touch(key) is None:
                 objects.insert(key, copy, self._counters)
@@ -199,19 +205,21 @@ class MemoryStore(KvStore):
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> list[GetStatus]:
         """See `KvStore.get_many_into`."""
-        with self._objects.lock:
-            values = [self._objects.touch(key) for key in keys]
-        statuses = [copy_into(value, buffer) for value, buffer in zip(values, buffers, strict=True)]
+        pairs = zip(self._touch(keys), buffers, strict=True)
+        statuses = [copy_into(value, buffer) for value, buffer in pairs]
         self._counters.count_gets(statuses, buffers)
         return statuses
 
-    def map_many(self, keys: Sequence[bytes]) -> MappedObjects:
-        """See `KvStore.map_many`."""
+    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
+        """See `KvStore.get_frames_into`."""
+        pairs = zip(self._touch(keys), frames, strict=True)
+        statuses = [copy_into(value, *parts) for value, parts in pairs]
+        self._counters.count_gets(statuses, frames)
+        return statuses
+
+    def _touch(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._objects.lock:
-            values = [self._objects.touch(key) for key in keys]
-        views = [None if value is None else memoryview(value) for value in values]
-        self._counters.count_maps(views)
-        return MappedObjects(views)
+            return [self._objects.touch(key) for key in keys]
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         """See `KvStore.contains_prefix`."""

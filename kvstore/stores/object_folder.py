@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.file_io import map_all, read_all, status_of, sync_folder, touch, write_all
+from kvstore.stores.file_io import read_all, status_of, sync_folder, touch, write_all
 from kvstore.stores.folder_space import FolderSpace, ReservedFile
 
-__all__ = ["ObjectFolder"]
+__all__ = ["ObjectFolder", "Parts"]
+
+Parts = Sequence[memoryview]
+"""An object's bytes, in one part or several."""
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NOT_AN_OBJECT = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES)
@@ -37,7 +40,7 @@ class _NewObject:
     """An object on its way: the name it shall have, and where it is until then."""
 
     path: str
-    value: memoryview
+    parts: Parts
     file: ReservedFile
 
 
@@ -58,32 +61,23 @@ class ObjectFolder:
         """Whether an object exists and is alive; it is touched then. Takes no lock."""
         return self._touch_if_alive(self._path(key))
 
-    def read_into(self, key: bytes, buffer: memoryview) -> GetStatus:
+    def read_into(self, key: bytes, parts: Parts) -> GetStatus:
         """Reads and touches an object."""
         path = self._path(key)
         with _opened(path) as fd:
             if fd is None or (status := self._space.hold(fd, path)) is None:
                 return GetStatus.MISSING
-            if status.st_size != buffer.nbytes or not read_all(fd, buffer):
+            if status.st_size != _num_bytes(parts) or not read_all(fd, parts):
                 return GetStatus.WRONG_SIZE
             # One that was evicted just now is no hit: that would promise a lease.
             return GetStatus.HIT if _touch(path) else GetStatus.MISSING
 
-    def map(self, key: bytes) -> memoryview | None:
-        """Touches an object; its bytes where they lie, or None if there is none."""
-        path = self._path(key)
-        with _opened(path) as fd:
-            if fd is None or (status := self._space.hold(fd, path)) is None:
-                return None
-            view = map_all(fd, status.st_size)
-            return view if _touch(path) else None
-
-    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+    def put_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
         """Commits objects, or touches those that exist."""
         max_bytes = self._space.max_bytes
-        for value in values:
-            if value.nbytes > max_bytes:
-                message = f"an object of {value.nbytes} bytes exceeds max_bytes={max_bytes}"
+        for num_bytes in map(_num_bytes, values):
+            if num_bytes > max_bytes:
+                message = f"an object of {num_bytes} bytes exceeds max_bytes={max_bytes}"
                 raise StoreUnavailableError(message)
         for batch in self._batches(zip(map(self._path, keys), values, strict=True)):
             self._put_batch(batch)
@@ -100,26 +94,25 @@ class ObjectFolder:
     def _touch_if_alive(self, path: str) -> bool:
         return self._space.is_alive(status_of(path)) and _touch(path)
 
-    def _batches(
-        self, pairs: Iterator[tuple[str, memoryview]]
-    ) -> Iterator[list[tuple[str, memoryview]]]:
+    def _batches(self, pairs: Iterator[tuple[str, Parts]]) -> Iterator[list[tuple[str, Parts]]]:
         """The objects that do not exist, in batches of bounded size; touches the others."""
-        batch: list[tuple[str, memoryview]] = []
+        batch: list[tuple[str, Parts]] = []
         batch_bytes = 0
         limit_bytes = min(_MAX_BATCH_BYTES, self._space.max_bytes // 8)
-        for path, value in pairs:
+        for path, parts in pairs:
             if self._touch_if_alive(path):
                 continue
-            is_full = batch_bytes + value.nbytes > limit_bytes or len(batch) == _MAX_BATCH_OBJECTS
+            num_bytes = _num_bytes(parts)
+            is_full = batch_bytes + num_bytes > limit_bytes or len(batch) == _MAX_BATCH_OBJECTS
             if batch and is_full:
                 yield batch
                 batch, batch_bytes = [], 0
-            batch.append((path, value))
-            batch_bytes += value.nbytes
+            batch.append((path, parts))
+            batch_bytes += num_bytes
         if batch:
             yield batch
 
-    def _put_batch(self, batch: Sequence[tuple[str, memoryview]]) -> None:
+    def _put_batch(self, batch: Sequence[tuple[str, Parts]]) -> None:
         """Writes objects that did not exist a moment ago."""
         opened: list[_NewObject] = []
         try:
@@ -142,18 +135,23 @@ class ObjectFolder:
         for path in late:
             self._touch_if_alive(path)
 
-    def _reserve(self, batch: Sequence[tuple[str, memoryview]], opened: list[_NewObject]) -> None:
+    def _reserve(self, batch: Sequence[tuple[str, Parts]], opened: list[_NewObject]) -> None:
         """Makes room and files for a batch."""
         with self._space.locked():
-            self._space.make_room(sum(value.nbytes for _, value in batch))
-            for path, value in batch:
-                opened.append(_NewObject(path, value, self._space.reserve(value.nbytes)))
+            self._space.make_room(sum(_num_bytes(parts) for _, parts in batch))
+            for path, parts in batch:
+                file = self._space.reserve(_num_bytes(parts))
+                opened.append(_NewObject(path, parts, file))
 
     def _write(self, new: _NewObject) -> None:
-        write_all(new.file.fd, new.value)
+        write_all(new.file.fd, new.parts)
         touch(new.file.fd)
         if self._syncs:
             os.fsync(new.file.fd)
+
+
+def _num_bytes(parts: Parts) -> int:
+    return sum(part.nbytes for part in parts)
 
 
 @contextmanager

@@ -125,8 +125,8 @@ def test_a_dead_writers_file_is_swept_and_a_living_ones_kept(folder):
 def _write_and_never_finish(folder, has_begun):
     """Writes half an object, then waits to be killed."""
 
-    def write_half(fd, value):
-        os.write(fd, value[: len(value) // 2])
+    def write_half(fd, parts):
+        os.write(fd, parts[0][: len(parts[0]) // 2])
         has_begun.set()
         time.sleep(60)
 
@@ -155,8 +155,8 @@ def test_a_writer_killed_half_way_leaves_nothing(folder):
 def test_a_full_disk_is_unavailable_and_leaves_nothing(folder, monkeypatch):
     keys = random_keys(2)
 
-    def write_until_full(fd, value):
-        os.write(fd, value[:50])
+    def write_until_full(fd, parts):
+        os.write(fd, parts[0][:50])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with opened(folder) as store:

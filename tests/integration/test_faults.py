@@ -78,7 +78,8 @@ def test_none_of_ten_thousand_spoiled_objects_is_used(open_engine, tmp_path):
         reader.run_until(lambda jobs=jobs: all(job in reader.loads for job in jobs), "loads")
         taken = torch.tensor([reader.loads[job].num_blocks for job in jobs], dtype=torch.bool)
         assert torch.equal(reader.block_bytes[taken], publisher.block_bytes[taken])
-        assert torch.equal(reader.block_bytes[~taken], before[~taken])
+        refused = reader.block_bytes[~taken]
+        assert (refused.eq(before[~taken]) | refused.eq(0)).all()
         num_refused += int((~taken).sum())
         num_taken += int(taken.sum())
     assert num_taken > _NUM_REFUSED // 50, "some are whole"

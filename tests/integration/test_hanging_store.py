@@ -12,7 +12,7 @@ from kvstore import io_threads, store_worker
 from kvstore.connector import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.registry import open_store
-from kvstore.store import GetStatus
+from kvstore.store import Frame, GetStatus
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
 from tests.support.held_copier import HeldCopier
 
@@ -31,11 +31,15 @@ class HangingStore:
         self.capabilities, self.timeout_s = self.inner.capabilities, 0.01
         self.stats = self.inner.stats
         self.delete = self.inner.delete
-        self.map_many = self.inner.map_many
+        self.get_frames_into = self.inner.get_frames_into
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         self._hang()
         self.inner.put_many(keys, values)
+
+    def put_frames(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
+        self._hang()
+        self.inner.put_frames(keys, frames)
 
     def get_many_into(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]

@@ -70,7 +70,7 @@ def test_corrupt_objects_and_open_breakers_show(rig: Rig, monkeypatch: pytest.Mo
     def refuse(*args: object) -> None:
         raise StoreUnavailableError("down")
 
-    monkeypatch.setattr(rig.store, "get_many_into", refuse)
+    monkeypatch.setattr(rig.store, "get_frames_into", refuse)
     assert rig.load([3]).error == "unavailable"
     assert rig.value("baton_kv_open_breakers", "load") == 1
     assert rig.value("baton_kv_open_breakers", "save") == 0

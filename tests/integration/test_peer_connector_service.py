@@ -78,7 +78,7 @@ def test_protobuf_reads_what_is_framed_by_hand(prefill: PeerRig, reader: Reader)
     assert len(stream) == 3 * frame_bytes
     for index, key in enumerate(keys(3)):
         frame = memoryview(stream)[index * frame_bytes :][:frame_bytes]
-        assert verify(frame, key)
+        assert verify(frame[:HEADER_BYTES], frame[HEADER_BYTES:], key)
         assert frame[HEADER_BYTES:] == prefill.pool[1 + index].numpy().tobytes()
 
 

@@ -1,16 +1,19 @@
 """The shm store's files, which serve one object after the other, and never two."""
 
 import multiprocessing
+import os
 import random
 import shutil
 import uuid
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import pytest
+
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus
-from kvstore.stores import folder_space
+from kvstore.stores import file_io, folder_space, object_folder
 from tests.support.store_folder import object_path, used_bytes
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -63,16 +66,63 @@ def test_an_evicted_objects_file_serves_the_next_of_its_size():
         ]
 
 
-def test_a_file_that_is_read_serves_nobody_else():
+def test_a_file_that_is_read_serves_nobody_else(monkeypatch):
     old, new = random_keys(2)
     with recycling() as (store, folder, _):
         store.put_many([old], [filled(1, 100)])
         old_inode = inode(folder, old)
-        with store.map_many([old]) as mapped:
+        first, second = frame = blank(64), blank(36)
+
+        def recycle_then_read(fd, parts):
             store.delete([old])
             store.put_many([new], [filled(2, 100)])
-            assert mapped.views == [filled(1, 100)]
+            return file_io.read_all(fd, parts)
+
+        monkeypatch.setattr(object_folder, "read_all", recycle_then_read)
+        assert store.get_frames_into([old], [frame]) == [GetStatus.MISSING], "it promises no lease"
+        assert bytes(first) + bytes(second) == bytes(filled(1, 100))
         assert inode(folder, new) != old_inode
+
+
+@pytest.mark.parametrize("num_bytes", [0, 63, 64, 99])
+def test_a_file_that_becomes_shorter_while_it_is_read_has_another_size(monkeypatch, num_bytes):
+    (key,) = random_keys(1)
+    with recycling() as (store, folder, _):
+        store.put_many([key], [filled(1, 100)])
+
+        def shorten_then_read(fd, parts):
+            os.truncate(object_path(folder, key), num_bytes)
+            return file_io.read_all(fd, parts)
+
+        monkeypatch.setattr(object_folder, "read_all", shorten_then_read)
+        frame = blank(64), blank(36)
+        assert store.get_frames_into([key], [frame]) == [GetStatus.WRONG_SIZE]
+
+
+@pytest.mark.parametrize("most", [1, 7, 63, 64, 65, 100])
+def test_calls_that_move_less_than_was_asked_are_repeated(monkeypatch, most):
+    keys = random_keys(2)
+    value = memoryview(bytes(range(200)))
+
+    def short(call):
+        def call_shortly(fd, parts, *args):
+            left, few = most, []
+            for part in parts:
+                few.append(part[:left])
+                left -= len(few[-1])
+            return call(fd, few, *args)
+
+        return call_shortly
+
+    with recycling() as (store, _, _):
+        for name in ("readv", "pwritev"):
+            monkeypatch.setattr(os, name, short(getattr(os, name)))
+        store.put_frames(keys[:1], [(value[:64], value[64:])])
+        store.put_many(keys[1:], [value])
+        for key in keys:
+            frame = blank(64), blank(136)
+            assert store.get_frames_into([key], [frame]) == [GetStatus.HIT]
+            assert b"".join(frame) == value == read(store, key, 200)
 
 
 def test_a_reader_that_comes_late_finds_nothing_foreign(monkeypatch):
@@ -126,17 +176,14 @@ def _churn_recycled(url, seed):
         for _ in range(150):
             chosen = generator.sample(range(60), 6)
             keys = [_CHURNED_KEYS[index] for index in chosen]
-            store.put_many(keys[:4], [filled(index, _CHURNED_BYTES) for index in chosen[:4]])
+            values = [filled(index, _CHURNED_BYTES) for index in chosen[:4]]
+            store.put_frames(keys[:4], [(value[:64], value[64:]) for value in values])
             store.delete(keys[:1])
-            with store.map_many(keys) as mapped:
-                buffers = [blank(_CHURNED_BYTES) for _ in keys]
-                statuses = store.get_many_into(keys, buffers)
-                for view, status, buffer, index in zip(
-                    mapped.views, statuses, buffers, chosen, strict=True
-                ):
-                    expected = filled(index, _CHURNED_BYTES)
-                    num_wrong += view is not None and view != expected
-                    num_wrong += status is GetStatus.HIT and buffer != expected
+            frames = [(blank(64), blank(_CHURNED_BYTES - 64)) for _ in keys]
+            statuses = store.get_frames_into(keys, frames)
+            for status, frame, index in zip(statuses, frames, chosen, strict=True):
+                is_right = b"".join(frame) == filled(index, _CHURNED_BYTES)
+                num_wrong += status is GetStatus.HIT and not is_right
     return num_wrong
 
 

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
 from kvstore.job_scheduler import JobScheduler
 from kvstore.registry import open_store
+from kvstore.store import Frame
 from kvstore.store_worker import StoreConnectorWorker
 from kvstore.stores.memory import MemoryStore
 from tests.support.checkpoints import tiny_checkpoint
@@ -28,13 +28,13 @@ class HeldStore:
     """Lets no read of a store through until it is opened."""
 
     def __init__(self, store: MemoryStore) -> None:
-        self._get_many_into = store.get_many_into
+        self._get_frames_into = store.get_frames_into
         self.is_open = threading.Event()
-        store.get_many_into = self.get_many_into
+        store.get_frames_into = self.get_frames_into
 
-    def get_many_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]):
+    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]):
         assert self.is_open.wait(60)
-        return self._get_many_into(keys, buffers)
+        return self._get_frames_into(keys, frames)
 
 
 class Decode:
@@ -44,7 +44,6 @@ class Decode:
         self._ahead_s = 0.0
         store = open_store(url)
         assert isinstance(store, MemoryStore)
-        store.capabilities = replace(store.capabilities, maps_objects=False)
         self.held = HeldStore(store)
         config = with_device_defaults(
             EngineConfig(

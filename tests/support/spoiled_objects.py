@@ -64,7 +64,7 @@ def spoil(value: bytes, lots: random.Random, others: Sequence[bytes]) -> bytes:
 
 def _sealed_for_another_key(value: bytes, lots: random.Random) -> bytes:
     slot = memoryview(bytearray(value))
-    seal(slot, lots.randbytes(32))
+    seal(slot[:HEADER_BYTES], slot[HEADER_BYTES:], lots.randbytes(32))
     assert bytes(slot[HEADER_BYTES:]) == value[HEADER_BYTES:]
     return bytes(slot)
 

@@ -9,6 +9,7 @@ from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.faults import take_fault_options
 from kvstore.faulty_backend import FAULTS, FaultPlan, FaultyBackend
 from kvstore.open_connector import open_connector
+from kvstore.slot import Slot
 from kvstore.store import GetStatus, StoreUnavailableError
 
 KEYS = tuple(bytes([number]) * 32 for number in range(8))
@@ -17,6 +18,8 @@ SLOT_BYTES = HEADER_BYTES + 200
 
 class DictBackend:
     """Objects by key; remembers each call of `put`."""
+
+    takes_frames = True
 
     def __init__(self):
         self.objects = {}
@@ -28,7 +31,7 @@ class DictBackend:
     def put(self, job, keys, slots):
         self.puts.append(list(keys))
         for key, slot in zip(keys, slots, strict=True):
-            self.objects.setdefault(key, bytes(slot))
+            self.objects.setdefault(key, slot.to_bytes())
 
     def fetch(self, job, keys, slots):
         statuses = []
@@ -36,10 +39,10 @@ class DictBackend:
             value = self.objects.get(key)
             if value is None:
                 statuses.append(GetStatus.MISSING)
-            elif len(value) != len(slot):
+            elif len(value) != slot.nbytes:
                 statuses.append(GetStatus.WRONG_SIZE)
             else:
-                slot[:] = value
+                slot.fill(value)
                 statuses.append(GetStatus.HIT)
         return statuses
 
@@ -47,12 +50,18 @@ class DictBackend:
         self.objects.pop(key, None)
 
 
-def sealed():
+def new_slot(*, is_whole):
+    if is_whole:
+        return Slot.of(memoryview(bytearray(SLOT_BYTES)))
+    return Slot(memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(200)))
+
+
+def sealed(*, are_whole=True):
     slots = []
     for number, key in enumerate(KEYS):
-        slot = memoryview(bytearray(SLOT_BYTES))
-        slot[HEADER_BYTES:] = bytes([number + 1]) * 200
-        seal(slot, key)
+        slot = new_slot(is_whole=are_whole)
+        slot.payload[:] = bytes([number + 1]) * 200
+        seal(slot.header, slot.payload, key)
         slots.append(slot)
     return slots
 
@@ -61,13 +70,13 @@ def faulty(inner=None, seed=0, delay_s=0.0, **probabilities):
     return FaultyBackend(inner or DictBackend(), FaultPlan(probabilities, seed, delay_s))
 
 
-def fetched(backend):
+def fetched(backend, *, are_whole=True):
     """Each key's state: good, bad, missing, or another size."""
-    slots = [memoryview(bytearray(SLOT_BYTES)) for _ in KEYS]
+    slots = [new_slot(is_whole=are_whole) for _ in KEYS]
     statuses = backend.fetch(None, KEYS, slots)
     states = {GetStatus.MISSING: "missing", GetStatus.WRONG_SIZE: "size"}
     return [
-        states.get(status, "good" if verify(slot, key) else "bad")
+        states.get(status, "good" if verify(slot.header, slot.payload, key) else "bad")
         for status, slot, key in zip(statuses, slots, KEYS, strict=True)
     ]
 
@@ -89,6 +98,12 @@ def test_without_faults_everything_passes():
     assert KEYS[0] not in inner.objects
 
 
+def test_whether_slots_may_be_in_two_parts_is_passed_on():
+    inner = DictBackend()
+    for inner.takes_frames in (True, False):
+        assert faulty(inner).takes_frames == inner.takes_frames
+
+
 @pytest.mark.parametrize(
     ("fault", "states"),
     [
@@ -98,12 +113,13 @@ def test_without_faults_everything_passes():
         ("reorder", {"bad"}),
     ],
 )
-def test_what_is_put_goes_wrong(fault, states):
-    inner, slots = DictBackend(), sealed()
-    before = [bytes(slot) for slot in slots]
+@pytest.mark.parametrize("are_whole", [True, False])
+def test_what_is_put_goes_wrong(fault, states, are_whole):
+    inner, slots = DictBackend(), sealed(are_whole=are_whole)
+    before = [slot.to_bytes() for slot in slots]
     faulty(inner, **{fault: 1.0}).put(None, KEYS, slots)
     assert set(fetched(inner)) <= states
-    assert [bytes(slot) for slot in slots] == before, "the slots are the caller's"
+    assert [slot.to_bytes() for slot in slots] == before, "the slots are the caller's"
 
 
 def test_a_duplicate_is_put_twice():
@@ -122,9 +138,10 @@ def test_a_duplicate_is_put_twice():
         ("duplicate", {"bad", "good"}),  # the first has nothing before it
     ],
 )
-def test_what_is_fetched_goes_wrong(fault, states):
+@pytest.mark.parametrize("are_whole", [True, False])
+def test_what_is_fetched_goes_wrong(fault, states, are_whole):
     inner = filled()
-    assert set(fetched(faulty(inner, **{fault: 1.0}))) == states
+    assert set(fetched(faulty(inner, **{fault: 1.0}), are_whole=are_whole)) == states
     assert fetched(inner) == ["good"] * 8, "only the way is bad"
 
 
@@ -155,7 +172,7 @@ def test_a_call_is_delayed_once_and_not_longer_than_asked():
 def test_a_seed_draws_the_same_whatever_the_order_of_calls():
     def draw(seed, order):
         backend = faulty(filled(), seed=seed, drop=0.5)
-        slots = [memoryview(bytearray(SLOT_BYTES))]
+        slots = [new_slot(is_whole=True)]
         drawn = {}
         for _ in range(4):
             for key in order:

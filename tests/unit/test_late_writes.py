@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvstore.backend import InDoubtError
-from kvstore.codec import seal, verify
+from kvstore.codec import make_header
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.copier import HostCopier
 from kvstore.layout import KvLayout
@@ -24,6 +24,8 @@ NUM_SEGMENTS = 2
 class Peer:
     """Lends blocks of ones, twos and so on; its transfers fail while it `is_silent`."""
 
+    takes_frames = False
+
     def __init__(self):
         self.is_silent = False
         self.put_slots = {}
@@ -33,17 +35,14 @@ class Peer:
 
     def put(self, job, keys, slots):
         for key, slot in zip(keys, slots, strict=True):
-            self.put_slots[key] = bytes(slot)
+            self.put_slots[key] = slot.to_bytes()
 
     def fetch(self, job, keys, slots):
         if self.is_silent:
             raise InDoubtError("silent", lambda: False)
         for key, slot in zip(keys, slots, strict=True):
-            slot[:] = sealed(key)
+            slot.fill(sealed(key))
         return [GetStatus.HIT] * len(keys)
-
-    def show(self, job, keys):
-        return None
 
     def discard(self, key):
         pass
@@ -54,9 +53,8 @@ def block(key):
 
 
 def sealed(key):
-    slot = memoryview(bytearray(64) + bytearray(block(key).numpy().tobytes()))
-    seal(slot, key)
-    return slot
+    payload = block(key).numpy().tobytes()
+    return make_header(memoryview(payload), key) + payload
 
 
 class Rig:
@@ -143,7 +141,7 @@ def test_a_late_write_before_verification_fails_the_load_alone(doubtful):
 
     def fetch_and_write_late(job, keys, slots):
         statuses = fetch(job, keys, slots)
-        slots[1][-1] ^= 1
+        slots[1].payload[-1] ^= 1
         return statuses
 
     doubtful.peer.fetch = fetch_and_write_late
@@ -170,7 +168,7 @@ def test_a_late_write_does_not_change_what_is_saved(make_rig):
     assert rig.run_until(1) == [SaveResult(1, committed=True)]
     assert gathered.is_set()
     slot = rig.peer.put_slots[keys(1)[0]]
-    assert verify(memoryview(slot), keys(1)[0])
+    assert slot[:64] == make_header(memoryview(slot[64:]), keys(1)[0])
     assert slot[64:] == rig.pool[3].numpy().tobytes()
 
 

@@ -16,12 +16,13 @@ from kvstore.measured import MeasuredBackend, MeasuredWorker
 from kvstore.metrics import KvMetrics, TransferMetrics
 from kvstore.multi.messages import MultiWork
 from kvstore.multi.worker import MultiWorker
+from kvstore.slot import Slot
 from kvstore.store import GetStatus, StoreUnavailableError
 from tests.support.fake_connector import FakeWorker
 
 LOAD = LoadJob(1, (b"a", b"b"), (0, 1))
 SAVE = SaveJob(2, (b"a",), (0,))
-SLOTS = [memoryview(bytearray(8)), memoryview(bytearray(8))]
+SLOTS = [Slot.of(memoryview(bytearray(100))), Slot(*[memoryview(bytearray(50))] * 2)]
 
 
 class ScriptedWorker(FakeWorker):
@@ -155,6 +156,7 @@ def test_members_of_several_are_told_apart():
 
 class FakeBackend:
     def __init__(self) -> None:
+        self.takes_frames = True
         self.fails = False
         self.discarded: list[bytes] = []
 
@@ -182,10 +184,16 @@ def test_calls_count_what_they_moved():
     assert backend.num_held([b"a", b"b"]) == 1
     values, _ = metrics.snapshot()
     assert values["baton_kv_objects", "save"] == 2
-    assert values["baton_kv_bytes", "save"] == 16
+    assert values["baton_kv_bytes", "save"] == 200
     assert values["baton_kv_objects", "load"] == 1
-    assert values["baton_kv_bytes", "load"] == 8
+    assert values["baton_kv_bytes", "load"] == 100
     assert values["baton_kv_skipped_objects",] == 1
+
+
+def test_whether_slots_may_be_in_two_parts_is_passed_on():
+    inner = FakeBackend()
+    for inner.takes_frames in (True, False):
+        assert MeasuredBackend(inner, TransferMetrics()).takes_frames == inner.takes_frames
 
 
 def test_calls_that_fail_are_timed_and_move_nothing():

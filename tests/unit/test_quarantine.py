@@ -112,7 +112,7 @@ def test_a_trusted_segment_is_not_copied(buffers):
     segment.frames[:] = 3
     segment.secure(segment.num_slots)
     assert segment.trusted is segment
-    assert bytes(segment.slots[0][:HEADER_BYTES]) == bytes([3]) * HEADER_BYTES
+    assert bytes(segment.slots[0].header) == bytes([3]) * HEADER_BYTES
 
 
 def test_trusted_segments_are_taken_first(buffers, clock):

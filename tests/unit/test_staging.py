@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvstore.block_views import view_blocks
-from kvstore.codec import HEADER_BYTES, seal, verify
+from kvstore.codec import seal, verify
 from kvstore.layout import KvLayout
 from kvstore.staging import StagingBuffers, slots_per_segment
 
@@ -21,12 +21,12 @@ def _segment(layout):
     segment = StagingBuffers(layout, torch.device("cpu")).take()
     count = torch.arange(layout.block_bytes) % 255 + 1
     for slot in segment.slots:
-        slot[HEADER_BYTES:] = bytes(count.tolist())
+        slot.payload[:] = bytes(count.tolist())
     return segment
 
 
 def _views(layout, slot):
-    payload = torch.frombuffer(slot[HEADER_BYTES:], dtype=torch.uint8)
+    payload = torch.frombuffer(slot.payload, dtype=torch.uint8)
     block = payload.view(getattr(torch, layout.pool_dtype)).view(layout.block_shape)
     views = view_blocks(block, layout)
     parts = [views.states.view(torch.uint8)]
@@ -49,7 +49,7 @@ def test_what_lies_behind_a_tail_does_not_leave_the_process(layout):
     for part, before in parts:
         assert torch.equal(part[..., :3, :], before[..., :3, :])
         assert not part[..., 3:, :].any()
-    assert bytes(segment.slots[1][:HEADER_BYTES]) == bytes(untouched.slots[1][:HEADER_BYTES])
+    assert segment.slots[1].header == untouched.slots[1].header
     assert segment.slots[0] == untouched.slots[0]
     assert segment.slots[2] == untouched.slots[2]
 
@@ -58,17 +58,16 @@ def test_what_lies_behind_a_tail_does_not_leave_the_process(layout):
 def test_a_block_of_another_type_is_refused_under_its_own_key(ours, theirs):
     """Should one ever lie there, which namespaces prevent."""
     written = _segment(theirs).slots[0]
-    seal(written, b"key")
-    assert verify(written, b"key")
-    num_bytes = HEADER_BYTES + ours.block_bytes
-    read = bytes(written)[:num_bytes].ljust(num_bytes, b"\0")
-    assert not verify(memoryview(read), b"key")
+    seal(written.header, written.payload, b"key")
+    assert verify(written.header, written.payload, b"key")
+    read = bytes(written.payload)[: ours.block_bytes].ljust(ours.block_bytes, b"\0")
+    assert not verify(written.header, memoryview(read), b"key")
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS, ids=lambda layout: layout.dtype)
 def test_a_changed_last_byte_is_found(layout):
     """In 8 bits, a factor's."""
     slot = _segment(layout).slots[0]
-    seal(slot, b"key")
-    slot[-1] ^= 1
-    assert not verify(slot, b"key")
+    seal(slot.header, slot.payload, b"key")
+    slot.payload[-1] ^= 1
+    assert not verify(slot.header, slot.payload, b"key")
