@@ -69,12 +69,9 @@ def verify(header: memoryview, payload: memoryview, key: bytes) -> bool:
         payload: as `header`; its length is what the reader expects of the block.
         key: the key that the object was read from.
     """
-    preamble = header[: _PREAMBLE.size]
-    return (
-        len(header) == HEADER_BYTES
-        and preamble == _preamble(len(payload))
-        and header[_PREAMBLE.size :] == _digest(preamble, payload, key)
-    )
+    preamble, digest = header[: _PREAMBLE.size], header[_PREAMBLE.size :]
+    is_ours = preamble == _preamble(len(payload))
+    return is_ours and digest == _digest(preamble, payload, key)
 
 
 def _preamble(num_payload_bytes: int) -> bytes:

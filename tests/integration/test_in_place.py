@@ -14,6 +14,7 @@ from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.faulty_backend import FAULTS, FaultPlan, FaultyBackend
 from kvstore.layout import KvLayout
 from kvstore.registry import open_store
+from kvstore.slot import Slot
 from kvstore.staging import StagingBuffers, slots_per_segment
 from kvstore.store import Frame, GetStatus, KvStore, StoreUnavailableError
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
@@ -297,3 +298,34 @@ def test_a_save_of_which_a_part_cannot_be_put_is_not_committed(
     rig.start(saves=(SaveJob(5, keys(NUM_BLOCKS), tuple(range(NUM_BLOCKS))),))
     assert rig.results(1) == [SaveResult(5, committed=False, error="unavailable")]
     assert memory_store.contains_prefix(keys(NUM_BLOCKS)) == PIECE
+
+
+class FailingPuts:
+    """A backend whose puts fail when `fail` is released; counts those that have begun."""
+
+    takes_frames = True
+
+    def __init__(self) -> None:
+        self.begun, self.fail = threading.Semaphore(0), threading.Semaphore(0)
+
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        self.begun.release()
+        assert self.fail.acquire(timeout=TIMEOUT_S)
+        raise StoreUnavailableError("full")
+
+
+@pytest.mark.usefixtures("no_segments")
+def test_a_save_that_has_failed_begins_no_further_call(
+    make_rig: Callable[[KvStore], ConnectorRig], memory_store: KvStore
+) -> None:
+    rig, puts = make_rig(memory_store), FailingPuts()
+    rig.worker.wrap_backend(lambda inner: puts)
+    rig.start(saves=(SaveJob(5, keys(NUM_BLOCKS), tuple(range(NUM_BLOCKS))),))  # in four pieces
+    puts.fail.release()
+    for _ in range(3):
+        assert puts.begun.acquire(timeout=TIMEOUT_S)
+    assert not rig.worker.poll(), "two calls are under way"
+    puts.fail.release(2)
+
+    assert rig.results(1) == [SaveResult(5, committed=False, error="unavailable")]
+    assert not puts.begun.acquire(blocking=False)
