@@ -122,8 +122,8 @@ class PieceIo:
             statuses = self.backend.fetch(job, piece.keys, slots)
             num_good, error = self._check(piece, slots, statuses)
         finally:
-            # Kernels may touch positions behind a sequence's end, and count on numbers there:
-            # times 0 those are nothing, but no other bytes are.
+            # Kernels may touch positions behind a sequence's end, and multiply what lies there by
+            # 0. That makes nothing of any number, but these bytes may be none.
             for slot in slots[num_good:]:
                 slot.payload[:] = bytes(slot.payload.nbytes)
         return PieceEnd(piece, num_good, error)
