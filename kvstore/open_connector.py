@@ -84,7 +84,13 @@ class _StoreFactory:
 
     def open(self, url: str) -> Connector:
         store = self.store_class.from_url(url)
-        return JobScheduler(connector_name(url), lease_s=store.ttl_s), StoreConnectorWorker(store)
+        # Only blocks that need no copy can be saved while their step runs.
+        scheduler = JobScheduler(
+            connector_name(url),
+            lease_s=store.ttl_s,
+            saves_ahead=store.capabilities.takes_frames,
+        )
+        return scheduler, StoreConnectorWorker(store)
 
 
 class _PeerFactory:

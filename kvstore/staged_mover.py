@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvstore.ahead import AheadPieces
 from kvstore.backend import Backend
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.io_threads import IoThreads
@@ -97,6 +98,7 @@ class StagedMover:
         self._news: deque[_News] = deque()
         self._jobs: dict[int, JobState] = {}
         self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
+        self._ahead = AheadPieces()
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
         self._cut: PoolCut
@@ -152,6 +154,8 @@ class StagedMover:
                 found = job.keys[: job.num_found]
                 unasked = partial(self._tell, JobHeld(state, 0))
                 self._io.submit(self._ask_held, state, found, instead=unasked)
+            elif isinstance(job, SaveJob) and job.step:
+                self._start_ahead(job.step, state)
             else:
                 self._waiting.append(state)
         for job_id in cancelled_loads:
@@ -162,6 +166,26 @@ class StagedMover:
             self._wake()
         else:
             self._start_pieces()
+
+    def layers_computed(self, step: int, num_layers: int) -> None:
+        """See `KvConnectorWorker.layers_computed`. Any thread."""
+        if pieces := self._ahead.take(step, num_layers):
+            self._submit_puts(pieces)
+
+    def step_ended(self, step: int, *, computed: bool) -> None:
+        """See `KvConnectorWorker.step_ended`."""
+        ended = self._ahead.end(step)
+        if computed:
+            self._submit_puts(ended.pieces)
+            self._waiting.extend(ended.jobs)
+            if not self._io.is_hanging:
+                self._start_pieces()
+            return
+        for piece in ended.pieces:
+            self._tell(PieceEnd(piece, 0, "failed"))
+        for job in ended.jobs:
+            job.error = "failed"
+            self._wake()
 
     def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
         """What has ended since the last call."""
@@ -218,7 +242,26 @@ class StagedMover:
         if isinstance(job.job, LoadJob):
             self._submit(partial(self._pieces.read_in_place, job.job, piece), piece)
         else:
-            self._submit(partial(self._pieces.put, job.job, piece), piece)
+            self._submit_puts([piece])
+
+    def _start_ahead(self, step: int, job: JobState) -> None:
+        """Has a save wait for its step: layer by layer, where layers can be moved from where they
+        are computed.
+        """
+        if not self._pieces.moves_in_place(job):
+            self._ahead.add_job(step, job)
+            return
+        num_layers = self._cut.object_layout.num_layers
+        pieces = job.start_layers(self._num_slots)
+        self._ahead.add_pieces(step, [((n + 1) * num_layers, piece) for n, piece in pieces])
+
+    def _submit_puts(self, pieces: Sequence[Piece]) -> None:
+        """Has pieces saved from where they lie. Any thread."""
+        for piece in pieces:
+            assert isinstance(piece.job.job, SaveJob)
+            self._submit(partial(self._pieces.put, piece.job.job, piece), piece)
+        if self._io.is_hanging:
+            self._wake()
 
     def _start_staged(self, job: JobState) -> bool:
         """Gives a job a segment, or fails it; False while it has to wait for one."""

@@ -104,6 +104,14 @@ class StoreConnectorWorker(KvConnectorWorker):
             self._delete_later(work.deletes)
         self._mover.start(work.loads, work.saves, work.cancelled_loads)
 
+    def layers_computed(self, step: int, num_layers: int) -> None:
+        """See `KvConnectorWorker.layers_computed`."""
+        self._mover.layers_computed(step, num_layers)
+
+    def step_ended(self, step: int, *, computed: bool) -> None:
+        """See `KvConnectorWorker.step_ended`."""
+        self._mover.step_ended(step, computed=computed)
+
     def poll(self) -> TransferResults:
         """See `KvConnectorWorker.poll`."""
         if self._lookups.is_hanging:

@@ -37,7 +37,9 @@ class JobState:
         num_open: pieces that have not ended.
         good_objects: indices of objects that were put, or verified and are in the pool.
         error: why it will not be whole; no further pieces are started then.
-        started_at: `time.monotonic()` at its start.
+        started_at: `time.monotonic()` at its start; of a save ahead of its step, when the first of
+            it could be moved.
+        waited: seconds for which it waited before that.
         told_at: `time.monotonic()` when a thread last did a part of it.
     """
 
@@ -49,6 +51,7 @@ class JobState:
     error: str = ""
     started_at: float = field(default_factory=time.monotonic)
     told_at: float = 0.0
+    waited: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -80,15 +83,38 @@ class JobState:
 
     def start_piece(self, num_objects: int, segment: "Segment | None") -> "Piece":
         """The next objects, at most so many: in a segment with room for them, or in place."""
-        first, end = self.next_object, self.next_object + num_objects
-        piece = Piece(self, first, self.job.keys[first:end], self.job.block_ids[first:end], segment)
-        self.next_object += len(piece.keys)
-        self.num_open += 1
+        end = min(self.next_object + num_objects, len(self.job.keys))
+        piece = self._new_piece(range(self.next_object, end), segment)
+        self.next_object = end
         return piece
+
+    def start_layers(self, num_objects: int) -> list[tuple[int, "Piece"]]:
+        """All objects in place, those of the same layers together, at most so many; each piece
+        with the number of its slice. For blocks whose heads are in one slice.
+        """
+        total, count = len(self.job.keys), self.objects_per_block
+        self.next_object = total
+        return [
+            (number, self._new_piece(range(total)[number::count][first : first + num_objects]))
+            for number in range(count)
+            for first in range(0, total // count, num_objects)
+        ]
+
+    def go_on(self) -> None:
+        """What a save ahead of its step waited for is there, at least the first of it."""
+        if not self.waited:
+            now = time.monotonic()
+            self.waited, self.started_at = now - self.started_at, now
+
+    def _new_piece(self, indices: range, segment: "Segment | None" = None) -> "Piece":
+        self.num_open += 1
+        keys = tuple(self.job.keys[index] for index in indices)
+        object_ids = tuple(self.job.block_ids[index] for index in indices)
+        return Piece(self, indices, keys, object_ids, segment)
 
     def end_piece(self, end: "PieceEnd") -> None:
         """Takes in what became of a piece."""
-        self.good_objects.update(range(end.piece.first, end.piece.first + end.num_good))
+        self.good_objects.update(end.piece.indices[: end.num_good])
         self.error = self.error or end.error
         self.num_open -= 1
 
@@ -97,7 +123,11 @@ class JobState:
         if isinstance(self.job, SaveJob):
             is_good = not self.error
             return SaveResult(
-                self.job.job_id, committed=is_good, error=self.error, seconds=self.seconds
+                self.job.job_id,
+                committed=is_good,
+                error=self.error,
+                seconds=self.seconds,
+                waited=self.waited,
             )
         # All may have come although the load was cancelled: a call under way goes on.
         num_good = self.num_good_blocks
@@ -107,13 +137,13 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The objects `[first, first + len(keys))` of a job.
+    """Objects of a job, `indices` of which they are.
 
     `segment` is what they are staged in; None if they move from and to where they lie in the pool.
     """
 
     job: JobState
-    first: int
+    indices: range
     keys: tuple[bytes, ...]
     object_ids: tuple[int, ...]
     segment: "Segment | None"
@@ -139,7 +169,7 @@ class Piece:
         """The slots of what `JobState.num_tail_tokens` is about."""
         if not self.job.num_tail_tokens:
             return range(0)
-        first_tail = len(self.job.job.keys) - self.job.objects_per_block - self.first
+        first_tail = len(self.job.job.keys) - self.job.objects_per_block - self.indices.start
         return range(max(0, first_tail), len(self.keys))
 
 

@@ -114,10 +114,11 @@ class Lender:
         blocks: list[LentBlock] = []
         problem = ""
         try:
-            keys = self._cut.object_keys(job.keys)  # one per block: they go as they are
-            for index, (key, object_id) in enumerate(zip(keys, job.block_ids, strict=True)):
-                is_last = index + 1 == len(job.keys)
-                num_tail_tokens = job.num_tail_tokens if is_last else 0
+            keys = self._cut.object_keys(job.keys)
+            object_ids = self._cut.object_ids(job.block_ids)
+            first_tail = len(keys) - self._cut.objects_per_block
+            for index, (key, object_id) in enumerate(zip(keys, object_ids, strict=True)):
+                num_tail_tokens = job.num_tail_tokens if index >= first_tail else 0
                 blocks.append(self._lend_block(memory, key, object_id, num_tail_tokens))
         except StoreUnavailableError as error:
             problem = "unavailable"

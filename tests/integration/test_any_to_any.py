@@ -78,15 +78,17 @@ def also_slowly(fast: Sequence[object], slow: Sequence[object]) -> list[object]:
     return [*fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
 
 
+@pytest.mark.parametrize("layer_slices", also_slowly([1], [3]))
 @pytest.mark.parametrize("tells_saved", also_slowly([True], [False]))
 @pytest.mark.parametrize("sizes", also_slowly([(8, 32), (32, 8)], [(16, 32), (32, 16), (16, 8)]))
 @pytest.mark.parametrize("variant", also_slowly(["mistral"], ["llama", "gpt2"]))
 def test_blocks_of_unlike_size(
-    variant: str, sizes: tuple[int, int], tells_saved: bool, tmp_path: Path
+    variant: str, sizes: tuple[int, int], tells_saved: bool, layer_slices: int, tmp_path: Path
 ) -> None:
     path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
+    form = {"kv_transfer_block_size": 8, "kv_transfer_layer_slices": layer_slices}
     prefill, decode = (
-        build(path, role, url, block_size=size, kv_transfer_block_size=8)
+        build(path, role, url, block_size=size, **form)
         for role, size in zip(("prefill", "decode"), sizes, strict=True)
     )
     assert prefill.namespace == decode.namespace
@@ -249,18 +251,27 @@ def build_halved(path: Path, role: str, url: str, **flags: object) -> EngineCore
     }
     config = EngineConfig(model=str(path), role=role, kv_connector=url, **(settings | flags))
     config = with_device_defaults(config)
-    connector = (JobScheduler("memory", lease_s=30), HalvedWorker(url))
+    connector = (JobScheduler("memory", lease_s=30, saves_ahead=True), HalvedWorker(url))
     return EngineCore(config, ModelRunner(config), connector)
 
 
+@pytest.mark.parametrize("layer_slices", [1, 3])
 @pytest.mark.parametrize("sizes", also_slowly([(16, 8)], [(8, 8)]))
 @pytest.mark.parametrize("halved", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("variant", also_slowly(["llama"], ["opt"]))
 def test_half_of_the_heads_each(
-    variant: str, halved: tuple[bool, bool], sizes: tuple[int, int], tmp_path: Path
+    variant: str,
+    halved: tuple[bool, bool],
+    sizes: tuple[int, int],
+    layer_slices: int,
+    tmp_path: Path,
 ) -> None:
     path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
-    flags = {"kv_transfer_block_size": 8, "kv_transfer_head_slices": 2}
+    flags = {
+        "kv_transfer_block_size": 8,
+        "kv_transfer_head_slices": 2,
+        "kv_transfer_layer_slices": layer_slices,
+    }
     cores = []
     for role, is_halved, size in zip(("prefill", "decode"), halved, sizes, strict=True):
         if is_halved:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason
+from kvstore.connector import ConnectorWork
 from tests.support.checkpoints import FAMILIES, VARIANTS, reference_greedy, tiny_checkpoint
 from tests.support.real_engines import GREEDY, SplitRun, build_core, run_all, tokens_of
 from tests.support.redis_server import RedisServer
@@ -57,13 +59,35 @@ def test_split_equals_transformers(variant: str, connector_url: str, block_size:
     check_split(variant, connector_url, block_size)
 
 
+@pytest.mark.parametrize("overlapped", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slices", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("connector_url", [*CONNECTORS, "nixl by pushes"], indirect=True)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, marks=() if variant == "llama" else pytest.mark.slow)
+        for variant in FAMILIES
+    ],
+)
+def test_split_by_layers_equals_transformers(
+    variant: str, connector_url: str, slices: int, overlapped: bool
+) -> None:
+    flags = {"kv_transfer_layer_slices": slices, "async_scheduling": overlapped}
+    steps_saved = check_split(variant, connector_url, 8, **flags)
+    is_ahead = slices > 1 and connector_url.startswith(("memory", "shm", "file"))
+    assert any(steps_saved) == is_ahead
+
+
 @pytest.mark.parametrize("connector_url", ["memory", "nixl by pushes"], indirect=True)
 @pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(FAMILIES)))
 def test_split_equals_transformers_for_variants(variant: str, connector_url: str) -> None:
     check_split(variant, connector_url, 8)
 
 
-def check_split(variant: str, connector_url: str, block_size: int) -> None:
+def check_split(
+    variant: str, connector_url: str, block_size: int, **overrides: object
+) -> list[int]:
+    """Returns the steps that saves were begun ahead of; 0 for those that were not."""
     path = tiny_checkpoint(variant)
     flags = {
         "block_size": block_size,
@@ -71,11 +95,13 @@ def check_split(variant: str, connector_url: str, block_size: int) -> None:
         "max_num_batched_tokens": 2 * block_size,
         # Computing such prompts takes less time than loading them: load them all the same.
         "kv_load_failure_policy": "fail",
+        **overrides,
     }
     prefill = build_core(path, "prefill", **flags)
     decode = build_core(path, "decode", **flags)
     requests = make_requests(block_size)
 
+    steps_saved = steps_of_saves(prefill)
     split = SplitRun(prefill, decode)
     try:
         split.run(requests)
@@ -91,6 +117,20 @@ def check_split(variant: str, connector_url: str, block_size: int) -> None:
         # Nothing is recomputed: the whole prompt came through the connector.
         assert outputs[0].cached_tokens == len(request.prompt_token_ids)
         assert outputs[-1].finish_reason is FinishReason.LENGTH
+    return steps_saved
+
+
+def steps_of_saves(core: EngineCore) -> list[int]:
+    """Grows with each save that the connector is given."""
+    worker, steps = core._connector, []
+    start = worker.start
+
+    def noting(work: ConnectorWork) -> None:
+        steps.extend(save.step for save in work.saves)
+        start(work)
+
+    worker.start = noting
+    return steps
 
 
 @pytest.mark.parametrize(

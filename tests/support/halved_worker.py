@@ -1,6 +1,6 @@
 """A connector worker as two ranks of tensor parallelism would have it, over one engine's pool."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,8 @@ _NUM_RANKS = 2
 class HalvedWorker(KvConnectorWorker):
     """Two workers with a pool of half the heads each.
 
-    What a job saves is first copied into their pools, what they have loaded out of them. For
-    types without factors.
+    What a job saves is first copied into their pools, what they have loaded out of them; of a
+    step to come, layer by layer. For types without factors.
 
     Args:
         url: of the store.
@@ -40,6 +40,7 @@ class HalvedWorker(KvConnectorWorker):
         self.ranks = [StoreConnectorWorker(open_store(url)) for _ in range(_NUM_RANKS)]
         self._jobs: dict[int, LoadJob | SaveJob] = {}
         self._told: dict[int, list[Any]] = {}
+        self._ahead: dict[int, list[SaveJob]] = {}
 
     def register_pool(
         self,
@@ -63,12 +64,25 @@ class HalvedWorker(KvConnectorWorker):
 
     def start(self, work: ConnectorWork) -> None:
         for job in work.saves:
-            for block_id in job.block_ids:
-                for theirs, own in zip(self._heads(self._pool), self._halves, strict=True):
-                    self._part(own, block_id).copy_(self._part(theirs, block_id))
+            if not job.step:
+                self._copy_out(job.block_ids, len(self._pool[0]))
+            self._ahead.setdefault(job.step, []).append(job)
         self._jobs.update((job.job_id, job) for job in (*work.loads, *work.saves))
         for worker in self.ranks:
             worker.start(work)
+
+    def layers_computed(self, step: int, num_layers: int) -> None:
+        for job in self._ahead.get(step, ()):
+            self._copy_out(job.block_ids, num_layers)
+        for worker in self.ranks:
+            worker.layers_computed(step, num_layers)
+
+    def step_ended(self, step: int, *, computed: bool) -> None:
+        if computed:
+            self.layers_computed(step, len(self._pool[0]))
+        self._ahead.pop(step, None)
+        for worker in self.ranks:
+            worker.step_ended(step, computed=computed)
 
     def poll(self) -> TransferResults:
         for worker in self.ranks:
@@ -99,6 +113,13 @@ class HalvedWorker(KvConnectorWorker):
                 for theirs, own in zip(self._heads(self._pool), self._halves, strict=True):
                     self._part(theirs, block_id).copy_(self._part(own, block_id))
         return least
+
+    def _copy_out(self, block_ids: Sequence[int], num_layers: int) -> None:
+        """The first layers only: what the others have is not computed."""
+        for block_id in block_ids:
+            for theirs, own in zip(self._heads(self._pool), self._halves, strict=True):
+                computed = self._part(theirs, block_id)[:num_layers]
+                self._part(own, block_id)[:num_layers] = computed
 
     def _heads(self, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return pool.chunk(_NUM_RANKS, dim=3)

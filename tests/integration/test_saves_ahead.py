@@ -1,0 +1,177 @@
+"""Saves that begin before their step: layers move as soon as they are computed, and no sooner."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvstore.connector import SaveJob, SaveResult
+from kvstore.registry import open_store
+from kvstore.store import KvStore
+from kvstore.transfer_form import PoolCut, TransferForm
+from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys
+from tests.support.kv_urls import fresh_shm_name
+
+BY_LAYER = TransferForm(LAYOUT.block_size, LAYOUT.dtype, num_layer_slices=LAYOUT.num_layers)
+STEP = 7
+BLOCKS = (5, 2, 9)
+
+
+@pytest.fixture(params=["memory", "shm"])
+def store_url(request: pytest.FixtureRequest, tmp_path) -> Iterator[str]:
+    if request.param == "memory":
+        yield f"memory://{tmp_path.name}"
+    else:
+        with fresh_shm_name() as name:
+            yield f"shm://{name}?max_bytes=64MiB"
+
+
+def make_rig(url: str, form: TransferForm = BY_LAYER) -> ConnectorRig:
+    """A rig whose pool is all NaN: nothing of it is computed."""
+    rig = ConnectorRig(open_store(url), form=form)
+    rig.computed = rig.pool.clone()
+    rig.pool.fill_(torch.nan)
+    return rig
+
+
+def start_ahead(rig: ConnectorRig, block_ids: Sequence[int] = BLOCKS, job_id: int = 0) -> None:
+    rig.start(saves=(SaveJob(job_id, keys(len(block_ids)), tuple(block_ids), step=STEP),))
+
+
+def compute(rig: ConnectorRig, layer: int) -> None:
+    """What a step does; then it tells."""
+    rig.pool[:, layer] = rig.computed[:, layer]
+
+
+def object_keys(rig: ConnectorRig, layer: int, form: TransferForm = BY_LAYER) -> list[bytes]:
+    cut = PoolCut(LAYOUT, form)
+    return [cut.object_keys([key])[layer] for key in keys(len(BLOCKS))]
+
+
+def await_held(store: KvStore, wanted: Sequence[bytes]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while store.contains_prefix(wanted) < len(wanted):
+        assert time.monotonic() < deadline, "nothing is saved"
+        time.sleep(0.001)
+
+
+def check_loads(rig: ConnectorRig) -> None:
+    """What was saved is what was computed."""
+    rig.pool.fill_(torch.nan)
+    targets = [20, 21, 22]
+    assert rig.load(targets).num_blocks == len(targets)
+    assert torch.equal(rig.pool[targets], rig.computed[list(BLOCKS)])
+
+
+def test_each_layer_moves_once_it_is_computed(store_url: str) -> None:
+    rig = make_rig(store_url)
+    start_ahead(rig)
+    assert rig.store.contains_prefix(object_keys(rig, 0)) == 0
+    for layer in range(LAYOUT.num_layers):
+        compute(rig, layer)
+        rig.worker.layers_computed(STEP, layer + 1)
+        await_held(rig.store, object_keys(rig, layer))
+        later = [key for other in range(layer + 1, 2) for key in object_keys(rig, other)]
+        assert not any(rig.store.contains_prefix([key]) for key in later)
+    assert rig.results(1) == [SaveResult(0, committed=True)]
+    rig.worker.step_ended(STEP, computed=True)
+    check_loads(rig)
+    rig.worker.close()
+
+
+def test_what_was_not_told_of_is_computed_when_the_step_is_over(store_url: str) -> None:
+    rig = make_rig(store_url)
+    start_ahead(rig)
+    compute(rig, 0)
+    rig.worker.layers_computed(STEP, 1)
+    rig.worker.layers_computed(STEP + 1, 2)  # another step's
+    await_held(rig.store, object_keys(rig, 0))
+    compute(rig, 1)
+    rig.worker.step_ended(STEP, computed=True)
+    assert rig.results(1) == [SaveResult(0, committed=True)]
+    check_loads(rig)
+    rig.worker.close()
+
+
+def test_nothing_more_moves_of_a_step_that_failed(store_url: str) -> None:
+    rig = make_rig(store_url)
+    start_ahead(rig)
+    compute(rig, 0)
+    rig.worker.layers_computed(STEP, 1)
+    await_held(rig.store, object_keys(rig, 0))
+    rig.worker.step_ended(STEP, computed=False)
+    assert rig.results(1) == [SaveResult(0, committed=False, error="failed")]
+    assert rig.store.contains_prefix(object_keys(rig, 1)) == 0
+    rig.worker.layers_computed(STEP, 2)  # too late
+    assert rig.store.contains_prefix(object_keys(rig, 1)) == 0
+    rig.worker.close()
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_what_is_converted_waits_for_the_step(computed: bool, store_url: str) -> None:
+    form = replace(BY_LAYER, dtype="bfloat16")
+    rig = make_rig(store_url, form)
+    start_ahead(rig)
+    compute(rig, 0)
+    rig.worker.layers_computed(STEP, 1)
+    compute(rig, 1)
+    rig.worker.layers_computed(STEP, 2)
+    assert rig.worker.poll().saves == ()
+    rig.worker.step_ended(STEP, computed=computed)
+    error = "" if computed else "failed"
+    assert rig.results(1) == [SaveResult(0, committed=computed, error=error)]
+    held = rig.store.contains_prefix(object_keys(rig, 1, form))
+    assert held == (len(BLOCKS) if computed else 0)
+    rig.worker.close()
+
+
+def test_a_save_waits_before_it_takes_time(store_url: str) -> None:
+    rig = make_rig(store_url)
+    start_ahead(rig)
+    begun_at = time.monotonic()
+    while time.monotonic() - begun_at < 0.05:
+        rig.woken.wait(0.01)
+    for layer in range(LAYOUT.num_layers):
+        compute(rig, layer)
+    rig.worker.layers_computed(STEP, LAYOUT.num_layers)
+    (result,) = rig.results(1)
+    assert result.waited >= 0.05
+    assert 0 < result.seconds <= time.monotonic() - begun_at - result.waited
+    rig.worker.close()
+
+
+def test_steps_tell_from_a_thread_of_their_own(store_url: str) -> None:
+    """Many steps, each with a job, told of while the next one's is given."""
+    rig = make_rig(store_url)
+    for layer in range(LAYOUT.num_layers):
+        compute(rig, layer)
+    started = threading.Semaphore(0)
+    count = 60
+
+    def tell() -> None:
+        for step in range(1, count + 1):
+            started.acquire()
+            for num_layers in range(1, LAYOUT.num_layers + 1):
+                rig.worker.layers_computed(step, num_layers)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    found = []
+    for step in range(1, count + 1):
+        job = SaveJob(step, keys(1, first=step), (step % 64,), step=step)
+        rig.start(saves=(job,))
+        started.release()
+        found += rig.worker.poll().saves
+        if step > 1:
+            rig.worker.step_ended(step - 1, computed=True)
+    teller.join()
+    rig.worker.step_ended(count, computed=True)
+    found += rig.results(count - len(found))
+    assert sorted(found, key=lambda result: result.job_id) == [
+        SaveResult(step, committed=True) for step in range(1, count + 1)
+    ]
+    assert rig.store.contains_prefix(keys(count, first=1)) == count
+    rig.worker.close()
