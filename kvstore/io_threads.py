@@ -67,13 +67,16 @@ class IoThreads:
             self._tasks.append((partial(task, *args), instead))
             self._has_task.notify()
 
-    def drop(self) -> None:
-        """Drops tasks that have not begun, and does for each what is to be done instead."""
+    def drop(self) -> int:
+        """Drops tasks that have not begun, and does for each what is to be done instead; returns
+        how many.
+        """
         with self._has_task:
             dropped = list(self._tasks)
             self._tasks.clear()
         for _, instead in dropped:
             instead()
+        return len(dropped)
 
     def close(self) -> bool:
         """Drops tasks that have not begun, and waits a bounded time for the others. Idempotent.

@@ -224,7 +224,8 @@ class StagedMover:
         for job in self._jobs.values():
             if not job.is_started:
                 job.error = "unavailable"
-        self._io.drop()
+        if self._io.drop():
+            self._wake()  # the last piece of a job may have been told just before
 
     def _start_pieces(self) -> None:
         """Starts what can be of the jobs that wait, oldest first."""
@@ -238,11 +239,12 @@ class StagedMover:
                 return
 
     def _start_in_place(self, job: JobState) -> None:
-        piece = job.start_piece(self._num_slots, None)
-        if isinstance(job.job, LoadJob):
+        pieces = [piece for _, piece in job.start_in_place(self._num_slots)]
+        if isinstance(job.job, SaveJob):
+            self._submit_puts(pieces)
+            return
+        for piece in pieces:
             self._submit(partial(self._pieces.read_in_place, job.job, piece), piece)
-        else:
-            self._submit_puts([piece])
 
     def _start_ahead(self, step: int, job: JobState) -> None:
         """Has a save wait for its step: layer by layer, where layers can be moved from where they
@@ -252,7 +254,7 @@ class StagedMover:
             self._ahead.add_job(step, job)
             return
         num_layers = self._cut.object_layout.num_layers
-        pieces = job.start_layers(self._num_slots)
+        pieces = job.start_in_place(self._num_slots, self._cut.objects_per_block)
         self._ahead.add_pieces(step, [((n + 1) * num_layers, piece) for n, piece in pieces])
 
     def _submit_puts(self, pieces: Sequence[Piece]) -> None:
@@ -273,7 +275,7 @@ class StagedMover:
             return True
         if segment is None:
             return False
-        piece = job.start_piece(self._num_slots, segment)
+        piece = job.start_piece(segment)
         if isinstance(job.job, LoadJob):
             self._submit(partial(self._pieces.read, job.job, piece), piece)
         else:
@@ -339,7 +341,10 @@ class StagedMover:
         self._tell(JobHeld(job, self._pieces.num_held(keys)))
 
     def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
-        self._tell(run_part(move, piece))
+        news = run_part(move, piece)
+        self._news.append(news)
+        if piece.job.is_awaited(news):
+            self._wake()
 
     def _tell(self, news: _News) -> None:
         """Leaves news for the engine's thread."""

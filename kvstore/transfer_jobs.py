@@ -1,8 +1,9 @@
 """What a `StagedMover` remembers of its jobs. Pure."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
@@ -40,6 +41,8 @@ class JobState:
         started_at: `time.monotonic()` at its start; of a save ahead of its step, when the first of
             it could be moved.
         waited: seconds for which it waited before that.
+        num_in_place: its pieces that move in place, which is all of them or none.
+        num_told: counts what threads tell of its pieces.
         told_at: `time.monotonic()` when a thread last did a part of it.
     """
 
@@ -52,6 +55,8 @@ class JobState:
     started_at: float = field(default_factory=time.monotonic)
     told_at: float = 0.0
     waited: float = 0.0
+    num_in_place: int = 0
+    num_told: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
     def seconds(self) -> float:
@@ -71,34 +76,50 @@ class JobState:
     @property
     def num_good_blocks(self) -> int:
         """Leading good blocks: pieces end in any order, only an unbroken prefix counts."""
-        count = 0
-        while count in self.good_objects:
-            count += 1
-        return count // self.objects_per_block
+        num_good = 0
+        while num_good in self.good_objects:
+            num_good += 1
+        return num_good // self.objects_per_block
 
     @property
     def num_tail_tokens(self) -> int:
         """Valid tokens in the objects of a partial tail to be saved; 0 if all blocks are full."""
         return self.job.num_tail_tokens if isinstance(self.job, SaveJob) else 0
 
-    def start_piece(self, num_objects: int, segment: "Segment | None") -> "Piece":
-        """The next objects, at most so many: in a segment with room for them, or in place."""
-        end = min(self.next_object + num_objects, len(self.job.keys))
+    def start_piece(self, segment: "Segment") -> "Piece":
+        """The next objects, as many as the segment holds."""
+        end = min(self.next_object + segment.num_slots, len(self.job.keys))
         piece = self._new_piece(range(self.next_object, end), segment)
         self.next_object = end
         return piece
 
-    def start_layers(self, num_objects: int) -> list[tuple[int, "Piece"]]:
-        """All objects in place, those of the same layers together, at most so many; each piece
-        with the number of its slice. For blocks whose heads are in one slice.
+    def start_in_place(self, num_objects: int, num_slices: int = 1) -> list[tuple[int, "Piece"]]:
+        """All objects that are left, at most so many in a piece.
+
+        Args:
+            num_objects: of a piece.
+            num_slices: of each block's layers, of which a piece has one; for blocks whose heads
+                are in one slice.
+
+        Returns:
+            The pieces, each with the number of its slice.
         """
-        total, count = len(self.job.keys), self.objects_per_block
-        self.next_object = total
-        return [
-            (number, self._new_piece(range(total)[number::count][first : first + num_objects]))
-            for number in range(count)
-            for first in range(0, total // count, num_objects)
+        left = range(self.next_object, len(self.job.keys))
+        self.next_object = left.stop
+        pieces = [
+            (number, self._new_piece(left[number::num_slices][first : first + num_objects]))
+            for number in range(num_slices)
+            for first in range(0, len(left) // num_slices, num_objects)
         ]
+        self.num_in_place = len(pieces)
+        return pieces
+
+    def is_awaited(self, news: "PieceRead | PieceEnd") -> bool:
+        """Whether the engine's thread has to do with what a thread tells. Any thread; once for
+        each piece. What moves in place is of interest when all of it has, or some cannot.
+        """
+        num_told = next(self.num_told)
+        return bool(news.error or self.error) or num_told >= self.num_in_place
 
     def go_on(self) -> None:
         """What a save ahead of its step waited for is there, at least the first of it."""

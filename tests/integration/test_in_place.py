@@ -245,6 +245,45 @@ def test_a_call_that_hangs_keeps_its_job_open(
     assert torch.equal(rig.pool[20:24], rig.pool[:4])
 
 
+def poll_when_woken(rig: ConnectorRig, wakes: threading.Semaphore, num_results: int) -> list:
+    """As an engine does that has nothing else to do: polls only when it is woken."""
+    found: list[LoadResult] = []
+    while len(found) < num_results:
+        assert wakes.acquire(timeout=TIMEOUT_S), "nobody says that there is news"
+        found += rig.worker.poll().loads
+    return found
+
+
+def test_the_engine_is_woken_once_for_all_pieces(
+    make_rig: Callable[[KvStore], ConnectorRig], memory_store: KvStore
+) -> None:
+    rig, wakes = make_rig(memory_store), threading.Semaphore(0)
+    rig.save(range(NUM_BLOCKS))
+    rig.worker.set_waker(wakes.release)
+    rig.start(loads=(LoadJob(1, keys(NUM_BLOCKS), tuple(range(NUM_BLOCKS))),))
+    assert poll_when_woken(rig, wakes, 1) == [LoadResult(1, NUM_BLOCKS)]
+    assert not wakes.acquire(blocking=False)
+
+
+def test_a_call_that_ends_after_the_others_were_given_up_is_told(
+    make_rig: Callable[[KvStore], ConnectorRig],
+    memory_store: KvStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(io_threads, "_PATIENCE", 0)
+    monkeypatch.setattr(io_threads, "_LEAST_PATIENCE_S", 0.2)
+    rig, wakes = make_rig(memory_store), threading.Semaphore(0)
+    rig.save(range(NUM_BLOCKS))
+    held = HeldReads(memory_store, monkeypatch)
+    rig.worker.set_waker(wakes.release)
+    rig.start(loads=(LoadJob(1, keys(NUM_BLOCKS), tuple(range(NUM_BLOCKS))),))
+    assert wakes.acquire(timeout=TIMEOUT_S), "the threads hang"
+    assert not rig.worker.poll(), "two pieces are given up, two are in calls"
+    held.go_on.set()
+    (result,) = poll_when_woken(rig, wakes, 1)
+    assert result == LoadResult(1, 2 * PIECE, "unavailable")
+
+
 def test_a_tail_leaves_by_a_segment_and_the_pool_keeps_it(rig: ConnectorRig) -> None:
     before = rig.pool.clone()
     rig.save([1, 2], num_tail_tokens=3)
