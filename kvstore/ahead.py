@@ -54,14 +54,10 @@ class AheadPieces:
             waiting = self._steps[step]
             ready = [piece for needed, piece in waiting.pieces if needed <= num_layers]
             waiting.pieces = [entry for entry in waiting.pieces if entry[0] > num_layers]
-        for piece in ready:
-            piece.job.go_on()
         return ready
 
     def end(self, step: int) -> EndedStep:
         """All that still waits for a step."""
         with self._lock:
             left = self._steps.pop(step, _Step())
-        for job in (*left.jobs, *(piece.job for _, piece in left.pieces)):
-            job.go_on()
         return EndedStep([piece for _, piece in left.pieces], left.jobs)

@@ -134,8 +134,8 @@ class SaveResult:
 
     `is_held`: they are read where they lie, until `TransferResults.released` names the job.
     `error` says why it is not committed, where that is known, and `seconds` how long the
-    save took: both as in `LoadResult`. Before that it waited for layers of its step to be
-    computed, for `waited` seconds.
+    save took: both as in `LoadResult`. For `waited` seconds more it had nothing to do, as the
+    layers of its step were not computed.
     """
 
     job_id: int

@@ -83,6 +83,7 @@ class PieceIo:
             RuntimeError: the device failed.
             StoreUnavailableError: not all was put.
         """
+        began_at = time.monotonic()
         if copy is not None:
             copy.wait()
         if piece.job.error:  # of a piece before it: the save cannot be committed
@@ -93,7 +94,7 @@ class PieceIo:
         for slot, key in zip(slots, piece.keys, strict=True):
             seal(slot.header, slot.payload, key)
         self.backend.put(job, piece.keys, slots)
-        return PieceEnd(piece, len(piece.keys))
+        return PieceEnd(piece, len(piece.keys), seconds=time.monotonic() - began_at)
 
     def read(self, job: LoadJob, piece: Piece) -> PieceRead:
         """Fetches a piece into its segment, and verifies it.

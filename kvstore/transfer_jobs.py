@@ -38,12 +38,12 @@ class JobState:
         num_open: pieces that have not ended.
         good_objects: indices of objects that were put, or verified and are in the pool.
         error: why it will not be whole; no further pieces are started then.
-        started_at: `time.monotonic()` at its start; of a save ahead of its step, when the first of
-            it could be moved.
-        waited: seconds for which it waited before that.
+        started_at: `time.monotonic()` at its start.
         num_in_place: its pieces that move in place, which is all of them or none.
         num_told: counts what threads tell of its pieces.
         told_at: `time.monotonic()` when a thread last did a part of it.
+        moving_s: how long threads were at its parts, one after the other; of a save ahead of its
+            step, where they wait in between.
     """
 
     job: LoadJob | SaveJob
@@ -54,14 +54,23 @@ class JobState:
     error: str = ""
     started_at: float = field(default_factory=time.monotonic)
     told_at: float = 0.0
-    waited: float = 0.0
+    moving_s: float = 0.0
     num_in_place: int = 0
     num_told: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
     def seconds(self) -> float:
-        """From its start to the last thing that a thread did for it; 0 if none did any."""
-        return max(0.0, self.told_at - self.started_at)
+        """From its start to the last thing that a thread did for it, without what it `waited`; 0
+        if none did any.
+        """
+        return max(0.0, self.told_at - self.started_at - self.waited)
+
+    @property
+    def waited(self) -> float:
+        """For how long of that time a save waited for its step."""
+        if not (isinstance(self.job, SaveJob) and self.job.step):
+            return 0.0
+        return max(0.0, self.told_at - self.started_at - self.moving_s)
 
     @property
     def is_started(self) -> bool:
@@ -121,12 +130,6 @@ class JobState:
         num_told = next(self.num_told)
         return bool(news.error or self.error) or num_told >= self.num_in_place
 
-    def go_on(self) -> None:
-        """What a save ahead of its step waited for is there, at least the first of it."""
-        if not self.waited:
-            now = time.monotonic()
-            self.waited, self.started_at = now - self.started_at, now
-
     def _new_piece(self, indices: range, segment: "Segment | None" = None) -> "Piece":
         self.num_open += 1
         keys = tuple(self.job.keys[index] for index in indices)
@@ -137,6 +140,7 @@ class JobState:
         """Takes in what became of a piece."""
         self.good_objects.update(end.piece.indices[: end.num_good])
         self.error = self.error or end.error
+        self.moving_s += end.seconds
         self.num_open -= 1
 
     def result(self) -> LoadResult | SaveResult:
@@ -207,13 +211,15 @@ class PieceRead:
 class PieceEnd:
     """A piece has been put, or is in the pool: its good leading objects, and why not all.
 
-    `has_settled`: see `kvstore.backend.InDoubtError`; None if its segment is free.
+    `has_settled`: see `kvstore.backend.InDoubtError`; None if its segment is free. `seconds`: how
+    long a thread was at it, of a save.
     """
 
     piece: Piece
     num_good: int
     error: str = ""
     has_settled: Callable[[], bool] | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
