@@ -85,6 +85,8 @@ class EngineCore:
         self.kv_metrics = KvMetrics()
         self._connector = _measured(connector, self.kv_metrics) if connector else None
         self._woken = threading.Event()
+        self._has_news = False  # of the connector's worker half
+        self._tell_early: Callable[[list[RequestOutput]], None] | None = None
         self._clock = clock
         self._num_failed_steps = 0
         self._in_flight: _SubmittedStep | None = None
@@ -102,7 +104,7 @@ class EngineCore:
         )
         if self._connector is not None:
             self._connector.register_pool(runner.kv_pool, runner.info.layout, self.form)
-            self._connector.set_waker(self.wake)
+            self._connector.set_waker(self._take_news)
             if self.form.num_layer_slices > 1:
                 runner.watch_layers(self._connector.layers_computed)
 
@@ -217,6 +219,15 @@ class EngineCore:
         """Ends `wait`. Any thread may call it."""
         self._woken.set()
 
+    def tell_early(self, tell: Callable[[list[RequestOutput]], None]) -> None:
+        """Has `tell` hear of what transfers bring while a step computes a prompt, instead of with
+        the step's outputs: blocks that are saved of one chunk are loaded by others while the
+        next is computed. It is called by the thread that steps.
+        """
+        if self._connector is not None and not self.config.async_scheduling:
+            self._tell_early = tell
+            self._runner.watch_layers(self._come_by)
+
     def wait(self) -> None:
         """Sleeps while nothing can run: until a transfer ends, a deadline passes or `wake`."""
         if self.is_stalled:
@@ -235,10 +246,7 @@ class EngineCore:
             Exception: whatever the runner raised, where it failed on several
                 steps in a row; the engine is of no more use then.
         """
-        outputs: list[RequestOutput] = []
-        if self._connector is not None:
-            outputs += self.scheduler.apply(self._connector.poll())
-        outputs += self.scheduler.expire()
+        outputs = self._poll() + self.scheduler.expire()
         if outputs:
             # Who waits for these shall not wait for a forward pass, too: the next step runs it.
             self.is_stalled = False
@@ -308,6 +316,26 @@ class EngineCore:
             raise error
         _logger.error("step %d failed", batch.step, exc_info=error)
         return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
+
+    def _poll(self) -> list[RequestOutput]:
+        """What transfers have brought."""
+        if self._connector is None:
+            return []
+        self._has_news = False
+        return self.scheduler.apply(self._connector.poll())
+
+    def _take_news(self) -> None:
+        """The connector's worker half has news. Any thread."""
+        self._has_news = True
+        self.wake()
+
+    def _come_by(self, step: int, num_layers: int) -> None:
+        """The thread that steps comes by, in the midst of one."""
+        assert self._connector is not None
+        assert self._tell_early is not None
+        self._connector.layers_computed(step, num_layers)
+        if self._has_news and (outputs := self._poll()):
+            self._tell_early(outputs)
 
     def _tell_ended(self, batch: ScheduledBatch, *, computed: bool) -> None:
         if self._connector is not None:

@@ -158,6 +158,7 @@ class EngineThread:
     # On the thread.
 
     def _run(self) -> None:
+        self._core.tell_early(self._tell)
         try:
             while not self._is_stopping:
                 self._step()

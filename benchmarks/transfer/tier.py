@@ -119,6 +119,7 @@ class _Tier:
     def run(self) -> None:
         """Steps until the other end of the pipe is closed."""
         threading.Thread(target=self._listen, daemon=True).start()
+        self.core.tell_early(lambda outputs: self._tell(outputs, is_idle=False))
         self._tell([], is_idle=True)
         while True:
             outputs: list[RequestOutput] = []

@@ -52,6 +52,7 @@ class Cluster(RuleBasedStateMachine):
         submits=st.sampled_from(["now", "late"]),
         lends=st.booleans(),
         prefetches=st.booleans(),
+        tells_early=st.booleans(),
         config=st.fixed_dictionaries(
             {
                 "max_num_batched_tokens": st.sampled_from([1, 3, 7, 12, 20]),
@@ -79,6 +80,7 @@ class Cluster(RuleBasedStateMachine):
         submits: str,
         lends: bool,
         prefetches: bool,
+        tells_early: bool,
         config: dict[str, object],
     ) -> None:
         self.prefetches = prefetches
@@ -97,6 +99,7 @@ class Cluster(RuleBasedStateMachine):
                 num_host_blocks=num_host_blocks,
                 submits=submits,
                 lends=lends,
+                tells_early=tells_early,
                 role=role,
                 **config,
             )

@@ -84,6 +84,7 @@ class CheckedEngine:
         num_host_blocks: KV blocks in the host pool.
         submits: see `FakeRunner`.
         lends: see `FakeWorker`.
+        tells_early: whether transfers end while steps compute, and it hears of that at once.
         config: of the engine.
     """
 
@@ -97,6 +98,7 @@ class CheckedEngine:
         num_host_blocks: int = 0,
         submits: str = "late",
         lends: bool = False,
+        tells_early: bool = False,
         **config: object,
     ) -> None:
         if store is not None:
@@ -104,7 +106,9 @@ class CheckedEngine:
         self.config = fake_config(block_size=info.layout.block_size, **config)
         self.info = info
         self.clock = clock
-        self.worker = FakeWorker(store if store is not None else {}, lends=lends)
+        self.worker = FakeWorker(
+            store if store is not None else {}, lends=lends, ends_in_steps=tells_early
+        )
         self.runner = FakeRunner(
             info,
             num_blocks,
@@ -117,6 +121,8 @@ class CheckedEngine:
         self.core = EngineCore(
             self.config, self.runner, connector if store is not None else None, clock
         )
+        if tells_early:
+            self.core.tell_early(self._take_early)
         self.live: dict[str, CheckedRequest] = {}
         self.finished: dict[str, CheckedRequest] = {}
         self.handed_over: list[tuple[CheckedRequest, RequestOutput, KvHandoff | None]] = []
@@ -236,6 +242,12 @@ class CheckedEngine:
                     self.followed_keys.difference_update(event.keys)
                 case _:
                     self.followed_keys.clear()
+
+    def _take_early(self, outputs: list[RequestOutput]) -> None:
+        assert outputs
+        for output in outputs:
+            self._take(output)
+        self.counts["told early"] += len(outputs)
 
     def _take(self, output: RequestOutput) -> None:
         checked = self.live[output.request_id]

@@ -71,11 +71,14 @@ class FakeWorker(KvConnectorWorker):
     Args:
         store: the blocks.
         lends: whether it saves nothing, but lets others read its pool.
+        ends_in_steps: whether the job that is pending longest ends whenever a step tells of its
+            layers.
     """
 
-    def __init__(self, store: Store, *, lends: bool = False) -> None:
+    def __init__(self, store: Store, *, lends: bool = False, ends_in_steps: bool = False) -> None:
         self.store = store
         self.lends = lends
+        self.ends_in_steps = ends_in_steps
         self._held: dict[str, set[int]] = {}  # save jobs by lease
         self._offered: dict[str, None] = {}
         self._ended: set[str] = set()
@@ -111,6 +114,9 @@ class FakeWorker(KvConnectorWorker):
     def layers_computed(self, step: int, num_layers: int) -> None:
         if num_layers == self._num_layers:
             self.pending += self._take_waiting(step)
+        if self.ends_in_steps and self.pending:
+            self.end(0, fails=False)
+            self._wake()
 
     def step_ended(self, step: int, *, computed: bool) -> None:
         for save in self._take_waiting(step):

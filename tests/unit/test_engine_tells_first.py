@@ -99,6 +99,23 @@ def test_first_tokens_are_told_before_what_is_saved_is_copied(prefill: Prefill) 
     assert [type(job) for job in prefill.worker.pending] == [SaveJob]
 
 
+def test_blocks_are_told_that_are_saved_while_a_chunk_is_computed(prefill: Prefill) -> None:
+    told: list[RequestOutput] = []
+    prefill.core.tell_early(told.extend)
+    prefill.add("a", (0,) * 3 * BLOCK_SIZE)
+    assert prefill.core.step() == []  # the first chunk
+    prefill.core.start_transfers()
+    prefill.worker.ends_in_steps = True
+
+    outputs = prefill.core.step()
+
+    assert outputs == []
+    (early,) = told
+    assert early.saved is not None
+    assert len(early.saved.block_keys) == 1
+    assert prefill.runner.num_executed == 2
+
+
 class Told:
     """A core of one step that hears, and a listener that says, what comes when."""
 
@@ -110,6 +127,9 @@ class Told:
 
     def step(self) -> list[RequestOutput]:
         return [] if self.order else [RequestOutput("a", token_ids=(1,))]
+
+    def tell_early(self, tell: Callable[[list[RequestOutput]], None]) -> None:
+        """Nothing comes while it steps."""
 
     def start_transfers(self) -> None:
         self.order.append("transfers")
