@@ -222,7 +222,7 @@ def record_step(
 
 def mark_step(device: torch.device, number: int) -> None:
     """Notes a place in the step that is recorded; see `reference.mark_step`."""
-    _kernels_on(device).mark_step(number)
+    _kernels_on(device).mark_step(device, number)
 
 
 def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:

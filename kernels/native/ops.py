@@ -265,7 +265,7 @@ def record_step(
     return record_commands(_library(), arena, run)
 
 
-def mark_step(number: int) -> None:
+def mark_step(device: torch.device, number: int) -> None:
     """See `reference.mark_step`."""
     note_mark(number)
 

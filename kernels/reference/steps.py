@@ -29,10 +29,11 @@ def record_step(
     return run(), None
 
 
-def mark_step(number: int) -> None:
+def mark_step(device: torch.device, number: int) -> None:
     """Notes a place in the step that is recorded: `RecordedStep.run` tells when it is passed.
 
     Args:
+        device: of the step.
         number: what it tells. Nothing is noted where nothing is recorded.
     """
 

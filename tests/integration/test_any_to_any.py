@@ -78,13 +78,19 @@ def also_slowly(fast: Sequence[object], slow: Sequence[object]) -> list[object]:
     return [*fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
 
 
-@pytest.mark.parametrize("layer_slices", also_slowly([1], [3]))
 @pytest.mark.parametrize("tells_saved", also_slowly([True], [False]))
-@pytest.mark.parametrize("sizes", also_slowly([(8, 32), (32, 8)], [(16, 32), (32, 16), (16, 8)]))
+@pytest.mark.parametrize(
+    "cut",
+    also_slowly(
+        [((8, 32), 1), ((32, 8), 1)],
+        [((16, 32), 1), ((32, 16), 1), ((16, 8), 1), ((8, 32), 3), ((32, 8), 3)],
+    ),
+)
 @pytest.mark.parametrize("variant", also_slowly(["mistral"], ["llama", "gpt2"]))
 def test_blocks_of_unlike_size(
-    variant: str, sizes: tuple[int, int], tells_saved: bool, layer_slices: int, tmp_path: Path
+    variant: str, cut: tuple[tuple[int, int], int], tells_saved: bool, tmp_path: Path
 ) -> None:
+    sizes, layer_slices = cut
     path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
     form = {"kv_transfer_block_size": 8, "kv_transfer_layer_slices": layer_slices}
     prefill, decode = (

@@ -178,7 +178,7 @@ def test_rows_are_where_they_should_be_after_a_step_that_failed(runner, monkeypa
     expected = runner.kv_pool.clone()
     with monkeypatch.context() as broken:
         if isinstance(runner._steps, HostSteps):
-            broken.setattr(runner._steps._recorded, "scores", lambda: 1 / 0)
+            broken.setattr(runner._steps._recorded, "scores", lambda on_layer: 1 / 0)
         else:
             broken.setattr(runner._steps, "_scores_of", lambda inputs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
