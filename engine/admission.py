@@ -267,6 +267,7 @@ class Admission:
         self._queues.stop_waiting(group)
         tables = self._kv.swap_in(group.swapped, plan.step)
         group.swapped = None
+        group.is_returning = True
         plan.swapped.append(group)
         for sequence, table in zip(group.running, tables, strict=True):
             sequence.table = table

@@ -87,6 +87,7 @@ class EngineCore:
         self._woken = threading.Event()
         self._has_news = False  # of the connector's worker half
         self._tell_early: Callable[[list[RequestOutput]], None] | None = None
+        self._early_error: Exception | None = None
         self._clock = clock
         self._num_failed_steps = 0
         self._in_flight: _SubmittedStep | None = None
@@ -105,8 +106,8 @@ class EngineCore:
         if self._connector is not None:
             self._connector.register_pool(runner.kv_pool, runner.info.layout, self.form)
             self._connector.set_waker(self._take_news)
-            if self.form.num_layer_slices > 1:
-                runner.watch_layers(self._connector.layers_computed)
+            if not config.async_scheduling:
+                runner.watch_layers(self._come_by)
 
     @classmethod
     def build(cls, config: EngineConfig) -> "EngineCore":
@@ -222,11 +223,9 @@ class EngineCore:
     def tell_early(self, tell: Callable[[list[RequestOutput]], None]) -> None:
         """Has `tell` hear of what transfers bring while a step computes a prompt, instead of with
         the step's outputs: blocks that are saved of one chunk are loaded by others while the
-        next is computed. It is called by the thread that steps.
+        next is computed. It is called by the thread that steps, and not in the overlapped loop.
         """
-        if self._connector is not None and not self.config.async_scheduling:
-            self._tell_early = tell
-            self._runner.watch_layers(self._come_by)
+        self._tell_early = tell
 
     def wait(self) -> None:
         """Sleeps while nothing can run: until a transfer ends, a deadline passes or `wake`."""
@@ -277,7 +276,10 @@ class EngineCore:
     def _run(self, batch: ScheduledBatch | None) -> list[RequestOutput]:
         """The readable loop: execute, then commit."""
         assert batch is not None
-        return self._finish(batch, lambda: self._runner.execute(batch))
+        outputs = self._finish(batch, lambda: self._runner.execute(batch))
+        if self._early_error is not None:
+            raise self._early_error
+        return outputs
 
     def _overlap(self, batch: ScheduledBatch | None) -> list[RequestOutput]:
         """The overlapped loop: hand this step over, then commit the one before it."""
@@ -332,10 +334,14 @@ class EngineCore:
     def _come_by(self, step: int, num_layers: int) -> None:
         """The thread that steps comes by, in the midst of one."""
         assert self._connector is not None
-        assert self._tell_early is not None
         self._connector.layers_computed(step, num_layers)
-        if self._has_news and (outputs := self._poll()):
-            self._tell_early(outputs)
+        if self._tell_early is None or not self._has_news or self._early_error is not None:
+            return
+        try:
+            if outputs := self._poll():
+                self._tell_early(outputs)
+        except Exception as error:  # no failure of this step: what transfers brought is lost
+            self._early_error = error
 
     def _tell_ended(self, batch: ScheduledBatch, *, computed: bool) -> None:
         if self._connector is not None:

@@ -264,9 +264,12 @@ class Saves:
         return max(sequence.num_saved, sequence.group.num_saved)
 
     def _save_up_to(self, sequence: Sequence, end: int, step: int = 0) -> None:
-        """Saves the full blocks before index `end` that are not saved yet; see `_save`."""
+        """Saves the full blocks before index `end` that are not saved yet; see `_save`.
+
+        None while they come back from the host: whoever saves next saves them.
+        """
         group, first = sequence.group, self._first_unsaved(sequence)
-        if end <= first or group.is_poisoned:
+        if end <= first or group.is_poisoned or group.is_returning:
             return
         assert sequence.table is not None
         keys = sequence.keys.extend(sequence.token_ids)

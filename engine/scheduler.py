@@ -288,6 +288,8 @@ class Scheduler:
         record = self._in_flight.popleft()
         assert record.batch is batch, "steps are committed in order"
         self._transfers.step_ended(batch.step)
+        for group in record.swapped:
+            group.is_returning = False
         return record
 
     def _take_transfers(
@@ -326,8 +328,14 @@ def _save_policy(
     config: EngineConfig, spec: KvCacheSpec, connector: KvConnectorScheduler | None
 ) -> SavePolicy:
     """What the engine publishes: nothing that nobody could find."""
-    # Blocks that go whole are whole when their step is over.
-    ahead = connector is not None and connector.saves_ahead and config.kv_transfer_layer_slices > 1
+    # Blocks that go whole are whole when their step is over. In the overlapped loop a step may
+    # begin before the one before it has failed, and compute on what that left undone.
+    ahead = (
+        connector is not None
+        and connector.saves_ahead
+        and config.kv_transfer_layer_slices > 1
+        and not config.async_scheduling
+    )
     if config.role == "prefill":
         return SavePolicy(prompts=True, ahead=ahead)
     if connector is None or not connector.finds_by_key:

@@ -61,6 +61,7 @@ class SequenceGroup:
         finished: ranked candidates that have ended.
         num_held_seats: seats taken since admission.
         swapped: its KV on the host, in state SWAPPED.
+        is_returning: a step that is not over brings its KV back from the host.
         num_cached: prompt tokens found or loaded at first admission.
         num_matched: leading blocks that its lead found in the prefix cache.
         num_saved: leading blocks of the prompt that a save job or the store already has.
@@ -99,6 +100,7 @@ class SequenceGroup:
     finished: list[FinishedCandidate] = field(default_factory=list)
     num_held_seats: int = 0
     swapped: SwappedTables | None = None
+    is_returning: bool = False
     num_cached: int | None = None
     num_matched: int = 0
     num_saved: int = 0

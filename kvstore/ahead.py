@@ -1,6 +1,5 @@
-"""`AheadPieces`: what of saves waits for a step to compute it. Thread-safe."""
+"""`AheadPieces`: what of saves waits for a step to compute it. Pure."""
 
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,31 +32,26 @@ class AheadPieces:
     """Jobs and pieces by the step that they wait for."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._steps: defaultdict[int, _Step] = defaultdict(_Step)
 
     def add_pieces(self, step: int, pieces: Sequence[tuple[int, Piece]]) -> None:
         """Pieces, each with how many leading layers must be computed before it can be moved."""
-        with self._lock:
-            self._steps[step].pieces += pieces
+        self._steps[step].pieces += pieces
 
     def add_job(self, step: int, job: JobState) -> None:
         """A job of which nothing can be moved before its step is over."""
-        with self._lock:
-            self._steps[step].jobs.append(job)
+        self._steps[step].jobs.append(job)
 
     def take(self, step: int, num_layers: int) -> list[Piece]:
         """The pieces that can be moved now."""
-        with self._lock:
-            if step not in self._steps:
-                return []
-            waiting = self._steps[step]
-            ready = [piece for needed, piece in waiting.pieces if needed <= num_layers]
-            waiting.pieces = [entry for entry in waiting.pieces if entry[0] > num_layers]
+        waiting = self._steps.get(step)
+        if waiting is None:
+            return []
+        ready = [piece for needed, piece in waiting.pieces if needed <= num_layers]
+        waiting.pieces = [entry for entry in waiting.pieces if entry[0] > num_layers]
         return ready
 
     def end(self, step: int) -> EndedStep:
         """All that still waits for a step."""
-        with self._lock:
-            left = self._steps.pop(step, _Step())
+        left = self._steps.pop(step, _Step())
         return EndedStep([piece for _, piece in left.pieces], left.jobs)

@@ -134,8 +134,8 @@ class SaveResult:
 
     `is_held`: they are read where they lie, until `TransferResults.released` names the job.
     `error` says why it is not committed, where that is known, and `seconds` how long the
-    save took: both as in `LoadResult`. For `waited` seconds more it had nothing to do, as the
-    layers of its step were not computed.
+    save took: both as in `LoadResult`. For `waited` seconds more nobody was at it,
+    as layers of its step were not computed.
     """
 
     job_id: int
@@ -368,9 +368,10 @@ class KvConnectorWorker(ABC):
         """
 
     def layers_computed(self, step: int, num_layers: int) -> None:  # noqa: B027 - may do nothing
-        """The first `num_layers` layers of what a step computes lie in its blocks. Any thread.
+        """The first `num_layers` layers of what a step computes lie in its blocks.
 
-        Not told of all layers, nor of all steps: `step_ended` makes up for it.
+        The engine's thread tells it in the midst of the step. Not told of all layers, nor of all
+        steps: `step_ended` makes up for it.
         """
 
     def step_ended(self, step: int, *, computed: bool) -> None:  # noqa: B027 - may do nothing

@@ -10,6 +10,7 @@ it; what a load writes is in no cache, and nobody else writes or reads it.
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.backend import Backend, InDoubtError
@@ -32,6 +33,7 @@ _logger = logging.getLogger("baton.kvstore")
 def run_part(move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> PieceRead | PieceEnd:
     """Does a thread's part of a piece. Whatever happens, there is something to tell."""
     news: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
+    began_at = time.monotonic()
     try:
         news = move()
     except StoreUnavailableError as cause:
@@ -43,6 +45,8 @@ def run_part(move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> PieceRea
     except Exception:
         _logger.exception("KV transfer failed")
     piece.job.told_at = time.monotonic()
+    if isinstance(news, PieceEnd):
+        return replace(news, seconds=piece.job.told_at - began_at)
     return news
 
 
@@ -83,7 +87,6 @@ class PieceIo:
             RuntimeError: the device failed.
             StoreUnavailableError: not all was put.
         """
-        began_at = time.monotonic()
         if copy is not None:
             copy.wait()
         if piece.job.error:  # of a piece before it: the save cannot be committed
@@ -94,7 +97,7 @@ class PieceIo:
         for slot, key in zip(slots, piece.keys, strict=True):
             seal(slot.header, slot.payload, key)
         self.backend.put(job, piece.keys, slots)
-        return PieceEnd(piece, len(piece.keys), seconds=time.monotonic() - began_at)
+        return PieceEnd(piece, len(piece.keys))
 
     def read(self, job: LoadJob, piece: Piece) -> PieceRead:
         """Fetches a piece into its segment, and verifies it.

@@ -168,7 +168,7 @@ class StagedMover:
             self._start_pieces()
 
     def layers_computed(self, step: int, num_layers: int) -> None:
-        """See `KvConnectorWorker.layers_computed`. Any thread."""
+        """See `KvConnectorWorker.layers_computed`."""
         if pieces := self._ahead.take(step, num_layers):
             self._submit_puts(pieces)
 
@@ -258,7 +258,7 @@ class StagedMover:
         self._ahead.add_pieces(step, [((n + 1) * num_layers, piece) for n, piece in pieces])
 
     def _submit_puts(self, pieces: Sequence[Piece]) -> None:
-        """Has pieces saved from where they lie. Any thread."""
+        """Has pieces saved from where they lie."""
         for piece in pieces:
             assert isinstance(piece.job.job, SaveJob)
             self._submit(partial(self._pieces.put, piece.job.job, piece), piece)

@@ -40,7 +40,8 @@ class JobState:
         error: why it will not be whole; no further pieces are started then.
         started_at: `time.monotonic()` at its start.
         num_in_place: its pieces that move in place, which is all of them or none.
-        num_told: counts what threads tell of its pieces.
+        num_told: counts what threads tell of its pieces; they share it without a lock, as
+            iterators of the interpreter's own do not tear.
         told_at: `time.monotonic()` when a thread last did a part of it.
         moving_s: how long threads were at its parts, one after the other; of a save ahead of its
             step, where they wait in between.
@@ -67,7 +68,7 @@ class JobState:
 
     @property
     def waited(self) -> float:
-        """For how long of that time a save waited for its step."""
+        """For how long of that time no thread was at a save that waits for its step."""
         if not (isinstance(self.job, SaveJob) and self.job.step):
             return 0.0
         return max(0.0, self.told_at - self.started_at - self.moving_s)
@@ -114,6 +115,7 @@ class JobState:
             The pieces, each with the number of its slice.
         """
         left = range(self.next_object, len(self.job.keys))
+        assert num_slices in (1, self.objects_per_block)
         self.next_object = left.stop
         pieces = [
             (number, self._new_piece(left[number::num_slices][first : first + num_objects]))
@@ -212,7 +214,7 @@ class PieceEnd:
     """A piece has been put, or is in the pool: its good leading objects, and why not all.
 
     `has_settled`: see `kvstore.backend.InDoubtError`; None if its segment is free. `seconds`: how
-    long a thread was at it, of a save.
+    long a thread was at it last.
     """
 
     piece: Piece

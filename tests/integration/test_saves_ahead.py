@@ -1,8 +1,8 @@
 """Saves that begin before their step: layers move as soon as they are computed, and no sooner."""
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from kvstore.connector import SaveJob, SaveResult
 from kvstore.registry import open_store
-from kvstore.store import KvStore
+from kvstore.store import KvStore, StoreUnavailableError
 from kvstore.transfer_form import PoolCut, TransferForm
 from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys
 from tests.support.kv_urls import fresh_shm_name
@@ -143,35 +143,27 @@ def test_a_save_waits_before_it_takes_time(store_url: str) -> None:
     rig.worker.close()
 
 
-def test_steps_tell_from_a_thread_of_their_own(store_url: str) -> None:
-    """Many steps, each with a job, told of while the next one's is given."""
+def test_a_save_that_fails_took_its_time(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig(store_url)
-    for layer in range(LAYOUT.num_layers):
-        compute(rig, layer)
-    started = threading.Semaphore(0)
-    count = 60
 
-    def tell() -> None:
-        for step in range(1, count + 1):
-            started.acquire()
-            for num_layers in range(1, LAYOUT.num_layers + 1):
-                rig.worker.layers_computed(step, num_layers)
+    def fail_late(keys: Sequence[bytes], frames: Sequence[object]) -> None:
+        begun_at = time.monotonic()
+        while time.monotonic() - begun_at < 0.05:
+            rig.woken.wait(0.01)
+        raise StoreUnavailableError("full")
 
-    teller = threading.Thread(target=tell)
-    teller.start()
-    found = []
-    for step in range(1, count + 1):
-        job = SaveJob(step, keys(1, first=step), (step % 64,), step=step)
-        rig.start(saves=(job,))
-        started.release()
-        found += rig.worker.poll().saves
-        if step > 1:
-            rig.worker.step_ended(step - 1, computed=True)
-    teller.join()
-    rig.worker.step_ended(count, computed=True)
-    found += rig.results(count - len(found))
-    assert sorted(found, key=lambda result: result.job_id) == [
-        SaveResult(step, committed=True) for step in range(1, count + 1)
-    ]
-    assert rig.store.contains_prefix(keys(count, first=1)) == count
+    monkeypatch.setattr(rig.store, "put_frames", fail_late)
+    start_ahead(rig)
+    rig.worker.step_ended(STEP, computed=True)
+    (result,) = rig.results(1)
+    assert result == SaveResult(0, committed=False, error="unavailable")
+    assert result.seconds >= 0.05
     rig.worker.close()
+
+
+def test_what_waits_for_a_step_when_the_engine_closes_is_given_up(store_url: str) -> None:
+    rig = make_rig(store_url)
+    start_ahead(rig)
+    rig.worker.close()
+    with closing(open_store(store_url)) as store:
+        assert store.contains_prefix(keys(1)) == 0

@@ -64,7 +64,8 @@ def test_split_equals_transformers(variant: str, connector_url: str, block_size:
     ("variant", "overlapped"),
     [
         ("llama", False),
-        *[pytest.param(family, True, marks=pytest.mark.slow) for family in FAMILIES],
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        *[pytest.param(family, False, marks=pytest.mark.slow) for family in FAMILIES[1:]],
     ],
 )
 def test_split_by_layers_equals_transformers(
@@ -72,7 +73,8 @@ def test_split_by_layers_equals_transformers(
 ) -> None:
     flags = {"kv_transfer_layer_slices": 3, "async_scheduling": overlapped}
     steps_saved = check_split(variant, connector_url, 8, **flags)
-    assert any(steps_saved) == connector_url.startswith(("memory", "shm", "file"))
+    moves_in_place = connector_url.startswith(("memory", "shm", "file"))
+    assert any(steps_saved) == (moves_in_place and not overlapped)
 
 
 @pytest.mark.parametrize("connector_url", ["memory", "nixl by pushes"], indirect=True)

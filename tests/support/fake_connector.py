@@ -85,6 +85,7 @@ class FakeWorker(KvConnectorWorker):
         self._released: list[int] = []
         self.pending: list[Job] = []
         self.waiting: list[SaveJob] = []  # for their step
+        self._seen: dict[int, list[list[Any]]] = {}  # what lay in saved blocks at the start
         self.lost: list[Job] = []
         self._results: list[LookupResult | LoadResult | SaveResult] = []
 
@@ -105,6 +106,8 @@ class FakeWorker(KvConnectorWorker):
         self.pending += (*work.lookups, *work.loads)
         for save in work.saves:
             (self.waiting if save.step else self.pending).append(save)
+            if not save.step:
+                self._seen[save.job_id] = self._look_at(save)
         for key in work.deletes:
             self.store.pop(key, None)
         self._offered.update(dict.fromkeys(work.offered))
@@ -178,7 +181,16 @@ class FakeWorker(KvConnectorWorker):
             self._pool[block_id] = [("garbage",)] * len(self._pool[block_id])
         return LoadResult(job.job_id, limit, "failed" if fails else "")
 
+    def _look_at(self, job: SaveJob) -> list[list[Any]]:
+        """What a job saves: it may be read at any time from its start to its end."""
+        blocks = [list(self._pool[block_id]) for block_id in job.block_ids]
+        if job.num_tail_tokens:
+            del blocks[-1][job.num_tail_tokens :]
+        return blocks
+
     def _save(self, job: SaveJob, *, fails: bool) -> SaveResult:
+        seen = self._seen.pop(job.job_id, None)
+        assert seen is None or seen == self._look_at(job), "blocks change while they are saved"
         if fails:
             return SaveResult(job.job_id, committed=False)
         if self.lends:

@@ -116,6 +116,20 @@ def test_blocks_are_told_that_are_saved_while_a_chunk_is_computed(prefill: Prefi
     assert prefill.runner.num_executed == 2
 
 
+def test_news_that_cannot_be_taken_in_end_the_engine_and_not_the_step(prefill: Prefill) -> None:
+    def fail(outputs: list[RequestOutput]) -> None:
+        raise ValueError("a bug")
+
+    prefill.core.tell_early(fail)
+    prefill.add("a", (0,) * 3 * BLOCK_SIZE)
+    prefill.core.step()
+    prefill.core.start_transfers()
+    prefill.worker.ends_in_steps = True
+    with pytest.raises(ValueError, match="a bug"):
+        prefill.core.step()
+    assert prefill.core.has_unfinished, "no request is blamed"
+
+
 class Told:
     """A core of one step that hears, and a listener that says, what comes when."""
 
