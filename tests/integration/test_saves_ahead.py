@@ -10,7 +10,7 @@ import torch
 
 from kvstore.connector import SaveJob, SaveResult
 from kvstore.registry import open_store
-from kvstore.store import KvStore, StoreUnavailableError
+from kvstore.store import StoreUnavailableError
 from kvstore.transfer_form import PoolCut, TransferForm
 from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys
 from tests.support.kv_urls import fresh_shm_name
@@ -51,11 +51,11 @@ def object_keys(rig: ConnectorRig, layer: int, form: TransferForm = BY_LAYER) ->
     return [cut.object_keys([key])[layer] for key in keys(len(BLOCKS))]
 
 
-def await_held(store: KvStore, wanted: Sequence[bytes]) -> None:
+def await_held(rig: ConnectorRig, wanted: Sequence[bytes]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while store.contains_prefix(wanted) < len(wanted):
+    while rig.store.contains_prefix(wanted) < len(wanted):
         assert time.monotonic() < deadline, "nothing is saved"
-        time.sleep(0.001)
+        rig.woken.wait(0.005)
 
 
 def check_loads(rig: ConnectorRig) -> None:
@@ -73,7 +73,7 @@ def test_each_layer_moves_once_it_is_computed(store_url: str) -> None:
     for layer in range(LAYOUT.num_layers):
         compute(rig, layer)
         rig.worker.layers_computed(STEP, layer + 1)
-        await_held(rig.store, object_keys(rig, layer))
+        await_held(rig, object_keys(rig, layer))
         later = [key for other in range(layer + 1, 2) for key in object_keys(rig, other)]
         assert not any(rig.store.contains_prefix([key]) for key in later)
     assert rig.results(1) == [SaveResult(0, committed=True)]
@@ -88,7 +88,7 @@ def test_what_was_not_told_of_is_computed_when_the_step_is_over(store_url: str) 
     compute(rig, 0)
     rig.worker.layers_computed(STEP, 1)
     rig.worker.layers_computed(STEP + 1, 2)  # another step's
-    await_held(rig.store, object_keys(rig, 0))
+    await_held(rig, object_keys(rig, 0))
     compute(rig, 1)
     rig.worker.step_ended(STEP, computed=True)
     assert rig.results(1) == [SaveResult(0, committed=True)]
@@ -101,7 +101,7 @@ def test_nothing_more_moves_of_a_step_that_failed(store_url: str) -> None:
     start_ahead(rig)
     compute(rig, 0)
     rig.worker.layers_computed(STEP, 1)
-    await_held(rig.store, object_keys(rig, 0))
+    await_held(rig, object_keys(rig, 0))
     rig.worker.step_ended(STEP, computed=False)
     assert rig.results(1) == [SaveResult(0, committed=False, error="failed")]
     assert rig.store.contains_prefix(object_keys(rig, 1)) == 0
