@@ -37,6 +37,9 @@ class ScriptedWorker(FakeWorker):
     def register_pool(self, *args: object) -> None:
         self.registered += args
 
+    def start(self, work: ConnectorWork) -> None:
+        self.pending += (*work.lookups, *work.loads, *work.saves)
+
     def measure(self, metrics: KvMetrics, backend: str) -> None:
         self.measured.append((metrics, backend))
 
@@ -62,6 +65,14 @@ class Rig:
     def total_s(self, *series: str) -> tuple[int, float]:
         histogram = self.metrics.snapshot()[1][series]
         return sum(histogram.counts), histogram.total_s
+
+
+def test_what_a_save_waits_for_its_step_is_not_its_time():
+    rig = Rig()
+    rig.worker.start(ConnectorWork(saves=(SAVE,)))
+    rig.now = 15.0
+    rig.report(saves=(SaveResult(2, committed=True, seconds=1.0, waited=3.0),))
+    assert rig.total_s("baton_kv_job_seconds", "save") == (1, 2.0)
 
 
 def test_jobs_are_timed_from_start_to_result():
