@@ -50,8 +50,8 @@ class StepCosts:
 
 
 LayersComputed = Callable[[int, int], None]
-"""Hears, in whatever thread, that in a step the leading layers of blocks are computed: its
-number, and how many layers of a block. All it was told of before is, too."""
+"""Hears, in the thread that executes a step, that in it the leading layers of blocks are
+computed: its number, and how many layers of a block."""
 
 
 class PendingOutput(Protocol):

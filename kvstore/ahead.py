@@ -6,20 +6,7 @@ from dataclasses import dataclass, field
 
 from kvstore.transfer_jobs import JobState, Piece
 
-__all__ = ["AheadPieces", "EndedStep"]
-
-
-@dataclass(slots=True)
-class EndedStep:
-    """What has waited for a step.
-
-    Attributes:
-        pieces: of which it has computed all, or none will be.
-        jobs: that have no pieces yet.
-    """
-
-    pieces: list[Piece] = field(default_factory=list)
-    jobs: list[JobState] = field(default_factory=list)
+__all__ = ["AheadPieces"]
 
 
 @dataclass(slots=True)
@@ -51,7 +38,7 @@ class AheadPieces:
         waiting.pieces = [entry for entry in waiting.pieces if entry[0] > num_layers]
         return ready
 
-    def end(self, step: int) -> EndedStep:
-        """All that still waits for a step."""
+    def end(self, step: int) -> tuple[list[Piece], list[JobState]]:
+        """All that still waits for a step: pieces, and jobs that have none yet."""
         left = self._steps.pop(step, _Step())
-        return EndedStep([piece for _, piece in left.pieces], left.jobs)
+        return [piece for _, piece in left.pieces], left.jobs

@@ -174,16 +174,16 @@ class StagedMover:
 
     def step_ended(self, step: int, *, computed: bool) -> None:
         """See `KvConnectorWorker.step_ended`."""
-        ended = self._ahead.end(step)
+        pieces, jobs = self._ahead.end(step)
         if computed:
-            self._submit_puts(ended.pieces)
-            self._waiting.extend(ended.jobs)
+            self._submit_puts(pieces)
+            self._waiting.extend(jobs)
             if not self._io.is_hanging:
                 self._start_pieces()
             return
-        for piece in ended.pieces:
+        for piece in pieces:
             self._tell(PieceEnd(piece, 0, "failed"))
-        for job in ended.jobs:
+        for job in jobs:
             job.error = "failed"
             self._wake()
 
