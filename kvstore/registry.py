@@ -33,8 +33,8 @@ _CONNECTOR_GROUP = "baton.kv_connectors"
 
 _STORES = {
     "memory": "kvstore.stores.memory:MemoryStore",
-    "shm": "kvstore.stores.directory:ShmStore",
-    "file": "kvstore.stores.directory:FileStore",
+    "shm": "kvstore.stores.shm.store:ShmStore",
+    "file": "kvstore.stores.file:FileStore",
     "redis": "kvstore.stores.redis:RedisStore",
     "redis+sentinel": "kvstore.stores.redis:RedisStore",
     "redis+cluster": "kvstore.stores.redis:RedisStore",

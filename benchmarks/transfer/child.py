@@ -17,8 +17,9 @@ _PRELOADED = [
     "engine.runtime.model_runner",
     "kvstore.copier",
     "kvstore.peer.worker",
-    "kvstore.stores.directory",
+    "kvstore.stores.file",
     "kvstore.stores.redis",
+    "kvstore.stores.shm.store",
     "transformers.models.auto.configuration_auto",
     "transformers.models.llama.configuration_llama",
 ]

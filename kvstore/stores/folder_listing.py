@@ -29,7 +29,7 @@ class UnnamedFile:
     Attributes:
         path: where it is.
         num_bytes: its size.
-        is_held: whether someone has locked it: a writer, or a reader of a removed object.
+        is_held: whether a writer lives who has locked it.
     """
 
     path: str

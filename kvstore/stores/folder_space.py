@@ -1,8 +1,7 @@
 """`FolderSpace`: the bound of an `ObjectFolder`, and what goes to keep it.
 
     folder/objects/ab/ab12…   an object; the name is its key in hex
-    folder/temporary/…        a file reserved for a new object, locked by its writer; or
-                              a spare one, see `SpareFiles`
+    folder/temporary/…        a file reserved for a new object, locked by its writer
     folder/ledger             bytes in use, and the lock of whoever changes them
 
 - Lock: names come and go only under the ledger's lock, so that two writers
@@ -11,19 +10,17 @@
 - Bound: every writer reserves its bytes in the ledger first. When they would
   exceed the bound, the writer removes the oldest objects. It knows them from a
   listing of the folder, which serves until none of it is left: whatever was
-  touched or made after it is younger. Spare files take room that objects leave,
-  and no more than an eighth of the bound.
+  touched or made after it is younger.
 - Leases: no lock keeps a touch from coming between a look at an object and its
   removal. So it first loses its name, which makes touches fail, and gets it back
   if it was touched meanwhile.
 - Readers: the memory of an object that is removed while it is read counts as
   free. It is so a moment later, when the last reader closes it.
 - Crashes: a writer holds `flock` on its temporary file. One that nobody holds
-  is a dead writer's, and the next listing removes it or makes it a spare one.
+  is a dead writer's, and the next listing removes it.
 """
 # ruff: noqa: PTH104, PTH108  paths are strings: making a `Path` costs as much as the call
 
-import fcntl
 import os
 import shutil
 import stat
@@ -40,7 +37,6 @@ from kvstore.stores.counters import StoreCounters
 from kvstore.stores.file_io import create_locked, status_of
 from kvstore.stores.folder_listing import FoundObject, list_objects, list_unnamed
 from kvstore.stores.space_ledger import SpaceLedger
-from kvstore.stores.spare_files import SpareFiles
 
 __all__ = ["FolderSpace", "ReservedFile"]
 
@@ -66,7 +62,6 @@ class FolderSpace:
             file system has left for them, but not over `default_max_bytes`.
         default_max_bytes: see `max_bytes`.
         timeout_s: how long to wait for the folder's lock.
-        recycles: whether new objects take the files of removed ones.
 
     Attributes:
         counters: where removals are counted.
@@ -85,7 +80,6 @@ class FolderSpace:
         max_bytes: int | None,
         default_max_bytes: int,
         timeout_s: float,
-        recycles: bool,
     ) -> None:
         self.ttl_s = ttl_s
         self.lease_s = lease_s
@@ -99,7 +93,6 @@ class FolderSpace:
         self._temporary_folder = str(folder / "temporary")
         self._make_folders()
         self._ledger = SpaceLedger(folder / "ledger", timeout_s)
-        self._spares = SpareFiles(self._ledger) if recycles else None
         own_prefix = f"{self._temporary_folder}/{uuid4().hex}"
         self._unnamed_paths = (f"{own_prefix}-{number}" for number in count())
         self.max_bytes = max_bytes or self._choose_max_bytes(folder, default_max_bytes)
@@ -125,15 +118,6 @@ class FolderSpace:
             and stat.S_ISREG(status.st_mode)
             and time.time_ns() - status.st_mtime_ns <= self._ttl_ns
         )
-
-    def hold(self, fd: int, path: str) -> os.stat_result | None:
-        """The status of an object's file that was opened at a path; None if there the object
-        lives no longer. Its bytes stay as they are while the file is open.
-        """
-        status = os.fstat(fd)
-        if self._spares is not None and not _is_kept(fd, path, status):
-            return None
-        return status if self.is_alive(status) else None
 
     def num_bytes(self) -> int:
         """Bytes in use; counts expired objects until a listing removes them."""
@@ -167,28 +151,11 @@ class FolderSpace:
             self._note_oldest_age()
 
     def reserve(self, num_bytes: int) -> ReservedFile:
-        """Finds or makes a file for a new object, after room was made for it."""
-        path, fd = self._take_spare(num_bytes) or self._create(num_bytes)
+        """Makes a file for a new object, after room was made for it."""
+        path = next(self._unnamed_paths)
+        fd = create_locked(path, num_bytes)
         self._ledger.object_bytes += num_bytes
         return ReservedFile(path, fd, num_bytes)
-
-    def _take_spare(self, num_bytes: int) -> tuple[str, int] | None:
-        """A spare file; None if one must be made, for which spare ones made room then."""
-        if self._spares is None:
-            return None
-        taken = self._spares.take(num_bytes)
-        limit_bytes = self.max_bytes - self._ledger.object_bytes - num_bytes
-        if taken is None and self._ledger.spare_bytes > limit_bytes:
-            unnamed = list_unnamed(self._temporary_folder)
-            self._spares.replace(file for file in unnamed if not file.is_held)
-            taken = self._spares.take(num_bytes)
-            if taken is None:
-                self._spares.shrink(limit_bytes)
-        return taken
-
-    def _create(self, num_bytes: int) -> tuple[str, int]:
-        path = next(self._unnamed_paths)
-        return path, create_locked(path, num_bytes)
 
     def commit(self, reserved: ReservedFile, path: str) -> bool:
         """Makes a written file an object; False if another writer was first."""
@@ -199,7 +166,6 @@ class FolderSpace:
         if status is not None:
             self.give_back(reserved)
             return False
-        fcntl.flock(reserved.fd, fcntl.LOCK_UN)  # readers lock it from now on
         os.rename(reserved.path, path)
         return True
 
@@ -222,11 +188,8 @@ class FolderSpace:
         return is_alive
 
     def _discard(self, path: str, num_bytes: int) -> None:
-        """Makes the file that an object left a spare one, or removes it."""
-        if self._spares and self._ledger.spare_bytes + num_bytes <= self.max_bytes // 8:
-            self._spares.add(path, num_bytes)
-        else:
-            os.unlink(path)
+        """Removes the file that an object left."""
+        os.unlink(path)
         self._ledger.object_bytes -= num_bytes
 
     def _list(self) -> None:
@@ -246,16 +209,12 @@ class FolderSpace:
         self.oldest_age_s = (time.time_ns() - oldest.touched_ns) / 1e9 if oldest else None
 
     def _sweep(self) -> None:
-        """Counts the unnamed files that are held; the others become spare ones, or go."""
-        unnamed = list_unnamed(self._temporary_folder)
-        self._ledger.object_bytes += sum(file.num_bytes for file in unnamed if file.is_held)
-        free = [file for file in unnamed if not file.is_held]
-        if self._spares:
-            self._spares.replace(free)
-            self._spares.shrink(self.max_bytes - self._ledger.object_bytes)
-            return
-        for file in free:
-            os.unlink(file.path)
+        """Counts the unnamed files that are held; the others go."""
+        for file in list_unnamed(self._temporary_folder):
+            if file.is_held:
+                self._ledger.object_bytes += file.num_bytes
+            else:
+                os.unlink(file.path)
 
     def _choose_evicted(self, num_bytes: int) -> list[FoundObject] | None:
         """The oldest known objects without which `num_bytes` more fit the bound; None if those
@@ -285,13 +244,3 @@ class FolderSpace:
         self._discard(aside, found.num_bytes)
         is_expired = found.touched_ns < time.time_ns() - self._ttl_ns
         self.counters.count_removals(evictions=not is_expired, expirations=is_expired)
-
-
-def _is_kept(fd: int, path: str, status: os.stat_result) -> bool:
-    """Locks a file against being taken for another object, unless that happened already."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    named = status_of(path)
-    return named is not None and os.path.samestat(named, status)

@@ -20,19 +20,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus
 from kvstore.stores.file_io import read_all, status_of, sync_folder, touch, write_all
 from kvstore.stores.folder_space import FolderSpace, ReservedFile
+from kvstore.stores.parts_store import Parts, batches, total_bytes
 
-__all__ = ["ObjectFolder", "Parts"]
-
-Parts = Sequence[memoryview]
-"""An object's bytes, in one part or several."""
+__all__ = ["ObjectFolder"]
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NOT_AN_OBJECT = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES)
-_MAX_BATCH_BYTES = 16 << 20
-_MAX_BATCH_OBJECTS = 64  # each is an open file until the batch is committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,61 +52,59 @@ class ObjectFolder:
     def __init__(self, space: FolderSpace, *, syncs: bool) -> None:
         self._space = space
         self._syncs = syncs
+        self.counters = space.counters
 
-    def touch_if_alive(self, key: bytes) -> bool:
-        """Whether an object exists and is alive; it is touched then. Takes no lock."""
-        return self._touch_if_alive(self._path(key))
+    @property
+    def oldest_age_s(self) -> float | None:
+        """See `FolderSpace.oldest_age_s`."""
+        return self._space.oldest_age_s
 
-    def read_into(self, key: bytes, parts: Parts) -> GetStatus:
-        """Reads and touches an object."""
-        path = self._path(key)
-        with _opened(path) as fd:
-            if fd is None or (status := self._space.hold(fd, path)) is None:
-                return GetStatus.MISSING
-            if status.st_size != _num_bytes(parts) or not read_all(fd, parts):
-                return GetStatus.WRONG_SIZE
-            # One that was evicted just now is no hit: that would promise a lease.
-            return GetStatus.HIT if _touch(path) else GetStatus.MISSING
+    def count_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `PartsObjects.count_prefix`. Takes no lock."""
+        paths = map(self._path, keys)
+        missing = (i for i, path in enumerate(paths) if not self._touch_if_alive(path))
+        return next(missing, len(keys))
+
+    def read_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> list[GetStatus]:
+        """See `PartsObjects.read_many`. Takes no lock."""
+        pairs = zip(map(self._path, keys), values, strict=True)
+        return [self._read_into(path, parts) for path, parts in pairs]
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
-        """Commits objects, or touches those that exist."""
-        max_bytes = self._space.max_bytes
-        for num_bytes in map(_num_bytes, values):
-            if num_bytes > max_bytes:
-                message = f"an object of {num_bytes} bytes exceeds max_bytes={max_bytes}"
-                raise StoreUnavailableError(message)
-        for batch in self._batches(zip(map(self._path, keys), values, strict=True)):
+        """See `PartsObjects.put_many`."""
+        named = zip(map(self._path, keys), values, strict=True)
+        new = (pair for pair in named if not self._touch_if_alive(pair[0]))
+        for batch in batches(new, self._space.max_bytes):
             self._put_batch(batch)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Removes objects; returns how many were there and alive."""
+        """See `PartsObjects.remove`."""
         with self._space.locked():
             return sum(self._space.remove(self._path(key)) for key in keys)
+
+    def num_bytes(self) -> int:
+        """See `FolderSpace.num_bytes`."""
+        return self._space.num_bytes()
+
+    def close(self) -> None:
+        """See `PartsObjects.close`."""
+        self._space.close()
 
     def _path(self, key: bytes) -> str:
         name = key.hex()
         return f"{self._space.objects_folder}/{name[:2]}/{name}"
 
+    def _read_into(self, path: str, parts: Parts) -> GetStatus:
+        with _opened(path) as fd:
+            if fd is None or not self._space.is_alive(status := os.fstat(fd)):
+                return GetStatus.MISSING
+            if status.st_size != total_bytes(parts) or not read_all(fd, parts):
+                return GetStatus.WRONG_SIZE
+            # One that was evicted just now is no hit: that would promise a lease.
+            return GetStatus.HIT if _touch(path) else GetStatus.MISSING
+
     def _touch_if_alive(self, path: str) -> bool:
         return self._space.is_alive(status_of(path)) and _touch(path)
-
-    def _batches(self, pairs: Iterator[tuple[str, Parts]]) -> Iterator[list[tuple[str, Parts]]]:
-        """The objects that do not exist, in batches of bounded size; touches the others."""
-        batch: list[tuple[str, Parts]] = []
-        batch_bytes = 0
-        limit_bytes = min(_MAX_BATCH_BYTES, self._space.max_bytes // 8)
-        for path, parts in pairs:
-            if self._touch_if_alive(path):
-                continue
-            num_bytes = _num_bytes(parts)
-            is_full = batch_bytes + num_bytes > limit_bytes or len(batch) == _MAX_BATCH_OBJECTS
-            if batch and is_full:
-                yield batch
-                batch, batch_bytes = [], 0
-            batch.append((path, parts))
-            batch_bytes += num_bytes
-        if batch:
-            yield batch
 
     def _put_batch(self, batch: Sequence[tuple[str, Parts]]) -> None:
         """Writes objects that did not exist a moment ago."""
@@ -138,9 +132,9 @@ class ObjectFolder:
     def _reserve(self, batch: Sequence[tuple[str, Parts]], opened: list[_NewObject]) -> None:
         """Makes room and files for a batch."""
         with self._space.locked():
-            self._space.make_room(sum(_num_bytes(parts) for _, parts in batch))
+            self._space.make_room(sum(total_bytes(parts) for _, parts in batch))
             for path, parts in batch:
-                file = self._space.reserve(_num_bytes(parts))
+                file = self._space.reserve(total_bytes(parts))
                 opened.append(_NewObject(path, parts, file))
 
     def _write(self, new: _NewObject) -> None:
@@ -148,10 +142,6 @@ class ObjectFolder:
         touch(new.file.fd)
         if self._syncs:
             os.fsync(new.file.fd)
-
-
-def _num_bytes(parts: Parts) -> int:
-    return sum(part.nbytes for part in parts)
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""`FileLock`: a lock between the threads and processes that open one file."""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+
+from kvstore.store import StoreUnavailableError
+
+__all__ = ["FileLock"]
+
+_RETRY_S = 0.0001
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_CLOSED = -1
+
+
+class FileLock:
+    """An exclusive `flock`, which ends with whoever held it.
+
+    Args:
+        path: the file; made if absent.
+        timeout_s: how long `locked` waits at most.
+
+    Attributes:
+        fd: of the file, open for reading and writing; no file's after `close`.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self.fd = os.open(path, _FLAGS, 0o600)
+        self._timeout_s = timeout_s
+        self._thread_lock = Lock()  # flock tells processes apart, not threads
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock against all threads and processes.
+
+        Raises:
+            OSError: it was closed.
+            StoreUnavailableError: another holder, perhaps a stopped process, kept it for
+                `timeout_s`.
+        """
+        deadline_s = time.monotonic() + self._timeout_s
+        if not self._thread_lock.acquire(timeout=self._timeout_s):
+            raise self._timed_out()
+        try:
+            self._lock_file(deadline_s)
+            try:
+                yield
+            finally:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+        finally:
+            self._thread_lock.release()
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether others find another file there, or none."""
+        return not os.fstat(self.fd).st_nlink
+
+    def close(self) -> None:
+        """Closes the file, after whoever holds the lock. Idempotent."""
+        with self._thread_lock:
+            fd, self.fd = self.fd, _CLOSED
+            if fd != _CLOSED:
+                os.close(fd)
+
+    def _lock_file(self, deadline_s: float) -> None:
+        """Polls, because a blocking flock knows no timeout."""
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise self._timed_out() from None
+                time.sleep(_RETRY_S)
+            else:
+                return
+
+    def _timed_out(self) -> StoreUnavailableError:
+        return StoreUnavailableError(f"the folder's lock was not free for {self._timeout_s:g} s")

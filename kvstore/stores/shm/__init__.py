@@ -1,0 +1,1 @@
+"""`shm://NAME`: objects in memory that processes of one machine map."""

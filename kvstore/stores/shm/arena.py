@@ -1,0 +1,189 @@
+"""`Arena`: immutable objects in memory that processes share.
+
+    /dev/shm/baton-NAME/lock      of whoever looks at the table
+                        table     what lies where: `ExtentTable`
+                        memory    the objects' bytes: `MappedMemory`
+                        writers/  who lives: `Writers`
+
+- Extents: an object lies in one run of bytes. Runs are laid out behind one another, are never
+  split or joined, and serve one object after the other. So that those of similar sizes serve each
+  other, there are eight sizes to each power of two; what is not written to takes no memory.
+- Writers take a free extent under the lock, write to it without, and make it the key's object
+  under the lock again, unless there is one. So objects appear whole or not at all.
+- Readers find and touch objects under the lock, and copy them without. An object that goes
+  meanwhile has another generation then, and was not there.
+- Bound: of the objects, those being written too. When one more would exceed it, the objects go
+  that were not touched for longest, but for leased ones.
+- Spare memory: what an object leaves stays with its extent, up to an eighth of the bound and to
+  where it and the objects exceed the bound, for fresh pages cost as much as the copy into them.
+- Crashes: the lock ends with its holder, as does the mark of a writer, whose extents are free
+  then. A table that was being changed is counted anew.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.stores.file_lock import FileLock
+from kvstore.stores.parts_store import Parts, batches, total_bytes
+from kvstore.stores.shm.arena_space import ArenaSpace, SeenObject, choose_max_bytes, whole_pages
+from kvstore.stores.shm.extent_table import Extent, ExtentTable
+from kvstore.stores.shm.mapped_memory import MappedMemory
+from kvstore.stores.shm.writers import Writers
+
+__all__ = ["Arena"]
+
+
+class Arena:
+    """One process's share in a store. Thread-safe; methods raise `OSError` where the system
+    refuses, `StoreUnavailableError` where there is no room or no lock to be had.
+
+    Args:
+        folder: the store's, which exists.
+        ttl_s: life of an object from its last touch.
+        lease_s: of it, what eviction spares.
+        max_bytes: bound of all objects together; None means half of what the file system has
+            left for them, but not over `default_max_bytes`.
+        default_max_bytes: see `max_bytes`.
+        timeout_s: how long to wait for the lock.
+
+    Attributes:
+        counters: of this process's calls, and of what it removed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ttl_s: float,
+        lease_s: float,
+        max_bytes: int | None,
+        default_max_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._lock = FileLock(folder / "lock", timeout_s)
+        with self._lock.locked():
+            self._table = ExtentTable(folder / "table")
+            self._writers = Writers(folder / "writers")
+        self._memory = MappedMemory(folder / "memory")
+        self._max_bytes = max_bytes or choose_max_bytes(folder, self._table, default_max_bytes)
+        self._space = ArenaSpace(
+            self._table,
+            self._memory,
+            self._writers,
+            ttl_s=ttl_s,
+            lease_s=lease_s,
+            max_bytes=self._max_bytes,
+        )
+        self.counters = self._space.counters
+        self._abandoned: deque[Extent] = deque()
+        with suppress(StoreUnavailableError), self._locked():
+            self._space.list_objects()
+            self._space.make_room(0)
+
+    @property
+    def oldest_age_s(self) -> float | None:
+        """See `ArenaSpace.oldest_age_s`."""
+        return self._space.oldest_age_s
+
+    def put_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
+        """See `PartsObjects.put_many`."""
+        for batch in batches(zip(keys, values, strict=True), self._max_bytes):
+            with self._writers.writing():
+                self._put_batch(batch)
+
+    def read_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> list[GetStatus]:
+        """See `PartsObjects.read_many`."""
+        with self._locked():
+            sizes = map(total_bytes, values)
+            found = [self._look_up(*pair) for pair in zip(keys, sizes, strict=True)]
+        return [
+            self._read(one, parts) if isinstance(one, SeenObject) else one
+            for one, parts in zip(found, values, strict=True)
+        ]
+
+    def count_prefix(self, keys: Sequence[bytes]) -> int:
+        """See `PartsObjects.count_prefix`."""
+        with self._locked():
+            missing = (i for i, key in enumerate(keys) if not self._touch_if_alive(key))
+            return next(missing, len(keys))
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `PartsObjects.remove`."""
+        with self._locked():
+            return sum(map(self._space.remove, keys))
+
+    def num_bytes(self) -> int:
+        """See `PartsObjects.num_bytes`; counts expired ones until a listing removes them."""
+        return self._table.object_bytes
+
+    def close(self) -> None:
+        """See `PartsObjects.close`."""
+        self._writers.close()
+        self._memory.close()
+        self._lock.close()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the store's lock, knowing what others did."""
+        with self._lock.locked():
+            if self._lock.is_removed:
+                raise StoreUnavailableError("the store's folder was removed")
+            self._space.begin()
+            while self._abandoned:
+                self._space.free(self._abandoned.popleft())
+            try:
+                yield
+            except StoreUnavailableError:
+                self._space.end()
+                raise
+            self._space.end()
+
+    def _put_batch(self, batch: Sequence[tuple[bytes, Parts]]) -> None:
+        reserved: deque[Extent] = deque()
+        try:
+            with self._locked():
+                new = [(key, parts) for key, parts in batch if not self._touch_if_alive(key)]
+                self._space.make_room(sum(total_bytes(parts) for _, parts in new))
+                for _, parts in new:
+                    reserved.append(self._space.reserve(total_bytes(parts)))
+            if not new:
+                return
+            for extent, (_, parts) in zip(reserved, new, strict=True):
+                self._write(extent, parts)
+            with self._locked():
+                for key, _ in new:
+                    self._space.commit(reserved.popleft(), key)
+        finally:
+            self._abandoned.extend(reserved)
+
+    def _write(self, extent: Extent, parts: Parts) -> None:
+        """Writes to an extent that is this one's alone."""
+        offset, resident_bytes = extent.offset, extent.resident_bytes
+        needed_bytes = whole_pages(extent.num_bytes)
+        if resident_bytes < needed_bytes:
+            self._memory.provide(offset + resident_bytes, needed_bytes - resident_bytes)
+            extent.resident_bytes = needed_bytes
+        self._memory.write(offset, parts)
+
+    def _read(self, seen: SeenObject, parts: Parts) -> GetStatus:
+        self._memory.read(seen.extent.offset, parts)
+        is_same = seen.extent.generation == seen.generation
+        return GetStatus.HIT if is_same else GetStatus.MISSING
+
+    def _look_up(self, key: bytes, num_bytes: int) -> SeenObject | GetStatus:
+        extent = self._space.find(key)
+        if extent is None:
+            return GetStatus.MISSING
+        if extent.num_bytes != num_bytes:
+            return GetStatus.WRONG_SIZE
+        self._space.touch(extent)
+        return SeenObject.now(extent)
+
+    def _touch_if_alive(self, key: bytes) -> bool:
+        extent = self._space.find(key)
+        if extent is not None:
+            self._space.touch(extent)
+        return extent is not None

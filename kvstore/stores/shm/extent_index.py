@@ -1,0 +1,87 @@
+"""`ExtentIndex`: which extent holds which object, and which are free, as one process knows it."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from kvstore.stores.shm.extent_table import Extent, ExtentTable, State
+
+__all__ = ["ExtentIndex"]
+
+_Kind = tuple[int, bool]  # of a free extent: its room, and whether there is memory behind it
+
+
+class ExtentIndex:
+    """Follows the changes of a table. All calls need the store's lock.
+
+    Args:
+        table: what it follows.
+    """
+
+    def __init__(self, table: ExtentTable) -> None:
+        self._table = table
+        self._num_seen: int | None = None  # changes
+        self._by_key: dict[bytes, Extent] = {}
+        self._keys: dict[Extent, bytes] = {}
+        # Free ones, as sets in the order in which they became so.
+        self._free: defaultdict[_Kind, dict[Extent, None]] = defaultdict(dict)
+        self._spare: dict[Extent, None] = {}  # of all rooms, those with memory behind them
+        self._kinds: dict[Extent, _Kind] = {}
+
+    def catch_up(self) -> None:
+        """Learns what other processes did."""
+        changed: Iterable[Extent] | None = None
+        if self._num_seen is not None:
+            changed = self._table.changes_since(self._num_seen)
+        if changed is None:
+            self._forget()
+            changed = (self._table[index] for index in range(len(self._table)))
+        for extent in changed:
+            self._learn(extent)
+        self._num_seen = self._table.num_changes
+
+    def note_change(self, extent: Extent) -> None:
+        """Takes in a change of this process, and tells the others."""
+        self._table.note_change(extent)
+        self._num_seen = self._table.num_changes
+        self._learn(extent)
+
+    def find(self, key: bytes) -> Extent | None:
+        """The extent of an object."""
+        return self._by_key.get(key)
+
+    def find_free(self, room: int) -> Extent | None:
+        """A free extent of that room, if possible one with memory behind it; the last first."""
+        found = self._free[room, True] or self._free[room, False]
+        return next(reversed(found), None)
+
+    def first_spare(self) -> Extent | None:
+        """The free extent that has kept its memory for longest."""
+        return next(iter(self._spare), None)
+
+    def _forget(self) -> None:
+        self._by_key.clear()
+        self._keys.clear()
+        self._free.clear()
+        self._spare.clear()
+        self._kinds.clear()
+
+    def _learn(self, extent: Extent) -> None:
+        self._drop(extent)
+        match extent.state:
+            case State.OBJECT:
+                key = self._keys[extent] = extent.key
+                self._by_key[key] = extent
+            case State.FREE:
+                kind = self._kinds[extent] = extent.room, bool(extent.resident_bytes)
+                self._free[kind][extent] = None
+                if extent.resident_bytes:
+                    self._spare[extent] = None
+
+    def _drop(self, extent: Extent) -> None:
+        key = self._keys.pop(extent, None)
+        if key is not None and self._by_key[key] is extent:
+            del self._by_key[key]
+        kind = self._kinds.pop(extent, None)
+        if kind is not None:
+            del self._free[kind][extent]
+            self._spare.pop(extent, None)

@@ -1,0 +1,94 @@
+"""`MappedMemory`: the bytes of a store's objects, in a file that its processes map and that grows.
+
+Copies into mapped memory cost no call of the kernel and, the second time, no page fault: they are
+what `memcpy` is. The file is as long as what was ever laid out in it, and takes memory only where
+there is something.
+"""
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.stores.parts_store import Parts, total_bytes
+
+__all__ = ["MappedMemory"]
+
+_FIRST_BYTES = 64 << 20
+# Below it the interpreter's lock, which numpy lets go of for its copies, costs more than a copy.
+_LEAST_UNLOCKED_BYTES = 4096
+
+
+class MappedMemory:
+    """The memory of one store, as one process maps it. Calls in different places do not hinder
+    each other.
+
+    Args:
+        path: the file; made if absent.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._view = memoryview(bytearray())
+
+    def grow_to(self, num_bytes: int) -> None:
+        """Makes the file long enough, which takes no memory. Needs the store's lock."""
+        length = os.fstat(self._fd).st_size
+        if length < num_bytes:
+            os.ftruncate(self._fd, max(num_bytes, 2 * length, _FIRST_BYTES))
+
+    def provide(self, start: int, num_bytes: int) -> None:
+        """Puts memory behind bytes. Who wrote where there is none, and none to be had, would be
+        killed.
+
+        Raises:
+            OSError: there is none.
+        """
+        if num_bytes:
+            os.posix_fallocate(self._fd, start, num_bytes)
+
+    def let_go(self, start: int, num_bytes: int) -> None:
+        """Gives the memory behind bytes back, of whole pages; they read as zeros then."""
+        if num_bytes:
+            self._mapped(start + num_bytes)
+            self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
+
+    def write(self, start: int, parts: Parts) -> None:
+        """Copies parts to bytes that have memory behind them, one after the other."""
+        mapped = self._mapped(start + total_bytes(parts))
+        for part in parts:
+            there = mapped[start : start + part.nbytes]
+            _copy(there, part)
+            start += part.nbytes
+
+    def read(self, start: int, parts: Parts) -> None:
+        """Copies bytes to parts, one after the other."""
+        mapped = self._mapped(start + total_bytes(parts))
+        for part in parts:
+            there = mapped[start : start + part.nbytes]
+            _copy(part, there)
+            start += part.nbytes
+
+    def close(self) -> None:
+        """Closes the file. It stays mapped for as long as somebody is at it. Once."""
+        os.close(self._fd)
+        self._fd = -1
+
+    def _mapped(self, end: int) -> memoryview:
+        """The file, mapped at least up to there."""
+        if len(self._view) < end:
+            # What was mapped before goes when nobody is at it any more.
+            self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+            self._view = memoryview(self._map)
+        return self._view
+
+
+def _copy(to: memoryview, source: memoryview) -> None:
+    if to.nbytes < _LEAST_UNLOCKED_BYTES:
+        to[:] = source
+    else:
+        np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))

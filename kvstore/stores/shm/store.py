@@ -1,0 +1,81 @@
+"""`ShmStore`: the `KvStore` of `shm://NAME`."""
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Self
+
+from kvstore.store import StoreCapabilities
+from kvstore.stores.file_io import status_of
+from kvstore.stores.parts_store import PartsStore
+from kvstore.stores.shm.arena import Arena
+from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
+
+__all__ = ["ShmStore"]
+
+_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
+_REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
+_DEFAULT_MAX_BYTES = 4 << 30
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
+
+
+class ShmStore(PartsStore):
+    """`shm://NAME`: objects in the machine's shared memory, `/dev/shm/baton-NAME`."""
+
+    capabilities = StoreCapabilities(
+        shared_between_processes=True,
+        shared_between_hosts=False,
+        survives_restart=False,
+        takes_max_bytes=True,
+        keeps_leases=True,
+        takes_frames=True,
+    )
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; without a name it is "default".
+
+        Raises:
+            ConfigurationError: a bad name or option; a machine without `/dev/shm`; a folder
+                that other users can read or write, or that another version made.
+        """
+        parts = StoreUrl.parse(url, _OPTIONS, _REFUSED)
+        name = parts.authority or "default"
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or parts.path.strip("/"):
+            raise parts.error("write shm://NAME, the name of letters, digits, '.', '_' and '-'")
+        if not _SHARED_MEMORY.is_dir():
+            raise parts.error(
+                f"this machine has no {_SHARED_MEMORY}; use file:///path between processes, "
+                "or memory:// within one"
+            )
+        folder = _SHARED_MEMORY / f"baton-{name}"
+        if not _is_private_or_absent(folder):
+            raise parts.error(f"{folder} is not a private folder of this user; choose another name")
+        ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
+        lease_s = parts.lease_seconds(ttl_s)
+        timeout_s = parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)
+        max_bytes = parts.num_bytes("max_bytes")
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            arena = Arena(
+                folder,
+                ttl_s=ttl_s,
+                lease_s=lease_s,
+                max_bytes=max_bytes,
+                default_max_bytes=_DEFAULT_MAX_BYTES,
+                timeout_s=timeout_s,
+            )
+        except OSError as error:
+            raise parts.error(f"cannot use the folder {folder}: {error.strerror}") from error
+        return cls(arena, ttl_s=ttl_s, lease_s=lease_s, timeout_s=timeout_s)
+
+
+def _is_private_or_absent(folder: Path) -> bool:
+    """Whether nobody but this user can have put anything there."""
+    status = status_of(str(folder))
+    return status is None or (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.getuid()
+        and stat.S_IMODE(status.st_mode) & 0o077 == 0
+    )

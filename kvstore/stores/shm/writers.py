@@ -1,0 +1,91 @@
+"""`Writers`: which processes that write to a store live."""
+
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Lock
+
+__all__ = ["Writers"]
+
+_MARK_NAME = "[0-9a-f]{16}"
+_MARK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Writers:
+    """Marks this one as living, by a locked file, whose lock ends with the process.
+
+    Args:
+        folder: of the marks; made if absent.
+
+    Attributes:
+        own: this one's number, which nobody else has or had.
+
+    Raises:
+        OSError: the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder = folder
+        self.own = secrets.randbits(63) + 1
+        self._fd = os.open(self._path(self.own), _MARK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        self._lock = Lock()
+        self._num_writing = 0
+        self._is_closed = False
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Lives on until this ends, closed or not: nobody else may write there meanwhile."""
+        with self._lock:
+            self._num_writing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_writing -= 1
+                self._end_if_over()
+
+    def living(self) -> set[int]:
+        """Who lives; removes the marks of the others. Needs the store's lock, under which this
+        was made too: so that nobody is seen between his mark and its lock.
+        """
+        return {
+            int(path.name, 16)
+            for path in self._folder.iterdir()
+            if re.fullmatch(_MARK_NAME, path.name) and _is_locked(path)
+        }
+
+    def close(self) -> None:
+        """Ends, or does when what is being written has been. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        if self._is_closed and not self._num_writing and self._fd != -1:
+            with suppress(OSError):  # the folder may have been removed
+                self._path(self.own).unlink()
+            os.close(self._fd)
+            self._fd = -1
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:016x}"
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether somebody has locked a mark; removes it if nobody has."""
+    fd = os.open(path, _MARK_FLAGS)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        path.unlink()
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,52 @@
+"""What lies in the memory of a `shm://` store, past the store."""
+
+import os
+
+from kvstore.stores.shm.extent_table import ExtentTable, State
+from kvstore.stores.shm.mapped_memory import MappedMemory
+
+__all__ = ["ArenaContents"]
+
+
+class ArenaContents:
+    """Looks at the files of a store that exists, and takes no lock."""
+
+    def __init__(self, folder):
+        self.table = ExtentTable(folder / "table")
+        self.memory = MappedMemory(folder / "memory")
+        self._file = folder / "memory"
+
+    def extents(self, *states):
+        """Those in one of these states; all without any."""
+        found = (self.table[index] for index in range(len(self.table)))
+        return [extent for extent in found if not states or extent.state in states]
+
+    def objects(self):
+        """Extents of objects by key."""
+        found = self.extents(State.OBJECT)
+        by_key = {extent.key: extent for extent in found}
+        assert len(by_key) == len(found), "two objects of one key"
+        return by_key
+
+    def bytes_at(self, extent):
+        """An object's."""
+        value = memoryview(bytearray(extent.num_bytes))
+        self.memory.read(extent.offset, [value])
+        return bytes(value)
+
+    def memory_bytes(self):
+        """What the objects' file really takes."""
+        return os.stat(self._file).st_blocks * 512
+
+    def check(self):
+        """What the table says of itself holds."""
+        extents, table = self.extents(), self.table
+        assert all(extent.state in list(State) for extent in extents)
+        ends = [0, *(extent.offset + extent.room for extent in extents)]
+        assert [extent.offset for extent in extents] == ends[:-1]
+        assert all(extent.resident_bytes <= extent.room for extent in extents)
+        free = self.extents(State.FREE)
+        taken = self.extents(State.WRITTEN_TO, State.OBJECT)
+        assert sum(extent.num_bytes for extent in taken) == table.object_bytes
+        assert sum(extent.resident_bytes for extent in free) == table.spare_bytes
+        assert not table.is_changing
