@@ -18,6 +18,7 @@ from kvstore.peer.nixl_transport import NixlTransport
 from tests.support.kv_urls import fresh_shm_name
 from tests.support.redis_server import RedisServer
 from tests.support.spoiled_objects import (
+    ArenaShelf,
     FileShelf,
     MemoryShelf,
     RedisShelf,
@@ -94,7 +95,7 @@ def open_shelf(
         return f"memory://{name}?lease_s=0", lambda: MemoryShelf(name)
     options = "lease_s=0&max_bytes=128MiB&timeout_s=20"
     if kind == "shm":
-        return f"shm://{name}?{options}", lambda: FileShelf(Path(f"/dev/shm/baton-{name}"))
+        return f"shm://{name}?{options}", lambda: ArenaShelf(Path(f"/dev/shm/baton-{name}"))
     return f"file://{folder}/kv?{options}", lambda: FileShelf(folder / "kv")
 
 

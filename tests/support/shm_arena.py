@@ -1,7 +1,5 @@
 """What lies in the memory of a `shm://` store, past the store."""
 
-import os
-
 from kvstore.stores.shm.extent_table import ExtentTable, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
 
@@ -12,9 +10,9 @@ class ArenaContents:
     """Looks at the files of a store that exists, and takes no lock."""
 
     def __init__(self, folder):
+        self.folder = folder
         self.table = ExtentTable(folder / "table")
         self.memory = MappedMemory(folder / "memory")
-        self._file = folder / "memory"
 
     def extents(self, *states):
         """Those in one of these states; all without any."""
@@ -36,7 +34,7 @@ class ArenaContents:
 
     def memory_bytes(self):
         """What the objects' file really takes."""
-        return os.stat(self._file).st_blocks * 512
+        return (self.folder / "memory").stat().st_blocks * 512
 
     def check(self):
         """What the table says of itself holds."""

@@ -10,8 +10,17 @@ from redis import Redis
 from kvstore.codec import HEADER_BYTES, seal
 from kvstore.stores import memory
 from kvstore.stores.redis_objects import object_name
+from tests.support.shm_arena import ArenaContents
 
-__all__ = ["FileShelf", "MemoryShelf", "RedisShelf", "Shelf", "spoil", "spoil_in_place"]
+__all__ = [
+    "ArenaShelf",
+    "FileShelf",
+    "MemoryShelf",
+    "RedisShelf",
+    "Shelf",
+    "spoil",
+    "spoil_in_place",
+]
 
 _PAGE_BYTES = 512  # of storage: what a disk loses at a time is at least that
 
@@ -79,8 +88,26 @@ class Shelf(Protocol):
         """Lays something in the place of an object that is there."""
 
 
+class ArenaShelf:
+    """Objects of `shm://`, each in the room of its extent."""
+
+    def __init__(self, folder: Path) -> None:
+        self._contents = ArenaContents(folder)
+
+    def read(self, key: bytes) -> bytes | None:
+        extent = self._contents.objects().get(key)
+        return self._contents.bytes_at(extent) if extent is not None else None
+
+    def write(self, key: bytes, value: bytes) -> None:
+        extent = self._contents.objects()[key]
+        lying = memoryview(value)[: extent.room]
+        self._contents.memory.write(extent.offset, [lying])
+        self._contents.table.object_bytes += lying.nbytes - extent.num_bytes
+        extent.num_bytes = lying.nbytes
+
+
 class FileShelf:
-    """Objects of `file://` and `shm://`."""
+    """Objects of `file://`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "objects"

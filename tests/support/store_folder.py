@@ -1,4 +1,4 @@
-"""What lies in the folder of a file or shm store, for tests."""
+"""What lies in the folder of a file store, for tests."""
 
 __all__ = ["object_path", "used_bytes"]
 

@@ -1,4 +1,4 @@
-"""The file and shm stores under what other processes, crashes and users do to their folder."""
+"""The file store under what other processes, crashes and users do to its folder."""
 
 import errno
 import fcntl
@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 import time
-import uuid
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from baton.errors import ConfigurationError
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores import directory, folder_space, object_folder
+from kvstore.stores import file_io, folder_space, object_folder
 from tests.support.store_folder import object_path, used_bytes
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -84,6 +83,61 @@ def test_a_truncated_object_has_the_wrong_size(folder):
         store.put_many([key], [filled(1, 100)])
         os.truncate(object_path(folder, key), 40)
         assert read(store, key, 100) is GetStatus.WRONG_SIZE
+
+
+@pytest.mark.parametrize("num_bytes", [0, 63, 64, 99])
+def test_an_object_that_is_cut_while_it_is_read_has_the_wrong_size(folder, monkeypatch, num_bytes):
+    (key,) = random_keys(1)
+    with opened(folder) as store:
+        store.put_many([key], [filled(1, 100)])
+
+        def cut_then_read(fd, parts):
+            os.truncate(object_path(folder, key), num_bytes)
+            return file_io.read_all(fd, parts)
+
+        monkeypatch.setattr(object_folder, "read_all", cut_then_read)
+        frame = blank(64), blank(36)
+        assert store.get_frames_into([key], [frame]) == [GetStatus.WRONG_SIZE]
+
+
+def test_an_object_that_goes_while_it_is_read_is_missing(folder, monkeypatch):
+    (key,) = random_keys(1)
+    with opened(folder) as store:
+        store.put_many([key], [filled(1, 100)])
+
+        def delete_then_read(fd, parts):
+            store.delete([key])
+            return file_io.read_all(fd, parts)
+
+        monkeypatch.setattr(object_folder, "read_all", delete_then_read)
+        frame = blank(64), blank(36)
+        assert store.get_frames_into([key], [frame]) == [GetStatus.MISSING], "it has no lease"
+
+
+@pytest.mark.parametrize("most", [1, 7, 63, 64, 65, 100])
+def test_calls_that_move_less_than_was_asked_are_repeated(folder, monkeypatch, most):
+    keys = random_keys(2)
+    value = memoryview(bytes(range(200)))
+
+    def short(call):
+        def call_shortly(fd, parts, *args):
+            left, few = most, []
+            for part in parts:
+                few.append(part[:left])
+                left -= len(few[-1])
+            return call(fd, few, *args)
+
+        return call_shortly
+
+    with opened(folder) as store:
+        for name in ("readv", "pwritev"):
+            monkeypatch.setattr(os, name, short(getattr(os, name)))
+        store.put_frames(keys[:1], [(value[:64], value[64:])])
+        store.put_many(keys[1:], [value])
+        for key in keys:
+            frame = blank(64), blank(136)
+            assert store.get_frames_into([key], [frame]) == [GetStatus.HIT]
+            assert b"".join(frame) == value == read(store, key, 200)
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, b"\xff" * 100])
@@ -297,16 +351,10 @@ def test_nothing_is_synced_unless_asked(folder, monkeypatch):
         store.put_many(random_keys(2), [filled(1, 100)] * 2)
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("file:///tmp/never-made?fsync=always", "fsync is 'always'; it must be never or commit"),
-        ("shm://never-made?fsync=commit", "fsync has no meaning in memory"),
-    ],
-)
-def test_what_cannot_be_synced_is_refused(url, message):
+def test_a_fsync_that_is_none_is_refused():
+    message = "fsync is 'always'; it must be never or commit"
     with pytest.raises(ConfigurationError, match=message):
-        open_store(url)
+        open_store("file:///tmp/never-made?fsync=always")
 
 
 def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(folder):
@@ -382,41 +430,3 @@ def test_an_unusable_folder_is_a_configuration_error(tmp_path, obstacle):
     folder = path if obstacle == "file" else Path("/proc/nowhere")
     with pytest.raises(ConfigurationError, match="cannot use the folder"):
         open_store(f"file://{folder}")
-
-
-@pytest.fixture
-def shared_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(directory, "_SHARED_MEMORY", tmp_path)
-    return tmp_path
-
-
-def test_shm_is_a_private_folder_of_the_machines_shared_memory():
-    name = f"test-{uuid.uuid4().hex}"
-    folder = Path(f"/dev/shm/baton-{name}")
-    try:
-        with closing(open_store(f"shm://{name}")) as store:
-            store.put_many(random_keys(1), [filled(1, 100)])
-        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*")}
-        assert all(mode & 0o077 == 0 for mode in modes.values())
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def test_shm_without_a_name_is_default(shared_memory):
-    open_store("shm://").close()
-    assert (shared_memory / "baton-default").is_dir()
-
-
-def test_shm_refuses_a_folder_that_others_can_use(shared_memory):
-    (shared_memory / "baton-open").mkdir(mode=0o755)
-    (shared_memory / "baton-link").symlink_to(shared_memory)
-    for name in ("open", "link"):
-        with pytest.raises(ConfigurationError, match="choose another name"):
-            open_store(f"shm://{name}")
-
-
-def test_a_machine_without_shared_memory_is_told_what_to_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(directory, "_SHARED_MEMORY", tmp_path / "absent")
-    with pytest.raises(ConfigurationError, match="use file:///path"):
-        open_store("shm://x")
