@@ -1,5 +1,6 @@
 """`FileLock`: a lock between the threads and processes that open one file."""
 
+import errno
 import fcntl
 import os
 import time
@@ -71,6 +72,8 @@ class FileLock:
 
     def _lock_file(self, deadline_s: float) -> None:
         """Polls, because a blocking flock knows no timeout."""
+        if self.fd == _CLOSED:
+            raise OSError(errno.EBADF, "the store is closed")
         while True:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

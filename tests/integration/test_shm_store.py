@@ -22,6 +22,7 @@ from kvstore.stores.shm import arena_space, extent_table, mapped_memory
 from kvstore.stores.shm import store as shm_store
 from kvstore.stores.shm.extent_table import State
 from kvstore.stores.shm.mapped_memory import MappedMemory
+from kvstore.stores.shm.writers import Writers
 from tests.support.shm_arena import ArenaContents
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -39,7 +40,7 @@ def opened(**options):
     try:
         with closing(open_store(url)) as store:
             contents = ArenaContents(folder)
-            with closing(contents.memory):
+            with closing(contents):
                 yield store, contents, url
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -62,7 +63,28 @@ def test_what_an_object_leaves_serves_the_next_of_its_size():
         assert read(store, old, 5000) is GetStatus.MISSING
 
 
-def test_memory_is_for_what_is_there():
+class Clock:
+    """Stands still but for touches, each of which is later than the one before."""
+
+    def __init__(self):
+        self.now_ns = 10**15
+
+    def monotonic_ns(self):
+        self.now_ns += 1
+        return self.now_ns
+
+    def wait(self, seconds):
+        self.now_ns += int(seconds * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(arena_space, "time", clock)
+    return clock
+
+
+def test_memory_is_for_what_is_there(clock):
     keys = random_keys(40)
     with opened(max_bytes=100 * _PAGE) as (store, contents, _):
         for index, key in enumerate(keys):
@@ -72,6 +94,7 @@ def test_memory_is_for_what_is_there():
         assert [read(store, key, 10 * _PAGE) for key in keys[-10:]] == [
             bytes(filled(index, 10 * _PAGE)) for index in range(30, 40)
         ]
+        clock.wait(5)
         store.delete(keys)
         assert contents.memory_bytes() == contents.table.spare_bytes == 10 * _PAGE
         put(store, keys[0], 1, 95 * _PAGE)
@@ -89,6 +112,21 @@ def interposed(monkeypatch, name, act):
         return call(*args)
 
     monkeypatch.setattr(MappedMemory, name, act_and_call)
+
+
+@contextmanager
+def refusing(monkeypatch, num_calls):
+    """No memory is to be had from the so many-th call on."""
+    left, allocate = iter(range(num_calls)), os.posix_fallocate
+
+    def allocate_or_refuse(*args):
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return allocate(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", allocate_or_refuse)
+        yield
 
 
 def test_what_goes_while_it_is_read_is_missing(monkeypatch):
@@ -144,14 +182,8 @@ def test_full_memory_is_unavailable_and_leaves_nothing(monkeypatch):
     keys = random_keys(3)
     with opened() as (store, contents, _):
         put(store, keys[0], 1, 5000)
-        with monkeypatch.context() as patched:
-
-            def refuse(fd, start, num_bytes):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-            patched.setattr(os, "posix_fallocate", refuse)
-            with pytest.raises(StoreUnavailableError, match="No space left"):
-                store.put_many(keys[1:], [filled(1, 9000)] * 2)
+        with refusing(monkeypatch, 3), pytest.raises(StoreUnavailableError, match="No space left"):
+            store.put_many(keys[1:], [filled(1, 9000)] * 2)
         assert store.contains_prefix(keys) == 1
         assert store.stats().num_bytes == contents.table.object_bytes == 5000
         contents.check()
@@ -203,6 +235,150 @@ def test_the_table_of_another_version_is_refused(spoil):
         assert store.stats().num_bytes == 0 or spoil == "length"
 
 
+def test_what_may_still_be_read_keeps_its_memory(clock, monkeypatch):
+    (key,) = random_keys(1)
+    with opened(max_bytes=100 * _PAGE) as (store, contents, url), closing(open_store(url)) as other:
+        put(store, key, 1, 90 * _PAGE)
+        found = []
+
+        def delete():
+            found.append(contents.memory_bytes())
+            other.delete([key])
+            found.append(contents.memory_bytes())
+
+        interposed(monkeypatch, "read", delete)
+        assert read(store, key, 90 * _PAGE) is GetStatus.MISSING
+        assert found == [90 * _PAGE] * 2
+        clock.wait(5)
+        assert store.contains_prefix([key]) == 0
+        assert contents.memory_bytes() == 0
+
+
+def test_time_that_passes_in_a_listing_frees_nothing_twice(clock, monkeypatch):
+    keys = random_keys(8)
+    with opened(max_bytes=8 * _PAGE, ttl_s=1) as (first, contents, url):
+        for key in keys:
+            put(first, key, 1, _PAGE)
+            clock.wait(0.1)
+        clock.wait(0.45)
+        ticks = clock.monotonic_ns
+
+        def tick():
+            clock.wait(0.05)
+            return ticks()
+
+        monkeypatch.setattr(clock, "monotonic_ns", tick)
+        with closing(open_store(url)) as store:
+            monkeypatch.setattr(clock, "monotonic_ns", ticks)
+            seen = list(store._objects._space._by_age)
+            assert seen
+            assert all(contents.table[one.extent_index].state == State.OBJECT for one in seen)
+        contents.check()
+
+
+def test_the_table_has_memory_before_it_is_written_to(monkeypatch):
+    """Who wrote where none is to be had would be killed."""
+    with opened() as (store, contents, _):
+
+        def table_bytes():
+            return (contents.folder / "table").stat().st_blocks * 512
+
+        header_bytes = table_bytes()
+        for key in random_keys(100):
+            with refusing(monkeypatch, 0), pytest.raises(StoreUnavailableError, match="No space"):
+                put(store, key, 1, 100)
+        assert table_bytes() == header_bytes >= 8 * extent_table._RING
+        assert not contents.extents()
+        store.put_many(random_keys(100), [filled(1, 100)] * 100)
+        assert header_bytes < table_bytes() <= header_bytes + 3 * _PAGE
+
+
+def test_a_failed_put_hinders_nobody(monkeypatch):
+    keys = random_keys(2)
+    with opened(max_bytes=10_000) as (store, contents, url), closing(open_store(url)) as other:
+        with refusing(monkeypatch, 1), pytest.raises(StoreUnavailableError, match="No space"):
+            put(store, keys[0], 1, 9000)
+        put(other, keys[1], 1, 9000)
+        contents.check()
+
+
+def test_what_a_dead_writer_had_gives_all_its_memory_back(clock):
+    """Also what the object before it left, which was larger."""
+    with opened() as (store, contents, url):
+        (key,) = random_keys(1)
+        put(store, key, 1, 48 * _PAGE)
+        store.delete([key])
+        arena = store._objects
+        with arena._locked():
+            extent = arena._space.reserve(45 * _PAGE)
+        assert extent.resident_bytes == 48 * _PAGE
+        extent.writer = 12345
+        open_store(url).close()  # lists
+        assert contents.memory_bytes() == store.stats().num_bytes == 0
+        contents.check()
+
+
+def test_who_is_about_to_close_begins_nothing(monkeypatch):
+    """Without a mark, others would take its extent for a dead writer's."""
+    (key,) = random_keys(1)
+    close, refused = Writers.close, []
+
+    def close_and_put(writers):
+        close(writers)
+        with pytest.raises(StoreUnavailableError, match="closed"):
+            put(store, key, 1, 100)
+        refused.append(key)
+
+    with opened() as (_, contents, url):
+        monkeypatch.setattr(Writers, "close", close_and_put)
+        store = open_store(url)
+        store.close()
+        assert refused
+        assert not contents.extents()
+
+
+def test_a_closed_store_is_unavailable():
+    (key,) = random_keys(1)
+    with opened() as (_, _, url):
+        store = open_store(url)
+        store.close()
+        store.close()
+        calls = [
+            lambda: put(store, key, 1, 100),
+            lambda: read(store, key, 100),
+            lambda: store.contains_prefix([key]),
+            lambda: store.delete([key]),
+        ]
+        for call in calls:
+            with pytest.raises(StoreUnavailableError, match="closed"):
+                call()
+
+
+def test_a_mark_that_goes_while_others_list_is_none(monkeypatch):
+    with opened() as (_, _, url):
+        look = Path.iterdir
+
+        def look_at_one_more(path):
+            yield from look(path)
+            yield path / f"{1:016x}"
+
+        monkeypatch.setattr(Path, "iterdir", look_at_one_more)
+        with closing(open_store(url)) as store:
+            assert 1 not in store._objects._writers.living()
+            assert store._objects._writers.own in store._objects._writers.living()
+
+
+def test_who_opens_waits_for_nobody_who_is_stopped():
+    (key,) = random_keys(1)
+    with opened(timeout_s=0.1) as (store, contents, url):
+        put(store, key, 1, 100)
+        with (contents.folder / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            other = open_store(url)
+        with closing(other):
+            assert other.contains_prefix([key]) == 1
+
+
 def test_memory_grows_under_who_has_mapped_it(monkeypatch):
     monkeypatch.setattr(mapped_memory, "_FIRST_BYTES", _PAGE)
     keys = random_keys(30)
@@ -244,23 +420,7 @@ def test_a_full_table_is_unavailable(monkeypatch):
         contents.check()
 
 
-class Clock:
-    """Stands still but for touches, each of which is later than the one before."""
-
-    def __init__(self):
-        self.now_ns = 10**15
-
-    def monotonic_ns(self):
-        self.now_ns += 1
-        return self.now_ns
-
-    def wait(self, seconds):
-        self.now_ns += int(seconds * 1e9)
-
-
-def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(arena_space, "time", clock)
+def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(clock):
     keys = random_keys(10)
     with opened(ttl_s=600, max_bytes=900) as (first, contents, url):
         assert first.stats().oldest_age_s is None
@@ -279,9 +439,7 @@ def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(monkeypatch)
             assert stats.oldest_age_s == pytest.approx(300)
 
 
-def test_a_leased_object_stays_until_its_lease_is_over(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(arena_space, "time", clock)
+def test_a_leased_object_stays_until_its_lease_is_over(clock):
     keys = random_keys(11)
     with opened(max_bytes=1000, lease_s=600) as (store, contents, _):
         store.put_many(keys[:10], [filled(1, 100)] * 10)

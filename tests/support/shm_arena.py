@@ -14,6 +14,11 @@ class ArenaContents:
         self.table = ExtentTable(folder / "table")
         self.memory = MappedMemory(folder / "memory")
 
+    def close(self):
+        """Closes them."""
+        self.memory.close()
+        self.table.close()
+
     def extents(self, *states):
         """Those in one of these states; all without any."""
         found = (self.table[index] for index in range(len(self.table)))

@@ -12,24 +12,25 @@
   under the lock again, unless there is one. So objects appear whole or not at all.
 - Readers find and touch objects under the lock, and copy them without. An object that goes
   meanwhile has another generation then, and was not there.
-- Bound: of the objects, those being written too. When one more would exceed it, the objects go
-  that were not touched for longest, but for leased ones.
+- Bound: of the objects' bytes, those being written too; in memory each takes whole pages. When one
+  more would exceed it, the objects go that were not touched for longest, but for leased ones.
 - Spare memory: what an object leaves stays with its extent, up to an eighth of the bound and to
   where it and the objects exceed the bound, for fresh pages cost as much as the copy into them.
+  The rest goes back when nobody can still be reading it.
 - Crashes: the lock ends with its holder, as does the mark of a writer, whose extents are free
   then. A table that was being changed is counted anew.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.file_lock import FileLock
 from kvstore.stores.parts_store import Parts, batches, total_bytes
-from kvstore.stores.shm.arena_space import ArenaSpace, SeenObject, choose_max_bytes, whole_pages
-from kvstore.stores.shm.extent_table import Extent, ExtentTable
+from kvstore.stores.shm.arena_space import ArenaSpace, choose_max_bytes, whole_pages
+from kvstore.stores.shm.extent_table import Extent, ExtentTable, SeenObject
 from kvstore.stores.shm.mapped_memory import MappedMemory
 from kvstore.stores.shm.writers import Writers
 
@@ -63,12 +64,18 @@ class Arena:
         default_max_bytes: int,
         timeout_s: float,
     ) -> None:
-        self._lock = FileLock(folder / "lock", timeout_s)
-        with self._lock.locked():
+        with ExitStack() as opened:
+            self._memory = MappedMemory(folder / "memory")
+            opened.callback(self._memory.close)
             self._table = ExtentTable(folder / "table")
+            opened.callback(self._table.close)
+            self._max_bytes = max_bytes or choose_max_bytes(folder, self._table, default_max_bytes)
             self._writers = Writers(folder / "writers")
-        self._memory = MappedMemory(folder / "memory")
-        self._max_bytes = max_bytes or choose_max_bytes(folder, self._table, default_max_bytes)
+            opened.callback(self._writers.close)
+            # Closed first: then nobody begins to write who has no mark.
+            self._lock = FileLock(folder / "lock", timeout_s)
+            opened.callback(self._lock.close)
+            self._opened = opened.pop_all()
         self._space = ArenaSpace(
             self._table,
             self._memory,
@@ -79,7 +86,7 @@ class Arena:
         )
         self.counters = self._space.counters
         self._abandoned: deque[Extent] = deque()
-        with suppress(StoreUnavailableError), self._locked():
+        with suppress(StoreUnavailableError, OSError), self._locked():
             self._space.list_objects()
             self._space.make_room(0)
 
@@ -121,9 +128,7 @@ class Arena:
 
     def close(self) -> None:
         """See `PartsObjects.close`."""
-        self._writers.close()
-        self._memory.close()
-        self._lock.close()
+        self._opened.close()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -157,7 +162,14 @@ class Arena:
                 for key, _ in new:
                     self._space.commit(reserved.popleft(), key)
         finally:
-            self._abandoned.extend(reserved)
+            if reserved:
+                self._give_back(reserved)
+
+    def _give_back(self, reserved: Iterable[Extent]) -> None:
+        """Frees extents that got no object; if that cannot be now, the next call does."""
+        self._abandoned.extend(reserved)
+        with suppress(StoreUnavailableError, OSError), self._locked():
+            pass
 
     def _write(self, extent: Extent, parts: Parts) -> None:
         """Writes to an extent that is this one's alone."""
@@ -169,9 +181,9 @@ class Arena:
         self._memory.write(offset, parts)
 
     def _read(self, seen: SeenObject, parts: Parts) -> GetStatus:
-        self._memory.read(seen.extent.offset, parts)
-        is_same = seen.extent.generation == seen.generation
-        return GetStatus.HIT if is_same else GetStatus.MISSING
+        extent = self._table[seen.extent_index]
+        self._memory.read(extent.offset, parts)
+        return GetStatus.HIT if extent.generation == seen.generation else GetStatus.MISSING
 
     def _look_up(self, key: bytes, num_bytes: int) -> SeenObject | GetStatus:
         extent = self._space.find(key)
@@ -180,7 +192,7 @@ class Arena:
         if extent.num_bytes != num_bytes:
             return GetStatus.WRONG_SIZE
         self._space.touch(extent)
-        return SeenObject.now(extent)
+        return extent.seen()
 
     def _touch_if_alive(self, key: bytes) -> bool:
         extent = self._space.find(key)

@@ -5,38 +5,26 @@ import shutil
 import time
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple, Self
 
 from kvstore.store import StoreUnavailableError
 from kvstore.stores.counters import StoreCounters
 from kvstore.stores.shm.extent_index import ExtentIndex
-from kvstore.stores.shm.extent_table import Extent, ExtentTable, State, TableFullError
+from kvstore.stores.shm.extent_table import (
+    Extent,
+    ExtentTable,
+    SeenObject,
+    State,
+    TableFullError,
+)
 from kvstore.stores.shm.mapped_memory import MappedMemory
 from kvstore.stores.shm.writers import Writers
 
-__all__ = ["ArenaSpace", "SeenObject", "choose_max_bytes", "whole_pages"]
+__all__ = ["ArenaSpace", "choose_max_bytes", "whole_pages"]
 
 _SIZES_PER_DOUBLING = 8
 _SPARE_SHARE = 8  # of the bound, one part in so many
-
-
-class SeenObject(NamedTuple):
-    """An object as it was seen: if its extent has another generation now, it has gone.
-
-    Attributes:
-        extent: where it is.
-        generation: which object of the extent it is.
-        touched_ns: see `Extent`.
-    """
-
-    extent: Extent
-    generation: int
-    touched_ns: int
-
-    @classmethod
-    def now(cls, extent: Extent) -> Self:
-        """As it is."""
-        return cls(extent, extent.generation, extent.touched_ns)
+# Longest that a reader takes from finding an object to having it, unless it is stopped.
+_READ_NS = 2 * 10**9
 
 
 class ArenaSpace:
@@ -156,20 +144,22 @@ class ArenaSpace:
                     f"no room for {num_bytes} bytes: the store is full of leased objects"
                 )
             for extent in chosen:
-                self._remove(extent, is_evicted=True)
+                is_alive = self._is_alive(extent)
+                self.free(extent)
+                self.counters.count_removals(evictions=is_alive, expirations=not is_alive)
             self._note_oldest_age()
 
     def list_objects(self) -> None:
         """Learns the objects' ages, and removes what is dead."""
         living = self._writers.living()
-        for extent in self._table.by_age(State.WRITTEN_TO):
+        for extent in self._table.in_state(State.WRITTEN_TO):
             if extent.writer not in living:
                 self._free_dead(extent)
-        objects = self._table.by_age(State.OBJECT)
-        expired = [extent for extent in objects if not self._is_alive(extent)]
-        for extent in expired:
-            self._remove(extent)
-        self._by_age = deque(map(SeenObject.now, objects[len(expired) :]))
+        self._by_age = deque(self._table.by_age())
+        first_alive_ns = time.monotonic_ns() - self._ttl_ns
+        while self._by_age and self._by_age[0].touched_ns < first_alive_ns:
+            self.free(self._table[self._by_age.popleft().extent_index])
+            self.counters.count_removals(expirations=1)
         self._note_oldest_age()
 
     def _is_alive(self, extent: Extent) -> bool:
@@ -185,24 +175,26 @@ class ArenaSpace:
         except TableFullError:
             raise StoreUnavailableError("the store has as many extents as it can have") from None
 
-    def _remove(self, extent: Extent, *, is_evicted: bool = False) -> bool:
-        """Removes an object; whether it was alive."""
+    def _remove(self, extent: Extent) -> bool:
+        """Removes an object, not to make room; whether it was alive."""
         is_alive = self._is_alive(extent)
         self.free(extent)
-        self.counters.count_removals(evictions=is_evicted and is_alive, expirations=not is_alive)
+        self.counters.count_removals(expirations=not is_alive)
         return is_alive
 
     def _free_dead(self, extent: Extent) -> None:
         """Frees what a dead writer had; nobody knows how much of it has memory behind it."""
         extent.resident_bytes = 0
-        self._memory.let_go(extent.offset, whole_pages(extent.num_bytes))
+        self._memory.let_go(extent.offset, extent.room)
         self.free(extent)
 
     def _shrink_spare(self) -> None:
-        """Gives memory back of which more is spare than should be."""
+        """Gives memory back of which more is spare than should be, where nobody still reads."""
         table = self._table
         limit_bytes = min(self._max_spare_bytes, self._max_bytes - table.object_bytes)
         while table.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
+            if time.monotonic_ns() - extent.touched_ns < _READ_NS:
+                return
             num_bytes = extent.resident_bytes
             extent.resident_bytes = 0
             table.spare_bytes -= num_bytes
@@ -214,17 +206,19 @@ class ArenaSpace:
         that are not leased do not suffice.
         """
         chosen: list[SeenObject] = []
-        excess_bytes = self._table.object_bytes + num_bytes - self._max_bytes
+        table = self._table
+        excess_bytes = table.object_bytes + num_bytes - self._max_bytes
         first_leased_ns = time.monotonic_ns() - self._lease_ns
         while excess_bytes > 0:
             if not self._by_age or self._by_age[0].touched_ns > first_leased_ns:
                 self._by_age.extendleft(reversed(chosen))
                 return None
             seen = self._by_age.popleft()
-            if seen == SeenObject.now(seen.extent):
+            extent = table[seen.extent_index]
+            if extent.seen() == seen and extent.state == State.OBJECT:
                 chosen.append(seen)
-                excess_bytes -= seen.extent.num_bytes
-        return [seen.extent for seen in chosen]
+                excess_bytes -= extent.num_bytes
+        return [table[seen.extent_index] for seen in chosen]
 
     def _note_oldest_age(self) -> None:
         now_ns = time.monotonic_ns()

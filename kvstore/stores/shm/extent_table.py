@@ -8,26 +8,32 @@ All of it is read and changed under the store's lock, but for `Extent.generation
 also look at without. A process may be killed between any two cells: so what an extent says is
 true before its state says so, everything else follows from the extents, and a cell tells that
 somebody was at it.
+
+The file is sparse, and a page that cannot be had would kill who touches it: so there is memory
+behind the header and the changes from the start, and behind an extent before there is one.
 """
 
 import errno
 import mmap
 import os
+import secrets
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["KEY_BYTES", "Extent", "ExtentTable", "State", "TableFullError"]
+__all__ = ["KEY_BYTES", "Extent", "ExtentTable", "SeenObject", "State", "TableFullError"]
 
 KEY_BYTES = 32
 
 _FORMAT = int.from_bytes(b"BATONSH1", "little")
-_MAX_EXTENTS = 1 << 22  # the file is sparse
-_RING = 1 << 16
+_MAX_EXTENTS = 1 << 22
+_RING = 1 << 14
 _CELL_BYTES = 8
 
 
@@ -64,6 +70,20 @@ class State(IntEnum):
     FREE = 1
     WRITTEN_TO = 2
     OBJECT = 3
+
+
+class SeenObject(NamedTuple):
+    """An object as it was seen: if its extent has another generation now, it has gone.
+
+    Attributes:
+        extent_index: where it is.
+        generation: which object of the extent it is.
+        touched_ns: see `Extent`.
+    """
+
+    extent_index: int
+    generation: int
+    touched_ns: int
 
 
 class TableFullError(Exception):
@@ -131,12 +151,16 @@ class Extent:
     def key(self, key: bytes) -> None:
         self.cells[self.at + _Field.KEY : self.at + _CELLS] = memoryview(key).cast("Q")
 
+    def seen(self) -> SeenObject:
+        """The object as it is."""
+        return SeenObject(self.index, self.generation, self.touched_ns)
+
 
 class ExtentTable:
     """The table of one store, as one process maps it.
 
     Args:
-        path: the file. It is made by who opens it first, so that needs the store's lock.
+        path: the file; made if absent, by whoever is first.
 
     Attributes:
         cells: all of it.
@@ -160,21 +184,21 @@ class ExtentTable:
     _num_extents = _Cell(_Header.NUM_EXTENTS)
 
     def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if not path.exists():
+            _create(path)
+        self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if os.fstat(fd).st_size == 0:
-                os.ftruncate(fd, _FILE_BYTES)
-            if os.fstat(fd).st_size != _FILE_BYTES:
+            if os.fstat(self._fd).st_size != _FILE_BYTES:
                 raise _other_version(path)
-            memory = mmap.mmap(fd, _FILE_BYTES)
-        finally:
-            os.close(fd)
-        self.cells = memoryview(memory).cast("Q")
+            memory = mmap.mmap(self._fd, _FILE_BYTES)
+            self.cells = memoryview(memory).cast("Q")
+            if self._format != _FORMAT:
+                raise _other_version(path)
+        except OSError:
+            os.close(self._fd)
+            raise
         self._numbers = np.frombuffer(memory, np.uint64)
         self._extents: list[Extent] = []
-        self._format = self._format or _FORMAT
-        if self._format != _FORMAT:
-            raise _other_version(path)
 
     def __len__(self) -> int:
         """How many extents there are."""
@@ -198,23 +222,34 @@ class ExtentTable:
         """A new, free extent behind the last, of which nobody is told yet.
 
         Raises:
+            OSError: there is no memory for it.
             TableFullError: there are too many.
         """
         index = len(self)
         if index == _MAX_EXTENTS:
             raise TableFullError
         extent = self[index]
+        os.posix_fallocate(self._fd, extent.at * _CELL_BYTES, _CELLS * _CELL_BYTES)
         extent.offset, extent.room, extent.resident_bytes = self.end, room, 0
         extent.state = State.FREE
         self._num_extents = index + 1
         return extent
 
-    def by_age(self, state: State) -> list[Extent]:
-        """Extents in a state, those that were not touched for longest first."""
+    def in_state(self, state: State) -> list[Extent]:
+        """Extents in a state."""
+        found = np.flatnonzero(self._of_extents()[:, _Field.STATE] == state)
+        return [self[index] for index in found.tolist()]
+
+    def by_age(self) -> Iterator[SeenObject]:
+        """Objects, those that were not touched for longest first. Of thousands, so without a look
+        at any by itself.
+        """
         numbers = self._of_extents()
-        found = np.flatnonzero(numbers[:, _Field.STATE] == state)
-        ages = numbers[found, _Field.TOUCHED_NS]
-        return [self[index] for index in found[np.argsort(ages)].tolist()]
+        found = np.flatnonzero(numbers[:, _Field.STATE] == State.OBJECT)
+        found = found[np.argsort(numbers[found, _Field.TOUCHED_NS])]
+        facts = (numbers[found, field] for field in (_Field.GENERATION, _Field.TOUCHED_NS))
+        columns = found.tolist(), *(each.tolist() for each in facts)
+        return map(SeenObject._make, zip(*columns, strict=True))
 
     def note_change(self, extent: Extent) -> None:
         """Notes for other processes that an extent's state or memory has changed."""
@@ -238,9 +273,29 @@ class ExtentTable:
         self.spare_bytes = int(numbers[is_free, _Field.RESIDENT_BYTES].sum())
         self.num_changes += _RING + 1
 
+    def close(self) -> None:
+        """Closes the file, which stays mapped for as long as somebody has an extent. Once."""
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
     def _of_extents(self) -> npt.NDArray[np.uint64]:
         """The cells of all, `[extents, _CELLS]`."""
         return self._numbers[_EXTENTS_AT:].reshape(-1, _CELLS)[: len(self)]
+
+
+def _create(path: Path) -> None:
+    """Makes an empty table, whole or not at all, unless somebody was first."""
+    made = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, _FILE_BYTES)
+        os.posix_fallocate(fd, 0, _EXTENTS_AT * _CELL_BYTES)
+        os.pwrite(fd, _FORMAT.to_bytes(_CELL_BYTES, sys.byteorder), _Header.FORMAT * _CELL_BYTES)
+        with suppress(FileExistsError):
+            os.link(made, path)
+    finally:
+        os.close(fd)
+        made.unlink()
 
 
 def _other_version(path: Path) -> OSError:

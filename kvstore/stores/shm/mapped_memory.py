@@ -8,6 +8,7 @@ there is something.
 import mmap
 import os
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class MappedMemory:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._remaps = Lock()
         self._view = memoryview(bytearray())
 
     def grow_to(self, num_bytes: int) -> None:
@@ -52,10 +54,13 @@ class MappedMemory:
             os.posix_fallocate(self._fd, start, num_bytes)
 
     def let_go(self, start: int, num_bytes: int) -> None:
-        """Gives the memory behind bytes back, of whole pages; they read as zeros then."""
+        """Gives the memory behind whole pages back. Who looks at them has it put there again, and
+        is killed if there is none.
+        """
         if num_bytes:
-            self._mapped(start + num_bytes)
-            self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
+            mapped = self._mapped(start + num_bytes).obj
+            assert isinstance(mapped, mmap.mmap)
+            mapped.madvise(mmap.MADV_REMOVE, start, num_bytes)
 
     def write(self, start: int, parts: Parts) -> None:
         """Copies parts to bytes that have memory behind them, one after the other."""
@@ -74,17 +79,26 @@ class MappedMemory:
             start += part.nbytes
 
     def close(self) -> None:
-        """Closes the file. It stays mapped for as long as somebody is at it. Once."""
-        os.close(self._fd)
-        self._fd = -1
+        """Closes the file, which stays mapped for as long as somebody is at it. Once."""
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        self._view = memoryview(bytearray())
 
     def _mapped(self, end: int) -> memoryview:
-        """The file, mapped at least up to there."""
-        if len(self._view) < end:
-            # What was mapped before goes when nobody is at it any more.
-            self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
-            self._view = memoryview(self._map)
-        return self._view
+        """The file, mapped at least up to there.
+
+        Raises:
+            OSError: it was closed.
+        """
+        view = self._view
+        if len(view) < end:
+            with self._remaps:
+                view = self._view
+                if len(view) < end:
+                    # What was mapped before goes when nobody is at it any more.
+                    num_bytes = os.fstat(self._fd).st_size
+                    view = self._view = memoryview(mmap.mmap(self._fd, num_bytes))
+        return view
 
 
 def _copy(to: memoryview, source: memoryview) -> None:

@@ -32,8 +32,11 @@ class Writers:
         folder.mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
         self.own = secrets.randbits(63) + 1
-        self._fd = os.open(self._path(self.own), _MARK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        path = self._path(self.own)
+        made = path.with_suffix(".new")  # nobody takes that for a mark before it is locked
+        self._fd = os.open(made, _MARK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
+        made.rename(path)
         self._lock = Lock()
         self._num_writing = 0
         self._is_closed = False
@@ -51,9 +54,7 @@ class Writers:
                 self._end_if_over()
 
     def living(self) -> set[int]:
-        """Who lives; removes the marks of the others. Needs the store's lock, under which this
-        was made too: so that nobody is seen between his mark and its lock.
-        """
+        """Who lives; removes the marks of the others."""
         return {
             int(path.name, 16)
             for path in self._folder.iterdir()
@@ -79,13 +80,16 @@ class Writers:
 
 def _is_locked(path: Path) -> bool:
     """Whether somebody has locked a mark; removes it if nobody has."""
-    fd = os.open(path, _MARK_FLAGS)
+    try:
+        fd = os.open(path, _MARK_FLAGS)
+    except FileNotFoundError:  # it ended just now
+        return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
         return False
     finally:
         os.close(fd)
