@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 import uuid
 from contextlib import closing, contextmanager
@@ -291,6 +293,49 @@ def test_the_table_has_memory_before_it_is_written_to(monkeypatch):
         assert not contents.extents()
         store.put_many(random_keys(100), [filled(1, 100)] * 100)
         assert header_bytes < table_bytes() <= header_bytes + 3 * _PAGE
+
+
+_FILL_AND_GO_ON = """
+import sys
+from pathlib import Path
+from kvstore.conformance.objects import filled, random_keys
+from kvstore.registry import open_store
+from kvstore.store import StoreUnavailableError
+from kvstore.stores.shm import store as shm_store
+
+shm_store._SHARED_MEMORY = Path(sys.argv[1])
+store, reader = (open_store("shm://full?max_bytes=1GiB&lease_s=0") for _ in range(2))
+taken = []
+for key in random_keys(2000):
+    try:
+        store.put_many([key], [filled(1, 30_000)])
+        taken.append(key)
+    except StoreUnavailableError:
+        assert taken
+with (Path(sys.argv[1]) / "other").open("wb", buffering=0) as other:
+    try:
+        while other.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+assert len(taken) > 100
+assert reader.contains_prefix(taken) == len(taken)
+assert reader.get_many_into(taken, [memoryview(bytearray(30_000))] * len(taken)) == [0] * len(taken)
+assert reader.delete(taken) == len(taken)
+store.put_many(taken[:9], [filled(1, 30_000)] * 9)
+print("survived")
+"""
+
+
+def test_full_memory_kills_nobody(tmp_path):
+    """In a file system of 8 MB: whoever touches a mapped page that cannot be had is killed."""
+    enter = ["unshare", "--map-root-user", "--mount"]
+    if not shutil.which("unshare") or subprocess.run([*enter, "true"], check=False).returncode:
+        pytest.skip("no namespace of mounts can be made")
+    mount = 'mount -t tmpfs -o size=8m tmpfs "$1" && exec "$0" -c "$2" "$1"'
+    command = [*enter, "sh", "-c", mount, sys.executable, tmp_path, _FILL_AND_GO_ON]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
 
 
 def test_a_failed_put_hinders_nobody(monkeypatch):
