@@ -27,9 +27,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["KEY_BYTES", "Extent", "ExtentTable", "SeenObject", "State", "TableFullError"]
+from kvstore.block_key import KEY_BYTES
 
-KEY_BYTES = 32
+__all__ = ["Extent", "ExtentTable", "SeenObject", "State", "TableFullError"]
 
 _FORMAT = int.from_bytes(b"BATONSH1", "little")
 _MAX_EXTENTS = 1 << 22
@@ -98,7 +98,11 @@ class _Cells(Protocol):
 
 
 class _Cell:
-    """A number in a table, as an attribute of who has cells of it: the how many of them it is."""
+    """A number in a table, as an attribute of who has cells of it.
+
+    Args:
+        number: which of them it is in.
+    """
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -205,6 +209,7 @@ class ExtentTable:
         return self._num_extents
 
     def __getitem__(self, index: int) -> Extent:
+        """The same one every time. Without the store's lock, one that was asked for before."""
         extents = self._extents
         while len(extents) <= index:
             extents.append(Extent(len(extents), self.cells))
