@@ -101,7 +101,7 @@ class _Cell:
     """A number in a table, as an attribute of who has cells of it.
 
     Args:
-        number: which of them it is in.
+        number: which of the cells of its owner it is in.
     """
 
     def __init__(self, number: int) -> None:
