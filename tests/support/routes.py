@@ -103,7 +103,7 @@ class _RedisRoute(Route):
 
 
 class _ShmRoute(Route):
-    """`shm://`: the test takes the folder's lock, and all loads wait by a fault."""
+    """`shm://`: the test takes the store's lock, and all loads wait by a fault."""
 
     def __init__(self, name: str, options: str) -> None:
         self._folder = Path(f"/dev/shm/baton-{name}")
@@ -113,7 +113,7 @@ class _ShmRoute(Route):
         self._holds_loads = False
 
     def hold_saves(self) -> None:
-        self._lock = (self._folder / "ledger").open("rb")
+        self._lock = (self._folder / "lock").open("rb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def hold_loads(self) -> None:
