@@ -1,6 +1,7 @@
 """`PartsStore`: what stores have in common whose objects come and go in one part or in two."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from kvstore.store import Frame, GetStatus, KvStore, StoreStats, StoreUnavailableError
@@ -140,7 +141,10 @@ class PartsStore(KvStore):
     def stats(self) -> StoreStats:
         """See `KvStore.stats`."""
         objects = self._objects
-        num_bytes = None if self._is_closed else objects.num_bytes()
+        num_bytes = None
+        if not self._is_closed:
+            with suppress(OSError):  # it is being closed
+                num_bytes = objects.num_bytes()
         return objects.counters.snapshot(
             num_objects=None, num_bytes=num_bytes, oldest_age_s=objects.oldest_age_s
         )

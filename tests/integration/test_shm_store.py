@@ -359,6 +359,9 @@ def test_what_a_dead_writer_had_gives_all_its_memory_back(clock):
         assert extent.resident_bytes == 48 * _PAGE
         extent.writer = 12345
         open_store(url).close()  # lists
+        assert contents.memory_bytes() == 48 * _PAGE, "what lay there may still be read"
+        clock.wait(5)
+        open_store(url).close()
         assert contents.memory_bytes() == store.stats().num_bytes == 0
         contents.check()
 
@@ -397,6 +400,32 @@ def test_a_closed_store_is_unavailable():
         for call in calls:
             with pytest.raises(StoreUnavailableError, match="closed"):
                 call()
+
+
+def test_a_store_that_is_closed_while_it_is_read_gives_nothing(monkeypatch):
+    """Without a file, memory that is mapped is nobody's, and zeros."""
+    (key,) = random_keys(1)
+    with opened() as (store, _, url):
+        put(store, key, 1, 5000)
+        reader, status = open_store(url), os.fstat
+        memory = reader._objects._memory
+        closers = []
+
+        def close_after(fd):
+            found = status(fd)
+            if fd == memory._fd and not closers:
+                closers.append(threading.Thread(target=reader.close))
+                closers[0].start()
+                closers[0].join(0.2)  # until it is over, or waits
+            return found
+
+        monkeypatch.setattr(os, "fstat", close_after)
+        try:
+            value = read(reader, key, 5000)
+        except StoreUnavailableError:
+            value = None
+        closers[0].join()
+        assert value in (None, bytes(filled(1, 5000)))
 
 
 def test_a_mark_that_goes_while_others_list_is_none(monkeypatch):

@@ -22,7 +22,7 @@
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -161,15 +161,14 @@ class Arena:
             with self._locked():
                 for key, _ in new:
                     self._space.commit(reserved.popleft(), key)
-        finally:
-            if reserved:
-                self._give_back(reserved)
-
-    def _give_back(self, reserved: Iterable[Extent]) -> None:
-        """Frees extents that got no object; if that cannot be now, the next call does."""
-        self._abandoned.extend(reserved)
-        with suppress(StoreUnavailableError, OSError), self._locked():
-            pass
+        except OSError:
+            self._abandoned.extend(reserved)
+            with suppress(StoreUnavailableError, OSError), self._locked():
+                pass  # which frees them
+            raise
+        except BaseException:  # the lock was waited for already, if it was that
+            self._abandoned.extend(reserved)
+            raise
 
     def _write(self, extent: Extent, parts: Parts) -> None:
         """Writes to an extent that is this one's alone."""

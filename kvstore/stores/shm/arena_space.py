@@ -25,6 +25,7 @@ _SIZES_PER_DOUBLING = 8
 _SPARE_SHARE = 8  # of the bound, one part in so many
 # Longest that a reader takes from finding an object to having it, unless it is stopped.
 _READ_NS = 2 * 10**9
+_MAX_LET_GO_BYTES = 256 << 20  # by one call, which others wait for
 
 
 class ArenaSpace:
@@ -153,7 +154,7 @@ class ArenaSpace:
         """Learns the objects' ages, and removes what is dead."""
         living = self._writers.living()
         for extent in self._table.in_state(State.WRITTEN_TO):
-            if extent.writer not in living:
+            if extent.writer not in living and not self._may_be_read(extent):
                 self._free_dead(extent)
         self._by_age = deque(self._table.by_age())
         first_alive_ns = time.monotonic_ns() - self._ttl_ns
@@ -189,17 +190,26 @@ class ArenaSpace:
         self.free(extent)
 
     def _shrink_spare(self) -> None:
-        """Gives memory back of which more is spare than should be, where nobody still reads."""
-        table = self._table
+        """Gives memory back of which more is spare than should be, where nobody still reads; or
+        of which as much is spare as objects may take.
+        """
+        table, left_bytes = self._table, _MAX_LET_GO_BYTES
         limit_bytes = min(self._max_spare_bytes, self._max_bytes - table.object_bytes)
         while table.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
-            if time.monotonic_ns() - extent.touched_ns < _READ_NS:
+            if self._may_be_read(extent) and table.spare_bytes <= self._max_bytes:
                 return
             num_bytes = extent.resident_bytes
+            left_bytes -= num_bytes
+            if left_bytes < 0 and num_bytes < _MAX_LET_GO_BYTES:
+                return
             extent.resident_bytes = 0
             table.spare_bytes -= num_bytes
             self._index.note_change(extent)
             self._memory.let_go(extent.offset, num_bytes)
+
+    def _may_be_read(self, extent: Extent) -> bool:
+        """Whether somebody may still be at what lay there, with or without a name."""
+        return time.monotonic_ns() - extent.touched_ns < _READ_NS
 
     def _choose_evicted(self, num_bytes: int) -> list[Extent] | None:
         """The oldest known objects without which `num_bytes` more fit the bound; None if those

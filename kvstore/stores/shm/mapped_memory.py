@@ -80,9 +80,10 @@ class MappedMemory:
 
     def close(self) -> None:
         """Closes the file, which stays mapped for as long as somebody is at it. Once."""
-        fd, self._fd = self._fd, -1
-        os.close(fd)
-        self._view = memoryview(bytearray())
+        with self._remaps:  # no file means anonymous memory to who maps, which would be a hit
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+            self._view = memoryview(bytearray())
 
     def _mapped(self, end: int) -> memoryview:
         """The file, mapped at least up to there.
@@ -103,6 +104,6 @@ class MappedMemory:
 
 def _copy(to: memoryview, source: memoryview) -> None:
     if to.nbytes < _LEAST_UNLOCKED_BYTES:
-        to[:] = source
+        to.cast("B")[:] = source.cast("B")
     else:
         np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
