@@ -11,11 +11,20 @@ from threading import Lock
 
 from kvstore.store import StoreUnavailableError
 
-__all__ = ["FileLock"]
+__all__ = ["FileLock", "try_lock"]
 
 _RETRY_S = 0.0001
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = -1
+
+
+def try_lock(fd: int) -> bool:
+    """Takes the exclusive `flock` of an open file; False if another holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class FileLock:
@@ -74,15 +83,10 @@ class FileLock:
         """Polls, because a blocking flock knows no timeout."""
         if self.fd == _CLOSED:
             raise OSError(errno.EBADF, "the store is closed")
-        while True:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise self._timed_out() from None
-                time.sleep(_RETRY_S)
-            else:
-                return
+        while not try_lock(self.fd):
+            if time.monotonic() > deadline_s:
+                raise self._timed_out()
+            time.sleep(_RETRY_S)
 
     def _timed_out(self) -> StoreUnavailableError:
         return StoreUnavailableError(f"the folder's lock was not free for {self._timeout_s:g} s")

@@ -1,11 +1,12 @@
 """What lies in an `ObjectFolder`: its objects by age, and the files that have no name."""
 
-import fcntl
 import os
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from kvstore.stores.file_lock import try_lock
 
 __all__ = ["FoundObject", "UnnamedFile", "list_objects", "list_unnamed"]
 
@@ -69,10 +70,6 @@ def _look_at(path: str) -> UnnamedFile | None:
     except OSError:  # gone, or foreign
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return UnnamedFile(path, os.fstat(fd).st_size, is_held=True)
-    else:
-        return UnnamedFile(path, os.fstat(fd).st_size, is_held=False)
+        return UnnamedFile(path, os.fstat(fd).st_size, is_held=not try_lock(fd))
     finally:
         os.close(fd)

@@ -8,9 +8,7 @@
   cannot both find a name free, and the ledger stays exact.
 - Age: a file's modification time is its last touch.
 - Bound: every writer reserves its bytes in the ledger first. When they would
-  exceed the bound, the writer removes the oldest objects. It knows them from a
-  listing of the folder, which serves until none of it is left: whatever was
-  touched or made after it is younger.
+  exceed the bound, the writer removes the oldest objects; see `BoundedSpace`.
 - Leases: no lock keeps a touch from coming between a look at an object and its
   removal. So it first loses its name, which makes touches fail, and gets it back
   if it was touched meanwhile.
@@ -22,10 +20,8 @@
 # ruff: noqa: PTH104, PTH108  paths are strings: making a `Path` costs as much as the call
 
 import os
-import shutil
 import stat
 import time
-from collections import deque
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -33,10 +29,11 @@ from pathlib import Path
 from uuid import uuid4
 
 from kvstore.store import StoreUnavailableError
-from kvstore.stores.counters import StoreCounters
+from kvstore.stores.bounded_space import BoundedSpace
 from kvstore.stores.file_io import create_locked, status_of
 from kvstore.stores.folder_listing import FoundObject, list_objects, list_unnamed
 from kvstore.stores.space_ledger import SpaceLedger
+from kvstore.stores.url import StoreLimits
 
 __all__ = ["FolderSpace", "ReservedFile"]
 
@@ -50,66 +47,34 @@ class ReservedFile:
     num_bytes: int
 
 
-class FolderSpace:
+class FolderSpace(BoundedSpace[FoundObject]):
     """One process's share in keeping a folder's bound. Methods raise `OSError` where the
     file system refuses.
 
     Args:
         folder: the folder, which exists.
-        ttl_s: life of an object from its last touch.
-        lease_s: of it, what eviction spares.
-        max_bytes: bound of all objects together; None means half of what the
-            file system has left for them, but not over `default_max_bytes`.
-        default_max_bytes: see `max_bytes`.
-        timeout_s: how long to wait for the folder's lock.
+        limits: as the URL says.
 
     Attributes:
-        counters: where removals are counted.
         objects_folder: the folder of the objects' shards.
-        max_bytes: as chosen.
-        oldest_age_s: seconds since the oldest object was touched, as of the last listing or
-            eviction; None where no older one was known.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        ttl_s: float,
-        lease_s: float,
-        max_bytes: int | None,
-        default_max_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        self.ttl_s = ttl_s
-        self.lease_s = lease_s
-        self.timeout_s = timeout_s
-        self.counters = StoreCounters(sees_removals=True)
+    def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self.objects_folder = str(folder / "objects")
-        self.oldest_age_s: float | None = None
-        self._by_age: deque[FoundObject] = deque()
-        self._ttl_ns = int(ttl_s * 1e9)
-        self._lease_ns = int(lease_s * 1e9)
         self._temporary_folder = str(folder / "temporary")
         self._make_folders()
-        self._ledger = SpaceLedger(folder / "ledger", timeout_s)
+        self._ledger = SpaceLedger(folder / "ledger", limits.timeout_s)
         own_prefix = f"{self._temporary_folder}/{uuid4().hex}"
         self._unnamed_paths = (f"{own_prefix}-{number}" for number in count())
-        self.max_bytes = max_bytes or self._choose_max_bytes(folder, default_max_bytes)
+        super().__init__(folder, limits, self._ledger.peek_object_bytes())
         with suppress(StoreUnavailableError), self._ledger.locked():
-            self._list()
+            self.list_objects()
             self.make_room(0)
 
     def _make_folders(self) -> None:
         shards = (f"{self.objects_folder}/{shard:02x}" for shard in range(256))
         for made in (self._temporary_folder, self.objects_folder, *shards):
             Path(made).mkdir(mode=0o700, exist_ok=True)
-
-    def _choose_max_bytes(self, folder: Path, default_max_bytes: int) -> int:
-        """Counts what the folder holds already as free, so that every opener agrees."""
-        disk = shutil.disk_usage(folder)
-        own_bytes = min(self._ledger.peek_object_bytes(), disk.used)
-        return min(default_max_bytes, (disk.free + own_bytes) // 2)
 
     def is_alive(self, status: os.stat_result | None) -> bool:
         """Whether a file is an object whose TTL is not over."""
@@ -128,27 +93,8 @@ class FolderSpace:
         self._ledger.close()
 
     def locked(self) -> AbstractContextManager[None]:
-        """Holds the folder's lock, which all methods below need; see `SpaceLedger.locked`."""
+        """Holds the folder's lock, which all that changes it needs; see `SpaceLedger.locked`."""
         return self._ledger.locked()
-
-    def make_room(self, num_bytes: int) -> None:
-        """Lets `num_bytes` more fit the bound.
-
-        Raises:
-            StoreUnavailableError: leased objects leave too little room; none was evicted.
-        """
-        while self._ledger.object_bytes + num_bytes > self.max_bytes:
-            chosen = self._choose_evicted(num_bytes)
-            if chosen is None:
-                self._list()
-                chosen = self._choose_evicted(num_bytes)
-            if chosen is None:
-                raise StoreUnavailableError(
-                    f"no room for {num_bytes} bytes: the store is full of leased objects"
-                )
-            for found in chosen:
-                self._remove_unless_touched(found)
-            self._note_oldest_age()
 
     def reserve(self, num_bytes: int) -> ReservedFile:
         """Makes a file for a new object, after room was made for it."""
@@ -192,21 +138,21 @@ class FolderSpace:
         os.unlink(path)
         self._ledger.object_bytes -= num_bytes
 
-    def _list(self) -> None:
-        """Learns what the folder holds, corrects the ledger and removes what is dead."""
+    def _now_ns(self) -> int:
+        return time.time_ns()
+
+    def _object_bytes(self) -> int:
+        return self._ledger.object_bytes
+
+    def _find_objects(self) -> list[FoundObject]:
+        """Corrects the ledger too."""
         objects = list_objects(self.objects_folder)
         self._ledger.object_bytes = sum(found.num_bytes for found in objects)
         self._sweep()
-        first_expired_ns = time.time_ns() - self._ttl_ns
-        num_expired = sum(found.touched_ns < first_expired_ns for found in objects)
-        for found in objects[:num_expired]:
-            self.remove(found.path)
-        self._by_age = deque(objects[num_expired:])
-        self._note_oldest_age()
+        return objects
 
-    def _note_oldest_age(self) -> None:
-        oldest = self._by_age[0] if self._by_age else None
-        self.oldest_age_s = (time.time_ns() - oldest.touched_ns) / 1e9 if oldest else None
+    def _expire(self, listed: FoundObject) -> None:
+        self.remove(listed.path)
 
     def _sweep(self) -> None:
         """Counts the unnamed files that are held; the others go."""
@@ -216,31 +162,18 @@ class FolderSpace:
             else:
                 os.unlink(file.path)
 
-    def _choose_evicted(self, num_bytes: int) -> list[FoundObject] | None:
-        """The oldest known objects without which `num_bytes` more fit the bound; None if those
-        that are not leased do not suffice.
-        """
-        chosen: list[FoundObject] = []
-        excess_bytes = self._ledger.object_bytes + num_bytes - self.max_bytes
-        first_leased_ns = time.time_ns() - self._lease_ns
-        while excess_bytes > 0:
-            if not self._by_age or self._by_age[0].touched_ns > first_leased_ns:
-                self._by_age.extendleft(reversed(chosen))
-                return None
-            found = self._by_age.popleft()
-            status = status_of(found.path)
-            if status is not None and status.st_mtime_ns == found.touched_ns:
-                chosen.append(found)
-                excess_bytes -= found.num_bytes
-        return chosen
+    def _bytes_if_untouched(self, listed: FoundObject) -> int | None:
+        status = status_of(listed.path)
+        is_as_listed = status is not None and status.st_mtime_ns == listed.touched_ns
+        return listed.num_bytes if is_as_listed else None
 
-    def _remove_unless_touched(self, found: FoundObject) -> None:
-        """Evicts an object, but not if it was touched after it was found."""
+    def _evict(self, listed: FoundObject) -> None:
+        """But not if it was touched after it was looked at: a touch needs no lock."""
         aside = next(self._unnamed_paths)
-        os.rename(found.path, aside)
-        if os.lstat(aside).st_mtime_ns != found.touched_ns:
-            os.rename(aside, found.path)
+        os.rename(listed.path, aside)
+        if os.lstat(aside).st_mtime_ns != listed.touched_ns:
+            os.rename(aside, listed.path)
             return
-        self._discard(aside, found.num_bytes)
-        is_expired = found.touched_ns < time.time_ns() - self._ttl_ns
+        self._discard(aside, listed.num_bytes)
+        is_expired = listed.touched_ns < time.time_ns() - self._ttl_ns
         self.counters.count_removals(evictions=not is_expired, expirations=is_expired)

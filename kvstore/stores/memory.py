@@ -22,7 +22,7 @@ from kvstore.store import (
 )
 from kvstore.stores.buffers import copy_into
 from kvstore.stores.counters import StoreCounters
-from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
+from kvstore.stores.url import LIMIT_OPTIONS, StoreUrl
 
 __all__ = ["MemoryStore"]
 
@@ -158,13 +158,12 @@ class MemoryStore(KvStore):
             ConfigurationError: a bad option, or a path; the name is open in
                 this process with other options.
         """
-        parts = StoreUrl.parse(url, ("ttl_s", "lease_s", "max_bytes", "timeout_s"))
+        parts = StoreUrl.parse(url, LIMIT_OPTIONS)
         if parts.path.strip("/"):
             raise parts.error("a path has no meaning; write memory://NAME")
-        timeout_s = parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)
-        ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
-        lease_s = parts.lease_seconds(ttl_s)
-        max_bytes = parts.num_bytes("max_bytes") or _DEFAULT_MAX_BYTES
+        limits = parts.limits(_DEFAULT_MAX_BYTES)
+        ttl_s, lease_s = limits.ttl_s, limits.lease_s
+        max_bytes = limits.max_bytes or _DEFAULT_MAX_BYTES
         with _registry_lock:
             objects = _registry.setdefault(parts.authority, _Objects(ttl_s, lease_s, max_bytes))
             if (objects.ttl_s, objects.lease_s, objects.max_bytes) != (ttl_s, lease_s, max_bytes):
@@ -173,7 +172,7 @@ class MemoryStore(KvStore):
                     f"{objects.ttl_s:g}, lease_s={objects.lease_s:g}, max_bytes={objects.max_bytes}"
                 )
             objects.num_users += 1
-        return cls(parts.authority, objects, timeout_s)
+        return cls(parts.authority, objects, limits.timeout_s)
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """See `KvStore.put_many`."""

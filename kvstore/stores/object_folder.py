@@ -56,7 +56,7 @@ class ObjectFolder:
 
     @property
     def oldest_age_s(self) -> float | None:
-        """See `FolderSpace.oldest_age_s`."""
+        """See `BoundedSpace.oldest_age_s`."""
         return self._space.oldest_age_s
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:

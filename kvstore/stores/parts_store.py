@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 from kvstore.store import Frame, GetStatus, KvStore, StoreStats, StoreUnavailableError
 from kvstore.stores.counters import StoreCounters
 from kvstore.stores.file_io import os_errors_as_unavailable
+from kvstore.stores.url import StoreLimits
 
 __all__ = ["Parts", "PartsObjects", "PartsStore", "batches", "total_bytes"]
 
@@ -92,15 +93,12 @@ class PartsStore(KvStore):
 
     Args:
         objects: them.
-        ttl_s: see `KvStore`.
-        lease_s: see `KvStore`.
-        timeout_s: see `KvStore`.
+        limits: as the URL says.
     """
 
-    def __init__(
-        self, objects: PartsObjects, *, ttl_s: float, lease_s: float, timeout_s: float
-    ) -> None:
-        self.ttl_s, self.lease_s, self.timeout_s = ttl_s, lease_s, timeout_s
+    def __init__(self, objects: PartsObjects, limits: StoreLimits) -> None:
+        self.ttl_s, self.lease_s = limits.ttl_s, limits.lease_s
+        self.timeout_s = limits.timeout_s
         self._objects = objects
         self._is_closed = False
 

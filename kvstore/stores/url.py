@@ -6,8 +6,10 @@ misspelt option never goes unnoticed.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -15,12 +17,40 @@ from baton.errors import ConfigurationError
 from kvstore.byte_size import parse_byte_size
 from kvstore.store import DEFAULT_TIMEOUT_S
 
-__all__ = ["DEFAULT_TIMEOUT_S", "DEFAULT_TTL_S", "StoreUrl"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "DEFAULT_TTL_S",
+    "LIMIT_OPTIONS",
+    "StoreLimits",
+    "StoreUrl",
+    "usable_folder",
+]
 
 DEFAULT_TTL_S = 3600.0
+LIMIT_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
+"""What `StoreUrl.limits` reads."""
 
 _DEFAULT_LEASE_S = 30.0
 _SECONDS_RANGE = (0.001, 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Of a store that bounds itself.
+
+    Attributes:
+        ttl_s: life of an object from its last touch.
+        lease_s: of it, what eviction spares.
+        timeout_s: longest that a call waits.
+        max_bytes: bound of all objects together; None where the URL names none.
+        default_max_bytes: the most that it is then.
+    """
+
+    ttl_s: float
+    lease_s: float
+    timeout_s: float
+    max_bytes: int | None
+    default_max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +96,24 @@ class StoreUrl:
                 known = ", ".join(sorted(known_options))
                 raise parsed.error(f"unknown option {name!r}; it takes {known}")
         return parsed
+
+    def limits(self, default_max_bytes: int) -> StoreLimits:
+        """What `LIMIT_OPTIONS` say.
+
+        Args:
+            default_max_bytes: see `StoreLimits`.
+
+        Raises:
+            ConfigurationError: one of them is out of range; names it.
+        """
+        ttl_s = self.seconds("ttl_s", DEFAULT_TTL_S)
+        return StoreLimits(
+            ttl_s=ttl_s,
+            lease_s=self.lease_seconds(ttl_s),
+            timeout_s=self.seconds("timeout_s", DEFAULT_TIMEOUT_S),
+            max_bytes=self.num_bytes("max_bytes"),
+            default_max_bytes=default_max_bytes,
+        )
 
     def seconds(self, name: str, default_s: float) -> float:
         """A duration option, in seconds.
@@ -136,6 +184,20 @@ class StoreUrl:
     def __str__(self) -> str:
         """The URL without user, password and options."""
         return f"{self.scheme}://{self.authority.rpartition('@')[2]}{self.path}"
+
+
+@contextmanager
+def usable_folder(url: StoreUrl, folder: Path) -> Iterator[Path]:
+    """Makes a store's folder if it is absent, for this user alone, to be opened within.
+
+    Raises:
+        ConfigurationError: the file system refuses, also what is done there within.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        raise url.error(f"cannot use the folder {folder}: {error.strerror}") from error
 
 
 def _split(url: str) -> SplitResult:

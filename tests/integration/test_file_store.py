@@ -416,7 +416,7 @@ def test_the_default_bound_is_half_of_the_free_space(folder, monkeypatch):
         in_use = used_bytes(folder)
         return shutil._ntuple_diskusage(100_000, in_use, 100_000 - in_use)
 
-    monkeypatch.setattr(folder_space.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     for _ in range(3):
         with opened(folder) as store:
             store.put_many(random_keys(100), [filled(1, 1000)] * 100)

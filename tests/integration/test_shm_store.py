@@ -669,7 +669,7 @@ def test_the_default_bound_is_half_of_the_free_memory(monkeypatch):
             in_use = contents.memory_bytes()
             return shutil._ntuple_diskusage(200 * _PAGE, in_use, 200 * _PAGE - in_use)
 
-        monkeypatch.setattr(arena_space.shutil, "disk_usage", disk_usage)
+        monkeypatch.setattr(shutil, "disk_usage", disk_usage)
         for _ in range(3):
             with closing(open_store(url)) as store:
                 store.put_many(random_keys(50), [filled(1, 3 * _PAGE)] * 50)

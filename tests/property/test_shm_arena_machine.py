@@ -17,6 +17,7 @@ from kvstore.stores.shm import arena_space, extent_table
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.extent_table import Extent, ExtentTable, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
+from kvstore.stores.url import StoreLimits
 from tests.support.shm_arena import ArenaContents
 
 MAX_BYTES = 60_000
@@ -93,14 +94,14 @@ class ShmArenaMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def opened(self):
-        return Arena(
-            self.folder,
+        limits = StoreLimits(
             ttl_s=TTL_S,
             lease_s=LEASE_S,
+            timeout_s=5,
             max_bytes=MAX_BYTES,
             default_max_bytes=MAX_BYTES,
-            timeout_s=5,
         )
+        return Arena(self.folder, limits)
 
     def new_value(self, num_bytes):
         return num_bytes * next(self.fills)

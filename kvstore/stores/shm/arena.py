@@ -29,10 +29,11 @@ from pathlib import Path
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.file_lock import FileLock
 from kvstore.stores.parts_store import Parts, batches, total_bytes
-from kvstore.stores.shm.arena_space import ArenaSpace, choose_max_bytes, whole_pages
+from kvstore.stores.shm.arena_space import ArenaSpace, whole_pages
 from kvstore.stores.shm.extent_table import Extent, ExtentTable, SeenObject
 from kvstore.stores.shm.mapped_memory import MappedMemory
 from kvstore.stores.shm.writers import Writers
+from kvstore.stores.url import StoreLimits
 
 __all__ = ["Arena"]
 
@@ -43,47 +44,25 @@ class Arena:
 
     Args:
         folder: the store's, which exists.
-        ttl_s: life of an object from its last touch.
-        lease_s: of it, what eviction spares.
-        max_bytes: bound of all objects together; None means half of what the file system has
-            left for them, but not over `default_max_bytes`.
-        default_max_bytes: see `max_bytes`.
-        timeout_s: how long to wait for the lock.
+        limits: as the URL says.
 
     Attributes:
         counters: of this process's calls, and of what it removed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        ttl_s: float,
-        lease_s: float,
-        max_bytes: int | None,
-        default_max_bytes: int,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, folder: Path, limits: StoreLimits) -> None:
         with ExitStack() as opened:
             self._memory = MappedMemory(folder / "memory")
             opened.callback(self._memory.close)
             self._table = ExtentTable(folder / "table")
             opened.callback(self._table.close)
-            self._max_bytes = max_bytes or choose_max_bytes(folder, self._table, default_max_bytes)
             self._writers = Writers(folder / "writers")
             opened.callback(self._writers.close)
             # Closed first: then nobody begins to write who has no mark.
-            self._lock = FileLock(folder / "lock", timeout_s)
+            self._lock = FileLock(folder / "lock", limits.timeout_s)
             opened.callback(self._lock.close)
+            self._space = ArenaSpace(folder, limits, self._table, self._memory, self._writers)
             self._opened = opened.pop_all()
-        self._space = ArenaSpace(
-            self._table,
-            self._memory,
-            self._writers,
-            ttl_s=ttl_s,
-            lease_s=lease_s,
-            max_bytes=self._max_bytes,
-        )
         self.counters = self._space.counters
         self._abandoned: deque[Extent] = deque()
         with suppress(StoreUnavailableError, OSError), self._locked():
@@ -92,12 +71,12 @@ class Arena:
 
     @property
     def oldest_age_s(self) -> float | None:
-        """See `ArenaSpace.oldest_age_s`."""
+        """See `BoundedSpace.oldest_age_s`."""
         return self._space.oldest_age_s
 
     def put_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
         """See `PartsObjects.put_many`."""
-        for batch in batches(zip(keys, values, strict=True), self._max_bytes):
+        for batch in batches(zip(keys, values, strict=True), self._space.max_bytes):
             with self._writers.writing():
                 self._put_batch(batch)
 
@@ -151,9 +130,10 @@ class Arena:
         try:
             with self._locked():
                 new = [(key, parts) for key, parts in batch if not self._touch_if_alive(key)]
-                self._space.make_room(sum(total_bytes(parts) for _, parts in new))
-                for _, parts in new:
-                    reserved.append(self._space.reserve(total_bytes(parts)))
+                sizes = [total_bytes(parts) for _, parts in new]
+                self._space.make_room(sum(sizes))
+                for num_bytes in sizes:
+                    reserved.append(self._space.reserve(num_bytes))
             if not new:
                 return
             for extent, (_, parts) in zip(reserved, new, strict=True):

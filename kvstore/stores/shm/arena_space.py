@@ -1,13 +1,12 @@
 """`ArenaSpace`: which extents an arena's objects have, its bound, and what goes to keep it."""
 
 import mmap
-import shutil
 import time
-from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.store import StoreUnavailableError
-from kvstore.stores.counters import StoreCounters
+from kvstore.stores.bounded_space import BoundedSpace
 from kvstore.stores.shm.extent_index import ExtentIndex
 from kvstore.stores.shm.extent_table import (
     Extent,
@@ -18,8 +17,9 @@ from kvstore.stores.shm.extent_table import (
 )
 from kvstore.stores.shm.mapped_memory import MappedMemory
 from kvstore.stores.shm.writers import Writers
+from kvstore.stores.url import StoreLimits
 
-__all__ = ["ArenaSpace", "choose_max_bytes", "whole_pages"]
+__all__ = ["ArenaSpace", "whole_pages"]
 
 _SIZES_PER_DOUBLING = 8
 _SPARE_SHARE = 8  # of the bound, one part in so many
@@ -28,40 +28,29 @@ _READ_NS = 2 * 10**9
 _MAX_LET_GO_BYTES = 256 << 20  # by one call, which others wait for
 
 
-class ArenaSpace:
+class ArenaSpace(BoundedSpace[SeenObject]):
     """One process's share in keeping an arena's bound. All calls need the arena's lock.
 
     Args:
+        folder: the store's.
+        limits: as the URL says.
         table: the arena's.
         memory: likewise.
         writers: likewise.
-        ttl_s: life of an object from its last touch.
-        lease_s: of it, what eviction spares.
-        max_bytes: bound of all objects together.
-
-    Attributes:
-        counters: where removals are counted.
-        oldest_age_s: seconds since the oldest object was touched, as of the last listing or
-            eviction; None where no older one was known.
     """
 
     def __init__(
         self,
+        folder: Path,
+        limits: StoreLimits,
         table: ExtentTable,
         memory: MappedMemory,
         writers: Writers,
-        *,
-        ttl_s: float,
-        lease_s: float,
-        max_bytes: int,
     ) -> None:
-        self.counters = StoreCounters(sees_removals=True)
-        self.oldest_age_s: float | None = None
+        super().__init__(folder, limits, table.object_bytes + table.spare_bytes)
         self._table, self._memory, self._writers = table, memory, writers
         self._index = ExtentIndex(table)
-        self._ttl_ns, self._lease_ns = int(ttl_s * 1e9), int(lease_s * 1e9)
-        self._max_bytes, self._max_spare_bytes = max_bytes, max_bytes // _SPARE_SHARE
-        self._by_age: deque[SeenObject] = deque()
+        self._max_spare_bytes = self.max_bytes // _SPARE_SHARE
 
     def begin(self) -> None:
         """To be called first by who got the lock: learns what others did, and mends what somebody
@@ -129,39 +118,33 @@ class ArenaSpace:
         self._table.spare_bytes += extent.resident_bytes
         self._index.note_change(extent)
 
-    def make_room(self, num_bytes: int) -> None:
-        """Lets `num_bytes` more fit the bound.
+    def _now_ns(self) -> int:
+        return time.monotonic_ns()
 
-        Raises:
-            StoreUnavailableError: leased objects leave too little room; none was evicted.
-        """
-        while self._table.object_bytes + num_bytes > self._max_bytes:
-            chosen = self._choose_evicted(num_bytes)
-            if chosen is None:
-                self.list_objects()
-                chosen = self._choose_evicted(num_bytes)
-            if chosen is None:
-                raise StoreUnavailableError(
-                    f"no room for {num_bytes} bytes: the store is full of leased objects"
-                )
-            for extent in chosen:
-                is_alive = self._is_alive(extent)
-                self.free(extent)
-                self.counters.count_removals(evictions=is_alive, expirations=not is_alive)
-            self._note_oldest_age()
+    def _object_bytes(self) -> int:
+        return self._table.object_bytes
 
-    def list_objects(self) -> None:
-        """Learns the objects' ages, and removes what is dead."""
+    def _find_objects(self) -> Iterator[SeenObject]:
         living = self._writers.living()
         for extent in self._table.in_state(State.WRITTEN_TO):
             if extent.writer not in living and not self._may_be_read(extent):
                 self._free_dead(extent)
-        self._by_age = deque(self._table.by_age())
-        first_alive_ns = time.monotonic_ns() - self._ttl_ns
-        while self._by_age and self._by_age[0].touched_ns < first_alive_ns:
-            self.free(self._table[self._by_age.popleft().extent_index])
-            self.counters.count_removals(expirations=1)
-        self._note_oldest_age()
+        return self._table.by_age()
+
+    def _bytes_if_untouched(self, listed: SeenObject) -> int | None:
+        extent = self._table[listed.extent_index]
+        is_as_listed = extent.seen() == listed and extent.state == State.OBJECT
+        return extent.num_bytes if is_as_listed else None
+
+    def _evict(self, listed: SeenObject) -> None:
+        extent = self._table[listed.extent_index]
+        is_alive = self._is_alive(extent)
+        self.free(extent)
+        self.counters.count_removals(evictions=is_alive, expirations=not is_alive)
+
+    def _expire(self, listed: SeenObject) -> None:
+        self.free(self._table[listed.extent_index])
+        self.counters.count_removals(expirations=1)
 
     def _is_alive(self, extent: Extent) -> bool:
         return time.monotonic_ns() - extent.touched_ns <= self._ttl_ns
@@ -194,9 +177,9 @@ class ArenaSpace:
         of which as much is spare as objects may take.
         """
         table, left_bytes = self._table, _MAX_LET_GO_BYTES
-        limit_bytes = min(self._max_spare_bytes, self._max_bytes - table.object_bytes)
+        limit_bytes = min(self._max_spare_bytes, self.max_bytes - table.object_bytes)
         while table.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
-            if self._may_be_read(extent) and table.spare_bytes <= self._max_bytes:
+            if self._may_be_read(extent) and table.spare_bytes <= self.max_bytes:
                 return
             num_bytes = extent.resident_bytes
             left_bytes -= num_bytes
@@ -210,39 +193,6 @@ class ArenaSpace:
     def _may_be_read(self, extent: Extent) -> bool:
         """Whether somebody may still be at what lay there, with or without a name."""
         return time.monotonic_ns() - extent.touched_ns < _READ_NS
-
-    def _choose_evicted(self, num_bytes: int) -> list[Extent] | None:
-        """The oldest known objects without which `num_bytes` more fit the bound; None if those
-        that are not leased do not suffice.
-        """
-        chosen: list[SeenObject] = []
-        table = self._table
-        excess_bytes = table.object_bytes + num_bytes - self._max_bytes
-        first_leased_ns = time.monotonic_ns() - self._lease_ns
-        while excess_bytes > 0:
-            if not self._by_age or self._by_age[0].touched_ns > first_leased_ns:
-                self._by_age.extendleft(reversed(chosen))
-                return None
-            seen = self._by_age.popleft()
-            extent = table[seen.extent_index]
-            if extent.seen() == seen and extent.state == State.OBJECT:
-                chosen.append(seen)
-                excess_bytes -= extent.num_bytes
-        return [table[seen.extent_index] for seen in chosen]
-
-    def _note_oldest_age(self) -> None:
-        now_ns = time.monotonic_ns()
-        oldest = self._by_age[0] if self._by_age else None
-        self.oldest_age_s = (now_ns - oldest.touched_ns) / 1e9 if oldest else None
-
-
-def choose_max_bytes(folder: Path, table: ExtentTable, default_max_bytes: int) -> int:
-    """A bound for who named none: half of what the file system has left, but not over the
-    default. What the store holds already counts as free, so that every opener agrees.
-    """
-    disk = shutil.disk_usage(folder)
-    own_bytes = min(table.object_bytes + table.spare_bytes, disk.used)
-    return min(default_max_bytes, (disk.free + own_bytes) // 2)
 
 
 def whole_pages(num_bytes: int) -> int:

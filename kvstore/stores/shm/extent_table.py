@@ -169,8 +169,8 @@ class ExtentTable:
     Attributes:
         cells: all of it.
         at: 0, where the header is.
-        is_changing: whether somebody is at it; for who has just got the lock, whether somebody
-            died at it.
+        is_changing: whether somebody is at it; for who has just got the lock, whether the last
+            holder did not get to its end.
         num_changes: noted so far.
         object_bytes: of all objects, those being written too.
         spare_bytes: of free extents, those that have memory behind them.

@@ -10,11 +10,10 @@ from kvstore.store import StoreCapabilities
 from kvstore.stores.file_io import status_of
 from kvstore.stores.parts_store import PartsStore
 from kvstore.stores.shm.arena import Arena
-from kvstore.stores.url import DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, StoreUrl
+from kvstore.stores.url import LIMIT_OPTIONS, StoreUrl, usable_folder
 
 __all__ = ["ShmStore"]
 
-_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
 _REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
 _DEFAULT_MAX_BYTES = 4 << 30
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
@@ -40,7 +39,7 @@ class ShmStore(PartsStore):
             ConfigurationError: a bad name or option; a machine without `/dev/shm`; a folder
                 that other users can read or write, or that another version made.
         """
-        parts = StoreUrl.parse(url, _OPTIONS, _REFUSED)
+        parts = StoreUrl.parse(url, LIMIT_OPTIONS, _REFUSED)
         name = parts.authority or "default"
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or parts.path.strip("/"):
             raise parts.error("write shm://NAME, the name of letters, digits, '.', '_' and '-'")
@@ -52,23 +51,9 @@ class ShmStore(PartsStore):
         folder = _SHARED_MEMORY / f"baton-{name}"
         if not _is_private_or_absent(folder):
             raise parts.error(f"{folder} is not a private folder of this user; choose another name")
-        ttl_s = parts.seconds("ttl_s", DEFAULT_TTL_S)
-        lease_s = parts.lease_seconds(ttl_s)
-        timeout_s = parts.seconds("timeout_s", DEFAULT_TIMEOUT_S)
-        max_bytes = parts.num_bytes("max_bytes")
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            arena = Arena(
-                folder,
-                ttl_s=ttl_s,
-                lease_s=lease_s,
-                max_bytes=max_bytes,
-                default_max_bytes=_DEFAULT_MAX_BYTES,
-                timeout_s=timeout_s,
-            )
-        except OSError as error:
-            raise parts.error(f"cannot use the folder {folder}: {error.strerror}") from error
-        return cls(arena, ttl_s=ttl_s, lease_s=lease_s, timeout_s=timeout_s)
+        limits = parts.limits(_DEFAULT_MAX_BYTES)
+        with usable_folder(parts, folder):
+            return cls(Arena(folder, limits), limits)
 
 
 def _is_private_or_absent(folder: Path) -> bool:

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
+from kvstore.stores.file_lock import try_lock
+
 __all__ = ["Writers"]
 
 _MARK_NAME = "[0-9a-f]{16}"
@@ -85,10 +87,8 @@ def _is_locked(path: Path) -> bool:
     except FileNotFoundError:  # it ended just now
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
+        if not try_lock(fd):
+            return True
         path.unlink(missing_ok=True)
         return False
     finally:
