@@ -1,9 +1,16 @@
-"""What lies in the memory of a `shm://` store, past the store."""
+"""A `shm://` store, and what lies in its memory, past the store."""
 
+import shutil
+import uuid
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from kvstore.conformance.objects import filled
+from kvstore.registry import open_store
 from kvstore.stores.shm.extent_table import ExtentTable, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
 
-__all__ = ["ArenaContents"]
+__all__ = ["ArenaContents", "interposed", "opened", "put"]
 
 
 class ArenaContents:
@@ -53,3 +60,37 @@ class ArenaContents:
         assert sum(extent.num_bytes for extent in taken) == table.object_bytes
         assert sum(extent.resident_bytes for extent in free) == table.spare_bytes
         assert not table.is_changing
+
+
+@contextmanager
+def opened(**options):
+    """A store, what lies in its memory, and its URL."""
+    name = f"test-{uuid.uuid4().hex}"
+    query = "&".join(f"{key}={value}" for key, value in {"lease_s": 0, **options}.items())
+    url = f"shm://{name}?{query}"
+    folder = Path(f"/dev/shm/baton-{name}")
+    try:
+        with closing(open_store(url)) as store:
+            contents = ArenaContents(folder)
+            with closing(contents):
+                yield store, contents, url
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def put(store, key, byte, num_bytes):
+    """An object of one byte."""
+    store.put_many([key], [filled(byte, num_bytes)])
+
+
+def interposed(monkeypatch, name, act):
+    """Has something done once, in the midst of a call of `MappedMemory`."""
+    call = getattr(MappedMemory, name)
+    todo = [act]
+
+    def act_and_call(*args):
+        if todo:
+            todo.pop()()
+        return call(*args)
+
+    monkeypatch.setattr(MappedMemory, name, act_and_call)

@@ -1,0 +1,152 @@
+"""The shm store between processes, of which some are killed."""
+
+import multiprocessing
+import random
+import threading
+from contextlib import closing
+
+from kvstore.conformance.objects import blank, filled, random_keys, read
+from kvstore.registry import open_store
+from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.stores.shm import extent_table
+from kvstore.stores.shm.extent_table import State
+from kvstore.stores.shm.mapped_memory import MappedMemory
+from tests.support.shm_arena import opened, put
+
+_SPAWN = multiprocessing.get_context("spawn")
+_DEADLINE_S = 30
+
+
+def _write_and_never_finish(url, has_begun):
+    """Writes half an object, then waits to be killed."""
+
+    def write_half(memory, start, parts):
+        memory._mapped(start + 2500)[start : start + 2500] = parts[0][:2500]
+        has_begun.set()
+        threading.Event().wait()
+
+    MappedMemory.write = write_half
+    with closing(open_store(url)) as store:
+        put(store, b"k" * 32, 1, 5000)
+
+
+def test_a_writer_killed_half_way_leaves_nothing():
+    with opened() as (store, contents, url):
+        has_begun = _SPAWN.Event()
+        writer = _SPAWN.Process(target=_write_and_never_finish, args=(url, has_begun))
+        writer.start()
+        try:
+            assert has_begun.wait(_DEADLINE_S)
+            open_store(url).close()  # lists
+            assert store.contains_prefix([b"k" * 32]) == 0
+            assert store.stats().num_bytes == 5000
+        finally:
+            writer.kill()
+            writer.join()
+        open_store(url).close()
+        assert store.stats().num_bytes == contents.memory_bytes() == 0
+        assert len(list((contents.folder / "writers").iterdir())) == 1
+        contents.check()
+
+
+def _take_the_lock(url, has_lock):
+    """Begins to change the table, then waits to be killed."""
+    with closing(open_store(url)) as store:
+        note_change = extent_table.ExtentTable.note_change
+
+        def stop_at_it(table, extent):
+            note_change(table, extent)
+            has_lock.set()
+            threading.Event().wait()
+
+        extent_table.ExtentTable.note_change = stop_at_it
+        store.delete([b"k" * 32])
+
+
+def test_a_process_killed_with_the_lock_hinders_nobody():
+    (other,) = random_keys(1)
+    with opened() as (store, contents, url):
+        store.put_many([b"k" * 32, other], [filled(1, 5000)] * 2)
+        has_lock = _SPAWN.Event()
+        killed = _SPAWN.Process(target=_take_the_lock, args=(url, has_lock))
+        killed.start()
+        try:
+            assert has_lock.wait(_DEADLINE_S)
+        finally:
+            killed.kill()
+            killed.join()
+        assert contents.table.is_changing
+        assert [store.contains_prefix([key]) for key in (b"k" * 32, other)] == [0, 1]
+        assert read(store, other, 5000) == bytes(filled(1, 5000))
+        contents.check()
+
+
+def test_a_put_that_outlasts_its_store_has_its_extent_for_itself(monkeypatch):
+    late, new = random_keys(2)
+    may_write, write = threading.Event(), MappedMemory.write
+    has_begun = threading.Event()
+
+    def write_late(memory, start, parts):
+        if parts[0][0] == 1:
+            has_begun.set()
+            assert may_write.wait(_DEADLINE_S)
+        write(memory, start, parts)
+
+    monkeypatch.setattr(MappedMemory, "write", write_late)
+    with opened() as (other, contents, url):
+        store = open_store(url)
+        failed = []
+
+        def put_late():
+            try:
+                put(store, late, 1, 5000)
+            except StoreUnavailableError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=put_late)
+        thread.start()
+        assert has_begun.wait(_DEADLINE_S)
+        store.close()
+        open_store(url).close()  # lists
+        put(other, new, 2, 5000)
+        may_write.set()
+        thread.join()
+        assert failed, "it cannot be committed"
+        assert read(other, new, 5000) == bytes(filled(2, 5000))
+        open_store(url).close()
+        assert other.stats().num_bytes == 5000
+        contents.check()
+
+
+_CHURNED_KEYS = [bytes([index]) * 32 for index in range(60)]
+_CHURNED_BYTES = 20_000
+
+
+def _churn(url, seed):
+    """Puts, deletes and reads objects of a byte per key; how many reads were torn or foreign."""
+    generator = random.Random(seed)
+    num_wrong = 0
+    with closing(open_store(url)) as store:
+        for _ in range(150):
+            chosen = generator.sample(range(60), 6)
+            keys = [_CHURNED_KEYS[index] for index in chosen]
+            values = [filled(index, _CHURNED_BYTES) for index in chosen[:4]]
+            store.put_frames(keys[:4], [(value[:64], value[64:]) for value in values])
+            store.delete(keys[:1])
+            frames = [(blank(64), blank(_CHURNED_BYTES - 64)) for _ in keys]
+            statuses = store.get_frames_into(keys, frames)
+            for status, frame, index in zip(statuses, frames, chosen, strict=True):
+                is_right = b"".join(frame) == filled(index, _CHURNED_BYTES)
+                num_wrong += status is GetStatus.HIT and not is_right
+    return num_wrong
+
+
+def test_processes_never_read_anothers_bytes_and_keep_one_bound():
+    max_bytes = 30 * _CHURNED_BYTES
+    with opened(max_bytes=max_bytes, timeout_s=30) as (store, contents, url):
+        with _SPAWN.Pool(3) as pool:
+            jobs = [(url, seed) for seed in range(3)]
+            assert pool.starmap_async(_churn, jobs).get(60) == [0, 0, 0]
+        contents.check()
+        assert not contents.extents(State.WRITTEN_TO)
+        assert store.stats().num_bytes == contents.table.object_bytes <= max_bytes
