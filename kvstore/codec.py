@@ -15,15 +15,17 @@ The digest is bound to the key: an object found under a key that it was not
 sealed for is refused, as is any torn, truncated or changed one. xxh3 finds
 accidents, not attackers: who may write to the store is the store's matter.
 
-Header and payload may lie apart. Pure: no torch. All functions work in place on preallocated
-memory.
+Header and payload may lie apart, and blocks go by many: they are digested together
+(`kvstore.memory_runs`). Pure: no torch. All functions work in place on preallocated memory.
 """
 
 import struct
+from collections.abc import Iterable, Sequence
 
-import xxhash
+from kvstore.memory_runs import digest_runs
+from kvstore.store import Frame
 
-__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "make_header", "seal", "verify"]
+__all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "make_headers", "seal", "verify"]
 
 HEADER_BYTES = 64
 DIGEST_SCHEME = "xxh3-128"
@@ -34,44 +36,48 @@ _DIGEST_SCHEME_ID = 1
 _PREAMBLE = struct.Struct("<8sHHIQ24x")
 
 
-def seal(header: memoryview, payload: memoryview, key: bytes) -> None:
-    """Writes the header for a payload that is there already.
+def seal(frames: Sequence[Frame], keys: Sequence[bytes]) -> None:
+    """Writes the headers for payloads that are there already.
 
     Args:
-        header: contiguous writable bytes.
-        payload: the block's bytes, contiguous.
-        key: the key that the object will be stored under.
+        frames: of each object a header, contiguous writable bytes, and the block's bytes,
+            contiguous.
+        keys: the key that each will be stored under.
 
     Raises:
         ValueError: there is not room for a header, or more.
     """
-    if len(header) != HEADER_BYTES:
-        raise ValueError(f"a header has {HEADER_BYTES} bytes, not {len(header)}")
-    header[:] = make_header(payload, key)
+    for header, _ in frames:
+        if len(header) != HEADER_BYTES:
+            raise ValueError(f"a header has {HEADER_BYTES} bytes, not {len(header)}")
+    made = make_headers([payload for _, payload in frames], keys)
+    for (header, _), content in zip(frames, made, strict=True):
+        header[:] = content
 
 
-def make_header(payload: memoryview, key: bytes) -> bytes:
-    """The header for a payload, for who has no place for it yet.
-
-    Args:
-        payload: the block's bytes, contiguous.
-        key: as in `seal`.
-    """
-    preamble = _preamble(len(payload))
-    return preamble + _digest(preamble, payload, key)
-
-
-def verify(header: memoryview, payload: memoryview, key: bytes) -> bool:
-    """Whether this is exactly what was sealed for this key.
+def make_headers(payloads: Sequence[memoryview], keys: Sequence[bytes]) -> list[bytes]:
+    """The headers for payloads, for who has no place for them yet.
 
     Args:
-        header: contiguous bytes as read from a store.
-        payload: as `header`; its length is what the reader expects of the block.
-        key: the key that the object was read from.
+        payloads: each a block's bytes, contiguous.
+        keys: as in `seal`.
     """
-    preamble, digest = header[: _PREAMBLE.size], header[_PREAMBLE.size :]
-    is_ours = preamble == _preamble(len(payload))
-    return is_ours and digest == _digest(preamble, payload, key)
+    preambles = [_preamble(len(payload)) for payload in payloads]
+    digests = digest_runs(_prefixes(preambles, keys), payloads)
+    return [preamble + digest for preamble, digest in zip(preambles, digests, strict=True)]
+
+
+def verify(frames: Sequence[Frame], keys: Sequence[bytes]) -> int:
+    """How many leading objects are exactly what was sealed for their keys.
+
+    Args:
+        frames: as in `seal`, as read from a store; the length of a payload is what the reader
+            expects of the block.
+        keys: the key that each was read from.
+    """
+    wanted = make_headers([payload for _, payload in frames], keys)
+    are_whole = (header == content for (header, _), content in zip(frames, wanted, strict=True))
+    return next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(frames))
 
 
 def _preamble(num_payload_bytes: int) -> bytes:
@@ -79,10 +85,11 @@ def _preamble(num_payload_bytes: int) -> bytes:
     return _PREAMBLE.pack(_MAGIC, _FORMAT_VERSION, _DIGEST_SCHEME_ID, 0, num_payload_bytes)
 
 
-def _digest(preamble: bytes | memoryview, payload: memoryview, key: bytes) -> bytes:
-    """The key's length goes in as well, so that key and payload cannot trade bytes."""
-    digest = xxhash.xxh3_128(preamble)
-    digest.update(len(key).to_bytes(8, "little") + key)
-    digest.update(payload)
-    value: bytes = digest.digest()
-    return value
+def _prefixes(preambles: Iterable[bytes], keys: Iterable[bytes]) -> list[bytes]:
+    """What is digested before each payload. The key's length goes in as well, so that key and
+    payload cannot trade bytes.
+    """
+    return [
+        preamble + len(key).to_bytes(8, "little") + key
+        for preamble, key in zip(preambles, keys, strict=True)
+    ]

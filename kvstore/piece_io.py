@@ -94,8 +94,7 @@ class PieceIo:
         for tail in piece.tail_slots:
             piece.staged_in.trusted.clear_after(tail, piece.job.num_tail_tokens)
         slots = piece.trusted_slots if piece.segment is not None else self._slots_in_pool(piece)
-        for slot, key in zip(slots, piece.keys, strict=True):
-            seal(slot.header, slot.payload, key)
+        seal([slot.frame for slot in slots], piece.keys)
         self.backend.put(job, piece.keys, slots)
         return PieceEnd(piece, len(piece.keys))
 
@@ -146,14 +145,18 @@ class PieceIo:
         self, piece: Piece, slots: Sequence[Slot], statuses: Sequence[GetStatus]
     ) -> tuple[int, str]:
         """Verifies what came, up to the first that cannot be used; and why not, if there is one."""
-        for index, (slot, status, key) in enumerate(zip(slots, statuses, piece.keys, strict=True)):
-            if status is GetStatus.MISSING:
-                return index, "missing"
-            if status is not GetStatus.HIT or not verify(slot.header, slot.payload, key):
-                _logger.error("KV object %s is corrupt", key.hex())
-                self._discard(key)
-                return index, "corrupt"
-        return len(piece.keys), ""
+        are_hits = (status is GetStatus.HIT for status in statuses)
+        num_hits = next((index for index, hit in enumerate(are_hits) if not hit), len(statuses))
+        frames = [slot.frame for slot in slots[:num_hits]]
+        num_good = verify(frames, piece.keys[:num_hits])
+        if num_good == len(piece.keys):
+            return num_good, ""
+        if statuses[num_good] is GetStatus.MISSING:
+            return num_good, "missing"
+        key = piece.keys[num_good]
+        _logger.error("KV object %s is corrupt", key.hex())
+        self._discard(key)
+        return num_good, "corrupt"
 
     def _discard(self, key: bytes) -> None:
         """Has a corrupt object removed, as far as the backend can."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvstore.codec import HEADER_BYTES
+from kvstore.store import Frame
 
 __all__ = ["Slot", "wholes"]
 
@@ -31,6 +32,11 @@ class Slot:
     def of(cls, whole: memoryview) -> Self:
         """Memory in one run. What is too short for a header has a short one, and no payload."""
         return cls(whole[:HEADER_BYTES], whole[HEADER_BYTES:], whole)
+
+    @property
+    def frame(self) -> Frame:
+        """The two parts."""
+        return self.header, self.payload
 
     @property
     def nbytes(self) -> int:

@@ -56,6 +56,10 @@ if TYPE_CHECKING:
 __all__ = ["StagedMover"]
 
 _NUM_IO_THREADS = 2
+# Pieces that move in place: threads are to end together, and calls of a backend to be few.
+_PIECES_OF_JOB = 8
+_LEAST_PIECE_BYTES = 4 << 20
+_MOST_PIECE_BYTES = 12 << 20
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -102,7 +106,6 @@ class StagedMover:
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
         self._cut: PoolCut
-        self._num_slots = 0
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
         """Puts something between the mover and its backend. Before the first job."""
@@ -116,13 +119,12 @@ class StagedMover:
         share: HeadShare = WHOLE,
     ) -> None:
         """See `KvConnectorWorker.register_pool`."""
-        from kvstore.staging import StagingBuffers, slots_per_segment
+        from kvstore.staging import StagingBuffers
 
         self._cut = PoolCut.of(layout, form, share)
         self._staging = StagingBuffers(self._cut.object_layout, device=pool.device)
         self._copier = self._make_copier(pool, self._cut)
         self._pieces.rows = self._copier.rows
-        self._num_slots = slots_per_segment(self._cut.object_layout)
 
     @property
     def copier(self) -> "BlockCopier":
@@ -239,7 +241,7 @@ class StagedMover:
                 return
 
     def _start_in_place(self, job: JobState) -> None:
-        pieces = [piece for _, piece in job.start_in_place(self._num_slots)]
+        pieces = [piece for _, piece in job.start_in_place(self._objects_in_place(job))]
         if isinstance(job.job, SaveJob):
             self._submit_puts(pieces)
             return
@@ -254,8 +256,16 @@ class StagedMover:
             self._ahead.add_job(step, job)
             return
         num_layers = self._cut.object_layout.num_layers
-        pieces = job.start_in_place(self._num_slots, self._cut.objects_per_block)
+        num_slices = self._cut.objects_per_block
+        pieces = job.start_in_place(self._objects_in_place(job, num_slices), num_slices)
         self._ahead.add_pieces(step, [((n + 1) * num_layers, piece) for n, piece in pieces])
+
+    def _objects_in_place(self, job: JobState, num_slices: int = 1) -> int:
+        """Objects of a piece, of a job or of one slice of its blocks' layers."""
+        object_bytes = self._cut.object_layout.block_bytes
+        job_bytes = len(job.job.keys) * object_bytes // num_slices
+        piece_bytes = max(_LEAST_PIECE_BYTES, min(job_bytes // _PIECES_OF_JOB, _MOST_PIECE_BYTES))
+        return max(1, piece_bytes // object_bytes)
 
     def _submit_puts(self, pieces: Sequence[Piece]) -> None:
         """Has pieces saved from where they lie."""

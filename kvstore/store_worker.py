@@ -198,14 +198,14 @@ class _StoreBackend:
     def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         whole = wholes(slots)
         if whole is None:
-            self._store.put_frames(keys, [(slot.header, slot.payload) for slot in slots])
+            self._store.put_frames(keys, [slot.frame for slot in slots])
         else:
             self._store.put_many(keys, whole)
 
     def fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> list[GetStatus]:
         whole = wholes(slots)
         if whole is None:
-            frames = [(slot.header, slot.payload) for slot in slots]
+            frames = [slot.frame for slot in slots]
             return self._store.get_frames_into(keys, frames)
         return self._store.get_many_into(keys, whole)
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvstore.codec import make_header
+from kvstore.codec import make_headers
 from kvstore.connector import SaveJob, SaveResult
 from kvstore.peer.leases import LeaseTable, LentBlock
 from kvstore.peer.lent_memory import HostMemory, LentMemory
@@ -134,12 +134,15 @@ class Lender:
     def _lend_block(
         self, memory: HostMemory, key: bytes, object_id: int, num_tail_tokens: int
     ) -> LentBlock:
-        payload = memory.block(object_id)
+        payload, slot, header = memory.block(object_id), None, None
         if num_tail_tokens:
             slot = self._copy_tail(payload, num_tail_tokens)
-            return LentBlock(key, make_header(memory.tails.payload(slot), key), object_id, slot)
-        header = self._leases.known_header(key, object_id) or make_header(payload, key)
-        return LentBlock(key, header, object_id)
+            payload = memory.tails.payload(slot)
+        else:
+            header = self._leases.known_header(key, object_id)
+        if header is None:
+            [header] = make_headers([payload], [key])
+        return LentBlock(key, header, object_id, slot)
 
     def _copy_tail(self, block: memoryview, num_tokens: int) -> int:
         tails = self._memory.tails

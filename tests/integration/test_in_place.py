@@ -98,7 +98,7 @@ def replace_object(
 ) -> None:
     slot = memoryview(bytearray(b"\xff" * num_bytes))  # as a number: not one
     if sealed_for is not None:
-        seal(slot[:HEADER_BYTES], slot[HEADER_BYTES:], sealed_for)
+        seal([Slot.of(slot).frame], [sealed_for])
     store.delete([key])
     store.put_many([key], [slot])
 

@@ -20,7 +20,8 @@ _DEADLINE_S = 30
 def _write_and_never_finish(url, has_begun):
     """Writes half an object, then waits to be killed."""
 
-    def write_half(memory, start, parts):
+    def write_half(memory, places):
+        [(start, parts)] = places
         memory._mapped(start + 2500)[start : start + 2500] = parts[0][:2500]
         has_begun.set()
         threading.Event().wait()
@@ -52,14 +53,14 @@ def test_a_writer_killed_half_way_leaves_nothing():
 def _take_the_lock(url, has_lock):
     """Begins to change the table, then waits to be killed."""
     with closing(open_store(url)) as store:
-        note_change = extent_table.ExtentTable.note_change
+        note_changes = extent_table.ExtentTable.note_changes
 
-        def stop_at_it(table, extent):
-            note_change(table, extent)
+        def stop_at_it(table, extents):
+            note_changes(table, extents)
             has_lock.set()
             threading.Event().wait()
 
-        extent_table.ExtentTable.note_change = stop_at_it
+        extent_table.ExtentTable.note_changes = stop_at_it
         store.delete([b"k" * 32])
 
 
@@ -86,11 +87,11 @@ def test_a_put_that_outlasts_its_store_has_its_extent_for_itself(monkeypatch):
     may_write, write = threading.Event(), MappedMemory.write
     has_begun = threading.Event()
 
-    def write_late(memory, start, parts):
-        if parts[0][0] == 1:
+    def write_late(memory, places):
+        if any(parts[0][0] == 1 for _, parts in places):
             has_begun.set()
             assert may_write.wait(_DEADLINE_S)
-        write(memory, start, parts)
+        write(memory, places)
 
     monkeypatch.setattr(MappedMemory, "write", write_late)
     with opened() as (other, contents, url):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import codec
-from kvstore.codec import HEADER_BYTES, make_header, seal
+from kvstore.codec import HEADER_BYTES, make_headers, seal
 from kvstore.slot import Slot
 
 _KEYS = st.binary(min_size=32, max_size=32)
@@ -14,28 +14,28 @@ _PAYLOADS = st.binary(min_size=0, max_size=300)
 
 def _sealed(payload, key):
     slot = memoryview(bytearray(b"\xee" * HEADER_BYTES + payload))
-    seal(slot[:HEADER_BYTES], slot[HEADER_BYTES:], key)
+    seal([Slot.of(slot).frame], [key])
     return slot
 
 
 def verify(whole, key):
     """Of an object in one run, as long as it may be."""
-    slot = Slot.of(whole)
-    return codec.verify(slot.header, slot.payload, key)
+    return codec.verify([Slot.of(whole).frame], [key])
 
 
 @given(_PAYLOADS, _KEYS)
 def test_header_and_payload_may_lie_apart(payload, key):
     header = memoryview(bytearray(HEADER_BYTES))
-    seal(header, memoryview(payload), key)
-    assert header == _sealed(payload, key)[:HEADER_BYTES] == make_header(memoryview(payload), key)
-    assert codec.verify(header, memoryview(bytes(payload)), key)
+    seal([(header, memoryview(payload))], [key])
+    assert header == _sealed(payload, key)[:HEADER_BYTES]
+    assert [header] == make_headers([memoryview(payload)], [key])
+    assert codec.verify([(header, memoryview(bytes(payload)))], [key])
 
 
 def test_a_header_of_another_length_is_refused():
     slot = _sealed(b"payload", b"k" * 32)
     for length in (0, 63, 65, len(slot)):
-        assert not codec.verify(slot[:length], slot[HEADER_BYTES:], b"k" * 32)
+        assert not codec.verify([(slot[:length], slot[HEADER_BYTES:])], [b"k" * 32])
 
 
 @given(_PAYLOADS, _KEYS)
@@ -103,7 +103,7 @@ def test_a_frame_of_another_version_is_refused(monkeypatch, name):
 @pytest.mark.parametrize("length", [0, HEADER_BYTES - 1, HEADER_BYTES + 1])
 def test_a_slot_without_room_for_just_a_header_is_a_bug(length):
     with pytest.raises(ValueError, match="64"):
-        seal(memoryview(bytearray(length)), memoryview(b"payload"), b"k" * 32)
+        seal([(memoryview(bytearray(length)), memoryview(b"payload"))], [b"k" * 32])
 
 
 def test_the_format_is_what_other_versions_can_read():

@@ -56,7 +56,7 @@ def dies_after(num_writes):
 
     calls = [
         (extent_table._Cell, "__set__"),
-        (ExtentTable, "note_change"),
+        (ExtentTable, "note_changes"),
         (MappedMemory, "provide"),
         (MappedMemory, "write"),
         (MappedMemory, "let_go"),

@@ -41,7 +41,7 @@ class ArenaContents:
     def bytes_at(self, extent):
         """An object's."""
         value = memoryview(bytearray(extent.num_bytes))
-        self.memory.read(extent.offset, [value])
+        self.memory.read([(extent.offset, [value])])
         return bytes(value)
 
     def memory_bytes(self):

@@ -8,6 +8,7 @@ from typing import Protocol
 from redis import Redis
 
 from kvstore.codec import HEADER_BYTES, seal
+from kvstore.slot import Slot
 from kvstore.stores import memory
 from kvstore.stores.redis_objects import object_name
 from tests.support.shm_arena import ArenaContents
@@ -73,7 +74,7 @@ def spoil(value: bytes, lots: random.Random, others: Sequence[bytes]) -> bytes:
 
 def _sealed_for_another_key(value: bytes, lots: random.Random) -> bytes:
     slot = memoryview(bytearray(value))
-    seal(slot[:HEADER_BYTES], slot[HEADER_BYTES:], lots.randbytes(32))
+    seal([Slot.of(slot).frame], [lots.randbytes(32)])
     assert bytes(slot[HEADER_BYTES:]) == value[HEADER_BYTES:]
     return bytes(slot)
 

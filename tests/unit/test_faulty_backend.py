@@ -61,7 +61,7 @@ def sealed(*, are_whole=True):
     for number, key in enumerate(KEYS):
         slot = new_slot(is_whole=are_whole)
         slot.payload[:] = bytes([number + 1]) * 200
-        seal(slot.header, slot.payload, key)
+        seal([slot.frame], [key])
         slots.append(slot)
     return slots
 
@@ -76,7 +76,7 @@ def fetched(backend, *, are_whole=True):
     statuses = backend.fetch(None, KEYS, slots)
     states = {GetStatus.MISSING: "missing", GetStatus.WRONG_SIZE: "size"}
     return [
-        states.get(status, "good" if verify(slot.header, slot.payload, key) else "bad")
+        states.get(status, "good" if verify([slot.frame], [key]) else "bad")
         for status, slot, key in zip(statuses, slots, KEYS, strict=True)
     ]
 

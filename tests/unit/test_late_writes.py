@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvstore.backend import InDoubtError
-from kvstore.codec import make_header
+from kvstore.codec import make_headers
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.copier import HostCopier
 from kvstore.layout import KvLayout
@@ -54,7 +54,8 @@ def block(key):
 
 def sealed(key):
     payload = block(key).numpy().tobytes()
-    return make_header(memoryview(payload), key) + payload
+    [header] = make_headers([memoryview(payload)], [key])
+    return header + payload
 
 
 class Rig:
@@ -168,7 +169,7 @@ def test_a_late_write_does_not_change_what_is_saved(make_rig):
     assert rig.run_until(1) == [SaveResult(1, committed=True)]
     assert gathered.is_set()
     slot = rig.peer.put_slots[keys(1)[0]]
-    assert slot[:64] == make_header(memoryview(slot[64:]), keys(1)[0])
+    assert [slot[:64]] == make_headers([memoryview(slot[64:])], keys(1))
     assert slot[64:] == rig.pool[3].numpy().tobytes()
 
 

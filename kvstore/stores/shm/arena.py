@@ -85,10 +85,13 @@ class Arena:
         with self._locked():
             sizes = map(total_bytes, values)
             found = [self._look_up(*pair) for pair in zip(keys, sizes, strict=True)]
-        return [
-            self._read(one, parts) if isinstance(one, SeenObject) else one
+        hits = [
+            (self._table[one.extent_index], parts)
             for one, parts in zip(found, values, strict=True)
+            if isinstance(one, SeenObject)
         ]
+        self._memory.read([(extent.offset, parts) for extent, parts in hits])
+        return [self._still(one) if isinstance(one, SeenObject) else one for one in found]
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
         """See `PartsObjects.count_prefix`."""
@@ -136,8 +139,11 @@ class Arena:
                     reserved.append(self._space.reserve(num_bytes))
             if not new:
                 return
-            for extent, (_, parts) in zip(reserved, new, strict=True):
-                self._write(extent, parts)
+            for extent in reserved:
+                self._provide(extent)
+            self._memory.write(
+                [(extent.offset, parts) for extent, (_, parts) in zip(reserved, new, strict=True)]
+            )
             with self._locked():
                 for key, _ in new:
                     self._space.commit(reserved.popleft(), key)
@@ -150,19 +156,18 @@ class Arena:
             self._abandoned.extend(reserved)
             raise
 
-    def _write(self, extent: Extent, parts: Parts) -> None:
-        """Writes to an extent that is this one's alone."""
-        offset, resident_bytes = extent.offset, extent.resident_bytes
-        needed_bytes = whole_pages(extent.num_bytes)
+    def _provide(self, extent: Extent) -> None:
+        """Puts memory behind what will be written to an extent that is this one's alone."""
+        resident_bytes, needed_bytes = extent.resident_bytes, whole_pages(extent.num_bytes)
         if resident_bytes < needed_bytes:
-            self._memory.provide(offset + resident_bytes, needed_bytes - resident_bytes)
+            missing_bytes = needed_bytes - resident_bytes
+            self._memory.provide(extent.offset + resident_bytes, missing_bytes)
             extent.resident_bytes = needed_bytes
-        self._memory.write(offset, parts)
 
-    def _read(self, seen: SeenObject, parts: Parts) -> GetStatus:
-        extent = self._table[seen.extent_index]
-        self._memory.read(extent.offset, parts)
-        return GetStatus.HIT if extent.generation == seen.generation else GetStatus.MISSING
+    def _still(self, seen: SeenObject) -> GetStatus:
+        """What a copy is that was made of an object, for it may have gone meanwhile."""
+        has_gone = self._table[seen.extent_index].generation != seen.generation
+        return GetStatus.MISSING if has_gone else GetStatus.HIT
 
     def _look_up(self, key: bytes, num_bytes: int) -> SeenObject | GetStatus:
         extent = self._space.find(key)

@@ -3,6 +3,7 @@
 import mmap
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from kvstore.store import StoreUnavailableError
@@ -64,6 +65,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
     def end(self) -> None:
         """To be called last, unless something went wrong that nobody foresaw."""
         self._shrink_spare()
+        self._index.publish()
         self._table.is_changing = False
 
     def find(self, key: bytes) -> Extent | None:
@@ -87,7 +89,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self._table.object_bytes += num_bytes
         extent.num_bytes, extent.writer = num_bytes, self._writers.own
         extent.state = State.WRITTEN_TO
-        self._index.note_change(extent)
+        self._index.note_taken(extent)
         return extent
 
     def commit(self, extent: Extent, key: bytes) -> None:
@@ -103,7 +105,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self.touch(extent)
         extent.key = key
         extent.state = State.OBJECT
-        self._index.note_change(extent)
+        self._index.note_object(extent, key)
 
     def remove(self, key: bytes) -> bool:
         """Removes an object; whether it was there and alive."""
@@ -116,7 +118,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         extent.state = State.FREE
         self._table.object_bytes -= extent.num_bytes
         self._table.spare_bytes += extent.resident_bytes
-        self._index.note_change(extent)
+        self._index.note_free(extent)
 
     def _now_ns(self) -> int:
         return time.monotonic_ns()
@@ -187,7 +189,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
                 return
             extent.resident_bytes = 0
             table.spare_bytes -= num_bytes
-            self._index.note_change(extent)
+            self._index.note_free(extent)
             self._memory.let_go(extent.offset, num_bytes)
 
     def _may_be_read(self, extent: Extent) -> bool:
@@ -200,6 +202,7 @@ def whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+@lru_cache
 def _room_for(num_bytes: int) -> int:
     """Bytes of the smallest extent that such an object fits."""
     num_pages = max(1, whole_pages(num_bytes) // mmap.PAGESIZE)

@@ -13,6 +13,9 @@ _Kind = tuple[int, bool]  # of a free extent: its room, and whether there is mem
 class ExtentIndex:
     """Follows the changes of a table. All calls need the store's lock.
 
+    What changed is told to it, and by it to other processes: once for all of a call, in
+    `publish`. Should that not be reached, the table is counted anew, and everybody looks at all.
+
     Args:
         table: what it follows.
     """
@@ -20,6 +23,7 @@ class ExtentIndex:
     def __init__(self, table: ExtentTable) -> None:
         self._table = table
         self._num_seen: int | None = None  # changes
+        self._unpublished: list[Extent] = []
         self._by_key: dict[bytes, Extent] = {}
         self._keys: dict[Extent, bytes] = {}
         # Free ones, as sets in the order in which they became so.
@@ -29,6 +33,7 @@ class ExtentIndex:
 
     def catch_up(self) -> None:
         """Learns what other processes did."""
+        self._unpublished.clear()
         changed: Iterable[Extent] | None = None
         if self._num_seen is not None:
             changed = self._table.changes_since(self._num_seen)
@@ -39,11 +44,11 @@ class ExtentIndex:
             self._learn(extent)
         self._num_seen = self._table.num_changes
 
-    def note_change(self, extent: Extent) -> None:
-        """Takes in a change of this process, and tells the others."""
-        self._table.note_change(extent)
-        self._num_seen = self._table.num_changes
-        self._learn(extent)
+    def publish(self) -> None:
+        """Tells other processes what this one changed."""
+        if self._unpublished:
+            self._num_seen = self._table.note_changes(self._unpublished)
+            self._unpublished.clear()
 
     def find(self, key: bytes) -> Extent | None:
         """The extent of an object."""
@@ -58,6 +63,22 @@ class ExtentIndex:
         """The free extent that has kept its memory for longest."""
         return next(iter(self._spare), None)
 
+    def note_taken(self, extent: Extent) -> None:
+        """A free extent, or a new one, is being written to."""
+        self._unpublished.append(extent)
+        self._drop_free(extent)
+
+    def note_object(self, extent: Extent, key: bytes) -> None:
+        """What was being written to has an object."""
+        self._unpublished.append(extent)
+        self._add_object(extent, key)
+
+    def note_free(self, extent: Extent) -> None:
+        """An extent became free, or lost its memory while it was."""
+        self._unpublished.append(extent)
+        self._drop(extent)
+        self._add_free(extent)
+
     def _forget(self) -> None:
         self._by_key.clear()
         self._keys.clear()
@@ -69,18 +90,28 @@ class ExtentIndex:
         self._drop(extent)
         match extent.state:
             case State.OBJECT:
-                key = self._keys[extent] = extent.key
-                self._by_key[key] = extent
+                self._add_object(extent, extent.key)
             case State.FREE:
-                kind = self._kinds[extent] = extent.room, bool(extent.resident_bytes)
-                self._free[kind][extent] = None
-                if extent.resident_bytes:
-                    self._spare[extent] = None
+                self._add_free(extent)
+
+    def _add_object(self, extent: Extent, key: bytes) -> None:
+        self._keys[extent] = key
+        self._by_key[key] = extent
+
+    def _add_free(self, extent: Extent) -> None:
+        kind = self._kinds[extent] = extent.room, bool(extent.resident_bytes)
+        self._free[kind][extent] = None
+        if kind[1]:
+            self._spare[extent] = None
 
     def _drop(self, extent: Extent) -> None:
         key = self._keys.pop(extent, None)
-        if key is not None and self._by_key[key] is extent:
+        if key is None:
+            self._drop_free(extent)
+        elif self._by_key[key] is extent:
             del self._by_key[key]
+
+    def _drop_free(self, extent: Extent) -> None:
         kind = self._kinds.pop(extent, None)
         if kind is not None:
             del self._free[kind][extent]

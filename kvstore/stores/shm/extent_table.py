@@ -18,7 +18,7 @@ import mmap
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -256,19 +256,26 @@ class ExtentTable:
         columns = found.tolist(), *(each.tolist() for each in facts)
         return map(SeenObject._make, zip(*columns, strict=True))
 
-    def note_change(self, extent: Extent) -> None:
-        """Notes for other processes that an extent's state or memory has changed."""
-        num_changes = self.num_changes
-        self.cells[_RING_AT + num_changes % _RING] = extent.index
-        self.num_changes = num_changes + 1
+    def note_changes(self, extents: Iterable[Extent]) -> int:
+        """Notes for other processes that extents' states or memory have changed; returns how many
+        changes there are now.
+        """
+        cells, num_changes = self.cells, self.num_changes
+        for extent in extents:
+            cells[_RING_AT + num_changes % _RING] = extent.index
+            num_changes += 1
+        self.num_changes = num_changes
+        return num_changes
 
-    def changes_since(self, num_seen: int) -> Iterator[Extent] | None:
-        """The extents of the changes after the first so many; None if they are not known."""
+    def changes_since(self, num_seen: int) -> list[Extent] | None:
+        """The extents of the changes after the first so many, each once; None if they are not
+        known.
+        """
         num_changes = self.num_changes
         if num_changes - num_seen > _RING:
             return None
-        numbers = range(num_seen, num_changes)
-        return (self[self.cells[_RING_AT + number % _RING]] for number in numbers)
+        cells, numbers = self.cells, range(num_seen, num_changes)
+        return [self[index] for index in {cells[_RING_AT + number % _RING] for number in numbers}]
 
     def recount(self) -> None:
         """Finds out anew what follows from the extents; whoever asks for changes looks at all."""

@@ -1,24 +1,25 @@
 """`MappedMemory`: the bytes of a store's objects, in a file that its processes map and that grows.
 
 Copies into mapped memory cost no call of the kernel and, the second time, no page fault: they are
-what `memcpy` is. The file is as long as what was ever laid out in it, and takes memory only where
-there is something.
+what `memcpy` is; many objects at a time (`kvstore.memory_runs`). The file is as long as what was
+ever laid out in it, and takes memory only where there is something.
 """
 
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
-import numpy as np
+from kvstore.memory_runs import copy_runs
+from kvstore.stores.parts_store import Parts
 
-from kvstore.stores.parts_store import Parts, total_bytes
-
-__all__ = ["MappedMemory"]
+__all__ = ["MappedMemory", "Place"]
 
 _FIRST_BYTES = 64 << 20
-# Below it the interpreter's lock, which numpy lets go of for its copies, costs more than a copy.
-_LEAST_UNLOCKED_BYTES = 4096
+
+Place = tuple[int, Parts]
+"""Where an object's bytes begin, and its parts, which lie there one after the other."""
 
 
 class MappedMemory:
@@ -62,21 +63,15 @@ class MappedMemory:
             assert isinstance(mapped, mmap.mmap)
             mapped.madvise(mmap.MADV_REMOVE, start, num_bytes)
 
-    def write(self, start: int, parts: Parts) -> None:
-        """Copies parts to bytes that have memory behind them, one after the other."""
-        mapped = self._mapped(start + total_bytes(parts))
-        for part in parts:
-            there = mapped[start : start + part.nbytes]
-            _copy(there, part)
-            start += part.nbytes
+    def write(self, places: Sequence[Place]) -> None:
+        """Copies parts to bytes that have memory behind them."""
+        there, parts = self._pairs(places)
+        copy_runs(there, parts)
 
-    def read(self, start: int, parts: Parts) -> None:
-        """Copies bytes to parts, one after the other."""
-        mapped = self._mapped(start + total_bytes(parts))
-        for part in parts:
-            there = mapped[start : start + part.nbytes]
-            _copy(part, there)
-            start += part.nbytes
+    def read(self, places: Sequence[Place]) -> None:
+        """Copies bytes to parts."""
+        there, parts = self._pairs(places)
+        copy_runs(parts, there)
 
     def close(self) -> None:
         """Closes the file, which stays mapped for as long as somebody is at it. Once."""
@@ -84,6 +79,18 @@ class MappedMemory:
             fd, self._fd = self._fd, -1
             os.close(fd)
             self._view = memoryview(bytearray())
+
+    def _pairs(self, places: Sequence[Place]) -> tuple[list[memoryview], list[memoryview]]:
+        """Where each part lies here, and the parts."""
+        spans: list[tuple[int, int]] = []
+        for begin, parts in places:
+            end = begin
+            for part in parts:
+                start, end = end, end + part.nbytes
+                spans.append((start, end))
+        mapped = self._mapped(max([end for _, end in spans], default=0))
+        there = [mapped[start:end] for start, end in spans]
+        return there, [part for _, parts in places for part in parts]
 
     def _mapped(self, end: int) -> memoryview:
         """The file, mapped at least up to there.
@@ -100,10 +107,3 @@ class MappedMemory:
                     num_bytes = os.fstat(self._fd).st_size
                     view = self._view = memoryview(mmap.mmap(self._fd, num_bytes))
         return view
-
-
-def _copy(to: memoryview, source: memoryview) -> None:
-    if to.nbytes < _LEAST_UNLOCKED_BYTES:
-        to.cast("B")[:] = source.cast("B")
-    else:
-        np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))

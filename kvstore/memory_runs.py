@@ -1,0 +1,97 @@
+"""Copies and digests of many runs of memory at a time.
+
+By one call of the native library, where there is one: the interpreter's lock is let go of and
+waited for once and not for each block, and long runs go past the caches
+(docs/adr/0026-native-copies.md). Otherwise run by run.
+"""
+
+from array import array
+from collections.abc import Sequence
+from ctypes import addressof, c_char
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    from kernels.native.memory_runs import NativeRuns
+
+__all__ = ["copy_runs", "digest_runs"]
+
+# To copy so few is quicker than to find out where they are.
+_LEAST_NATIVE_BYTES = 4096
+
+
+def copy_runs(to: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+    """Copies each source to its place.
+
+    Args:
+        to: writable, contiguous bytes.
+        sources: as many bytes each, contiguous; none overlaps with where anything is copied to.
+
+    Raises:
+        TypeError: it is not writable.
+        ValueError: two lengths differ; some may have been copied.
+    """
+    native = _native_runs()
+    places, origins, sizes = array("Q"), array("Q"), array("q")
+    for there, source in zip(to, sources, strict=True):
+        num_bytes = source.nbytes
+        if num_bytes < _LEAST_NATIVE_BYTES:
+            there[:] = source
+        elif there.nbytes != num_bytes:
+            raise ValueError(f"{num_bytes} bytes do not fit {there.nbytes}")
+        elif native is None:
+            np.copyto(np.frombuffer(there, np.uint8), np.frombuffer(source, np.uint8))
+        else:
+            places.append(addressof(c_char.from_buffer(there)))  # only what may be written to
+            origins.append(_address(source))
+            sizes.append(num_bytes)
+    if native is not None and sizes:
+        native.copy(places, origins, sizes)
+
+
+def digest_runs(prefixes: Sequence[bytes], runs: Sequence[memoryview]) -> list[bytes]:
+    """XXH3-128 digests of runs, each behind a prefix of its own.
+
+    Args:
+        prefixes: some bytes for each run.
+        runs: contiguous.
+
+    Returns:
+        16 bytes for each, canonical.
+    """
+    native = _native_runs() if len(runs) > 1 else None
+    if native is None:
+        return [_digest(*pair) for pair in zip(prefixes, runs, strict=True)]
+    ends, places, sizes = array("q"), array("Q"), array("q")
+    end = 0
+    for prefix, run in zip(prefixes, runs, strict=True):
+        end += len(prefix)
+        ends.append(end)
+        places.append(_address(run))
+        sizes.append(run.nbytes)
+    digests = native.digest(b"".join(prefixes), ends, places, sizes)
+    return [digests[start : start + 16] for start in range(0, len(digests), 16)]
+
+
+def _digest(prefix: bytes, run: memoryview) -> bytes:
+    digest = xxhash.xxh3_128(prefix)
+    digest.update(run)
+    value: bytes = digest.digest()
+    return value
+
+
+def _address(run: memoryview) -> int:
+    """Where bytes lie; as long as somebody has the view."""
+    if run.readonly or not run.nbytes:
+        return int(np.frombuffer(run, np.uint8).__array_interface__["data"][0])
+    return addressof(c_char.from_buffer(run))
+
+
+@cache
+def _native_runs() -> "NativeRuns | None":
+    from kernels.native.memory_runs import native_runs  # late: the package imports torch
+
+    return native_runs()

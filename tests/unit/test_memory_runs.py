@@ -1,0 +1,90 @@
+"""Copies and digests of many runs: by the native library and without it, the same."""
+
+import mmap
+import random
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.native.memory_runs import native_runs
+from kvstore import memory_runs
+from kvstore.memory_runs import copy_runs, digest_runs
+
+# About where copies go another way: to the native library, past the caches, line by line.
+SIZES = st.sampled_from(
+    (0, 1, 63, 240, 241, 4095, 4096, 4097, 8191, 32_767, 32_768, 32_769, 40_001)
+)
+OFFSETS = st.integers(0, 70)
+GUARD = b"\xee" * 64
+
+
+@pytest.fixture(params=["native", "python"], autouse=True, scope="module")
+def library(request):
+    if request.param == "native" and native_runs() is None:
+        pytest.skip("no native library")
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "python":
+            patched.setattr(memory_runs, "_native_runs", lambda: None)
+        yield request.param
+
+
+def run_at(offset, content):
+    """A view of a run somewhere in memory, and that memory, which has guards around the run."""
+    memory = bytearray(bytes(offset) + GUARD + content + GUARD)
+    start = offset + len(GUARD)
+    return memoryview(memory)[start : start + len(content)], memory
+
+
+@given(st.lists(st.tuples(SIZES, OFFSETS, OFFSETS), max_size=6), st.integers(0, 2**32))
+def test_each_run_is_copied_and_nothing_beside_it(runs, seed):
+    lots = random.Random(seed)
+    contents = [lots.randbytes(size) for size, _, _ in runs]
+    sources = [run_at(run[1], content)[0] for run, content in zip(runs, contents, strict=True)]
+    places = [run_at(run[2], b"\xff" * run[0]) for run in runs]
+    copy_runs([view for view, _ in places], sources)
+    for (_, _, offset), content, (_, memory) in zip(runs, contents, places, strict=True):
+        assert memory == bytes(offset) + GUARD + content + GUARD
+    assert [bytes(source) for source in sources] == contents
+
+
+@given(
+    st.lists(st.tuples(SIZES, OFFSETS, st.binary(max_size=90)), max_size=6),
+    st.integers(0, 2**32),
+)
+def test_digests_are_those_of_xxhash(runs, seed):
+    lots = random.Random(seed)
+    contents = [lots.randbytes(size) for size, _, _ in runs]
+    views = [run_at(run[1], content)[0] for run, content in zip(runs, contents, strict=True)]
+    prefixes = [prefix for _, _, prefix in runs]
+    expected = [
+        xxhash.xxh3_128_digest(prefix + content)
+        for prefix, content in zip(prefixes, contents, strict=True)
+    ]
+    assert digest_runs(prefixes, views) == expected
+    assert digest_runs(prefixes, [memoryview(bytes(view)) for view in views]) == expected
+
+
+@pytest.mark.parametrize("size", [100, 5000])
+def test_runs_of_other_lengths_are_refused(size):
+    place, memory = run_at(0, bytes(size - 1))
+    with pytest.raises(ValueError, match=r"."):
+        copy_runs([place], [memoryview(bytes(size))])
+    assert memory == GUARD + bytes(size - 1) + GUARD
+
+
+def test_memory_of_any_kind_is_copied():
+    content = random.Random(0).randbytes(3 * 4096)
+    mapped = mmap.mmap(-1, 4 * 4096)
+    numbers = np.zeros(len(content), np.uint8)
+    copy_runs([memoryview(mapped)[4096:]], [memoryview(content)])
+    copy_runs([memoryview(numbers)], [memoryview(mapped)[4096:]])
+    assert numbers.tobytes() == content
+
+
+@pytest.mark.parametrize("size", [100, 5000])
+def test_what_is_not_writable_is_refused(size):
+    with pytest.raises((TypeError, ValueError)):
+        copy_runs([memoryview(bytes(size))], [memoryview(b"\1" * size)])
