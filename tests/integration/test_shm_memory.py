@@ -98,6 +98,79 @@ def test_full_memory_is_unavailable_and_leaves_nothing(monkeypatch):
         assert store.contains_prefix(keys) == 3
 
 
+def _await_ahead(store):
+    """Until what was to be made ready is, or was refused."""
+    store._ahead.submit(lambda: None).result()
+
+
+def _refuse_memory(patched):
+    def refuse(*args):
+        raise OSError(errno.ENOSPC, "full")
+
+    patched.setattr(os, "posix_fallocate", refuse)
+
+
+def test_memory_is_made_ready_for_the_next_put(monkeypatch):
+    first, second, third = random_keys(3)
+    with opened() as (store, contents, _):
+        put(store, first, 1, 1 << 20)
+        _await_ahead(store)
+        assert contents.table.spare_bytes == 1 << 20
+        assert contents.memory_bytes() == 2 << 20
+        contents.check()
+        [spare] = contents.extents(State.FREE)
+        with monkeypatch.context() as patched:
+            _refuse_memory(patched)  # as it would be for any that is new
+            put(store, second, 2, 1 << 20)
+            _await_ahead(store)
+            assert contents.objects()[second].index == spare.index
+            with pytest.raises(StoreUnavailableError):
+                put(store, third, 3, 1 << 20)
+        assert store.stats().num_bytes == 2 << 20
+        put(store, third, 3, 1 << 20)
+        for byte, key in enumerate((first, second, third), 1):
+            assert read(store, key, 1 << 20) == bytes(filled(byte, 1 << 20))
+
+
+def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound():
+    keys = random_keys(40)
+    with opened(max_bytes=32 << 20) as (store, contents, _):
+        for index, key in enumerate(keys[:32]):
+            put(store, key, index, 1 << 20)
+            _await_ahead(store)
+            table = contents.table
+            assert table.object_bytes == (index + 1) << 20
+            assert table.spare_bytes <= min(4 << 20, (32 << 20) - table.object_bytes)
+        assert store.stats().evictions == 0
+        assert contents.memory_bytes() == 32 << 20
+        for index, key in enumerate(keys[32:]):
+            put(store, key, index, 1 << 20)
+            _await_ahead(store)
+        assert store.stats().evictions == 8
+        assert contents.memory_bytes() == 32 << 20
+
+
+def test_little_is_not_worth_memory_ahead():
+    (key,) = random_keys(1)
+    with opened() as (store, contents, _):
+        put(store, key, 1, 100_000)
+        _await_ahead(store)
+        assert contents.table.spare_bytes == 0
+
+
+def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkeypatch):
+    (key,) = random_keys(1)
+    with opened() as (store, contents, url):
+        other = open_store(url)
+        interposed(monkeypatch, "map_in", other._objects.close)
+        put(other, key, 1, 1 << 20)
+        other.close()
+        open_store(url).close()  # lists
+        assert not contents.extents(State.WRITTEN_TO)
+        contents.check()
+        assert read(store, key, 1 << 20) == bytes(filled(1, 1 << 20))
+
+
 def test_what_may_still_be_read_keeps_its_memory(clock, monkeypatch):
     (key,) = random_keys(1)
     with opened(max_bytes=100 * _PAGE) as (store, contents, url), closing(open_store(url)) as other:

@@ -20,7 +20,7 @@ from kvstore.stores.shm.mapped_memory import MappedMemory
 from kvstore.stores.url import StoreLimits
 from tests.support.shm_arena import ArenaContents
 
-MAX_BYTES = 60_000
+MAX_BYTES = 100_000
 TTL_S, LEASE_S = 100, 10
 KEYS = [bytes([number]) * 32 for number in range(14)]
 SIZES = (0, 1, 100, 4096, 5000, 9000, 20_000)
@@ -76,8 +76,9 @@ class ShmArenaMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="baton-test-"))
         self.clock = Clock()
-        self.patch = mock.patch.object(arena_space, "time", self.clock)
-        self.patch.start()
+        self.patches = ExitStack()
+        for name, value in (("time", self.clock), ("_LEAST_AHEAD_BYTES", 0)):
+            self.patches.enter_context(mock.patch.object(arena_space, name, value))
         self.fills = (bytes([number % 251 + 1]) for number in count())
         self.expected = {}  # key: value
         self.has_died = False
@@ -90,7 +91,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
     def teardown(self):
         for opened in (*self.arenas, self.contents):
             opened.close()
-        self.patch.stop()
+        self.patches.close()
         shutil.rmtree(self.folder)
 
     def opened(self):
@@ -217,6 +218,24 @@ class ShmArenaMachine(RuleBasedStateMachine):
         before = self.touched()
         self.die(arena, num_writes, self.arenas[arena].remove, keys)
         self.settle(before, (), may_lack=keys)
+
+    @rule(arena=ARENAS, key=st.sampled_from(KEYS))
+    def provide_ahead(self, arena, key):
+        """Memory for objects like the one that is put before."""
+        self.put(arena, [key], [100])
+        before, table = self.touched(), self.contents.table
+        spare_bytes, object_bytes = table.spare_bytes, table.object_bytes
+        self.arenas[arena].provide_ahead()
+        assert table.spare_bytes >= spare_bytes
+        assert table.object_bytes == object_bytes
+        self.settle(before, ())
+
+    @rule(arena=ARENAS, key=st.sampled_from(KEYS), num_writes=st.integers(0, 30))
+    def die_while_providing(self, arena, key, num_writes):
+        self.put(arena, [key], [100])
+        before = self.touched()
+        self.die(arena, num_writes, self.arenas[arena].provide_ahead)
+        self.settle(before, ())
 
     def die(self, arena, num_writes, call, *args):
         """Lets a process die in a call, if it gets that far, or after it."""

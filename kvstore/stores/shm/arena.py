@@ -15,8 +15,9 @@
 - Bound: of the objects' bytes, those being written too; in memory each takes whole pages. When one
   more would exceed it, the objects go that were not touched for longest, but for leased ones.
 - Spare memory: what an object leaves stays with its extent, up to an eighth of the bound and to
-  where it and the objects exceed the bound, for fresh pages cost as much as the copy into them.
-  The rest goes back when nobody can still be reading it.
+  where it and the objects exceed the bound, for fresh pages cost more than the copy into them.
+  The rest goes back when nobody can still be reading it. Where a put finds none, and the bound
+  leaves room, some is made ready for the next one.
 - Crashes: the lock ends with its holder, as does the mark of a writer, whose extents are free
   then. A table that was being changed is counted anew.
 """
@@ -65,6 +66,7 @@ class Arena:
             self._opened = opened.pop_all()
         self.counters = self._space.counters
         self._abandoned: deque[Extent] = deque()
+        self._sizes_ahead: list[int] = []  # of objects that memory is wanted for
         with suppress(StoreUnavailableError, OSError), self._locked():
             self._space.list_objects()
             self._space.make_room(0)
@@ -77,8 +79,29 @@ class Arena:
     def put_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
         """See `PartsObjects.put_many`."""
         for batch in batches(zip(keys, values, strict=True), self._space.max_bytes):
-            with self._writers.writing():
-                self._put_batch(batch)
+            self._put_batch(batch)
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether there is something for `provide_ahead` to do."""
+        return bool(self._sizes_ahead)
+
+    def provide_ahead(self) -> None:
+        """Puts memory behind extents like those of the last put, for the next one: it costs more
+        than a copy, and who puts is waited for.
+        """
+        with self._writing() as reserved:
+            with self._locked():
+                sizes, self._sizes_ahead = self._sizes_ahead, []
+                if self._space.should_provide(sizes):
+                    for num_bytes in sizes:
+                        reserved.append(self._space.reserve(num_bytes))
+            for extent in reserved:
+                self._provide(extent)
+                self._memory.map_in(extent.offset, extent.resident_bytes)
+            with self._locked():
+                while reserved:
+                    self._space.free(reserved.popleft())
 
     def read_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> list[GetStatus]:
         """See `PartsObjects.read_many`."""
@@ -128,9 +151,24 @@ class Arena:
                 raise
             self._space.end()
 
-    def _put_batch(self, batch: Sequence[tuple[bytes, Parts]]) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[deque[Extent]]:
+        """For extents that this thread writes to; those still in it at an error are free again."""
         reserved: deque[Extent] = deque()
-        try:
+        with self._writers.writing():
+            try:
+                yield reserved
+            except OSError:
+                self._abandoned.extend(reserved)
+                with suppress(StoreUnavailableError, OSError), self._locked():
+                    pass  # which frees them
+                raise
+            except BaseException:  # the lock was waited for already, if it was that
+                self._abandoned.extend(reserved)
+                raise
+
+    def _put_batch(self, batch: Sequence[tuple[bytes, Parts]]) -> None:
+        with self._writing() as reserved:
             with self._locked():
                 new = [(key, parts) for key, parts in batch if not self._touch_if_alive(key)]
                 sizes = [total_bytes(parts) for _, parts in new]
@@ -147,14 +185,8 @@ class Arena:
             with self._locked():
                 for key, _ in new:
                     self._space.commit(reserved.popleft(), key)
-        except OSError:
-            self._abandoned.extend(reserved)
-            with suppress(StoreUnavailableError, OSError), self._locked():
-                pass  # which frees them
-            raise
-        except BaseException:  # the lock was waited for already, if it was that
-            self._abandoned.extend(reserved)
-            raise
+                if self._space.should_provide(sizes):
+                    self._sizes_ahead = sizes
 
     def _provide(self, extent: Extent) -> None:
         """Puts memory behind what will be written to an extent that is this one's alone."""

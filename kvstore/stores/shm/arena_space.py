@@ -2,7 +2,8 @@
 
 import mmap
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,6 +28,7 @@ _SPARE_SHARE = 8  # of the bound, one part in so many
 # Longest that a reader takes from finding an object to having it, unless it is stopped.
 _READ_NS = 2 * 10**9
 _MAX_LET_GO_BYTES = 256 << 20  # by one call, which others wait for
+_LEAST_AHEAD_BYTES = 512 << 10  # less is not worth waking a thread for
 
 
 class ArenaSpace(BoundedSpace[SeenObject]):
@@ -91,6 +93,17 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         extent.state = State.WRITTEN_TO
         self._index.note_taken(extent)
         return extent
+
+    def should_provide(self, sizes: Sequence[int]) -> bool:
+        """Whether more objects of these sizes would lack memory that the bound allows them, also
+        if as much is put meanwhile.
+        """
+        num_bytes, table = sum(map(whole_pages, sizes)), self._table
+        left_bytes = min(self._max_spare_bytes, self.max_bytes - table.object_bytes)
+        if num_bytes < _LEAST_AHEAD_BYTES or table.spare_bytes + 2 * num_bytes > left_bytes:
+            return False
+        rooms = Counter(map(_room_for, sizes))
+        return any(self._index.num_spare(room) < count for room, count in rooms.items())
 
     def commit(self, extent: Extent, key: bytes) -> None:
         """Makes what was written the key's object, unless another writer was first."""

@@ -59,6 +59,10 @@ class ExtentIndex:
         found = self._free[room, True] or self._free[room, False]
         return next(reversed(found), None)
 
+    def num_spare(self, room: int) -> int:
+        """How many free extents of that room have memory behind them."""
+        return len(self._free[room, True])
+
     def first_spare(self) -> Extent | None:
         """The free extent that has kept its memory for longest."""
         return next(iter(self._spare), None)

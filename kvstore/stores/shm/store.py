@@ -3,14 +3,17 @@
 import os
 import re
 import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from kvstore.store import StoreCapabilities
+from kvstore.store import StoreCapabilities, StoreUnavailableError
 from kvstore.stores.file_io import status_of
-from kvstore.stores.parts_store import PartsStore
+from kvstore.stores.parts_store import Parts, PartsStore
 from kvstore.stores.shm.arena import Arena
-from kvstore.stores.url import LIMIT_OPTIONS, StoreUrl, usable_folder
+from kvstore.stores.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
 
 __all__ = ["ShmStore"]
 
@@ -30,6 +33,16 @@ class ShmStore(PartsStore):
         keeps_leases=True,
         takes_frames=True,
     )
+
+    def __init__(self, arena: Arena, limits: StoreLimits) -> None:
+        super().__init__(arena, limits)
+        self._arena = arena
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="baton-shm-ahead")
+
+    def close(self) -> None:
+        """See `KvStore.close`."""
+        self._ahead.shutdown(cancel_futures=True)
+        super().close()
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -54,6 +67,16 @@ class ShmStore(PartsStore):
         limits = parts.limits(_DEFAULT_MAX_BYTES)
         with usable_folder(parts, folder):
             return cls(Arena(folder, limits), limits)
+
+    def _put(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
+        super()._put(keys, values)
+        if self._arena.wants_memory:
+            with suppress(RuntimeError):  # it is being closed
+                self._ahead.submit(self._provide_ahead)
+
+    def _provide_ahead(self) -> None:
+        with suppress(OSError, StoreUnavailableError):  # who puts next will hear of it
+            self._arena.provide_ahead()
 
 
 def _is_private_or_absent(folder: Path) -> bool:
