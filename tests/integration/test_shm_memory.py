@@ -132,9 +132,15 @@ def test_memory_is_made_ready_for_the_next_put(monkeypatch):
             assert read(store, key, 1 << 20) == bytes(filled(byte, 1 << 20))
 
 
-def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound():
-    keys = random_keys(40)
+def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
+    keys, most, map_in = random_keys(40), [], mapped_memory.MappedMemory.map_in
     with opened(max_bytes=32 << 20) as (store, contents, _):
+
+        def look_and_map_in(memory, start, num_bytes):
+            most.append(contents.table.object_bytes)
+            map_in(memory, start, num_bytes)
+
+        monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", look_and_map_in)
         for index, key in enumerate(keys[:32]):
             put(store, key, index, 1 << 20)
             _await_ahead(store)
@@ -148,6 +154,7 @@ def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound():
             _await_ahead(store)
         assert store.stats().evictions == 8
         assert contents.memory_bytes() == 32 << 20
+        assert 2 << 20 <= max(most) < 32 << 20
 
 
 def test_little_is_not_worth_memory_ahead():
