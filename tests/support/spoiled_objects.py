@@ -102,7 +102,7 @@ class ArenaShelf:
     def write(self, key: bytes, value: bytes) -> None:
         extent = self._contents.objects()[key]
         lying = memoryview(value)[: extent.room]
-        self._contents.memory.write(extent.offset, [lying])
+        self._contents.memory.write([(extent.offset, [lying])])
         self._contents.table.object_bytes += lying.nbytes - extent.num_bytes
         extent.num_bytes = lying.nbytes
 
