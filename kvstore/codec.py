@@ -15,8 +15,8 @@ The digest is bound to the key: an object found under a key that it was not
 sealed for is refused, as is any torn, truncated or changed one. xxh3 finds
 accidents, not attackers: who may write to the store is the store's matter.
 
-Header and payload may lie apart, and blocks go by many: they are digested together
-(`kvstore.memory_runs`). Pure: no torch. All functions work in place on preallocated memory.
+Header and payload may lie apart. Objects come in lists, to be digested together
+(`kvstore.memory_runs`). All functions work in place on preallocated memory.
 """
 
 import struct

@@ -5,6 +5,7 @@ waited for once and not for each block, and long runs go past the caches
 (docs/adr/0026-native-copies.md). Otherwise run by run.
 """
 
+import logging
 from array import array
 from collections.abc import Sequence
 from ctypes import addressof, c_char
@@ -14,10 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from baton.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from kernels.native.memory_runs import NativeRuns
 
 __all__ = ["copy_runs", "digest_runs"]
+
+_logger = logging.getLogger("baton.kvstore")
 
 # To copy so few is quicker than to find out where they are.
 _LEAST_NATIVE_BYTES = 4096
@@ -94,4 +99,8 @@ def _address(run: memoryview) -> int:
 def _native_runs() -> "NativeRuns | None":
     from kernels.native.memory_runs import native_runs  # late: the package imports torch
 
-    return native_runs()
+    try:
+        return native_runs()
+    except ConfigurationError as error:  # an engine on a CPU does not start then; one on a GPU does
+        _logger.warning("KV is copied and digested without the native library: %s", error)
+        return None

@@ -2,6 +2,7 @@
 
 import mmap
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import ConfigurationError
+from kernels.native import memory_runs as native_module
 from kernels.native.memory_runs import native_runs
 from kvstore import memory_runs
 from kvstore.memory_runs import copy_runs, digest_runs
@@ -19,6 +22,7 @@ SIZES = st.sampled_from(
 )
 OFFSETS = st.integers(0, 70)
 GUARD = b"\xee" * 64
+_find_native_runs = memory_runs._native_runs.__wrapped__
 
 
 @pytest.fixture(params=["native", "python"], autouse=True, scope="module")
@@ -88,3 +92,18 @@ def test_memory_of_any_kind_is_copied():
 def test_what_is_not_writable_is_refused(size):
     with pytest.raises((TypeError, ValueError)):
         copy_runs([memoryview(bytes(size))], [memoryview(b"\1" * size)])
+
+
+def test_a_library_that_is_refused_is_done_without(monkeypatch, caplog):
+    def refuse():
+        raise ConfigurationError("built from other sources")
+
+    monkeypatch.setattr(native_module, "native_runs", refuse)
+    monkeypatch.setattr(memory_runs, "_native_runs", cache(_find_native_runs))
+    place, _ = run_at(0, bytes(5000))
+    for _ in range(2):
+        copy_runs([place], [memoryview(b"\1" * 5000)])
+    assert bytes(place) == b"\1" * 5000
+    assert [record.message for record in caplog.records] == [
+        "KV is copied and digested without the native library: built from other sources"
+    ]
