@@ -8,7 +8,7 @@ ever laid out in it, and takes memory only where there is something.
 import mmap
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from ctypes import CDLL, addressof, c_char, c_size_t, c_void_p
 from pathlib import Path
 from threading import Lock
 
@@ -19,6 +19,8 @@ __all__ = ["MappedMemory", "Place"]
 
 _FIRST_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14; the mmap module does not name it
+
+_LIBC = CDLL(None)
 
 Place = tuple[int, Parts]
 """Where an object's bytes begin, and its parts, which lie there one after the other."""
@@ -60,15 +62,19 @@ class MappedMemory:
         """Has pages that have memory behind them mapped here, before who writes there finds that
         they are not. Not every system can.
         """
-        with suppress(OSError):
-            self._advise(_MADV_POPULATE_WRITE, start, num_bytes)
+        # By ctypes, which lets go of the interpreter's lock; the mmap module holds it.
+        with self._mapped(start + num_bytes)[start:] as there:
+            address = addressof(c_char.from_buffer(there))
+            _LIBC.madvise(c_void_p(address), c_size_t(num_bytes), _MADV_POPULATE_WRITE)
 
     def let_go(self, start: int, num_bytes: int) -> None:
         """Gives the memory behind whole pages back. Who looks at them has it put there again, and
         is killed if there is none.
         """
         if num_bytes:
-            self._advise(mmap.MADV_REMOVE, start, num_bytes)
+            mapped = self._mapped(start + num_bytes).obj
+            assert isinstance(mapped, mmap.mmap)
+            mapped.madvise(mmap.MADV_REMOVE, start, num_bytes)
 
     def write(self, places: Sequence[Place]) -> None:
         """Copies parts to bytes that have memory behind them."""
@@ -98,11 +104,6 @@ class MappedMemory:
         mapped = self._mapped(max([end for _, end in spans], default=0))
         there = [mapped[start:end] for start, end in spans]
         return there, [part for _, parts in places for part in parts]
-
-    def _advise(self, advice: int, start: int, num_bytes: int) -> None:
-        mapped = self._mapped(start + num_bytes).obj
-        assert isinstance(mapped, mmap.mmap)
-        mapped.madvise(advice, start, num_bytes)
 
     def _mapped(self, end: int) -> memoryview:
         """The file, mapped at least up to there.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Self
 
 from kvstore.store import StoreCapabilities, StoreUnavailableError
@@ -19,6 +20,8 @@ __all__ = ["ShmStore"]
 
 _REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
 _DEFAULT_MAX_BYTES = 4 << 30
+# What was just put is about to be told and read: that comes first.
+_AHEAD_PAUSE_S = 0.01
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
 
 
@@ -38,9 +41,11 @@ class ShmStore(PartsStore):
         super().__init__(arena, limits)
         self._arena = arena
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="baton-shm-ahead")
+        self._is_closing = Event()
 
     def close(self) -> None:
         """See `KvStore.close`."""
+        self._is_closing.set()
         self._ahead.shutdown(cancel_futures=True)
         super().close()
 
@@ -75,6 +80,8 @@ class ShmStore(PartsStore):
                 self._ahead.submit(self._provide_ahead)
 
     def _provide_ahead(self) -> None:
+        if self._is_closing.wait(_AHEAD_PAUSE_S):
+            return
         with suppress(OSError, StoreUnavailableError):  # who puts next will hear of it
             self._arena.provide_ahead()
 
