@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import closing, contextmanager
 
 import pytest
@@ -155,6 +156,19 @@ def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
         assert store.stats().evictions == 8
         assert contents.memory_bytes() == 32 << 20
         assert 2 << 20 <= max(most) < 32 << 20
+
+
+def test_many_puts_ask_for_memory_once(monkeypatch):
+    asked, may_go_on = [], threading.Event()
+    with opened() as (store, contents, _):
+        store._ahead.submit(may_go_on.wait)
+        monkeypatch.setattr(store, "_provide_ahead", lambda: asked.append(1))
+        for key in random_keys(5):
+            put(store, key, 1, 1 << 20)
+        may_go_on.set()
+        _await_ahead(store)
+        assert asked == [1]
+        assert contents.table.spare_bytes == 0
 
 
 def test_little_is_not_worth_memory_ahead():

@@ -62,10 +62,11 @@ class MappedMemory:
         """Has pages that have memory behind them mapped here, before who writes there finds that
         they are not. Not every system can.
         """
-        # By ctypes, which lets go of the interpreter's lock; the mmap module holds it.
-        with self._mapped(start + num_bytes)[start:] as there:
-            address = addressof(c_char.from_buffer(there))
-            _LIBC.madvise(c_void_p(address), c_size_t(num_bytes), _MADV_POPULATE_WRITE)
+        if num_bytes:
+            # By ctypes, which lets go of the interpreter's lock; the mmap module holds it.
+            with self._mapped(start + num_bytes)[start:] as there:
+                address = addressof(c_char.from_buffer(there))
+                _LIBC.madvise(c_void_p(address), c_size_t(num_bytes), _MADV_POPULATE_WRITE)
 
     def let_go(self, start: int, num_bytes: int) -> None:
         """Gives the memory behind whole pages back. Who looks at them has it put there again, and

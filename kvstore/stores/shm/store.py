@@ -41,6 +41,7 @@ class ShmStore(PartsStore):
         super().__init__(arena, limits)
         self._arena = arena
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="baton-shm-ahead")
+        self._is_ahead_asked = False
         self._is_closing = Event()
 
     def close(self) -> None:
@@ -75,13 +76,15 @@ class ShmStore(PartsStore):
 
     def _put(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
         super()._put(keys, values)
-        if self._arena.wants_memory:
+        if self._arena.wants_memory and not self._is_ahead_asked:
+            self._is_ahead_asked = True
             with suppress(RuntimeError):  # it is being closed
                 self._ahead.submit(self._provide_ahead)
 
     def _provide_ahead(self) -> None:
         if self._is_closing.wait(_AHEAD_PAUSE_S):
             return
+        self._is_ahead_asked = False
         with suppress(OSError, StoreUnavailableError):  # who puts next will hear of it
             self._arena.provide_ahead()
 
