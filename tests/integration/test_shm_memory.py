@@ -66,7 +66,7 @@ def test_memory_is_for_what_is_there(clock):
         ]
         clock.wait(5)
         store.delete(keys)
-        assert contents.memory_bytes() == contents.table.spare_bytes == 10 * _PAGE
+        assert contents.memory_bytes() == contents.header.spare_bytes == 10 * _PAGE
         put(store, keys[0], 1, 95 * _PAGE)
         assert contents.memory_bytes() == 95 * _PAGE
 
@@ -93,7 +93,7 @@ def test_full_memory_is_unavailable_and_leaves_nothing(monkeypatch):
         with refusing(monkeypatch, 3), pytest.raises(StoreUnavailableError, match="No space left"):
             store.put_many(keys[1:], [filled(1, 9000)] * 2)
         assert store.contains_prefix(keys) == 1
-        assert store.stats().num_bytes == contents.table.object_bytes == 5000
+        assert store.stats().num_bytes == contents.header.object_bytes == 5000
         contents.check()
         store.put_many(keys, [filled(1, 9000)] * 3)
         assert store.contains_prefix(keys) == 3
@@ -116,7 +116,7 @@ def test_memory_is_made_ready_for_the_next_put(monkeypatch):
     with opened() as (store, contents, _):
         put(store, first, 1, 1 << 20)
         _await_ahead(store)
-        assert contents.table.spare_bytes == 1 << 20
+        assert contents.header.spare_bytes == 1 << 20
         assert contents.memory_bytes() == 2 << 20
         contents.check()
         [spare] = contents.extents(State.FREE)
@@ -138,16 +138,16 @@ def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
     with opened(max_bytes=32 << 20) as (store, contents, _):
 
         def look_and_map_in(memory, start, num_bytes):
-            most.append(contents.table.object_bytes)
+            most.append(contents.header.object_bytes)
             map_in(memory, start, num_bytes)
 
         monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", look_and_map_in)
         for index, key in enumerate(keys[:32]):
             put(store, key, index, 1 << 20)
             _await_ahead(store)
-            table = contents.table
-            assert table.object_bytes == (index + 1) << 20
-            assert table.spare_bytes <= min(4 << 20, (32 << 20) - table.object_bytes)
+            header = contents.header
+            assert header.object_bytes == (index + 1) << 20
+            assert header.spare_bytes <= min(4 << 20, (32 << 20) - header.object_bytes)
         assert store.stats().evictions == 0
         assert contents.memory_bytes() == 32 << 20
         for index, key in enumerate(keys[32:]):
@@ -168,7 +168,7 @@ def test_many_puts_ask_for_memory_once(monkeypatch):
         may_go_on.set()
         _await_ahead(store)
         assert asked == [1]
-        assert contents.table.spare_bytes == 0
+        assert contents.header.spare_bytes == 0
 
 
 def test_little_is_not_worth_memory_ahead():
@@ -176,7 +176,7 @@ def test_little_is_not_worth_memory_ahead():
     with opened() as (store, contents, _):
         put(store, key, 1, 100_000)
         _await_ahead(store)
-        assert contents.table.spare_bytes == 0
+        assert contents.header.spare_bytes == 0
 
 
 def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkeypatch):
@@ -357,7 +357,7 @@ def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(clock):
         with closing(open_store(url)) as store:
             stats = store.stats()
             assert (stats.evictions, stats.expirations) == (0, 2)
-            assert stats.num_bytes == contents.table.object_bytes == 720
+            assert stats.num_bytes == contents.header.object_bytes == 720
             assert stats.oldest_age_s == pytest.approx(400)
             put(store, random_keys(1)[0], 1, 200)
             stats = store.stats()
@@ -390,4 +390,4 @@ def test_the_default_bound_is_half_of_the_free_memory(monkeypatch):
         for _ in range(3):
             with closing(open_store(url)) as store:
                 store.put_many(random_keys(50), [filled(1, 3 * _PAGE)] * 50)
-                assert 90 * _PAGE < contents.table.object_bytes <= 100 * _PAGE
+                assert 90 * _PAGE < contents.header.object_bytes <= 100 * _PAGE

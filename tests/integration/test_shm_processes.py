@@ -76,7 +76,7 @@ def test_a_process_killed_with_the_lock_hinders_nobody():
         finally:
             killed.kill()
             killed.join()
-        assert contents.table.is_changing
+        assert contents.header.is_changing
         assert [store.contains_prefix([key]) for key in (b"k" * 32, other)] == [0, 1]
         assert read(store, other, 5000) == bytes(filled(1, 5000))
         contents.check()
@@ -150,4 +150,4 @@ def test_processes_never_read_anothers_bytes_and_keep_one_bound():
             assert pool.starmap_async(_churn, jobs).get(60) == [0, 0, 0]
         contents.check()
         assert not contents.extents(State.WRITTEN_TO)
-        assert store.stats().num_bytes == contents.table.object_bytes <= max_bytes
+        assert store.stats().num_bytes == contents.header.object_bytes <= max_bytes

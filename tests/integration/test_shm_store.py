@@ -108,7 +108,7 @@ def test_the_table_of_another_version_is_refused(spoil):
         if spoil == "length":
             os.truncate(contents.folder / "table", 1000)
         else:
-            contents.table.cells[0] += 1
+            contents.header.format += 1
         with pytest.raises(ConfigurationError, match="another version of Baton made it"):
             open_store(url)
         assert store.stats().num_bytes == 0 or spoil == "length"
@@ -210,7 +210,7 @@ def test_who_missed_too_many_changes_looks_at_all(monkeypatch):
         for _ in range(num_rounds):
             put(other, passing, 3, 0)
             other.delete([passing])
-        assert contents.table.num_changes > extent_table._RING + 4
+        assert contents.header.num_changes > extent_table._RING + 4
         assert [store.contains_prefix([key]) for key in (kept, gone, passing)] == [1, 0, 0]
         put(store, gone, 4, 100)
         assert read(other, gone, 100) == bytes(filled(4, 100))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.shm import arena_space, extent_table
+from kvstore.stores.shm import arena_space
 from kvstore.stores.shm.arena import Arena
-from kvstore.stores.shm.extent_table import Extent, ExtentTable, State
+from kvstore.stores.shm.extent_table import Extent, ExtentTable, Header, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
 from kvstore.stores.url import StoreLimits
 from tests.support.shm_arena import ArenaContents
@@ -55,7 +55,8 @@ def dies_after(num_writes):
         return call_or_die
 
     calls = [
-        (extent_table._Cell, "__set__"),
+        (Header, "__setattr__"),
+        (Extent, "__setattr__"),
         (ExtentTable, "note_changes"),
         (MappedMemory, "provide"),
         (MappedMemory, "write"),
@@ -66,8 +67,6 @@ def dies_after(num_writes):
         for owner, name in calls:
             patch = mock.patch.object(owner, name, or_die(getattr(owner, name)))
             patches.enter_context(patch)
-        key = property(Extent.key.fget, or_die(Extent.key.fset))
-        patches.enter_context(mock.patch.object(Extent, "key", key))
         yield
 
 
@@ -223,11 +222,11 @@ class ShmArenaMachine(RuleBasedStateMachine):
     def provide_ahead(self, arena, key):
         """Memory for objects like the one that is put before."""
         self.put(arena, [key], [100])
-        before, table = self.touched(), self.contents.table
-        spare_bytes, object_bytes = table.spare_bytes, table.object_bytes
+        before, header = self.touched(), self.contents.header
+        spare_bytes, object_bytes = header.spare_bytes, header.object_bytes
         self.arenas[arena].provide_ahead()
-        assert table.spare_bytes >= spare_bytes
-        assert table.object_bytes == object_bytes
+        assert header.spare_bytes >= spare_bytes
+        assert header.object_bytes == object_bytes
         self.settle(before, ())
 
     @rule(arena=ARENAS, key=st.sampled_from(KEYS), num_writes=st.integers(0, 30))
@@ -259,11 +258,11 @@ class ShmArenaMachine(RuleBasedStateMachine):
         contents.check()
         objects = contents.objects()
         assert {key: contents.bytes_at(extent) for key, extent in objects.items()} == self.expected
-        assert contents.table.object_bytes <= MAX_BYTES
+        assert contents.header.object_bytes <= MAX_BYTES
         spare = [extent for extent in contents.extents(State.FREE) if extent.resident_bytes]
-        limit_bytes = min(MAX_BYTES // 8, MAX_BYTES - contents.table.object_bytes)
+        limit_bytes = min(MAX_BYTES // 8, MAX_BYTES - contents.header.object_bytes)
         may_be_read = any(self.clock.now_ns - extent.touched_ns < 3 * 10**9 for extent in spare)
-        assert contents.table.spare_bytes <= limit_bytes or may_be_read
+        assert contents.header.spare_bytes <= limit_bytes or may_be_read
         resident_bytes = sum(extent.resident_bytes for extent in contents.extents())
         # Who dies may leave memory with an extent that nobody counts, until the next use of it.
         assert contents.memory_bytes() >= resident_bytes

@@ -19,6 +19,7 @@ class ArenaContents:
     def __init__(self, folder):
         self.folder = folder
         self.table = ExtentTable(folder / "table")
+        self.header = self.table.header
         self.memory = MappedMemory(folder / "memory")
 
     def close(self):
@@ -50,16 +51,16 @@ class ArenaContents:
 
     def check(self):
         """What the table says of itself holds."""
-        extents, table = self.extents(), self.table
+        extents, header = self.extents(), self.header
         assert all(extent.state in list(State) for extent in extents)
         ends = [0, *(extent.offset + extent.room for extent in extents)]
         assert [extent.offset for extent in extents] == ends[:-1]
         assert all(extent.resident_bytes <= extent.room for extent in extents)
         free = self.extents(State.FREE)
         taken = self.extents(State.WRITTEN_TO, State.OBJECT)
-        assert sum(extent.num_bytes for extent in taken) == table.object_bytes
-        assert sum(extent.resident_bytes for extent in free) == table.spare_bytes
-        assert not table.is_changing
+        assert sum(extent.num_bytes for extent in taken) == header.object_bytes
+        assert sum(extent.resident_bytes for extent in free) == header.spare_bytes
+        assert not header.is_changing
 
 
 @contextmanager

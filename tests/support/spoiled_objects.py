@@ -103,7 +103,7 @@ class ArenaShelf:
         extent = self._contents.objects()[key]
         lying = memoryview(value)[: extent.room]
         self._contents.memory.write([(extent.offset, [lying])])
-        self._contents.table.object_bytes += lying.nbytes - extent.num_bytes
+        self._contents.header.object_bytes += lying.nbytes - extent.num_bytes
         extent.num_bytes = lying.nbytes
 
 

@@ -129,7 +129,7 @@ class Arena:
 
     def num_bytes(self) -> int:
         """See `PartsObjects.num_bytes`; counts expired ones until a listing removes them."""
-        return self._table.object_bytes
+        return self._table.header.object_bytes
 
     def close(self) -> None:
         """See `PartsObjects.close`."""

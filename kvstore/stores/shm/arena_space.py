@@ -50,8 +50,9 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         memory: MappedMemory,
         writers: Writers,
     ) -> None:
-        super().__init__(folder, limits, table.object_bytes + table.spare_bytes)
-        self._table, self._memory, self._writers = table, memory, writers
+        super().__init__(folder, limits, table.header.object_bytes + table.header.spare_bytes)
+        self._table, self._header = table, table.header
+        self._memory, self._writers = memory, writers
         self._index = ExtentIndex(table)
         self._max_spare_bytes = self.max_bytes // _SPARE_SHARE
 
@@ -59,16 +60,16 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         """To be called first by who got the lock: learns what others did, and mends what somebody
         did not get to the end of.
         """
-        if self._table.is_changing:
+        if self._header.is_changing:
             self._table.recount()
-        self._table.is_changing = True
+        self._header.is_changing = True
         self._index.catch_up()
 
     def end(self) -> None:
         """To be called last, unless something went wrong that nobody foresaw."""
         self._shrink_spare()
         self._index.publish()
-        self._table.is_changing = False
+        self._header.is_changing = False
 
     def find(self, key: bytes) -> Extent | None:
         """The extent of an object that lives."""
@@ -87,8 +88,9 @@ class ArenaSpace(BoundedSpace[SeenObject]):
             StoreUnavailableError: there are too many extents.
         """
         extent = self._find_free(_room_for(num_bytes))
-        self._table.spare_bytes -= extent.resident_bytes
-        self._table.object_bytes += num_bytes
+        header = self._header
+        header.spare_bytes -= extent.resident_bytes
+        header.object_bytes += num_bytes
         extent.num_bytes, extent.writer = num_bytes, self._writers.own
         extent.state = State.WRITTEN_TO
         self._index.note_taken(extent)
@@ -98,9 +100,9 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         """Whether more objects of these sizes would lack memory that the bound allows them, also
         if as much is put meanwhile.
         """
-        num_bytes, table = sum(map(whole_pages, sizes)), self._table
-        left_bytes = min(self._max_spare_bytes, self.max_bytes - table.object_bytes)
-        if num_bytes < _LEAST_AHEAD_BYTES or table.spare_bytes + 2 * num_bytes > left_bytes:
+        num_bytes, header = sum(map(whole_pages, sizes)), self._header
+        left_bytes = min(self._max_spare_bytes, self.max_bytes - header.object_bytes)
+        if num_bytes < _LEAST_AHEAD_BYTES or header.spare_bytes + 2 * num_bytes > left_bytes:
             return False
         rooms = Counter(map(_room_for, sizes))
         return any(self._index.num_spare(room) < count for room, count in rooms.items())
@@ -129,15 +131,15 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         """Frees the extent of an object, or of one that was being written."""
         extent.generation += 1  # first: who is reading it must see
         extent.state = State.FREE
-        self._table.object_bytes -= extent.num_bytes
-        self._table.spare_bytes += extent.resident_bytes
+        self._header.object_bytes -= extent.num_bytes
+        self._header.spare_bytes += extent.resident_bytes
         self._index.note_free(extent)
 
     def _now_ns(self) -> int:
         return time.monotonic_ns()
 
     def _object_bytes(self) -> int:
-        return self._table.object_bytes
+        return self._header.object_bytes
 
     def _find_objects(self) -> Iterator[SeenObject]:
         living = self._writers.living()
@@ -191,17 +193,17 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         """Gives memory back of which more is spare than should be, where nobody still reads; or
         of which as much is spare as objects may take.
         """
-        table, left_bytes = self._table, _MAX_LET_GO_BYTES
-        limit_bytes = min(self._max_spare_bytes, self.max_bytes - table.object_bytes)
-        while table.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
-            if self._may_be_read(extent) and table.spare_bytes <= self.max_bytes:
+        header, left_bytes = self._header, _MAX_LET_GO_BYTES
+        limit_bytes = min(self._max_spare_bytes, self.max_bytes - header.object_bytes)
+        while header.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
+            if self._may_be_read(extent) and header.spare_bytes <= self.max_bytes:
                 return
             num_bytes = extent.resident_bytes
             left_bytes -= num_bytes
             if left_bytes < 0 and num_bytes < _MAX_LET_GO_BYTES:
                 return
             extent.resident_bytes = 0
-            table.spare_bytes -= num_bytes
+            header.spare_bytes -= num_bytes
             self._index.note_free(extent)
             self._memory.let_go(extent.offset, num_bytes)
 

@@ -42,7 +42,7 @@ class ExtentIndex:
             changed = (self._table[index] for index in range(len(self._table)))
         for extent in changed:
             self._learn(extent)
-        self._num_seen = self._table.num_changes
+        self._num_seen = self._table.header.num_changes
 
     def publish(self) -> None:
         """Tells other processes what this one changed."""
