@@ -87,13 +87,13 @@ class ArenaSpace(BoundedSpace[SeenObject]):
             OSError: the memory cannot grow.
             StoreUnavailableError: there are too many extents.
         """
-        extent = self._find_free(_room_for(num_bytes))
+        room = _room_for(num_bytes)
+        extent = self._index.take_free(room) or self._add(room)
         header = self._header
         header.spare_bytes -= extent.resident_bytes
         header.object_bytes += num_bytes
         extent.num_bytes, extent.writer = num_bytes, self._writers.own
         extent.state = State.WRITTEN_TO
-        self._index.note_taken(extent)
         return extent
 
     def should_provide(self, sizes: Sequence[int]) -> bool:
@@ -166,15 +166,14 @@ class ArenaSpace(BoundedSpace[SeenObject]):
     def _is_alive(self, extent: Extent) -> bool:
         return time.monotonic_ns() - extent.touched_ns <= self._ttl_ns
 
-    def _find_free(self, room: int) -> Extent:
-        extent = self._index.find_free(room)
-        if extent is not None:
-            return extent
+    def _add(self, room: int) -> Extent:
         self._memory.grow_to(self._table.end + room)
         try:
-            return self._table.add(room)
+            extent = self._table.add(room)
         except TableFullError:
             raise StoreUnavailableError("the store has as many extents as it can have") from None
+        self._index.note_new(extent)
+        return extent
 
     def _remove(self, extent: Extent) -> bool:
         """Removes an object, not to make room; whether it was alive."""

@@ -54,10 +54,18 @@ class ExtentIndex:
         """The extent of an object."""
         return self._by_key.get(key)
 
-    def find_free(self, room: int) -> Extent | None:
-        """A free extent of that room, if possible one with memory behind it; the last first."""
+    def take_free(self, room: int) -> Extent | None:
+        """A free extent of that room, which is written to now; if possible one with memory behind
+        it, the last first.
+        """
         found = self._free[room, True] or self._free[room, False]
-        return next(reversed(found), None)
+        if not found:
+            return None
+        extent, _ = found.popitem()
+        del self._kinds[extent]
+        self._spare.pop(extent, None)
+        self._unpublished.append(extent)
+        return extent
 
     def num_spare(self, room: int) -> int:
         """How many free extents of that room have memory behind them."""
@@ -67,10 +75,9 @@ class ExtentIndex:
         """The free extent that has kept its memory for longest."""
         return next(iter(self._spare), None)
 
-    def note_taken(self, extent: Extent) -> None:
-        """A free extent, or a new one, is being written to."""
+    def note_new(self, extent: Extent) -> None:
+        """An extent was made, and is written to now."""
         self._unpublished.append(extent)
-        self._drop_free(extent)
 
     def note_object(self, extent: Extent, key: bytes) -> None:
         """What was being written to has an object."""

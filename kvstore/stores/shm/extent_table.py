@@ -65,6 +65,11 @@ class TableFullError(Exception):
     """There are as many extents as there can be."""
 
 
+def _cells(*names: str) -> tuple[tuple[str, type[ctypes.c_uint64]], ...]:
+    """Fields of a struct."""
+    return tuple((name, _CELL) for name in names)
+
+
 class Header(ctypes.Structure):
     """What is said of a table as a whole.
 
@@ -85,13 +90,9 @@ class Header(ctypes.Structure):
     object_bytes: int
     spare_bytes: int
 
-    _fields_ = (
-        ("format", _CELL),
-        ("is_changing", _CELL),
-        ("num_extents", _CELL),
-        ("num_changes", _CELL),
-        ("object_bytes", _CELL),
-        ("spare_bytes", _CELL),
+    __slots__ = ()  # no others
+    _fields_ = _cells(
+        "format", "is_changing", "num_extents", "num_changes", "object_bytes", "spare_bytes"
     )
 
 
@@ -120,16 +121,10 @@ class Extent(ctypes.Structure):
     writer: int
     state: int
 
-    __slots__ = ("index",)  # which the file does not say
+    __slots__ = ("index",)  # is not in the file
     _fields_ = (
-        ("offset", _CELL),
-        ("room", _CELL),
-        ("resident_bytes", _CELL),
-        ("num_bytes", _CELL),
-        ("touched_ns", _CELL),
-        ("generation", _CELL),
-        ("writer", _CELL),
-        ("state", _CELL),
+        *_cells("offset", "room", "resident_bytes", "num_bytes"),
+        *_cells("touched_ns", "generation", "writer", "state"),
         ("_key", ctypes.c_ubyte * KEY_BYTES),
     )
 
