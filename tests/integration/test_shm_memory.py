@@ -71,6 +71,20 @@ def test_memory_is_for_what_is_there(clock):
         assert contents.memory_bytes() == 95 * _PAGE
 
 
+def test_memory_that_was_spare_stays_with_what_is_put_there(clock):
+    kept, other = random_keys(2)
+    with opened(max_bytes=100 * _PAGE) as (store, contents, _):
+        put(store, kept, 1, 10 * _PAGE)
+        store.delete([kept])
+        put(store, kept, 2, 10 * _PAGE)
+        put(store, other, 3, 20 * _PAGE)
+        clock.wait(5)
+        store.delete([other])  # more than may be spare
+        assert contents.memory_bytes() == 10 * _PAGE
+        assert read(store, kept, 10 * _PAGE) == bytes(filled(2, 10 * _PAGE))
+        contents.check()
+
+
 @contextmanager
 def refusing(monkeypatch, num_calls):
     """No memory is to be had from the so many-th call on."""

@@ -167,13 +167,12 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         return time.monotonic_ns() - extent.touched_ns <= self._ttl_ns
 
     def _add(self, room: int) -> Extent:
+        """A new extent. Nobody misses it who is not told before an object lies there."""
         self._memory.grow_to(self._table.end + room)
         try:
-            extent = self._table.add(room)
+            return self._table.add(room)
         except TableFullError:
             raise StoreUnavailableError("the store has as many extents as it can have") from None
-        self._index.note_new(extent)
-        return extent
 
     def _remove(self, extent: Extent) -> bool:
         """Removes an object, not to make room; whether it was alive."""

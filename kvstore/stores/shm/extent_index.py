@@ -75,10 +75,6 @@ class ExtentIndex:
         """The free extent that has kept its memory for longest."""
         return next(iter(self._spare), None)
 
-    def note_new(self, extent: Extent) -> None:
-        """An extent was made, and is written to now."""
-        self._unpublished.append(extent)
-
     def note_object(self, extent: Extent, key: bytes) -> None:
         """What was being written to has an object."""
         self._unpublished.append(extent)
