@@ -97,10 +97,11 @@ def _address(run: memoryview) -> int:
 
 @cache
 def _native_runs() -> "NativeRuns | None":
-    from kernels.native.memory_runs import native_runs  # late: the package imports torch
-
     try:
+        from kernels.native.memory_runs import native_runs  # late: the package imports torch
+
         return native_runs()
-    except ConfigurationError as error:  # an engine on a CPU does not start then; one on a GPU does
+    # An engine on a CPU does not start then; one on a GPU does.
+    except (ConfigurationError, ImportError, OSError) as error:
         _logger.warning("KV is copied and digested without the native library: %s", error)
         return None

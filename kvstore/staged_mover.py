@@ -261,9 +261,9 @@ class StagedMover:
         self._ahead.add_pieces(step, [((n + 1) * num_layers, piece) for n, piece in pieces])
 
     def _objects_in_place(self, job: JobState, num_slices: int = 1) -> int:
-        """Objects of a piece, of a job or of one slice of its blocks' layers."""
+        """Objects of a piece, of what is left of a job or of one slice of its blocks' layers."""
         object_bytes = self._cut.object_layout.block_bytes
-        job_bytes = len(job.job.keys) * object_bytes // num_slices
+        job_bytes = (len(job.job.keys) - job.next_object) * object_bytes // num_slices
         piece_bytes = max(_LEAST_PIECE_BYTES, min(job_bytes // _PIECES_OF_JOB, _MOST_PIECE_BYTES))
         return max(1, piece_bytes // object_bytes)
 

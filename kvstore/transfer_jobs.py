@@ -29,7 +29,7 @@ CANCELLED = "cancelled"
 
 @dataclass(slots=True, eq=False)
 class JobState:
-    """A load or save under way; moved in pieces of what a segment holds.
+    """A load or save under way; moved in pieces.
 
     Attributes:
         job: with the keys and numbers of objects, where its blocks are not objects.

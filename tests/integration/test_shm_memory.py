@@ -143,6 +143,8 @@ def test_memory_is_made_ready_for_the_next_put(monkeypatch):
                 put(store, third, 3, 1 << 20)
         assert store.stats().num_bytes == 2 << 20
         put(store, third, 3, 1 << 20)
+        _await_ahead(store)
+        assert contents.table.header.spare_bytes == 1 << 20
         for byte, key in enumerate((first, second, third), 1):
             assert read(store, key, 1 << 20) == bytes(filled(byte, 1 << 20))
 
@@ -175,7 +177,7 @@ def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
 def test_many_puts_ask_for_memory_once(monkeypatch):
     asked, may_go_on = [], threading.Event()
     with opened() as (store, contents, _):
-        store._ahead.submit(may_go_on.wait)
+        store._ahead.submit(may_go_on.wait, 30)
         monkeypatch.setattr(store, "_provide_ahead", lambda: asked.append(1))
         for key in random_keys(5):
             put(store, key, 1, 1 << 20)
@@ -183,6 +185,30 @@ def test_many_puts_ask_for_memory_once(monkeypatch):
         _await_ahead(store)
         assert asked == [1]
         assert contents.header.spare_bytes == 0
+
+
+def test_what_others_may_need_of_a_file_system_is_left_to_them(monkeypatch):
+    first, second = random_keys(2)
+    with opened() as (store, contents, _):
+        for key, free_bytes, expected in ((first, 8 << 20, 0), (second, 9 << 20, 1 << 20)):
+            free = property(lambda memory, free_bytes=free_bytes: free_bytes - 1)
+            monkeypatch.setattr(mapped_memory.MappedMemory, "free_bytes", free)
+            put(store, key, 1, 1 << 20)
+            _await_ahead(store)
+            assert contents.table.header.spare_bytes == expected
+
+
+def test_changes_are_told_in_the_order_of_the_last_ones():
+    keys = random_keys(3)
+    with opened() as (store, contents, _):
+        for key in keys:
+            put(store, key, 1, 5000)
+        num_seen = contents.table.header.num_changes
+        for key in (keys[1], keys[2], keys[0]):
+            store.delete([key])
+        put(store, keys[2], 1, 5000)  # where the last one was
+        changed = [extent.index for extent in contents.table.changes_since(num_seen)]
+        assert changed == [1, 2, 0]
 
 
 def test_little_is_not_worth_memory_ahead():

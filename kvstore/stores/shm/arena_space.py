@@ -29,6 +29,7 @@ _SPARE_SHARE = 8  # of the bound, one part in so many
 _READ_NS = 2 * 10**9
 _MAX_LET_GO_BYTES = 256 << 20  # by one call, which others wait for
 _LEAST_AHEAD_BYTES = 512 << 10  # less is not worth waking a thread for
+_AHEAD_MARGIN = 8
 
 
 class ArenaSpace(BoundedSpace[SeenObject]):
@@ -97,12 +98,14 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         return extent
 
     def should_provide(self, sizes: Sequence[int]) -> bool:
-        """Whether more objects of these sizes would lack memory that the bound allows them, also
-        if as much is put meanwhile.
+        """Whether more objects of these sizes would lack memory that the bound and the file system
+        allow them, also if several times as much is put meanwhile, by whomever.
         """
         num_bytes, header = sum(map(whole_pages, sizes)), self._header
-        left_bytes = min(self._max_spare_bytes, self.max_bytes - header.object_bytes)
-        if num_bytes < _LEAST_AHEAD_BYTES or header.spare_bytes + 2 * num_bytes > left_bytes:
+        left_bytes = min(self.max_bytes - header.object_bytes, self._memory.free_bytes)
+        if num_bytes < _LEAST_AHEAD_BYTES or _AHEAD_MARGIN * num_bytes > left_bytes:
+            return False
+        if header.spare_bytes + 2 * num_bytes > self._max_spare_bytes:
             return False
         rooms = Counter(map(_room_for, sizes))
         return any(self._index.num_spare(room) < count for room, count in rooms.items())

@@ -263,14 +263,15 @@ class ExtentTable:
         return num_changes
 
     def changes_since(self, num_seen: int) -> list[Extent] | None:
-        """The extents of the changes after the first so many, each once; None if they are not
-        known.
+        """The extents of the changes after the first so many, each where it last changed; None if
+        they are not known.
         """
         num_changes = self.header.num_changes
         if num_changes - num_seen > _RING:
             return None
         changes, numbers = self._changes, range(num_seen, num_changes)
-        return [self[index] for index in {changes[number % _RING] for number in numbers}]
+        last_first = dict.fromkeys(changes[number % _RING] for number in reversed(numbers))
+        return [self[index] for index in reversed(last_first)]
 
     def recount(self) -> None:
         """Finds out anew what follows from the extents; whoever asks for changes looks at all."""

@@ -42,6 +42,12 @@ class MappedMemory:
         self._remaps = Lock()
         self._view = memoryview(bytearray())
 
+    @property
+    def free_bytes(self) -> int:
+        """That the file system has left."""
+        status = os.fstatvfs(self._fd)
+        return status.f_bavail * status.f_frsize
+
     def grow_to(self, num_bytes: int) -> None:
         """Makes the file long enough, which takes no memory. Needs the store's lock."""
         length = os.fstat(self._fd).st_size
