@@ -116,6 +116,7 @@ class PieceIo:
 
         Raises:
             StoreUnavailableError: it did not come.
+            InDoubtError: so, and something may still write there.
         """
         if piece.job.error:
             return PieceEnd(piece, 0)
@@ -125,11 +126,12 @@ class PieceIo:
             statuses = self.backend.fetch(job, piece.keys, slots)
             num_good, error = self._check(piece, slots, statuses)
         finally:
-            # Kernels may touch positions behind a sequence's end, and multiply what lies there by
-            # 0. That makes nothing of any number, but these bytes may be none.
-            for slot in slots[num_good:]:
-                slot.payload[:] = bytes(slot.payload.nbytes)
+            _clear(slots[num_good:])
         return PieceEnd(piece, num_good, error)
+
+    def clear(self, piece: Piece) -> None:
+        """Zeroes where a piece shall be in the pool: something else may have been written there."""
+        _clear(self._slots_in_pool(piece))
 
     def _slots_in_pool(self, piece: Piece) -> list[Slot]:
         rows = self.rows(piece.object_ids)
@@ -166,3 +168,13 @@ class PieceIo:
             _logger.log(log_level_of(cause), "KV object %s stays: %s", key.hex(), cause)
         except Exception:
             _logger.exception("KV object %s stays", key.hex())
+
+
+def _clear(slots: Sequence[Slot]) -> None:
+    """Zeroes slots of a pool that nothing good came to.
+
+    Kernels may touch positions behind a sequence's end, and multiply what lies there by 0. That
+    makes nothing of any number, but these bytes may be none.
+    """
+    for slot in slots:
+        slot.payload[:] = bytes(slot.payload.nbytes)

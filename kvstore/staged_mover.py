@@ -27,6 +27,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,7 @@ class StagedMover:
         self._jobs: dict[int, JobState] = {}
         self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
         self._ahead = AheadPieces()
+        self._in_doubt: list[PieceEnd] = []  # in place, and somebody may still write there
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
         self._cut: PoolCut
@@ -139,8 +141,9 @@ class StagedMover:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether somebody may still write to the segments."""
-        return self._copier is not None and self._staging.is_in_doubt
+        """Whether somebody may still write to the segments, or the pool."""
+        is_staged = self._copier is not None and self._staging.is_in_doubt
+        return is_staged or bool(self._in_doubt)
 
     def start(
         self,
@@ -192,6 +195,7 @@ class StagedMover:
     def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
         """What has ended since the last call."""
         self._staging.end_quarantines()
+        self._end_doubts()
         while self._news:
             match self._news.popleft():
                 case PieceRead() as read:
@@ -338,12 +342,28 @@ class StagedMover:
             self._landings.submit(self._run, partial(self._await, copy, end), end.piece)
 
     def _finish_piece(self, end: PieceEnd) -> None:
-        end.piece.job.end_piece(end)
         segment = end.piece.segment
+        if segment is None and end.has_settled is not None:
+            end.piece.job.error = end.piece.job.error or end.error
+            self._in_doubt.append(end)
+            return
+        end.piece.job.end_piece(end)
         if segment is not None and end.has_settled is not None:
             self._staging.quarantine(segment, end.has_settled)
         elif segment is not None:
             self._staging.give_back(segment)
+
+    def _end_doubts(self) -> None:
+        """Ends pieces in place that nobody can write to any more. Until then their jobs have no
+        result, and nobody else gets the blocks, however long that is.
+        """
+        doubts, self._in_doubt = self._in_doubt, []
+        for end in doubts:
+            if end.has_settled is None or end.has_settled():
+                self._pieces.clear(end.piece)
+                self._finish_piece(replace(end, has_settled=None))
+            else:
+                self._in_doubt.append(end)
 
     # I/O threads.
 

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from benchmarks.transfer.connector_end import ConnectorEnd
+from kernels import fresh_zeros
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
 from kvstore.peer.transport import MemoryRange
@@ -41,7 +42,7 @@ class EndHost:
     def __init__(self, layout: KvLayout, num_blocks: int, num_filled: int) -> None:
         torch.set_num_threads(1)
         words_per_block = layout.block_bytes // 8
-        words = torch.zeros(num_blocks * words_per_block, dtype=torch.int64)
+        words = fresh_zeros((num_blocks * words_per_block,), torch.int64)
         words[: num_filled * words_per_block].random_()
         dtype = getattr(torch, layout.pool_dtype)
         self._layout = layout

@@ -10,7 +10,7 @@ from kvstore.peer.data_planes import DataPlane
 from kvstore.peer.lender import Lender
 from kvstore.peer.peers import PeerRefusedError, Peers
 from kvstore.peer.renewals import Renewals
-from kvstore.slot import Slot, wholes
+from kvstore.slot import Slot
 from kvstore.store import GetStatus
 
 __all__ = ["PeerBackend"]
@@ -47,8 +47,8 @@ class PeerBackend:
 
     @property
     def takes_frames(self) -> bool:
-        """See `Backend.takes_frames`. What peers may write to late is never a pool."""
-        return False
+        """See `Backend.takes_frames`."""
+        return self._plane.takes_frames
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """See `Backend.num_held`. Each lease has its own."""
@@ -70,8 +70,7 @@ class PeerBackend:
         """See `Backend.discard`. The bytes came to harm on the way: nothing is to be removed."""
 
     def _fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> int:
-        handoff, whole = job.handoff, wholes(slots)
-        assert whole is not None, "no slot lies in a pool"
+        handoff = job.handoff
         if handoff is None or self._renewals.is_lost(handoff.handoff_id):
             return 0
         request = BlockRequest(
@@ -84,7 +83,7 @@ class PeerBackend:
         )
         try:
             with self._peers.use(PeerAddress.from_params(handoff.connector_params)) as peer:
-                return self._plane.fetch(peer, request, whole)
+                return self._plane.fetch(peer, request, slots)
         except (PeerRefusedError, ValueError) as error:
             _logger.warning("KV of handoff %s cannot be had: %s", handoff.handoff_id, error)
             return 0

@@ -1,4 +1,4 @@
-"""How blocks get from a peer into staging slots.
+"""How blocks get from a peer into slots: of a segment, or of a pool.
 
     GrpcPlane   the peer sends them in the answer
     PullPlane   the peer says where they lie, this process reads them there
@@ -7,14 +7,16 @@
 Each slot gets the codec's header and the block's bytes; whoever takes them from
 there verifies them. So what comes late or damaged spoils a slot at most. That
 nobody writes to a slot that has been given to another load is `InDoubtError`'s
-matter.
+matter. Where this process moves the bytes itself, slots may be a pool's; a peer
+that writes them may be late, and gets segments alone to write to.
 """
 
 import ctypes
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
+from typing import ClassVar
 
 import grpc
 
@@ -29,6 +31,7 @@ from kvstore.peer.open_reads import OpenReads
 from kvstore.peer.peers import GenerationGoneError, Peer, Peers, is_refusal
 from kvstore.peer.settlements import Settlements
 from kvstore.peer.transport import MemoryRange, PeerTransport, TransferError
+from kvstore.slot import Slot
 from kvstore.store import StoreUnavailableError
 
 __all__ = ["DataPlane", "GrpcPlane", "PullPlane", "PushPlane"]
@@ -41,7 +44,10 @@ _ASK_S = 2.0
 class DataPlane(ABC):
     """Fetches blocks. Called in I/O threads, several at once."""
 
-    def fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+    takes_frames: ClassVar[bool]
+    """See `Backend.takes_frames`."""
+
+    def fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
         """Fills the slots of the leading blocks that the peer has; returns how many.
 
         Raises:
@@ -52,14 +58,16 @@ class DataPlane(ABC):
         return peer.ask(lambda: self._fetch(peer, request, slots))
 
     @abstractmethod
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
         """As `fetch`; what grpc raises is for `Peer.ask`."""
 
 
 class GrpcPlane(DataPlane):
     """The bytes come in the answer to a call."""
 
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+    takes_frames = True
+
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
         return _read_answer(peer, request, slots)
 
 
@@ -72,6 +80,8 @@ class PullPlane(DataPlane):
         reads: who asks peers where blocks lie.
     """
 
+    takes_frames = True
+
     def __init__(
         self, transport: PeerTransport, settlements: Settlements, reads: OpenReads
     ) -> None:
@@ -79,7 +89,7 @@ class PullPlane(DataPlane):
         self._settlements = settlements
         self._reads = reads
 
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
         if not peer.is_added:
             _add(self._transport, peer, request)
             peer.is_added = True
@@ -96,7 +106,7 @@ class PullPlane(DataPlane):
         self,
         peer: Peer,
         locations: Sequence[pb.KvBlockLocation],
-        slots: Sequence[memoryview],
+        slots: Sequence[Slot],
         timeout_s: float,
     ) -> int:
         """Reads the leading blocks that can be reached so; returns how many."""
@@ -134,13 +144,15 @@ class PushPlane(DataPlane):
         generation: of this process.
     """
 
+    takes_frames = False
+
     def __init__(
         self, transport: PeerTransport, settlements: Settlements, peers: Peers, generation: bytes
     ) -> None:
         self._transport, self._settlements = transport, settlements
         self._peers, self._generation = peers, generation
 
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
         is_first = not peer.is_added
         if is_first:  # for nothing but `_has_settled`
             _add(self._transport, peer, request)
@@ -218,9 +230,9 @@ def _add(transport: PeerTransport, peer: Peer, request: BlockRequest) -> None:
         raise StoreUnavailableError(f"{peer.address.endpoint}: {error}") from error
 
 
-def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[memoryview]) -> int:
+def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
     """Has the leading blocks sent; returns how many came whole."""
-    filler = FrameFiller(slots)
+    filler = FrameFiller(list(chain.from_iterable(slot.frame for slot in slots)))
     message = pb.ReadBlocksRequest(blocks=request.to_proto(peer.address))
     call = peer.read_blocks(message, timeout=request.remaining_s)
     try:
@@ -228,22 +240,19 @@ def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[memoryview])
             filler.feed(data)
     finally:
         call.cancel()  # does nothing to a call that is over
-    return filler.num_full
+    return filler.num_full // 2
 
 
-def _write_headers(locations: Sequence[pb.KvBlockLocation], slots: Sequence[memoryview]) -> None:
+def _write_headers(locations: Sequence[pb.KvBlockLocation], slots: Sequence[Slot]) -> None:
     for location, slot in zip(locations, slots, strict=False):
         if len(location.header) != HEADER_BYTES:
             raise StoreUnavailableError("a header of another length")
-        slot[:HEADER_BYTES] = location.header
+        slot.header[:] = location.header
 
 
-def _payload_ranges(slots: Sequence[memoryview]) -> list[MemoryRange]:
+def _payload_ranges(slots: Sequence[Slot]) -> list[MemoryRange]:
     """Where the slots' blocks go."""
     return [
-        MemoryRange(
-            ctypes.addressof(ctypes.c_char.from_buffer(slot)) + HEADER_BYTES,
-            len(slot) - HEADER_BYTES,
-        )
+        MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(slot.payload)), slot.payload.nbytes)
         for slot in slots
     ]

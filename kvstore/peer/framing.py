@@ -65,21 +65,18 @@ def to_view(message: bytes) -> memoryview:
 
 
 class FrameFiller:
-    """Copies a stream of bytes into slots, one behind the other.
+    """Copies a stream of bytes into buffers, one behind the other.
 
     Args:
-        slots: writable, each as long as a frame of header and payload.
+        buffers: writable, none empty: of each block its header and its payload.
     """
 
-    def __init__(self, slots: Sequence[memoryview]) -> None:
-        self._slots = slots
-        self._slot = 0
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = buffers
         self._offset = 0
 
-    @property
-    def num_full(self) -> int:
-        """Slots filled to the end."""
-        return self._slot
+        self.num_full = 0
+        """Buffers filled to the end."""
 
     def feed(self, data: memoryview) -> None:
         """Takes the next bytes in.
@@ -88,12 +85,12 @@ class FrameFiller:
             FramingError: they are more than fit.
         """
         while len(data):
-            if self._slot == len(self._slots):
+            if self.num_full == len(self._buffers):
                 raise FramingError("more bytes came than were asked for")
-            slot = self._slots[self._slot]
-            part = data[: len(slot) - self._offset]
-            slot[self._offset : self._offset + len(part)] = part
+            buffer = self._buffers[self.num_full]
+            part = data[: len(buffer) - self._offset]
+            buffer[self._offset : self._offset + len(part)] = part
             data = data[len(part) :]
             self._offset += len(part)
-            if self._offset == len(slot):
-                self._slot, self._offset = self._slot + 1, 0
+            if self._offset == len(buffer):
+                self.num_full, self._offset = self.num_full + 1, 0

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from kvstore.codec import make_headers
 from kvstore.connector import SaveJob, SaveResult
@@ -26,6 +27,7 @@ from kvstore.transfer_jobs import CANCELLED
 __all__ = ["Lender"]
 
 _NUM_THREADS = 2
+_NO_HEADER = b""
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -119,7 +121,8 @@ class Lender:
             first_tail = len(keys) - self._cut.objects_per_block
             for index, (key, object_id) in enumerate(zip(keys, object_ids, strict=True)):
                 num_tail_tokens = job.num_tail_tokens if index >= first_tail else 0
-                blocks.append(self._lend_block(memory, key, object_id, num_tail_tokens))
+                blocks.append(self._place(memory, key, object_id, num_tail_tokens))
+            blocks = _seal(blocks, memory)
         except StoreUnavailableError as error:
             problem = "unavailable"
             _logger.warning("KV blocks are not lent: %s", error)
@@ -131,18 +134,14 @@ class Lender:
             self._results.append(self._end(job.job_id, blocks, seconds, problem))
         self._wake()
 
-    def _lend_block(
+    def _place(
         self, memory: HostMemory, key: bytes, object_id: int, num_tail_tokens: int
     ) -> LentBlock:
-        payload, slot, header = memory.block(object_id), None, None
+        """A block where it will be lent, without a header if that has to be made."""
         if num_tail_tokens:
-            slot = self._copy_tail(payload, num_tail_tokens)
-            payload = memory.tails.payload(slot)
-        else:
-            header = self._leases.known_header(key, object_id)
-        if header is None:
-            [header] = make_headers([payload], [key])
-        return LentBlock(key, header, object_id, slot)
+            slot = self._copy_tail(memory.block(object_id), num_tail_tokens)
+            return LentBlock(key, _NO_HEADER, object_id, slot)
+        return LentBlock(key, self._leases.known_header(key, object_id) or _NO_HEADER, object_id)
 
     def _copy_tail(self, block: memoryview, num_tokens: int) -> int:
         tails = self._memory.tails
@@ -162,3 +161,14 @@ class Lender:
             self._memory.tails.give_back(tails)
         error = "" if is_lent else problem or CANCELLED
         return SaveResult(job_id, committed=is_lent, is_held=is_lent, error=error, seconds=seconds)
+
+
+def _seal(blocks: Sequence[LentBlock], memory: HostMemory) -> list[LentBlock]:
+    """The blocks with the headers that they lack, which are made together."""
+    bare = [block for block in blocks if block.header == _NO_HEADER]
+    made = make_headers([memory.payload(block) for block in bare], [block.key for block in bare])
+    headers = iter(made)
+    return [
+        replace(block, header=next(headers)) if block.header == _NO_HEADER else block
+        for block in blocks
+    ]

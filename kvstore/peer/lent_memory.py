@@ -127,9 +127,10 @@ class HostMemory(LentMemory):
     def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[LentFrame]]:
         """See `LentMemory.frames`."""
         if read.blocks:
-            yield [(block.header, self._payload(block)) for block in read.blocks]
+            yield [(block.header, self.payload(block)) for block in read.blocks]
 
-    def _payload(self, block: LentBlock) -> memoryview:
+    def payload(self, block: LentBlock) -> memoryview:
+        """The bytes that are lent, where they lie."""
         if block.tail_slot is not None:
             return self.tails.payload(block.tail_slot)
         return self.block(block.object_id)

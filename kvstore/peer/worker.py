@@ -30,7 +30,6 @@ from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.copier import BlockCopier
-    from kvstore.staging import StagingBuffers
 
 __all__ = ["PeerConnectorWorker"]
 
@@ -39,7 +38,7 @@ _GENERATION_BYTES = 16
 _NUM_IO_THREADS = 4
 
 # Memory that peers may write to after its connector was closed: nobody else gets it.
-_still_written_to: "list[StagingBuffers]" = []
+_still_written_to: list[StagedMover] = []
 
 
 class PeerConnectorWorker(KvConnectorWorker):
@@ -150,7 +149,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._closer.close()
         self._settlements.close()
         if self._settlements.num_open or self._mover.is_in_doubt:
-            _still_written_to.append(self._mover.staging)
+            _still_written_to.append(self._mover)
         if self._transport is not None:
             self._transport.close()
 

@@ -223,8 +223,10 @@ def test_segments_in_doubt_are_not_used_until_all_has_settled(
     monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
     doubtful = Doubtful()
     transports = (doubtful, MemoryTransport()) if mode == "push" else (MemoryTransport(), doubtful)
+    # What is pulled as it lies in the pool goes by no segment.
+    form = None if mode == "push" else TransferForm(LAYOUT.block_size // 2, LAYOUT.dtype)
     prefill, decode = (
-        PeerRig(f"nixl://?mode={mode}&timeout_s=20", num_blocks=16, transport=transport)
+        PeerRig(f"nixl://?mode={mode}&timeout_s=20", num_blocks=16, transport=transport, form=form)
         for transport in transports
     )
     staging = decode.worker._mover.staging
@@ -327,7 +329,7 @@ def test_pushes_in_doubt_for_good_stop_loads_for_a_bounded_time(
         PeerRig("nixl://?mode=push&timeout_s=1", num_blocks=16, transport=transport)
         for transport in (Doubtful(), MemoryTransport(), MemoryTransport())
     )
-    staging = decode.worker._mover.staging
+    mover, staging = decode.worker._mover, decode.worker._mover.staging
     try:
         for prefill in (lost, other):
             prefill.publish([1, 2])
@@ -343,8 +345,8 @@ def test_pushes_in_doubt_for_good_stop_loads_for_a_bounded_time(
     finally:
         for rig in (lost, decode, other):
             rig.worker.close()
-    assert staging in worker._still_written_to
-    worker._still_written_to.remove(staging)
+    assert mover in worker._still_written_to
+    worker._still_written_to.remove(mover)
 
 
 def test_a_read_in_doubt_is_told_though_its_peer_is_forgotten_meanwhile() -> None:
@@ -360,10 +362,13 @@ def test_a_read_in_doubt_is_told_though_its_peer_is_forgotten_meanwhile() -> Non
             fail()
 
         transport.fault = forget_and_fail
-        assert decode.load(prefill.handoff(1), [1]).error == "unavailable"
-        assert decode.worker._mover.staging.num_quarantined == 1
+        load_id = decode.start_load(prefill.handoff(1), [1])
+        decode.run_until(lambda: decode.worker._mover.is_in_doubt)
+        assert load_id not in decode.loads, "the block is not free"
         transport.recover()
-        decode.run_until(lambda: not decode.worker._mover.staging.is_in_doubt)
+        decode.run_until(lambda: load_id in decode.loads)
+        assert decode.loads[load_id] == LoadResult(load_id, 0, "unavailable")
+        assert not decode.worker._mover.is_in_doubt
     finally:
         prefill.worker.close()
         decode.worker.close()
@@ -373,12 +378,13 @@ def test_memory_in_doubt_outlives_its_connector() -> None:
     prefill = PeerRig("nixl://", transport=MemoryTransport())
     decode = PeerRig("nixl://", transport=Doubtful())
     prefill.publish([1])
-    assert decode.load(prefill.handoff(1), [1]).error == "unavailable"
-    staging = decode.worker._mover.staging
+    decode.start_load(prefill.handoff(1), [1])
+    mover = decode.worker._mover
+    decode.run_until(lambda: mover.is_in_doubt)
     for rig in (prefill, decode):
         rig.worker.close()
-    assert staging in worker._still_written_to
-    worker._still_written_to.remove(staging)
+    assert mover in worker._still_written_to
+    worker._still_written_to.remove(mover)
 
 
 def test_a_push_that_was_given_up_never_begins(prefill: PeerRig, reader: Reader) -> None:

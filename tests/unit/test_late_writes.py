@@ -1,4 +1,7 @@
-"""A peer that writes to a segment when it should not: nothing of it reaches the pool."""
+"""A peer that writes to a segment when it should not: nothing of it reaches the pool.
+
+Nor is anything of the pool given to others while somebody may write there.
+"""
 
 import threading
 import time
@@ -27,7 +30,8 @@ class Peer:
     takes_frames = False
 
     def __init__(self):
-        self.is_silent = False
+        self.is_silent = self.has_settled = False
+        self.num_fetches = 0
         self.put_slots = {}
 
     def num_held(self, keys):
@@ -38,8 +42,9 @@ class Peer:
             self.put_slots[key] = slot.to_bytes()
 
     def fetch(self, job, keys, slots):
+        self.num_fetches += 1
         if self.is_silent:
-            raise InDoubtError("silent", lambda: False)
+            raise InDoubtError("silent", lambda: self.has_settled)
         for key, slot in zip(keys, slots, strict=True):
             slot.fill(sealed(key))
         return [GetStatus.HIT] * len(keys)
@@ -61,10 +66,10 @@ def sealed(key):
 class Rig:
     """A mover whose engine polls only when the test says so."""
 
-    def __init__(self, make_copier=None):
+    def __init__(self, make_copier=None, num_threads=2):
         self.peer = Peer()
         self.woken = threading.Event()
-        self.mover = StagedMover(self.peer, self.woken.set, make_copier)
+        self.mover = StagedMover(self.peer, self.woken.set, make_copier, num_threads)
         self.pool = torch.zeros(16, *LAYOUT.block_shape)
         self.mover.register_pool(self.pool, LAYOUT)
         self.results = []
@@ -110,8 +115,8 @@ def make_rig(monkeypatch):
     monkeypatch.setattr("kvstore.staging._NUM_SEGMENTS", NUM_SEGMENTS)
     rigs = []
 
-    def make(make_copier=None):
-        rigs.append(Rig(make_copier))
+    def make(*arguments, **options):
+        rigs.append(Rig(*arguments, **options))
         return rigs[-1]
 
     yield make
@@ -186,3 +191,51 @@ def test_with_all_segments_in_quarantine_loads_fail_at_once_and_saves_go_on(make
     ]
     assert rig.mover.staging.is_lost
     assert rig.mover.is_in_doubt
+
+
+@pytest.fixture
+def in_place(make_rig, monkeypatch):
+    """A rig that fetches two blocks at a time to where they shall be, by one thread."""
+    monkeypatch.setattr("kvstore.staged_mover._LEAST_PIECE_BYTES", 2 * LAYOUT.block_bytes)
+    rig = make_rig(num_threads=1)
+    rig.peer.takes_frames = rig.peer.is_silent = True
+    return rig
+
+
+def test_a_pools_blocks_are_nobodys_while_a_peer_may_write_there(in_place):
+    is_known, fetch = threading.Event(), in_place.peer.fetch
+
+    def fetch_when_known(job, keys, slots):
+        assert not in_place.peer.num_fetches or is_known.wait(TIMEOUT_S)
+        return fetch(job, keys, slots)
+
+    in_place.peer.fetch = fetch_when_known
+    in_place.mover.start(loads=[LoadJob(1, keys(6), (3, 4, 5, 6, 7, 8))])
+    while not in_place.mover.is_in_doubt:
+        in_place.wait()
+        assert in_place.mover.poll() == ([], []), "with a result the blocks would be free"
+    is_known.set()
+    [job] = in_place.mover._jobs.values()
+    while job.num_open > len(in_place.mover._in_doubt):
+        in_place.woken.wait(0.01)
+        assert in_place.mover.poll() == ([], [])
+    in_place.pool[3:5] = torch.nan
+    in_place.peer.has_settled = True
+
+    assert in_place.run_until(1) == [LoadResult(1, 0, "unavailable")]
+    assert not in_place.pool.any(), "nor is anything left there that is no number"
+    assert not in_place.mover.is_in_doubt
+    assert in_place.peer.num_fetches < 3, "nothing more is fetched for a load that has failed"
+
+
+def test_a_doubt_about_one_load_in_place_holds_up_no_other(in_place):
+    in_place.mover.start(loads=[LoadJob(1, keys(1), (3,))])
+    while not in_place.mover.is_in_doubt:
+        in_place.wait()
+        in_place.mover.poll()
+    in_place.peer.is_silent = False
+    in_place.mover.start(loads=[LoadJob(2, keys(1), (4,))])
+
+    assert in_place.run_until(1) == [LoadResult(2, 1)]
+    assert torch.equal(in_place.pool[4], block(keys(1)[0]))
+    assert in_place.mover.is_in_doubt
