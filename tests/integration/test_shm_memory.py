@@ -154,7 +154,8 @@ def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
     with opened(max_bytes=32 << 20) as (store, contents, _):
 
         def look_and_map_in(memory, start, num_bytes):
-            most.append(contents.header.object_bytes)
+            assert contents.header.object_bytes == len(contents.objects()) << 20
+            most.append(contents.header.object_bytes + contents.header.spare_bytes)
             map_in(memory, start, num_bytes)
 
         monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", look_and_map_in)
@@ -172,6 +173,74 @@ def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
         assert store.stats().evictions == 8
         assert contents.memory_bytes() == 32 << 20
         assert 2 << 20 <= max(most) < 32 << 20
+
+
+def test_what_is_being_made_ready_takes_no_room_of_objects(monkeypatch):
+    keys, held = random_keys(16), []
+    with opened(max_bytes=16 << 20, lease_s=600) as (store, contents, url):
+
+        def fill():
+            with closing(open_store(url)) as other:
+                other.put_many(keys, [filled(1, 1 << 20)] * 16)
+            held.append(store.stats().num_bytes)
+            held.append(contents.header.spare_bytes)
+
+        interposed(monkeypatch, "map_in", fill)
+        put(store, keys[0], 1, 1 << 20)
+        _await_ahead(store)
+        assert held == [16 << 20, 1 << 20]
+        assert store.contains_prefix(keys) == 16
+        assert contents.header.spare_bytes == 0
+        assert contents.memory_bytes() == 16 << 20
+        contents.check()
+
+
+def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
+    """Of two rooms: there is memory for all of the one and for one of two of the other."""
+    keys = random_keys(6)
+    with opened() as (store, contents, _):
+        arena = store._objects
+        monkeypatch.setattr(store, "_provide_ahead", lambda: None)
+        store.put_many(keys[:2], [filled(1, 1 << 20), filled(1, 4 << 20)])
+        store.delete(keys[:2])
+        spare = contents.extents(State.FREE)
+        store.put_many(keys[3:], [filled(2, size << 20) for size in (8, 8, 8)])
+        arena._sizes_ahead = [1 << 20, 4 << 20, 4 << 20]
+        provided = []
+        monkeypatch.setattr(arena, "_provide", lambda extent: provided.append(extent.room))
+        arena.provide_ahead()
+        assert provided == [4 << 20]
+        assert all(extent.generation == 1 for extent in spare)
+
+
+def test_what_was_made_ready_while_the_lock_was_kept_is_free_at_the_next_call(monkeypatch):
+    (key,) = random_keys(1)
+    with opened(timeout_s=0.2) as (store, contents, url), closing(open_store(url)) as other:
+        held, may_go_on = threading.Event(), threading.Event()
+
+        def hold():
+            with other._objects._lock.locked():
+                held.set()
+                may_go_on.wait(30)
+
+        holder = threading.Thread(target=hold)
+
+        def hold_from_now_on():
+            holder.start()
+            assert held.wait(30)
+
+        interposed(monkeypatch, "map_in", hold_from_now_on)
+        put(store, key, 1, 1 << 20)
+        _await_ahead(store)
+        may_go_on.set()
+        holder.join()
+        assert contents.extents(State.AHEAD)
+        assert store.stats().num_bytes == 1 << 20
+        assert store.contains_prefix([key]) == 1
+        assert not contents.extents(State.AHEAD)
+        assert contents.header.spare_bytes == 1 << 20
+        assert contents.memory_bytes() == 2 << 20
+        contents.check()
 
 
 def test_many_puts_ask_for_memory_once(monkeypatch):
@@ -227,7 +296,7 @@ def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkey
         put(other, key, 1, 1 << 20)
         other.close()
         open_store(url).close()  # lists
-        assert not contents.extents(State.WRITTEN_TO)
+        assert not contents.extents(State.AHEAD)
         contents.check()
         assert read(store, key, 1 << 20) == bytes(filled(1, 1 << 20))
 

@@ -59,8 +59,23 @@ class ArenaContents:
         free = self.extents(State.FREE)
         taken = self.extents(State.WRITTEN_TO, State.OBJECT)
         assert sum(extent.num_bytes for extent in taken) == header.object_bytes
-        assert sum(extent.resident_bytes for extent in free) == header.spare_bytes
+        ahead_bytes = sum(extent.num_bytes for extent in self.extents(State.AHEAD))
+        assert sum(extent.resident_bytes for extent in free) + ahead_bytes == header.spare_bytes
         assert not header.is_changing
+
+    def check_index(self, arena):
+        """What an `Arena` of this process knows, when it has caught up, is what the table says."""
+        with arena._locked():
+            index = arena._space._index
+            by_key = {key: extent.index for key, extent in index._by_key.items()}
+            assert by_key == {key: extent.index for key, extent in self.objects().items()}
+            free = {extent.index: kind for kind, found in index._free.items() for extent in found}
+            assert free == {
+                extent.index: (extent.room, bool(extent.resident_bytes))
+                for extent in self.extents(State.FREE)
+            }
+            spare = {extent.index for extent in index._spare}
+            assert spare == {number for number, (_, has_memory) in free.items() if has_memory}
 
 
 @contextmanager

@@ -17,7 +17,7 @@
 - Spare memory: what an object leaves stays with its extent, up to an eighth of the bound and to
   where it and the objects exceed the bound, for fresh pages cost more than the copy into them.
   The rest goes back when nobody can still be reading it. Where a put finds none, and the bound
-  leaves room, some is made ready for the next one.
+  leaves room, some is made ready for the next one; it counts as spare from the start.
 - Crashes: the lock ends with its holder, as does the mark of a writer, whose extents are free
   then. A table that was being changed is counted anew.
 """
@@ -93,9 +93,8 @@ class Arena:
         with self._writing() as reserved:
             with self._locked():
                 sizes, self._sizes_ahead = self._sizes_ahead, []
-                if self._space.should_provide(sizes):
-                    for num_bytes in sizes:
-                        reserved.append(self._space.reserve(num_bytes))
+                for num_bytes in self._space.find_lacking(sizes):
+                    reserved.append(self._space.reserve_ahead(num_bytes))
             for extent in reserved:
                 self._provide(extent)
                 self._memory.map_in(extent.offset, extent.resident_bytes)
@@ -185,7 +184,7 @@ class Arena:
             with self._locked():
                 for key, _ in new:
                     self._space.commit(reserved.popleft(), key)
-                if self._space.should_provide(sizes):
+                if self._space.find_lacking(sizes):
                     self._sizes_ahead = sizes
 
     def _provide(self, extent: Extent) -> None:
