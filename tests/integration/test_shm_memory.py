@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
 from kvstore.conformance.objects import filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.stores import file_lock
 from kvstore.stores.shm import arena_space, extent_table, mapped_memory
 from kvstore.stores.shm.extent_table import State
 from tests.support.shm_arena import interposed, opened, put
@@ -118,6 +119,11 @@ def _await_ahead(store):
     store._ahead.submit(lambda: None).result()
 
 
+def _await_closed(store):
+    """Until its thread has ended."""
+    store._ahead.shutdown()
+
+
 def _refuse_memory(patched):
     def refuse(*args):
         raise OSError(errno.ENOSPC, "full")
@@ -208,7 +214,7 @@ def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
         arena._sizes_ahead = [1 << 20, 4 << 20, 4 << 20]
         provided = []
         monkeypatch.setattr(arena, "_provide", lambda extent: provided.append(extent.room))
-        arena.provide_ahead()
+        arena.provide_ahead(threading.Event())
         assert provided == [4 << 20]
         assert all(extent.generation == 1 for extent in spare)
 
@@ -299,6 +305,46 @@ def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkey
         assert not contents.extents(State.AHEAD)
         contents.check()
         assert read(store, key, 1 << 20) == bytes(filled(1, 1 << 20))
+
+
+def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
+    provided = []
+    with opened() as (_, contents, url):
+        store = open_store(url)
+        closer = threading.Thread(target=store.close)
+
+        def close_meanwhile(memory, start, num_bytes):
+            provided.append(num_bytes)
+            closer.start()
+            assert store._is_closing.wait(30)
+
+        monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", close_meanwhile)
+        store.put_many(random_keys(3), [filled(1, 1 << 20)] * 3)
+        _await_closed(store)
+        closer.join()
+        assert provided == [1 << 20]
+        assert not contents.extents(State.AHEAD)
+        assert contents.header.spare_bytes == 1 << 20
+        contents.check()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full):
+    deadlines = []
+    with opened() as (store, _, _):
+        monkeypatch.setattr(store, "_provide_ahead", lambda: None)
+        put(store, random_keys(1)[0], 1, 1 << 20)
+        locked = file_lock.FileLock.locked
+
+        def note_and_lock(lock, deadline_s=None):
+            deadlines.append(deadline_s)
+            return locked(lock, deadline_s)
+
+        monkeypatch.setattr(file_lock.FileLock, "locked", note_and_lock)
+        with refusing(monkeypatch, 1 if is_full else 2), suppress(OSError):
+            store._objects.provide_ahead(threading.Event())
+        assert len(deadlines) == 2
+        assert deadlines[0] == deadlines[1] is not None
 
 
 def test_what_may_still_be_read_keeps_its_memory(clock, monkeypatch):

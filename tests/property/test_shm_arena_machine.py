@@ -6,6 +6,7 @@ import tempfile
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from threading import Event
 from unittest import mock
 
 from hypothesis import settings
@@ -234,7 +235,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
         self.put(arena, keys, [100] * 6)
         before, header = self.touched(), self.contents.header
         spare_bytes, object_bytes = header.spare_bytes, header.object_bytes
-        self.arenas[arena].provide_ahead()
+        self.arenas[arena].provide_ahead(Event())
         assert header.spare_bytes >= spare_bytes
         assert header.object_bytes == object_bytes
         self.settle(before, ())
@@ -245,7 +246,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
         self.delete(arena, keys)
         self.put(arena, keys, [100] * 6)
         before = self.touched()
-        self.die(arena, num_writes, self.arenas[arena].provide_ahead)
+        self.die(arena, num_writes, self.arenas[arena].provide_ahead, Event())
         self.settle(before, ())
 
     def die(self, arena, num_writes, call, *args):
@@ -290,7 +291,7 @@ def test_who_dies_anywhere_while_making_several_ready_leaves_nothing():
         machine.put(0, KEYS[:3], [100] * 6)
         try:
             with dies_after(num_writes):
-                machine.arenas[0].provide_ahead()
+                machine.arenas[0].provide_ahead(Event())
             is_over = True
         except DiedError:
             ahead = machine.contents.extents(State.AHEAD)

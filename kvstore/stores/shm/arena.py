@@ -22,10 +22,12 @@
   then. A table that was being changed is counted anew.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.file_lock import FileLock
@@ -65,6 +67,7 @@ class Arena:
             self._space = ArenaSpace(folder, limits, self._table, self._memory, self._writers)
             self._opened = opened.pop_all()
         self.counters = self._space.counters
+        self._timeout_s = limits.timeout_s
         self._abandoned: deque[Extent] = deque()
         self._sizes_ahead: list[int] = []  # of objects that memory is wanted for
         with suppress(StoreUnavailableError, OSError), self._locked():
@@ -86,19 +89,25 @@ class Arena:
         """Whether there is something for `provide_ahead` to do."""
         return bool(self._sizes_ahead)
 
-    def provide_ahead(self) -> None:
+    def provide_ahead(self, is_unwanted: Event) -> None:
         """Puts memory behind extents like those of the last put, for the next one: it costs more
         than a copy, and who puts is waited for.
+
+        Args:
+            is_unwanted: once it is set, no more is begun.
         """
-        with self._writing() as reserved:
-            with self._locked():
+        deadline_s = time.monotonic() + self._timeout_s  # of all of it: `close` may wait for it
+        with self._writing(deadline_s) as reserved:
+            with self._locked(deadline_s):
                 sizes, self._sizes_ahead = self._sizes_ahead, []
                 for num_bytes in self._space.find_lacking(sizes):
                     reserved.append(self._space.reserve_ahead(num_bytes))
             for extent in reserved:
+                if is_unwanted.is_set():
+                    break
                 self._provide(extent)
                 self._memory.map_in(extent.offset, extent.resident_bytes)
-            with self._locked():
+            with self._locked(deadline_s):
                 while reserved:
                     self._space.free(reserved.popleft())
 
@@ -135,9 +144,9 @@ class Arena:
         self._opened.close()
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Holds the store's lock, knowing what others did."""
-        with self._lock.locked():
+    def _locked(self, deadline_s: float | None = None) -> Iterator[None]:
+        """Holds the store's lock, knowing what others did. See `FileLock.locked`."""
+        with self._lock.locked(deadline_s):
             if self._lock.is_removed:
                 raise StoreUnavailableError("the store's folder was removed")
             self._space.begin()
@@ -151,15 +160,17 @@ class Arena:
             self._space.end()
 
     @contextmanager
-    def _writing(self) -> Iterator[deque[Extent]]:
-        """For extents that this thread writes to; those still in it at an error are free again."""
+    def _writing(self, deadline_s: float | None = None) -> Iterator[deque[Extent]]:
+        """For extents that this thread writes to; those still in it at an error are free again,
+        by the next call if the lock is not to be had until the deadline.
+        """
         reserved: deque[Extent] = deque()
         with self._writers.writing():
             try:
                 yield reserved
             except OSError:
                 self._abandoned.extend(reserved)
-                with suppress(StoreUnavailableError, OSError), self._locked():
+                with suppress(StoreUnavailableError, OSError), self._locked(deadline_s):
                     pass  # which frees them
                 raise
             except BaseException:  # the lock was waited for already, if it was that

@@ -37,15 +37,16 @@ class ShmStore(PartsStore):
         takes_frames=True,
     )
 
+    _objects: Arena
+
     def __init__(self, arena: Arena, limits: StoreLimits) -> None:
         super().__init__(arena, limits)
-        self._arena = arena
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="baton-shm-ahead")
         self._is_ahead_asked = False
         self._is_closing = Event()
 
     def close(self) -> None:
-        """See `KvStore.close`."""
+        """See `KvStore.close`. Waits for what is being made ready, `timeout_s` or so at most."""
         self._is_closing.set()
         self._ahead.shutdown(cancel_futures=True)
         super().close()
@@ -76,7 +77,7 @@ class ShmStore(PartsStore):
 
     def _put(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
         super()._put(keys, values)
-        if self._arena.wants_memory and not self._is_ahead_asked:
+        if self._objects.wants_memory and not self._is_ahead_asked:
             self._is_ahead_asked = True
             with suppress(RuntimeError):  # it is being closed
                 self._ahead.submit(self._provide_ahead)
@@ -86,7 +87,7 @@ class ShmStore(PartsStore):
             return
         self._is_ahead_asked = False
         with suppress(OSError, StoreUnavailableError):  # who puts next will hear of it
-            self._arena.provide_ahead()
+            self._objects.provide_ahead(self._is_closing)
 
 
 def _is_private_or_absent(folder: Path) -> bool:
