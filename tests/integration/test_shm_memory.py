@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -15,6 +16,7 @@ from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores import file_lock
 from kvstore.stores.shm import arena_space, extent_table, mapped_memory
+from kvstore.stores.shm import store as shm_store
 from kvstore.stores.shm.extent_table import State
 from tests.support.shm_arena import interposed, opened, put
 
@@ -345,6 +347,56 @@ def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full
             store._objects.provide_ahead(threading.Event())
         assert len(deadlines) == 2
         assert deadlines[0] == deadlines[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "num_logged"),
+    [(OSError("full"), 0), (StoreUnavailableError("locked"), 0), (ArithmeticError("a bug"), 1)],
+)
+def test_after_a_failure_memory_is_not_asked_for_with_each_put(
+    monkeypatch, caplog, error, num_logged
+):
+    asked, pauses, may_go_on = [], [], threading.Event()
+    with opened() as (store, _, _):
+
+        def fail(is_unwanted):
+            asked.append(1)
+            raise error
+
+        def pause(seconds):
+            pauses.append(seconds)
+            return bool(seconds == shm_store._AHEAD_RETRY_S and may_go_on.wait(30))
+
+        monkeypatch.setattr(store._objects, "provide_ahead", fail)
+        monkeypatch.setattr(store._is_closing, "wait", pause)
+        put(store, random_keys(1)[0], 1, 1 << 20)
+        while len(pauses) < 2:
+            time.sleep(0.001)
+        for key in random_keys(5):
+            put(store, key, 1, 1 << 20)
+        assert len(asked) == 1
+        assert pauses == [shm_store._AHEAD_PAUSE_S, shm_store._AHEAD_RETRY_S]
+        may_go_on.set()
+        _await_ahead(store)
+        assert len(asked) == 2
+        logged = [record for record in caplog.records if record.name == "baton.kvstore"]
+        assert [record.exc_info[1] for record in logged[:num_logged]] == [error] * num_logged
+        assert len(logged) == 2 * num_logged
+
+
+def test_memory_is_asked_for_again_when_no_thread_was_to_be_had(monkeypatch):
+    first, second = random_keys(2)
+    with opened() as (store, contents, _):
+
+        def refuse(*args):
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store._ahead, "submit", refuse)
+            put(store, first, 1, 1 << 20)
+        put(store, second, 1, 1 << 20)
+        _await_ahead(store)
+        assert contents.header.spare_bytes == 1 << 20
 
 
 def test_what_may_still_be_read_keeps_its_memory(clock, monkeypatch):
