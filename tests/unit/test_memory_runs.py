@@ -71,12 +71,53 @@ def test_digests_are_those_of_xxhash(runs, seed):
     assert digest_runs(prefixes, [memoryview(bytes(view)) for view in views]) == expected
 
 
-@pytest.mark.parametrize("size", [100, 5000])
-def test_runs_of_other_lengths_are_refused(size):
-    place, memory = run_at(0, bytes(size - 1))
-    with pytest.raises(ValueError, match=r"."):
-        copy_runs([place], [memoryview(bytes(size))])
-    assert memory == GUARD + bytes(size - 1) + GUARD
+both_sizes = pytest.mark.parametrize("size", [104, 5000])
+
+
+@both_sizes
+@pytest.mark.parametrize("by", [-1, 1])
+def test_runs_of_other_lengths_are_refused(size, by):
+    place, memory = run_at(0, bytes(size + by))
+    with pytest.raises(ValueError, match="do not fit"):
+        copy_runs([place], [memoryview(b"\1" * size)])
+    assert memory == GUARD + bytes(size + by) + GUARD
+
+
+@both_sizes
+def test_another_number_of_runs_is_refused(size):
+    with pytest.raises(ValueError, match="zip"):
+        copy_runs([memoryview(bytearray(size))], [memoryview(bytes(size))] * 2)
+
+
+VIEWS = {
+    "bytes": lambda memory: memory,
+    "signed": lambda memory: memory.cast("b"),
+    "numbers": lambda memory: memory.cast("f"),
+    "rows": lambda memory: memory.cast("B", (8, len(memory) // 8)),
+    "rows of numbers": lambda memory: memory.cast("H", (4, len(memory) // 8)),
+}
+
+
+@both_sizes
+@pytest.mark.parametrize("source_view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("place_view", VIEWS.values(), ids=VIEWS)
+def test_views_of_any_items_are_copied(size, place_view, source_view):
+    content, place = random.Random(size).randbytes(size), memoryview(bytearray(size))
+    copy_runs([place_view(place)], [source_view(memoryview(content))])
+    assert bytes(place) == content
+
+
+def test_nothing_of_any_form_is_copied():
+    nothing = memoryview(np.zeros((0, 3), np.float32))
+    copy_runs([nothing, memoryview(bytearray())], [memoryview(b""), nothing])
+
+
+@both_sizes
+def test_what_is_not_contiguous_is_refused(size):
+    whole, every_other = memoryview(bytearray(size)), memoryview(bytearray(2 * size))[::2]
+    for to, source in ((whole, every_other), (every_other, whole)):
+        with pytest.raises(ValueError, match="not contiguous"):
+            copy_runs([to], [source])
 
 
 def test_memory_of_any_kind_is_copied():
@@ -88,9 +129,9 @@ def test_memory_of_any_kind_is_copied():
     assert numbers.tobytes() == content
 
 
-@pytest.mark.parametrize("size", [100, 5000])
+@both_sizes
 def test_what_is_not_writable_is_refused(size):
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(TypeError):
         copy_runs([memoryview(bytes(size))], [memoryview(b"\1" * size)])
 
 
