@@ -10,15 +10,12 @@ from array import array
 from collections.abc import Sequence
 from ctypes import addressof, c_char
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from baton.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from kernels.native.memory_runs import NativeRuns
+from kernels.native.memory_runs import NativeRuns, native_runs
 
 __all__ = ["copy_runs", "digest_runs"]
 
@@ -108,12 +105,10 @@ def _address(run: memoryview) -> int:
 
 
 @cache
-def _native_runs() -> "NativeRuns | None":
+def _native_runs() -> NativeRuns | None:
     try:
-        from kernels.native.memory_runs import native_runs  # late: the package imports torch
-
         return native_runs()
     # An engine on a CPU does not start then; one on a GPU does.
-    except (ConfigurationError, ImportError, OSError) as error:
+    except (ConfigurationError, OSError) as error:
         _logger.warning("KV is copied and digested without the native library: %s", error)
         return None

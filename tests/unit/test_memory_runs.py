@@ -2,6 +2,8 @@
 
 import mmap
 import random
+import subprocess
+import sys
 from functools import cache
 
 import numpy as np
@@ -11,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigurationError
-from kernels.native import memory_runs as native_module
 from kernels.native.memory_runs import native_runs
 from kvstore import memory_runs
 from kvstore.memory_runs import copy_runs, digest_runs
@@ -135,11 +136,36 @@ def test_what_is_not_writable_is_refused(size):
         copy_runs([memoryview(bytes(size))], [memoryview(b"\1" * size)])
 
 
+_COPY_ALONE = """
+import sys
+from kvstore.memory_runs import copy_runs, digest_runs
+
+source, place = memoryview(b"\\1" * (1 << 20)), memoryview(bytearray(1 << 20))
+copy_runs([place], [source])
+assert place == source
+assert len(digest_runs([b""] * 2, [place] * 2)) == 2
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "kernels"}))
+"""
+
+
+def test_a_process_that_only_copies_imports_no_torch():
+    command = [sys.executable, "-c", _COPY_ALONE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("kernels\n", "")
+
+
+def test_short_runs_need_no_library(monkeypatch):
+    monkeypatch.setattr(memory_runs, "_native_runs", lambda: pytest.fail("it was asked for"))
+    place, _ = run_at(0, bytes(4095))
+    copy_runs([place] * 2, [memoryview(b"\1" * 4095)] * 2)
+    assert digest_runs([b""] * 2, [place] * 2) == [xxhash.xxh3_128_digest(b"\1" * 4095)] * 2
+
+
 def test_a_library_that_is_refused_is_done_without(monkeypatch, caplog):
     def refuse():
         raise ConfigurationError("built from other sources")
 
-    monkeypatch.setattr(native_module, "native_runs", refuse)
+    monkeypatch.setattr(memory_runs, "native_runs", refuse)
     monkeypatch.setattr(memory_runs, "_native_runs", cache(_find_native_runs))
     place, _ = run_at(0, bytes(5000))
     for _ in range(2):
