@@ -116,6 +116,29 @@ def test_full_memory_is_unavailable_and_leaves_nothing(monkeypatch):
         assert store.contains_prefix(keys) == 3
 
 
+def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
+    first, second = random_keys(2)
+    with opened() as (store, contents, _):
+        put(store, first, 1, 1 << 20)
+        _await_ahead(store)
+        monkeypatch.setattr(store, "_provide_ahead", lambda: None)
+        [spare] = contents.extents(State.FREE)
+        assert spare.resident_bytes == 1 << 20
+        allocate = os.posix_fallocate
+
+        def allocate_if_none_is_spare(fd, *args):
+            if fd == store._objects._memory._fd and contents.header.spare_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return allocate(fd, *args)
+
+        monkeypatch.setattr(os, "posix_fallocate", allocate_if_none_is_spare)
+        put(store, second, 2, 2 << 20)
+        assert read(store, second, 2 << 20) == bytes(filled(2, 2 << 20))
+        assert spare.resident_bytes == 0
+        assert contents.memory_bytes() == 3 << 20
+        contents.check()
+
+
 def _await_ahead(store):
     """Until what was to be made ready is, or was refused."""
     store._ahead.submit(lambda: None).result()

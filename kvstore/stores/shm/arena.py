@@ -22,9 +22,10 @@
   then. A table that was being changed is counted anew.
 """
 
+import errno
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
@@ -187,8 +188,7 @@ class Arena:
                     reserved.append(self._space.reserve(num_bytes))
             if not new:
                 return
-            for extent in reserved:
-                self._provide(extent)
+            self._provide_for_objects(reserved)
             self._memory.write(
                 [(extent.offset, parts) for extent, (_, parts) in zip(reserved, new, strict=True)]
             )
@@ -197,6 +197,19 @@ class Arena:
                     self._space.commit(reserved.popleft(), key)
                 if self._space.find_lacking(sizes):
                     self._sizes_ahead = sizes
+
+    def _provide_for_objects(self, extents: Iterable[Extent]) -> None:
+        """Puts memory behind extents; where the system has none left, by giving back spare."""
+        try:
+            for extent in extents:
+                self._provide(extent)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            with self._locked():
+                self._space.shrink_spare(0)
+            for extent in extents:
+                self._provide(extent)
 
     def _provide(self, extent: Extent) -> None:
         """Puts memory behind what will be written to an extent that is this one's alone."""

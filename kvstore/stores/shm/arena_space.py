@@ -68,7 +68,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
 
     def end(self) -> None:
         """To be called last, unless something went wrong that nobody foresaw."""
-        self._shrink_spare()
+        self.shrink_spare(min(self._max_spare_bytes, self.max_bytes - self._header.object_bytes))
         self._index.publish()
         self._header.is_changing = False
 
@@ -156,6 +156,23 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self._header.spare_bytes += extent.resident_bytes
         self._index.note_free(extent)
 
+    def shrink_spare(self, limit_bytes: int) -> None:
+        """Gives memory back of which more is spare than should be, where nobody still reads; or
+        of which as much is spare as objects may take.
+        """
+        header, left_bytes = self._header, _MAX_LET_GO_BYTES
+        while header.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
+            if self._may_be_read(extent) and header.spare_bytes <= self.max_bytes:
+                return
+            num_bytes = extent.resident_bytes
+            left_bytes -= num_bytes
+            if left_bytes < 0 and num_bytes < _MAX_LET_GO_BYTES:
+                return
+            extent.resident_bytes = 0
+            header.spare_bytes -= num_bytes
+            self._index.note_free(extent)
+            self._memory.let_go(extent.offset, num_bytes)
+
     def _now_ns(self) -> int:
         return time.monotonic_ns()
 
@@ -213,24 +230,6 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         extent.resident_bytes = 0
         self._memory.let_go(extent.offset, extent.room)
         self.free(extent)
-
-    def _shrink_spare(self) -> None:
-        """Gives memory back of which more is spare than should be, where nobody still reads; or
-        of which as much is spare as objects may take.
-        """
-        header, left_bytes = self._header, _MAX_LET_GO_BYTES
-        limit_bytes = min(self._max_spare_bytes, self.max_bytes - header.object_bytes)
-        while header.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
-            if self._may_be_read(extent) and header.spare_bytes <= self.max_bytes:
-                return
-            num_bytes = extent.resident_bytes
-            left_bytes -= num_bytes
-            if left_bytes < 0 and num_bytes < _MAX_LET_GO_BYTES:
-                return
-            extent.resident_bytes = 0
-            header.spare_bytes -= num_bytes
-            self._index.note_free(extent)
-            self._memory.let_go(extent.offset, num_bytes)
 
     def _may_be_read(self, extent: Extent) -> bool:
         """Whether somebody may still be at what lay there, with or without a name."""
