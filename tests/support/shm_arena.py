@@ -1,5 +1,7 @@
 """A `shm://` store, and what lies in its memory, past the store."""
 
+import errno
+import os
 import shutil
 import uuid
 from contextlib import closing, contextmanager
@@ -10,7 +12,7 @@ from kvstore.registry import open_store
 from kvstore.stores.shm.extent_table import ExtentTable, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
 
-__all__ = ["ArenaContents", "interposed", "opened", "put"]
+__all__ = ["ArenaContents", "interposed", "opened", "put", "refusing"]
 
 
 class ArenaContents:
@@ -110,3 +112,18 @@ def interposed(monkeypatch, name, act):
         return call(*args)
 
     monkeypatch.setattr(MappedMemory, name, act_and_call)
+
+
+@contextmanager
+def refusing(monkeypatch, num_calls):
+    """No memory is to be had from the so many-th call on."""
+    left, allocate = iter(range(num_calls)), os.posix_fallocate
+
+    def allocate_or_refuse(*args):
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return allocate(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", allocate_or_refuse)
+        yield
