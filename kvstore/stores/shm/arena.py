@@ -25,7 +25,7 @@
 import errno
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
@@ -198,7 +198,7 @@ class Arena:
                 if self._space.find_lacking(sizes):
                     self._sizes_ahead = sizes
 
-    def _provide_for_objects(self, extents: Iterable[Extent]) -> None:
+    def _provide_for_objects(self, extents: Sequence[Extent]) -> None:
         """Puts memory behind extents; where the system has none left, by giving back spare."""
         try:
             for extent in extents:
