@@ -85,8 +85,7 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@touch $(VENV)/.base $(VENV)/.bench $(VENV)/.test $@
 
 # The CPU kernels. Installing Baton compiles them too: this is for later changes of the
-# sources. `native`, not `kernels.native`, which imports torch. 2: there is no compiler,
-# and torch does the work.
+# sources. 2: there is no compiler, and torch does the work.
 $(VENV)/.native: $(wildcard kernels/native/src/* kernels/native/build.py kernels/native/variants.py) | $(BIN)/python
-	cd kernels && $(abspath $(BIN)/python) -m native.build || test $$? -eq 2
+	$(BIN)/python -m kernels.native.build || test $$? -eq 2
 	@touch $@

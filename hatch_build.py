@@ -57,7 +57,7 @@ class NativeKernelsHook(BuildHookInterface):
 
 
 def _import_build_modules(root: Path) -> tuple[Any, Any]:
-    """`kernels.native.build` and `.variants`, without `kernels`, which needs torch."""
+    """`kernels.native.build` and `.variants`, by names that no other package has."""
     folder = str(root / "kernels")
     sys.path.insert(0, folder)
     try:

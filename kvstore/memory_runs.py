@@ -10,15 +10,12 @@ from array import array
 from collections.abc import Sequence
 from ctypes import addressof, c_char
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from baton.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from kernels.native.memory_runs import NativeRuns
+from kernels.native.memory_runs import NativeRuns, native_runs
 
 __all__ = ["copy_runs", "digest_runs"]
 
@@ -32,29 +29,28 @@ def copy_runs(to: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
     """Copies each source to its place.
 
     Args:
-        to: writable, contiguous bytes.
+        to: writable and contiguous, of items of any type.
         sources: as many bytes each, contiguous; none overlaps with where anything is copied to.
 
-    Raises:
+    Raises (some may have been copied):
         TypeError: it is not writable.
-        ValueError: two lengths differ; some may have been copied.
+        ValueError: two lengths differ, or the numbers of runs; or one is not contiguous.
     """
-    native = _native_runs()
-    places, origins, sizes = array("Q"), array("Q"), array("q")
+    long = []
     for there, source in zip(to, sources, strict=True):
         num_bytes = source.nbytes
-        if num_bytes < _LEAST_NATIVE_BYTES:
-            there[:] = source
-        elif there.nbytes != num_bytes:
+        if there.readonly:
+            raise TypeError("it cannot be written to")
+        if there.nbytes != num_bytes:
             raise ValueError(f"{num_bytes} bytes do not fit {there.nbytes}")
-        elif native is None:
-            np.copyto(np.frombuffer(there, np.uint8), np.frombuffer(source, np.uint8))
-        else:
-            places.append(addressof(c_char.from_buffer(there)))  # only what may be written to
-            origins.append(_address(source))
-            sizes.append(num_bytes)
-    if native is not None and sizes:
-        native.copy(places, origins, sizes)
+        if not (there.c_contiguous and source.c_contiguous):
+            raise ValueError("bytes that are not contiguous")
+        if num_bytes >= _LEAST_NATIVE_BYTES:
+            long.append((there, source))
+        elif num_bytes:
+            there.cast("B")[:] = source.cast("B")
+    if long:
+        _copy_long(long)
 
 
 def digest_runs(prefixes: Sequence[bytes], runs: Sequence[memoryview]) -> list[bytes]:
@@ -67,7 +63,8 @@ def digest_runs(prefixes: Sequence[bytes], runs: Sequence[memoryview]) -> list[b
     Returns:
         16 bytes for each, canonical.
     """
-    native = _native_runs() if len(runs) > 1 else None
+    is_worth_it = len(runs) > 1 and any(run.nbytes >= _LEAST_NATIVE_BYTES for run in runs)
+    native = _native_runs() if is_worth_it else None
     if native is None:
         return [_digest(*pair) for pair in zip(prefixes, runs, strict=True)]
     ends, places, sizes = array("q"), array("Q"), array("q")
@@ -79,6 +76,18 @@ def digest_runs(prefixes: Sequence[bytes], runs: Sequence[memoryview]) -> list[b
         sizes.append(run.nbytes)
     digests = native.digest(b"".join(prefixes), ends, places, sizes)
     return [digests[start : start + 16] for start in range(0, len(digests), 16)]
+
+
+def _copy_long(pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
+    """Copies runs that are as `copy_runs` wants them, to the first of each pair."""
+    native = _native_runs()
+    if native is None:
+        for there, source in pairs:
+            np.copyto(np.frombuffer(there, np.uint8), np.frombuffer(source, np.uint8))
+        return
+    places = array("Q", [addressof(c_char.from_buffer(there)) for there, _ in pairs])
+    origins = array("Q", [_address(source) for _, source in pairs])
+    native.copy(places, origins, array("q", [source.nbytes for _, source in pairs]))
 
 
 def _digest(prefix: bytes, run: memoryview) -> bytes:
@@ -96,12 +105,10 @@ def _address(run: memoryview) -> int:
 
 
 @cache
-def _native_runs() -> "NativeRuns | None":
+def _native_runs() -> NativeRuns | None:
     try:
-        from kernels.native.memory_runs import native_runs  # late: the package imports torch
-
         return native_runs()
     # An engine on a CPU does not start then; one on a GPU does.
-    except (ConfigurationError, ImportError, OSError) as error:
+    except (ConfigurationError, OSError) as error:
         _logger.warning("KV is copied and digested without the native library: %s", error)
         return None

@@ -147,13 +147,16 @@ class PieceIo:
         self, piece: Piece, slots: Sequence[Slot], statuses: Sequence[GetStatus]
     ) -> tuple[int, str]:
         """Verifies what came, up to the first that cannot be used; and why not, if there is one."""
-        are_hits = (status is GetStatus.HIT for status in statuses)
-        num_hits = next((index for index, hit in enumerate(are_hits) if not hit), len(statuses))
+        # A third party's backend may tell of too many; and of too few: the others are missing.
+        num_objects = len(piece.keys)
+        told = [*statuses, *[GetStatus.MISSING] * num_objects][:num_objects]
+        are_hits = (status is GetStatus.HIT for status in told)
+        num_hits = next((index for index, hit in enumerate(are_hits) if not hit), num_objects)
         frames = [slot.frame for slot in slots[:num_hits]]
         num_good = verify(frames, piece.keys[:num_hits])
-        if num_good == len(piece.keys):
+        if num_good == num_objects:
             return num_good, ""
-        if statuses[num_good] is GetStatus.MISSING:
+        if told[num_good] is GetStatus.MISSING:
             return num_good, "missing"
         key = piece.keys[num_good]
         _logger.error("KV object %s is corrupt", key.hex())

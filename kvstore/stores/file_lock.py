@@ -47,16 +47,21 @@ class FileLock:
         self._thread_lock = Lock()  # flock tells processes apart, not threads
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, deadline_s: float | None = None) -> Iterator[None]:
         """Holds the lock against all threads and processes.
+
+        Args:
+            deadline_s: until when to wait, by the monotonic clock, if not for `timeout_s`.
 
         Raises:
             OSError: it was closed.
             StoreUnavailableError: another holder, perhaps a stopped process, kept it for
-                `timeout_s`.
+                that long.
         """
-        deadline_s = time.monotonic() + self._timeout_s
-        if not self._thread_lock.acquire(timeout=self._timeout_s):
+        began_s = time.monotonic()
+        if deadline_s is None:
+            deadline_s = began_s + self._timeout_s
+        if not self._thread_lock.acquire(timeout=max(0, deadline_s - began_s)):
             raise self._timed_out()
         try:
             self._lock_file(deadline_s)

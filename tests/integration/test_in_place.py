@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from kvstore import io_threads
+from kvstore import io_threads, staged_mover
 from kvstore.codec import HEADER_BYTES, seal
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.faulty_backend import FAULTS, FaultPlan, FaultyBackend
 from kvstore.layout import KvLayout
 from kvstore.registry import open_store
 from kvstore.slot import Slot
-from kvstore.staging import StagingBuffers, slots_per_segment
+from kvstore.staging import StagingBuffers
 from kvstore.store import Frame, GetStatus, KvStore, StoreUnavailableError
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
-PIECE = slots_per_segment(LAYOUT)  # 16 blocks
+PIECE = staged_mover._LEAST_PIECE_BYTES // LAYOUT.block_bytes  # 16 blocks
 NUM_BLOCKS = 3 * PIECE + 3
 SLOT_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 

@@ -152,6 +152,7 @@ def checkout(tmp_path):
     (native / "src" / "answer.cpp").write_text(SOURCE % 42)
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "licenses", folder / "licenses")
     (folder / "baton").mkdir()
     shutil.copy(ROOT / "baton" / "version.py", folder / "baton")
     return folder
@@ -189,6 +190,10 @@ def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
         assert "kernels/native/src/answer.cpp" in archive.namelist()
         # Data of the package that is no Python comes along too.
         assert "kernels/triton/launch_tables/default.json" in archive.namelist()
+        (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        metadata = archive.read(f"{info}/METADATA").decode()
+        assert "License-Expression: Apache-2.0 AND BSD-2-Clause\n" in metadata
+        assert f"{info}/licenses/licenses/xxhash.txt" in archive.namelist()
 
 
 def test_without_a_compiler_the_wheel_is_pure_and_says_what_it_lacks(checkout, tmp_path):

@@ -1,12 +1,9 @@
 """What the shm store takes of a machine's memory, full or not, and what goes when."""
 
-import errno
-import os
 import shutil
 import subprocess
 import sys
-import threading
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 
@@ -15,7 +12,7 @@ from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.shm import arena_space, extent_table, mapped_memory
 from kvstore.stores.shm.extent_table import State
-from tests.support.shm_arena import interposed, opened, put
+from tests.support.shm_arena import interposed, opened, put, refusing
 
 _PAGE = 4096
 
@@ -85,21 +82,6 @@ def test_memory_that_was_spare_stays_with_what_is_put_there(clock):
         contents.check()
 
 
-@contextmanager
-def refusing(monkeypatch, num_calls):
-    """No memory is to be had from the so many-th call on."""
-    left, allocate = iter(range(num_calls)), os.posix_fallocate
-
-    def allocate_or_refuse(*args):
-        if next(left, None) is None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return allocate(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", allocate_or_refuse)
-        yield
-
-
 def test_full_memory_is_unavailable_and_leaves_nothing(monkeypatch):
     keys = random_keys(3)
     with opened() as (store, contents, _):
@@ -113,91 +95,6 @@ def test_full_memory_is_unavailable_and_leaves_nothing(monkeypatch):
         assert store.contains_prefix(keys) == 3
 
 
-def _await_ahead(store):
-    """Until what was to be made ready is, or was refused."""
-    store._ahead.submit(lambda: None).result()
-
-
-def _refuse_memory(patched):
-    def refuse(*args):
-        raise OSError(errno.ENOSPC, "full")
-
-    patched.setattr(os, "posix_fallocate", refuse)
-
-
-def test_memory_is_made_ready_for_the_next_put(monkeypatch):
-    first, second, third = random_keys(3)
-    with opened() as (store, contents, _):
-        put(store, first, 1, 1 << 20)
-        _await_ahead(store)
-        assert contents.header.spare_bytes == 1 << 20
-        assert contents.memory_bytes() == 2 << 20
-        contents.check()
-        [spare] = contents.extents(State.FREE)
-        with monkeypatch.context() as patched:
-            _refuse_memory(patched)  # as it would be for any that is new
-            put(store, second, 2, 1 << 20)
-            _await_ahead(store)
-            assert contents.objects()[second].index == spare.index
-            with pytest.raises(StoreUnavailableError):
-                put(store, third, 3, 1 << 20)
-        assert store.stats().num_bytes == 2 << 20
-        put(store, third, 3, 1 << 20)
-        _await_ahead(store)
-        assert contents.table.header.spare_bytes == 1 << 20
-        for byte, key in enumerate((first, second, third), 1):
-            assert read(store, key, 1 << 20) == bytes(filled(byte, 1 << 20))
-
-
-def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
-    keys, most, map_in = random_keys(40), [], mapped_memory.MappedMemory.map_in
-    with opened(max_bytes=32 << 20) as (store, contents, _):
-
-        def look_and_map_in(memory, start, num_bytes):
-            most.append(contents.header.object_bytes)
-            map_in(memory, start, num_bytes)
-
-        monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", look_and_map_in)
-        for index, key in enumerate(keys[:32]):
-            put(store, key, index, 1 << 20)
-            _await_ahead(store)
-            header = contents.header
-            assert header.object_bytes == (index + 1) << 20
-            assert header.spare_bytes <= min(4 << 20, (32 << 20) - header.object_bytes)
-        assert store.stats().evictions == 0
-        assert contents.memory_bytes() == 32 << 20
-        for index, key in enumerate(keys[32:]):
-            put(store, key, index, 1 << 20)
-            _await_ahead(store)
-        assert store.stats().evictions == 8
-        assert contents.memory_bytes() == 32 << 20
-        assert 2 << 20 <= max(most) < 32 << 20
-
-
-def test_many_puts_ask_for_memory_once(monkeypatch):
-    asked, may_go_on = [], threading.Event()
-    with opened() as (store, contents, _):
-        store._ahead.submit(may_go_on.wait, 30)
-        monkeypatch.setattr(store, "_provide_ahead", lambda: asked.append(1))
-        for key in random_keys(5):
-            put(store, key, 1, 1 << 20)
-        may_go_on.set()
-        _await_ahead(store)
-        assert asked == [1]
-        assert contents.header.spare_bytes == 0
-
-
-def test_what_others_may_need_of_a_file_system_is_left_to_them(monkeypatch):
-    first, second = random_keys(2)
-    with opened() as (store, contents, _):
-        for key, free_bytes, expected in ((first, 8 << 20, 0), (second, 9 << 20, 1 << 20)):
-            free = property(lambda memory, free_bytes=free_bytes: free_bytes - 1)
-            monkeypatch.setattr(mapped_memory.MappedMemory, "free_bytes", free)
-            put(store, key, 1, 1 << 20)
-            _await_ahead(store)
-            assert contents.table.header.spare_bytes == expected
-
-
 def test_changes_are_told_in_the_order_of_the_last_ones():
     keys = random_keys(3)
     with opened() as (store, contents, _):
@@ -209,27 +106,6 @@ def test_changes_are_told_in_the_order_of_the_last_ones():
         put(store, keys[2], 1, 5000)  # where the last one was
         changed = [extent.index for extent in contents.table.changes_since(num_seen)]
         assert changed == [1, 2, 0]
-
-
-def test_little_is_not_worth_memory_ahead():
-    (key,) = random_keys(1)
-    with opened() as (store, contents, _):
-        put(store, key, 1, 100_000)
-        _await_ahead(store)
-        assert contents.header.spare_bytes == 0
-
-
-def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkeypatch):
-    (key,) = random_keys(1)
-    with opened() as (store, contents, url):
-        other = open_store(url)
-        interposed(monkeypatch, "map_in", other._objects.close)
-        put(other, key, 1, 1 << 20)
-        other.close()
-        open_store(url).close()  # lists
-        assert not contents.extents(State.WRITTEN_TO)
-        contents.check()
-        assert read(store, key, 1 << 20) == bytes(filled(1, 1 << 20))
 
 
 def test_what_may_still_be_read_keeps_its_memory(clock, monkeypatch):

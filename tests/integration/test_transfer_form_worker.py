@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore import staging
+from kvstore import staged_mover, staging
 from kvstore.connector import LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
+from kvstore.piece_io import PieceIo
 from kvstore.registry import open_store
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 from tests.support.connector_rig import ConnectorRig, keys
@@ -22,8 +23,9 @@ MakeRig = Callable[..., ConnectorRig]
 
 @pytest.fixture
 def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
-    """Rigs over one store, with segments of few objects, so that jobs have many pieces."""
+    """Rigs over one store, with pieces of few objects, in segments and in place."""
     monkeypatch.setattr(staging, "_SEGMENT_BYTES", 2000)
+    monkeypatch.setattr(staged_mover, "_LEAST_PIECE_BYTES", 2000)
     rigs: list[ConnectorRig] = []
 
     def make(
@@ -49,12 +51,31 @@ def test_a_tails_slices_are_all_cleared_whatever_pieces_they_are_in(make_rig: Ma
     assert not rig.pool[20, ..., 7:, :].any()
 
 
-def test_jobs_of_many_pieces_are_told_in_blocks(make_rig: MakeRig) -> None:
-    rig = make_rig(TransferForm(2, "bfloat16", num_head_slices=2))
-    rig.save(range(30))
-    assert rig.load(range(60, 90)) == LoadResult(1, 30)
-    sent = rig.pool[:7].to(torch.bfloat16).float()
-    assert torch.equal(rig.pool[15:22], sent)
+@pytest.mark.parametrize(
+    ("form", "count", "move", "num_pieces"),
+    [
+        (TransferForm(2, "bfloat16", num_head_slices=2), 30, "read", 4),  # 128 bytes each
+        (TransferForm(8, "float32"), 16, "read_in_place", 8),  # 2048 bytes each
+    ],
+)
+def test_jobs_of_many_pieces_are_told_in_blocks(
+    make_rig: MakeRig,
+    monkeypatch: pytest.MonkeyPatch,
+    form: TransferForm,
+    count: int,
+    move: str,
+    num_pieces: int,
+) -> None:
+    rig, moved = make_rig(form), []
+    read = getattr(PieceIo, move)
+    monkeypatch.setattr(PieceIo, move, lambda *args: moved.append(1) or read(*args))
+    rig.save(range(count))
+    half, parts = NUM_BLOCKS // 2, LAYOUT.block_size // form.block_size
+    assert rig.load(range(half * parts, half * parts + count)) == LoadResult(1, count)
+    num_whole = count // parts
+    sent = rig.pool[:num_whole].to(getattr(torch, form.dtype)).float()
+    assert torch.equal(rig.pool[half : half + num_whole], sent)
+    assert len(moved) == num_pieces
 
 
 def test_two_ranks_publish_and_one_reads(make_rig: MakeRig) -> None:

@@ -12,14 +12,14 @@ import torch
 
 import baton
 import kernels
-from kernels import reference
+from kernels import dispatch, reference
 
 PRIMITIVES = sorted(set(reference.__all__))
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_dispatch_has_the_references_signature(name):
-    assert name in kernels.__all__
+    assert name in dispatch.__all__
     dispatched = inspect.signature(getattr(kernels, name))
     assert dispatched == inspect.signature(getattr(reference, name))
 
@@ -28,7 +28,7 @@ def test_copies_of_blocks_are_the_devices_whatever_a_pool_is_of(monkeypatch):
     """A pool of 8-bit KV is of bytes, which nothing computes with."""
     names = ("gather_blocks", "scatter_blocks", "copy_blocks", "swap_blocks")
     module = SimpleNamespace(**{name: lambda *_, name=name: called.append(name) for name in names})
-    monkeypatch.setattr(kernels, "_modules", lambda: {("cpu", torch.float32): module})
+    monkeypatch.setattr(dispatch, "_modules", lambda: {("cpu", torch.float32): module})
     called = []
     pool = torch.zeros(2, 3, dtype=torch.uint8)
     kernels.gather_blocks(pool, [0], pool)
@@ -38,13 +38,25 @@ def test_copies_of_blocks_are_the_devices_whatever_a_pool_is_of(monkeypatch):
     assert tuple(called) == names
 
 
-def test_importing_kernels_brings_torch_and_nothing_heavy():
+def packages_brought_by(code, before):
+    """Top-level packages that a process has after some code and did not have before it."""
     code = (
-        "import sys, torch; before = set(sys.modules); import kernels, json; "
+        f"import sys, json, {before}; before = set(sys.modules); {code}; "
         "print(json.dumps(sorted({m.partition('.')[0] for m in set(sys.modules) - before})))"
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
-    assert set(json.loads(output)) <= {"baton", "kernels", "json"}
+    return set(json.loads(output))
+
+
+def test_importing_kernels_brings_nothing_heavy_and_their_use_torch_alone():
+    assert packages_brought_by("import kernels", "importlib, json, typing") == {"kernels"}
+    assert packages_brought_by("import kernels; kernels.linear", "torch") <= {"baton", "kernels"}
+
+
+def test_the_package_has_the_dispatchs_names_and_no_others():
+    assert all(getattr(kernels, name) is getattr(dispatch, name) for name in dispatch.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'liner'"):
+        kernels.liner  # noqa: B018
 
 
 def test_transformers_takes_our_folder_for_no_kernels_package():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import reference
+from kernels import dispatch, reference
 from kernels.reference.linear import silu_and_mul
 from kernels.reference.pointwise import apply_rotary
 
@@ -129,7 +129,7 @@ def test_swaps_are_for_the_kernels_of_whichever_pool_is_on_a_gpu(monkeypatch):
         asked.append(device.type)
         return reference
 
-    monkeypatch.setattr(kernels, "_kernels_on", serving)
+    monkeypatch.setattr(dispatch, "_kernels_on", serving)
     host, other = torch.zeros(2, 4), torch.zeros(2, 4, device="meta")
     for source, target in ((host, other), (other, host), (host, host)):
         kernels.swap_blocks(source, target, ())

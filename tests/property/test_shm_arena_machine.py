@@ -3,9 +3,10 @@
 import os
 import shutil
 import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from threading import Event
 from unittest import mock
 
 from hypothesis import settings
@@ -21,6 +22,7 @@ from kvstore.stores.url import StoreLimits
 from tests.support.shm_arena import ArenaContents
 
 MAX_BYTES = 100_000
+MAX_SPARE_BYTES = MAX_BYTES // 2  # more than the store's own share: there is room for several
 TTL_S, LEASE_S = 100, 10
 KEYS = [bytes([number]) * 32 for number in range(14)]
 SIZES = (0, 1, 100, 4096, 5000, 9000, 20_000)
@@ -76,7 +78,8 @@ class ShmArenaMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="baton-test-"))
         self.clock = Clock()
         self.patches = ExitStack()
-        for name, value in (("time", self.clock), ("_LEAST_AHEAD_BYTES", 0)):
+        shares = (("_LEAST_AHEAD_BYTES", 0), ("_AHEAD_MARGIN", 2), ("_SPARE_SHARE", 2))
+        for name, value in (("time", self.clock), *shares):
             self.patches.enter_context(mock.patch.object(arena_space, name, value))
         self.fills = (bytes([number % 251 + 1]) for number in count())
         self.expected = {}  # key: value
@@ -194,7 +197,8 @@ class ShmArenaMachine(RuleBasedStateMachine):
         assert not self.arenas[0].count_prefix([])  # gives back what may have been read
         if seconds > 2:
             self.reopen(0)
-            assert not self.contents.extents(State.WRITTEN_TO), "what a dead writer had stays"
+            taken = self.contents.extents(State.WRITTEN_TO, State.AHEAD)
+            assert not taken, "what a dead writer had stays"
 
     @rule(arena=ARENAS)
     def reopen(self, arena):
@@ -218,32 +222,41 @@ class ShmArenaMachine(RuleBasedStateMachine):
         self.die(arena, num_writes, self.arenas[arena].remove, keys)
         self.settle(before, (), may_lack=keys)
 
-    @rule(arena=ARENAS, key=st.sampled_from(KEYS))
-    def provide_ahead(self, arena, key):
-        """Memory for objects like the one that is put before."""
-        self.put(arena, [key], [100])
+    @rule(arena=ARENAS)
+    def look_at_index(self, arena):
+        before = self.touched()
+        self.contents.check_index(self.arenas[arena])
+        self.settle(before, ())
+
+    @rule(arena=ARENAS, keys=SOME_KEYS)
+    def provide_ahead(self, arena, keys):
+        """Memory for objects like those that are put before."""
+        self.delete(arena, keys)
+        self.put(arena, keys, [100] * 6)
         before, header = self.touched(), self.contents.header
         spare_bytes, object_bytes = header.spare_bytes, header.object_bytes
-        self.arenas[arena].provide_ahead()
+        self.arenas[arena].provide_ahead(Event())
         assert header.spare_bytes >= spare_bytes
         assert header.object_bytes == object_bytes
         self.settle(before, ())
 
-    @rule(arena=ARENAS, key=st.sampled_from(KEYS), num_writes=st.integers(0, 30))
-    def die_while_providing(self, arena, key, num_writes):
-        self.put(arena, [key], [100])
+    @rule(arena=ARENAS, keys=SOME_KEYS, num_writes=st.integers(0, 100))
+    def die_while_providing(self, arena, keys, num_writes):
+        """Before, after, or between any two of several extents."""
+        self.delete(arena, keys)
+        self.put(arena, keys, [100] * 6)
         before = self.touched()
-        self.die(arena, num_writes, self.arenas[arena].provide_ahead)
+        self.die(arena, num_writes, self.arenas[arena].provide_ahead, Event())
         self.settle(before, ())
 
     def die(self, arena, num_writes, call, *args):
         """Lets a process die in a call, if it gets that far, or after it."""
+        with suppress(DiedError, StoreUnavailableError), dies_after(num_writes):
+            call(*args)
+        self.replace_dead(arena)
+
+    def replace_dead(self, arena):
         dying = self.arenas[arena]
-        try:
-            with dies_after(num_writes):
-                call(*args)
-        except (DiedError, StoreUnavailableError):
-            pass
         os.close(dying._writers._fd)
         dying._writers._fd = -1
         dying._opened.close()
@@ -260,13 +273,39 @@ class ShmArenaMachine(RuleBasedStateMachine):
         assert {key: contents.bytes_at(extent) for key, extent in objects.items()} == self.expected
         assert contents.header.object_bytes <= MAX_BYTES
         spare = [extent for extent in contents.extents(State.FREE) if extent.resident_bytes]
-        limit_bytes = min(MAX_BYTES // 8, MAX_BYTES - contents.header.object_bytes)
+        limit_bytes = min(MAX_SPARE_BYTES, MAX_BYTES - contents.header.object_bytes)
         may_be_read = any(self.clock.now_ns - extent.touched_ns < 3 * 10**9 for extent in spare)
-        assert contents.header.spare_bytes <= limit_bytes or may_be_read
+        ahead_bytes = sum(extent.num_bytes for extent in contents.extents(State.AHEAD))
+        assert contents.header.spare_bytes - ahead_bytes <= limit_bytes or may_be_read
         resident_bytes = sum(extent.resident_bytes for extent in contents.extents())
         # Who dies may leave memory with an extent that nobody counts, until the next use of it.
         assert contents.memory_bytes() >= resident_bytes
         assert self.has_died or contents.memory_bytes() == resident_bytes
+
+
+def test_who_dies_anywhere_while_making_several_ready_leaves_nothing():
+    seen, is_over = set(), False
+    for num_writes in count():
+        machine = ShmArenaMachine()
+        machine.begin()
+        machine.put(0, KEYS[:3], [100] * 6)
+        try:
+            with dies_after(num_writes):
+                machine.arenas[0].provide_ahead(Event())
+            is_over = True
+        except DiedError:
+            ahead = machine.contents.extents(State.AHEAD)
+            seen.add((len(ahead), sum(bool(extent.resident_bytes) for extent in ahead)))
+        machine.replace_dead(0)
+        machine.holds()
+        machine.contents.check_index(machine.arenas[1])
+        assert not machine.contents.extents(State.AHEAD)
+        assert machine.expected.keys() == set(KEYS[:3])
+        machine.teardown()
+        if is_over:
+            break
+    reserving, provided, freeing = [(1, 0), (2, 0)], [(3, 0), (3, 1), (3, 2)], [(2, 2), (1, 1)]
+    assert seen == {(0, 0), *reserving, *provided, (3, 3), *freeing}
 
 
 TestShmArena = ShmArenaMachine.TestCase

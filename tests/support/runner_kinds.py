@@ -7,12 +7,12 @@ from types import MappingProxyType, ModuleType
 
 import torch
 
-import kernels
 from engine.config import EngineConfig
 from engine.runtime import model_runner
 from engine.runtime.host_steps import HostSteps
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.steps import Steps
+from kernels import dispatch
 from tests.support.traced_graphs import EagerDeviceSteps, RerunDeviceSteps, TracedDeviceSteps
 
 __all__ = ["KINDS", "RunnerKind", "current_kind", "make_runner", "use_kind"]
@@ -37,7 +37,7 @@ class RunnerKind:
         monkeypatch.setattr(model_runner, "HostSteps", self.steps)
         if self.kernels is not None:
             modules = _modules(self.kernels)
-            monkeypatch.setattr(kernels, "_modules", lambda: modules)
+            monkeypatch.setattr(dispatch, "_modules", lambda: modules)
 
 
 def _modules(name: str) -> Mapping[tuple[str, torch.dtype], ModuleType]:

@@ -1,5 +1,7 @@
 """A `shm://` store, and what lies in its memory, past the store."""
 
+import errno
+import os
 import shutil
 import uuid
 from contextlib import closing, contextmanager
@@ -10,7 +12,7 @@ from kvstore.registry import open_store
 from kvstore.stores.shm.extent_table import ExtentTable, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
 
-__all__ = ["ArenaContents", "interposed", "opened", "put"]
+__all__ = ["ArenaContents", "interposed", "opened", "put", "refusing"]
 
 
 class ArenaContents:
@@ -59,8 +61,23 @@ class ArenaContents:
         free = self.extents(State.FREE)
         taken = self.extents(State.WRITTEN_TO, State.OBJECT)
         assert sum(extent.num_bytes for extent in taken) == header.object_bytes
-        assert sum(extent.resident_bytes for extent in free) == header.spare_bytes
+        ahead_bytes = sum(extent.num_bytes for extent in self.extents(State.AHEAD))
+        assert sum(extent.resident_bytes for extent in free) + ahead_bytes == header.spare_bytes
         assert not header.is_changing
+
+    def check_index(self, arena):
+        """What an `Arena` of this process knows, when it has caught up, is what the table says."""
+        with arena._locked():
+            index = arena._space._index
+            by_key = {key: extent.index for key, extent in index._by_key.items()}
+            assert by_key == {key: extent.index for key, extent in self.objects().items()}
+            free = {extent.index: kind for kind, found in index._free.items() for extent in found}
+            assert free == {
+                extent.index: (extent.room, bool(extent.resident_bytes))
+                for extent in self.extents(State.FREE)
+            }
+            spare = {extent.index for extent in index._spare}
+            assert spare == {number for number, (_, has_memory) in free.items() if has_memory}
 
 
 @contextmanager
@@ -95,3 +112,18 @@ def interposed(monkeypatch, name, act):
         return call(*args)
 
     monkeypatch.setattr(MappedMemory, name, act_and_call)
+
+
+@contextmanager
+def refusing(monkeypatch, num_calls):
+    """No memory is to be had from the so many-th call on."""
+    left, allocate = iter(range(num_calls)), os.posix_fallocate
+
+    def allocate_or_refuse(*args):
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return allocate(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", allocate_or_refuse)
+        yield

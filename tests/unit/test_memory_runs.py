@@ -2,6 +2,8 @@
 
 import mmap
 import random
+import subprocess
+import sys
 from functools import cache
 
 import numpy as np
@@ -11,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigurationError
-from kernels.native import memory_runs as native_module
 from kernels.native.memory_runs import native_runs
 from kvstore import memory_runs
 from kvstore.memory_runs import copy_runs, digest_runs
@@ -71,12 +72,53 @@ def test_digests_are_those_of_xxhash(runs, seed):
     assert digest_runs(prefixes, [memoryview(bytes(view)) for view in views]) == expected
 
 
-@pytest.mark.parametrize("size", [100, 5000])
-def test_runs_of_other_lengths_are_refused(size):
-    place, memory = run_at(0, bytes(size - 1))
-    with pytest.raises(ValueError, match=r"."):
-        copy_runs([place], [memoryview(bytes(size))])
-    assert memory == GUARD + bytes(size - 1) + GUARD
+both_sizes = pytest.mark.parametrize("size", [104, 5000])
+
+
+@both_sizes
+@pytest.mark.parametrize("by", [-1, 1])
+def test_runs_of_other_lengths_are_refused(size, by):
+    place, memory = run_at(0, bytes(size + by))
+    with pytest.raises(ValueError, match="do not fit"):
+        copy_runs([place], [memoryview(b"\1" * size)])
+    assert memory == GUARD + bytes(size + by) + GUARD
+
+
+@both_sizes
+def test_another_number_of_runs_is_refused(size):
+    with pytest.raises(ValueError, match="zip"):
+        copy_runs([memoryview(bytearray(size))], [memoryview(bytes(size))] * 2)
+
+
+VIEWS = {
+    "bytes": lambda memory: memory,
+    "signed": lambda memory: memory.cast("b"),
+    "numbers": lambda memory: memory.cast("f"),
+    "rows": lambda memory: memory.cast("B", (8, len(memory) // 8)),
+    "rows of numbers": lambda memory: memory.cast("H", (4, len(memory) // 8)),
+}
+
+
+@both_sizes
+@pytest.mark.parametrize("source_view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("place_view", VIEWS.values(), ids=VIEWS)
+def test_views_of_any_items_are_copied(size, place_view, source_view):
+    content, place = random.Random(size).randbytes(size), memoryview(bytearray(size))
+    copy_runs([place_view(place)], [source_view(memoryview(content))])
+    assert bytes(place) == content
+
+
+def test_nothing_of_any_form_is_copied():
+    nothing = memoryview(np.zeros((0, 3), np.float32))
+    copy_runs([nothing, memoryview(bytearray())], [memoryview(b""), nothing])
+
+
+@both_sizes
+def test_what_is_not_contiguous_is_refused(size):
+    whole, every_other = memoryview(bytearray(size)), memoryview(bytearray(2 * size))[::2]
+    for to, source in ((whole, every_other), (every_other, whole)):
+        with pytest.raises(ValueError, match="not contiguous"):
+            copy_runs([to], [source])
 
 
 def test_memory_of_any_kind_is_copied():
@@ -88,17 +130,42 @@ def test_memory_of_any_kind_is_copied():
     assert numbers.tobytes() == content
 
 
-@pytest.mark.parametrize("size", [100, 5000])
+@both_sizes
 def test_what_is_not_writable_is_refused(size):
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(TypeError):
         copy_runs([memoryview(bytes(size))], [memoryview(b"\1" * size)])
+
+
+_COPY_ALONE = """
+import sys
+from kvstore.memory_runs import copy_runs, digest_runs
+
+source, place = memoryview(b"\\1" * (1 << 20)), memoryview(bytearray(1 << 20))
+copy_runs([place], [source])
+assert place == source
+assert len(digest_runs([b""] * 2, [place] * 2)) == 2
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "kernels"}))
+"""
+
+
+def test_a_process_that_only_copies_imports_no_torch():
+    command = [sys.executable, "-c", _COPY_ALONE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("kernels\n", "")
+
+
+def test_short_runs_need_no_library(monkeypatch):
+    monkeypatch.setattr(memory_runs, "_native_runs", lambda: pytest.fail("it was asked for"))
+    place, _ = run_at(0, bytes(4095))
+    copy_runs([place] * 2, [memoryview(b"\1" * 4095)] * 2)
+    assert digest_runs([b""] * 2, [place] * 2) == [xxhash.xxh3_128_digest(b"\1" * 4095)] * 2
 
 
 def test_a_library_that_is_refused_is_done_without(monkeypatch, caplog):
     def refuse():
         raise ConfigurationError("built from other sources")
 
-    monkeypatch.setattr(native_module, "native_runs", refuse)
+    monkeypatch.setattr(memory_runs, "native_runs", refuse)
     monkeypatch.setattr(memory_runs, "_native_runs", cache(_find_native_runs))
     place, _ = run_at(0, bytes(5000))
     for _ in range(2):

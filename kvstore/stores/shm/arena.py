@@ -17,15 +17,18 @@
 - Spare memory: what an object leaves stays with its extent, up to an eighth of the bound and to
   where it and the objects exceed the bound, for fresh pages cost more than the copy into them.
   The rest goes back when nobody can still be reading it. Where a put finds none, and the bound
-  leaves room, some is made ready for the next one.
+  leaves room, some is made ready for the next one; it counts as spare from the start.
 - Crashes: the lock ends with its holder, as does the mark of a writer, whose extents are free
   then. A table that was being changed is counted anew.
 """
 
+import errno
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.file_lock import FileLock
@@ -65,6 +68,7 @@ class Arena:
             self._space = ArenaSpace(folder, limits, self._table, self._memory, self._writers)
             self._opened = opened.pop_all()
         self.counters = self._space.counters
+        self._timeout_s = limits.timeout_s
         self._abandoned: deque[Extent] = deque()
         self._sizes_ahead: list[int] = []  # of objects that memory is wanted for
         with suppress(StoreUnavailableError, OSError), self._locked():
@@ -86,20 +90,25 @@ class Arena:
         """Whether there is something for `provide_ahead` to do."""
         return bool(self._sizes_ahead)
 
-    def provide_ahead(self) -> None:
+    def provide_ahead(self, is_unwanted: Event) -> None:
         """Puts memory behind extents like those of the last put, for the next one: it costs more
         than a copy, and who puts is waited for.
+
+        Args:
+            is_unwanted: once it is set, no more is begun.
         """
-        with self._writing() as reserved:
-            with self._locked():
+        deadline_s = time.monotonic() + self._timeout_s  # of all of it: `close` may wait for it
+        with self._writing(deadline_s) as reserved:
+            with self._locked(deadline_s):
                 sizes, self._sizes_ahead = self._sizes_ahead, []
-                if self._space.should_provide(sizes):
-                    for num_bytes in sizes:
-                        reserved.append(self._space.reserve(num_bytes))
+                for num_bytes in self._space.find_lacking(sizes):
+                    reserved.append(self._space.reserve_ahead(num_bytes))
             for extent in reserved:
+                if is_unwanted.is_set():
+                    break
                 self._provide(extent)
                 self._memory.map_in(extent.offset, extent.resident_bytes)
-            with self._locked():
+            with self._locked(deadline_s):
                 while reserved:
                     self._space.free(reserved.popleft())
 
@@ -136,9 +145,9 @@ class Arena:
         self._opened.close()
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Holds the store's lock, knowing what others did."""
-        with self._lock.locked():
+    def _locked(self, deadline_s: float | None = None) -> Iterator[None]:
+        """Holds the store's lock, knowing what others did. See `FileLock.locked`."""
+        with self._lock.locked(deadline_s):
             if self._lock.is_removed:
                 raise StoreUnavailableError("the store's folder was removed")
             self._space.begin()
@@ -152,15 +161,17 @@ class Arena:
             self._space.end()
 
     @contextmanager
-    def _writing(self) -> Iterator[deque[Extent]]:
-        """For extents that this thread writes to; those still in it at an error are free again."""
+    def _writing(self, deadline_s: float | None = None) -> Iterator[deque[Extent]]:
+        """For extents that this thread writes to; those still in it at an error are free again,
+        by the next call if the lock is not to be had until the deadline.
+        """
         reserved: deque[Extent] = deque()
         with self._writers.writing():
             try:
                 yield reserved
             except OSError:
                 self._abandoned.extend(reserved)
-                with suppress(StoreUnavailableError, OSError), self._locked():
+                with suppress(StoreUnavailableError, OSError), self._locked(deadline_s):
                     pass  # which frees them
                 raise
             except BaseException:  # the lock was waited for already, if it was that
@@ -177,16 +188,28 @@ class Arena:
                     reserved.append(self._space.reserve(num_bytes))
             if not new:
                 return
-            for extent in reserved:
-                self._provide(extent)
+            self._provide_for_objects(reserved)
             self._memory.write(
                 [(extent.offset, parts) for extent, (_, parts) in zip(reserved, new, strict=True)]
             )
             with self._locked():
                 for key, _ in new:
                     self._space.commit(reserved.popleft(), key)
-                if self._space.should_provide(sizes):
+                if self._space.find_lacking(sizes):
                     self._sizes_ahead = sizes
+
+    def _provide_for_objects(self, extents: Sequence[Extent]) -> None:
+        """Puts memory behind extents; where the system has none left, by giving back spare."""
+        try:
+            for extent in extents:
+                self._provide(extent)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            with self._locked():
+                self._space.shrink_spare(0)
+            for extent in extents:
+                self._provide(extent)
 
     def _provide(self, extent: Extent) -> None:
         """Puts memory behind what will be written to an extent that is this one's alone."""

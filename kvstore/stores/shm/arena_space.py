@@ -68,7 +68,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
 
     def end(self) -> None:
         """To be called last, unless something went wrong that nobody foresaw."""
-        self._shrink_spare()
+        self.shrink_spare(min(self._max_spare_bytes, self.max_bytes - self._header.object_bytes))
         self._index.publish()
         self._header.is_changing = False
 
@@ -90,25 +90,40 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         """
         room = _room_for(num_bytes)
         extent = self._index.take_free(room) or self._add(room)
-        header = self._header
-        header.spare_bytes -= extent.resident_bytes
-        header.object_bytes += num_bytes
-        extent.num_bytes, extent.writer = num_bytes, self._writers.own
-        extent.state = State.WRITTEN_TO
-        return extent
+        self._header.spare_bytes -= extent.resident_bytes
+        self._header.object_bytes += num_bytes
+        return self._own(extent, num_bytes, State.WRITTEN_TO)
 
-    def should_provide(self, sizes: Sequence[int]) -> bool:
-        """Whether more objects of these sizes would lack memory that the bound and the file system
-        allow them, also if several times as much is put meanwhile, by whomever.
+    def reserve_ahead(self, num_bytes: int) -> Extent:
+        """Takes an extent without memory, to have some put behind it for such an object.
+
+        Raises:
+            OSError: the memory cannot grow.
+            StoreUnavailableError: there are too many extents.
+        """
+        room, ahead_bytes = _room_for(num_bytes), whole_pages(num_bytes)
+        extent = self._index.take_free(room, bare=True) or self._add(room)
+        self._header.spare_bytes += ahead_bytes
+        return self._own(extent, ahead_bytes, State.AHEAD)
+
+    def find_lacking(self, sizes: Sequence[int]) -> list[int]:
+        """Of more objects of these sizes, those that would lack memory. None where the bound and
+        the file system do not allow it, also if several times as much is put by others meanwhile.
         """
         num_bytes, header = sum(map(whole_pages, sizes)), self._header
         left_bytes = min(self.max_bytes - header.object_bytes, self._memory.free_bytes)
         if num_bytes < _LEAST_AHEAD_BYTES or _AHEAD_MARGIN * num_bytes > left_bytes:
-            return False
+            return []
         if header.spare_bytes + 2 * num_bytes > self._max_spare_bytes:
-            return False
-        rooms = Counter(map(_room_for, sizes))
-        return any(self._index.num_spare(room) < count for room, count in rooms.items())
+            return []
+        seen: Counter[int] = Counter()
+        lacking = []
+        for size in sizes:
+            room = _room_for(size)
+            seen[room] += 1
+            if seen[room] > self._index.num_spare(room):
+                lacking.append(size)
+        return lacking
 
     def commit(self, extent: Extent, key: bytes) -> None:
         """Makes what was written the key's object, unless another writer was first."""
@@ -131,12 +146,32 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         return extent is not None and self._remove(extent)
 
     def free(self, extent: Extent) -> None:
-        """Frees the extent of an object, or of one that was being written."""
+        """Frees the extent of an object, or one that was being written or made ready."""
         extent.generation += 1  # first: who is reading it must see
-        extent.state = State.FREE
-        self._header.object_bytes -= extent.num_bytes
+        was, extent.state = extent.state, State.FREE
+        if was == State.AHEAD:
+            self._header.spare_bytes -= extent.num_bytes
+        else:
+            self._header.object_bytes -= extent.num_bytes
         self._header.spare_bytes += extent.resident_bytes
         self._index.note_free(extent)
+
+    def shrink_spare(self, limit_bytes: int) -> None:
+        """Gives memory back of which more is spare than should be, where nobody still reads; or
+        of which as much is spare as objects may take.
+        """
+        header, left_bytes = self._header, _MAX_LET_GO_BYTES
+        while header.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
+            if self._may_be_read(extent) and header.spare_bytes <= self.max_bytes:
+                return
+            num_bytes = extent.resident_bytes
+            left_bytes -= num_bytes
+            if left_bytes < 0 and num_bytes < _MAX_LET_GO_BYTES:
+                return
+            extent.resident_bytes = 0
+            header.spare_bytes -= num_bytes
+            self._index.note_free(extent)
+            self._memory.let_go(extent.offset, num_bytes)
 
     def _now_ns(self) -> int:
         return time.monotonic_ns()
@@ -146,7 +181,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
 
     def _find_objects(self) -> Iterator[SeenObject]:
         living = self._writers.living()
-        for extent in self._table.in_state(State.WRITTEN_TO):
+        for extent in self._table.in_states(State.WRITTEN_TO, State.AHEAD):
             if extent.writer not in living and not self._may_be_read(extent):
                 self._free_dead(extent)
         return self._table.by_age()
@@ -169,6 +204,12 @@ class ArenaSpace(BoundedSpace[SeenObject]):
     def _is_alive(self, extent: Extent) -> bool:
         return time.monotonic_ns() - extent.touched_ns <= self._ttl_ns
 
+    def _own(self, extent: Extent, num_bytes: int, state: State) -> Extent:
+        """Makes a free extent this writer's."""
+        extent.num_bytes, extent.writer = num_bytes, self._writers.own
+        extent.state = state
+        return extent
+
     def _add(self, room: int) -> Extent:
         """A new extent. Nobody misses it who is not told before an object lies there."""
         self._memory.grow_to(self._table.end + room)
@@ -189,24 +230,6 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         extent.resident_bytes = 0
         self._memory.let_go(extent.offset, extent.room)
         self.free(extent)
-
-    def _shrink_spare(self) -> None:
-        """Gives memory back of which more is spare than should be, where nobody still reads; or
-        of which as much is spare as objects may take.
-        """
-        header, left_bytes = self._header, _MAX_LET_GO_BYTES
-        limit_bytes = min(self._max_spare_bytes, self.max_bytes - header.object_bytes)
-        while header.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
-            if self._may_be_read(extent) and header.spare_bytes <= self.max_bytes:
-                return
-            num_bytes = extent.resident_bytes
-            left_bytes -= num_bytes
-            if left_bytes < 0 and num_bytes < _MAX_LET_GO_BYTES:
-                return
-            extent.resident_bytes = 0
-            header.spare_bytes -= num_bytes
-            self._index.note_free(extent)
-            self._memory.let_go(extent.offset, num_bytes)
 
     def _may_be_read(self, extent: Extent) -> bool:
         """Whether somebody may still be at what lay there, with or without a name."""

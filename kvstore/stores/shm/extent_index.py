@@ -54,11 +54,13 @@ class ExtentIndex:
         """The extent of an object."""
         return self._by_key.get(key)
 
-    def take_free(self, room: int) -> Extent | None:
-        """A free extent of that room, which is written to now; if possible one with memory behind
-        it, the last first.
+    def take_free(self, room: int, *, bare: bool = False) -> Extent | None:
+        """A free extent of that room, which is not free from now on; if possible one with memory
+        behind it, the last first. If `bare`, one without.
         """
-        found = self._free[room, True] or self._free[room, False]
+        found = self._free[room, False]
+        if not bare:
+            found = self._free[room, True] or found
         if not found:
             return None
         extent, _ = found.popitem()

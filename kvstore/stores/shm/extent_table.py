@@ -33,18 +33,22 @@ from kvstore.block_key import KEY_BYTES
 
 __all__ = ["Extent", "ExtentTable", "Header", "SeenObject", "State", "TableFullError"]
 
-_FORMAT = int.from_bytes(b"BATONSH1", "little")
+_FORMAT = int.from_bytes(b"BATONSH2", "little")
 _MAX_EXTENTS = 1 << 22
 _RING = 1 << 14
 _CELL = ctypes.c_uint64
 
 
 class State(IntEnum):
-    """Of an extent. A file's zeros are none."""
+    """Of an extent. A file's zeros are none.
+
+    AHEAD: memory is being put behind it, for an object that may come. It counts as spare.
+    """
 
     FREE = 1
     WRITTEN_TO = 2
     OBJECT = 3
+    AHEAD = 4
 
 
 class SeenObject(NamedTuple):
@@ -80,7 +84,8 @@ class Header(ctypes.Structure):
         num_extents: that were ever made.
         num_changes: noted so far.
         object_bytes: of all objects, those being written too.
-        spare_bytes: of free extents, those that have memory behind them.
+        spare_bytes: of free extents, those that have memory behind them, and those that are to
+            have it of the ones that are being made ready.
     """
 
     format: int
@@ -104,10 +109,10 @@ class Extent(ctypes.Structure):
         offset: where it begins, in bytes.
         room: bytes up to the next.
         resident_bytes: of them, from the first, those that have memory behind them.
-        num_bytes: of the object.
+        num_bytes: of the object; that are being made ready, in whole pages.
         touched_ns: when it last was, by the machine's monotonic clock.
         generation: how many objects went from here.
-        writer: who is writing it.
+        writer: who is writing it, or making it ready.
         state: see `State`.
     """
 
@@ -235,9 +240,9 @@ class ExtentTable:
         self.header.num_extents = index + 1
         return extent
 
-    def in_state(self, state: State) -> list[Extent]:
-        """Extents in a state."""
-        found = np.flatnonzero(self._of_extents()["state"] == state)
+    def in_states(self, *states: State) -> list[Extent]:
+        """Extents in one of these states."""
+        found = np.flatnonzero(np.isin(self._of_extents()["state"], states))
         return [self[index] for index in found.tolist()]
 
     def by_age(self) -> Iterator[SeenObject]:
@@ -276,9 +281,10 @@ class ExtentTable:
     def recount(self) -> None:
         """Finds out anew what follows from the extents; whoever asks for changes looks at all."""
         extents, header = self._of_extents(), self.header
-        is_free = extents["state"] == State.FREE
-        header.object_bytes = int(extents["num_bytes"][~is_free].sum())
-        header.spare_bytes = int(extents["resident_bytes"][is_free].sum())
+        is_free, is_ahead = (extents["state"] == state for state in (State.FREE, State.AHEAD))
+        num_bytes, resident_bytes = extents["num_bytes"], extents["resident_bytes"]
+        header.object_bytes = int(num_bytes[~(is_free | is_ahead)].sum())
+        header.spare_bytes = int(resident_bytes[is_free].sum() + num_bytes[is_ahead].sum())
         header.num_changes += _RING + 1
 
     def close(self) -> None:

@@ -1,0 +1,311 @@
+"""Memory that the shm store makes ready for what will be put next."""
+
+import errno
+import os
+import threading
+import time
+from contextlib import closing, suppress
+
+import pytest
+
+from kvstore.conformance.objects import filled, random_keys, read
+from kvstore.registry import open_store
+from kvstore.store import StoreUnavailableError
+from kvstore.stores import file_lock
+from kvstore.stores.shm import mapped_memory
+from kvstore.stores.shm import store as shm_store
+from kvstore.stores.shm.extent_table import State
+from tests.support.shm_arena import interposed, opened, put, refusing
+
+
+def _await_ahead(store):
+    """Until what was to be made ready is, or was refused."""
+    store._ahead.submit(lambda: None).result()
+
+
+def _await_closed(store):
+    """Until its thread has ended."""
+    store._ahead.shutdown()
+
+
+def _refuse_memory(patched):
+    def refuse(*args):
+        raise OSError(errno.ENOSPC, "full")
+
+    patched.setattr(os, "posix_fallocate", refuse)
+
+
+def test_memory_is_made_ready_for_the_next_put(monkeypatch):
+    first, second, third = random_keys(3)
+    with opened() as (store, contents, _):
+        put(store, first, 1, 1 << 20)
+        _await_ahead(store)
+        assert contents.header.spare_bytes == 1 << 20
+        assert contents.memory_bytes() == 2 << 20
+        contents.check()
+        [spare] = contents.extents(State.FREE)
+        with monkeypatch.context() as patched:
+            _refuse_memory(patched)  # as it would be for any that is new
+            put(store, second, 2, 1 << 20)
+            _await_ahead(store)
+            assert contents.objects()[second].index == spare.index
+            with pytest.raises(StoreUnavailableError):
+                put(store, third, 3, 1 << 20)
+        assert store.stats().num_bytes == 2 << 20
+        put(store, third, 3, 1 << 20)
+        _await_ahead(store)
+        assert contents.table.header.spare_bytes == 1 << 20
+        for byte, key in enumerate((first, second, third), 1):
+            assert read(store, key, 1 << 20) == bytes(filled(byte, 1 << 20))
+
+
+def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
+    keys, most, map_in = random_keys(40), [], mapped_memory.MappedMemory.map_in
+    with opened(max_bytes=32 << 20) as (store, contents, _):
+
+        def look_and_map_in(memory, start, num_bytes):
+            assert contents.header.object_bytes == len(contents.objects()) << 20
+            most.append(contents.header.object_bytes + contents.header.spare_bytes)
+            map_in(memory, start, num_bytes)
+
+        monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", look_and_map_in)
+        for index, key in enumerate(keys[:32]):
+            put(store, key, index, 1 << 20)
+            _await_ahead(store)
+            header = contents.header
+            assert header.object_bytes == (index + 1) << 20
+            assert header.spare_bytes <= min(4 << 20, (32 << 20) - header.object_bytes)
+        assert store.stats().evictions == 0
+        assert contents.memory_bytes() == 32 << 20
+        for index, key in enumerate(keys[32:]):
+            put(store, key, index, 1 << 20)
+            _await_ahead(store)
+        assert store.stats().evictions == 8
+        assert contents.memory_bytes() == 32 << 20
+        assert 2 << 20 <= max(most) < 32 << 20
+
+
+def test_what_is_being_made_ready_takes_no_room_of_objects(monkeypatch):
+    keys, held = random_keys(16), []
+    with opened(max_bytes=16 << 20, lease_s=600) as (store, contents, url):
+
+        def fill():
+            with closing(open_store(url)) as other:
+                other.put_many(keys, [filled(1, 1 << 20)] * 16)
+            held.append(store.stats().num_bytes)
+            held.append(contents.header.spare_bytes)
+
+        interposed(monkeypatch, "map_in", fill)
+        put(store, keys[0], 1, 1 << 20)
+        _await_ahead(store)
+        assert held == [16 << 20, 1 << 20]
+        assert store.contains_prefix(keys) == 16
+        assert contents.header.spare_bytes == 0
+        assert contents.memory_bytes() == 16 << 20
+        contents.check()
+
+
+def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
+    """Of two rooms: there is memory for all of the one and for one of two of the other."""
+    keys = random_keys(6)
+    with opened() as (store, contents, _):
+        arena = store._objects
+        monkeypatch.setattr(store, "_provide_ahead", lambda: None)
+        store.put_many(keys[:2], [filled(1, 1 << 20), filled(1, 4 << 20)])
+        store.delete(keys[:2])
+        spare = contents.extents(State.FREE)
+        store.put_many(keys[3:], [filled(2, size << 20) for size in (8, 8, 8)])
+        arena._sizes_ahead = [1 << 20, 4 << 20, 4 << 20]
+        provided = []
+        monkeypatch.setattr(arena, "_provide", lambda extent: provided.append(extent.room))
+        arena.provide_ahead(threading.Event())
+        assert provided == [4 << 20]
+        assert all(extent.generation == 1 for extent in spare)
+
+
+def test_what_was_made_ready_while_the_lock_was_kept_is_free_at_the_next_call(monkeypatch):
+    (key,) = random_keys(1)
+    with opened(timeout_s=0.2) as (store, contents, url), closing(open_store(url)) as other:
+        held, may_go_on = threading.Event(), threading.Event()
+
+        def hold():
+            with other._objects._lock.locked():
+                held.set()
+                may_go_on.wait(30)
+
+        holder = threading.Thread(target=hold)
+
+        def hold_from_now_on():
+            holder.start()
+            assert held.wait(30)
+
+        interposed(monkeypatch, "map_in", hold_from_now_on)
+        put(store, key, 1, 1 << 20)
+        _await_ahead(store)
+        may_go_on.set()
+        holder.join()
+        assert contents.extents(State.AHEAD)
+        assert store.stats().num_bytes == 1 << 20
+        assert store.contains_prefix([key]) == 1
+        assert not contents.extents(State.AHEAD)
+        assert contents.header.spare_bytes == 1 << 20
+        assert contents.memory_bytes() == 2 << 20
+        contents.check()
+
+
+def test_many_puts_ask_for_memory_once(monkeypatch):
+    asked, may_go_on = [], threading.Event()
+    with opened() as (store, contents, _):
+        store._ahead.submit(may_go_on.wait, 30)
+        monkeypatch.setattr(store, "_provide_ahead", lambda: asked.append(1))
+        for key in random_keys(5):
+            put(store, key, 1, 1 << 20)
+        may_go_on.set()
+        _await_ahead(store)
+        assert asked == [1]
+        assert contents.header.spare_bytes == 0
+
+
+def test_what_others_may_need_of_a_file_system_is_left_to_them(monkeypatch):
+    first, second = random_keys(2)
+    with opened() as (store, contents, _):
+        for key, free_bytes, expected in ((first, 8 << 20, 0), (second, 9 << 20, 1 << 20)):
+            free = property(lambda memory, free_bytes=free_bytes: free_bytes - 1)
+            monkeypatch.setattr(mapped_memory.MappedMemory, "free_bytes", free)
+            put(store, key, 1, 1 << 20)
+            _await_ahead(store)
+            assert contents.table.header.spare_bytes == expected
+
+
+def test_little_is_not_worth_memory_ahead():
+    (key,) = random_keys(1)
+    with opened() as (store, contents, _):
+        put(store, key, 1, 100_000)
+        _await_ahead(store)
+        assert contents.header.spare_bytes == 0
+
+
+def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkeypatch):
+    (key,) = random_keys(1)
+    with opened() as (store, contents, url):
+        other = open_store(url)
+        interposed(monkeypatch, "map_in", other._objects.close)
+        put(other, key, 1, 1 << 20)
+        other.close()
+        open_store(url).close()  # lists
+        assert not contents.extents(State.AHEAD)
+        contents.check()
+        assert read(store, key, 1 << 20) == bytes(filled(1, 1 << 20))
+
+
+def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
+    provided = []
+    with opened() as (_, contents, url):
+        store = open_store(url)
+        closer = threading.Thread(target=store.close)
+
+        def close_meanwhile(memory, start, num_bytes):
+            provided.append(num_bytes)
+            closer.start()
+            assert store._is_closing.wait(30)
+
+        monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", close_meanwhile)
+        store.put_many(random_keys(3), [filled(1, 1 << 20)] * 3)
+        _await_closed(store)
+        closer.join()
+        assert provided == [1 << 20]
+        assert not contents.extents(State.AHEAD)
+        assert contents.header.spare_bytes == 1 << 20
+        contents.check()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full):
+    deadlines = []
+    with opened() as (store, _, _):
+        monkeypatch.setattr(store, "_provide_ahead", lambda: None)
+        put(store, random_keys(1)[0], 1, 1 << 20)
+        locked = file_lock.FileLock.locked
+
+        def note_and_lock(lock, deadline_s=None):
+            deadlines.append(deadline_s)
+            return locked(lock, deadline_s)
+
+        monkeypatch.setattr(file_lock.FileLock, "locked", note_and_lock)
+        with refusing(monkeypatch, 1 if is_full else 2), suppress(OSError):
+            store._objects.provide_ahead(threading.Event())
+        assert len(deadlines) == 2
+        assert deadlines[0] == deadlines[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "num_logged"),
+    [(OSError("full"), 0), (StoreUnavailableError("locked"), 0), (ArithmeticError("a bug"), 1)],
+)
+def test_after_a_failure_memory_is_not_asked_for_with_each_put(
+    monkeypatch, caplog, error, num_logged
+):
+    asked, pauses, may_go_on = [], [], threading.Event()
+    with opened() as (store, _, _):
+
+        def fail(is_unwanted):
+            asked.append(1)
+            raise error
+
+        def pause(seconds):
+            pauses.append(seconds)
+            return bool(seconds == shm_store._AHEAD_RETRY_S and may_go_on.wait(30))
+
+        monkeypatch.setattr(store._objects, "provide_ahead", fail)
+        monkeypatch.setattr(store._is_closing, "wait", pause)
+        put(store, random_keys(1)[0], 1, 1 << 20)
+        while len(pauses) < 2:
+            time.sleep(0.001)
+        for key in random_keys(5):
+            put(store, key, 1, 1 << 20)
+        assert len(asked) == 1
+        assert pauses == [shm_store._AHEAD_PAUSE_S, shm_store._AHEAD_RETRY_S]
+        may_go_on.set()
+        _await_ahead(store)
+        assert len(asked) == 2
+        logged = [record for record in caplog.records if record.name == "baton.kvstore"]
+        assert [record.exc_info[1] for record in logged[:num_logged]] == [error] * num_logged
+        assert len(logged) == 2 * num_logged
+
+
+def test_memory_is_asked_for_again_when_no_thread_was_to_be_had(monkeypatch):
+    first, second = random_keys(2)
+    with opened() as (store, contents, _):
+
+        def refuse(*args):
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store._ahead, "submit", refuse)
+            put(store, first, 1, 1 << 20)
+        put(store, second, 1, 1 << 20)
+        _await_ahead(store)
+        assert contents.header.spare_bytes == 1 << 20
+
+
+def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
+    first, second = random_keys(2)
+    with opened() as (store, contents, _):
+        put(store, first, 1, 1 << 20)
+        _await_ahead(store)
+        monkeypatch.setattr(store, "_provide_ahead", lambda: None)
+        [spare] = contents.extents(State.FREE)
+        assert spare.resident_bytes == 1 << 20
+        allocate = os.posix_fallocate
+
+        def allocate_if_none_is_spare(fd, *args):
+            if fd == store._objects._memory._fd and contents.header.spare_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return allocate(fd, *args)
+
+        monkeypatch.setattr(os, "posix_fallocate", allocate_if_none_is_spare)
+        put(store, second, 2, 2 << 20)
+        assert read(store, second, 2 << 20) == bytes(filled(2, 2 << 20))
+        assert spare.resident_bytes == 0
+        assert contents.memory_bytes() == 3 << 20
+        contents.check()

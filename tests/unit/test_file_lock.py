@@ -1,0 +1,24 @@
+"""The lock between threads and processes: until when it is waited for."""
+
+import time
+from contextlib import closing
+
+import pytest
+
+from kvstore.store import StoreUnavailableError
+from kvstore.stores.file_lock import FileLock
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["thread", "process"])
+def test_a_deadline_goes_before_the_timeout(tmp_path, is_own):
+    with (
+        closing(FileLock(tmp_path / "lock", timeout_s=600)) as lock,
+        closing(FileLock(tmp_path / "lock", timeout_s=600)) as other,
+    ):
+        waiting = lock if is_own else other
+        with lock.locked():
+            for deadline_s in (0, time.monotonic() + 0.01):
+                with pytest.raises(StoreUnavailableError), waiting.locked(deadline_s):
+                    pytest.fail("two have the lock")
+        with other.locked(0):
+            pass
