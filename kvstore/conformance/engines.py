@@ -75,6 +75,10 @@ class TinyEngine:
         """The pool's bytes, `[num_blocks, bytes of a block]` uint8: a view."""
         return self.pool.view(torch.uint8).view(len(self.pool), -1)
 
+    def has_nothing_new(self, before: torch.Tensor) -> bool:
+        """Whether `block_bytes` are as before. What could not be used of a load may be zeroed."""
+        return bool((self.block_bytes.eq(before) | self.block_bytes.eq(0)).all())
+
     def step(self) -> None:
         """Takes in what has ended, and then starts what was asked for, as engines do."""
         self._take_in()

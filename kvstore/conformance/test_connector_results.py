@@ -19,11 +19,6 @@ from kvstore.conformance.engines import (
 _AFTERWARDS_S = 0.3
 
 
-def _has_nothing_new(reader: TinyEngine, before: torch.Tensor) -> bool:
-    """Whether blocks are as they were. What could not be used of a load may be zeroed."""
-    return bool((reader.block_bytes.eq(before) | reader.block_bytes.eq(0)).all())
-
-
 def test_a_prefix_is_good_where_the_rest_is_missing(
     publisher: TinyEngine, reader: TinyEngine
 ) -> None:
@@ -61,7 +56,7 @@ def test_an_unknown_handoff_brings_nothing(
     result = reader.load(handoff, range(3))
     assert result.num_blocks == 0
     assert result.error
-    assert _has_nothing_new(reader, before)
+    assert reader.has_nothing_new(before)
 
 
 def test_blocks_of_another_shape_are_not_taken(open_engine: EngineOpener) -> None:
@@ -71,7 +66,7 @@ def test_blocks_of_another_shape_are_not_taken(open_engine: EngineOpener) -> Non
     result = reader.load(publisher.publish(random_prompt(3), range(3)), range(3))
     assert result.num_blocks == 0
     assert result.error
-    assert _has_nothing_new(reader, before)
+    assert reader.has_nothing_new(before)
 
 
 def test_a_cancelled_load_ends_once_and_writes_nothing_afterwards(
