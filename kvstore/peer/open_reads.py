@@ -17,6 +17,8 @@ __all__ = ["OpenRead", "OpenReads"]
 
 # In an answer. A lender makes one in 6 us, and a message holds a million.
 _MAX_RANGES = 16_384
+# In a question, some 5 ms: for more, others move what the one before was about meanwhile.
+_MAX_BLOCKS = 512
 # Of what a piece could have: one that got less could fail where nothing is wrong.
 _LEAST_SHARE = 3 / 4
 
@@ -67,7 +69,8 @@ class OpenReads:
         closer: who tells peers of the end of reads.
 
     Attributes:
-        ranges_per_block: how many a block can consist of at most; set before the first question.
+        ranges_per_block: how many a block of any peer can consist of at most; set before the first
+            question.
     """
 
     def __init__(self, closer: ReadCloser) -> None:
@@ -95,7 +98,8 @@ class OpenReads:
             for read in load.reads:
                 if read.asked.issuperset(request.keys) and _lasts(read, request):
                     return read
-            num_neighbours = max(1, _MAX_RANGES // self.ranges_per_block)
+            num_ranges = peer.ranges_per_block or self.ranges_per_block
+            num_neighbours = max(1, min(_MAX_RANGES // num_ranges, _MAX_BLOCKS))
             load.reads.append(_open(peer, request, num_neighbours))
             return load.reads[-1]
         finally:
@@ -123,6 +127,8 @@ def _open(peer: Peer, request: BlockRequest, num_neighbours: int) -> OpenRead:
         blocks=asked.to_proto(peer.address), timeout_ms=int(timeout_s * 1000)
     )
     opened = peer.stub.OpenBlocks(message, timeout=timeout_s)
+    num_ranges = max((len(place.ranges) for place in opened.locations), default=0)
+    peer.ranges_per_block = max(num_ranges, peer.ranges_per_block)
     granted_s = opened.timeout_ms / 1000
     return OpenRead(
         address=peer.address,

@@ -48,6 +48,7 @@ class Peer:
         read_blocks: its ReadBlocks, whose messages stay the bytes that they are.
         breaker: what spares it, and us, while it does not answer.
         is_added: whether the transport knows it; see `kvstore.peer.data_planes`.
+        ranges_per_block: the most that a block of its consisted of so far; 0 before the first.
     """
 
     def __init__(self, address: PeerAddress) -> None:
@@ -61,6 +62,7 @@ class Peer:
         )
         self.breaker = Breaker(f"the KV peer at {address.endpoint}")
         self.is_added = False
+        self.ranges_per_block = 0
         # Used by `Peers` under its lock.
         self.num_users = 0
         self.idle_since = 0.0
