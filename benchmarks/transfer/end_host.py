@@ -43,7 +43,9 @@ class EndHost:
         torch.set_num_threads(1)
         words_per_block = layout.block_bytes // 8
         words = fresh_zeros((num_blocks * words_per_block,), torch.int64)
-        words[: num_filled * words_per_block].random_()
+        num_random = num_filled * words_per_block
+        words[:num_random].random_()
+        words[num_random:].zero_()  # whoever has served for a while has its pages
         dtype = getattr(torch, layout.pool_dtype)
         self._layout = layout
         self._pool = words.view(dtype).view(num_blocks, *layout.block_shape)
