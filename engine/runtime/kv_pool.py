@@ -168,9 +168,7 @@ def allocate_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> to
     shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.pool_dtype)
     try:
         if device.type == "cpu":
-            # Written to, so that its pages are there: else the first prompts wait for them, and
-            # memory that is not to be had ends a process that serves.
-            return kernels.fresh_zeros(shape, dtype).zero_()
+            return kernels.fresh_zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError: a RuntimeError
         raise ConfigurationError(

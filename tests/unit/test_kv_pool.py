@@ -2,7 +2,6 @@
 
 import logging
 import re
-import resource
 from dataclasses import replace
 
 import pytest
@@ -100,15 +99,6 @@ def test_the_pool_is_zeroed_in_the_layouts_shape(dtype):
     assert pool.nbytes == 5 * layout.block_bytes
     assert pool.is_contiguous()
     assert (pool == 0).all()
-
-
-def test_the_pool_of_a_cpu_has_its_pages_before_anybody_waits_for_them():
-    num_blocks = 128 * 2**20 // _LAYOUT.block_bytes
-    pool = allocate_pool(num_blocks, _LAYOUT, _CPU)
-    faults_before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    pool.fill_(1)
-    num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before
-    assert num_faults < 32, "64 large pages, or 32,768 small ones"
 
 
 def test_the_pool_of_8_bit_kv_is_of_bytes():
