@@ -34,8 +34,9 @@ class Backend(Protocol):
     def takes_frames(self) -> bool:
         """Whether the parts of a slot may lie apart, the payload in a pool.
 
-        Then nothing reads or writes slots after a call, also if it fails, and a slot whose
-        object is put is left as it is. Otherwise each slot has its `whole`.
+        Then nothing reads or writes slots after a call, also if it fails, unless it raises
+        `InDoubtError`; and a slot whose object is put is left as it is. Otherwise each slot has
+        its `whole`.
         """
 
     def num_held(self, keys: Sequence[bytes]) -> int:
@@ -50,8 +51,9 @@ class Backend(Protocol):
         """Fills slots with sealed blocks; nothing writes to them afterwards.
 
         Raises:
-            InDoubtError: something may; the mover uses the slots for nothing else until then, or
-                for long enough. After that it trusts nothing that lies in them.
+            InDoubtError: something may; the mover uses a segment's slots for nothing else until
+                then, or for long enough, and trusts nothing that lies in them after that. A
+                pool's blocks stay the job's until then, however long that is.
         """
 
     def discard(self, key: bytes) -> None:
