@@ -26,6 +26,7 @@ class FakePeer:
         self.stub = self
         self.asked = []
         self.num_lent = len(KEYS)
+        self.ranges_per_block = 0  # as long as no answer names any
         self.granted_ms = int(TIMEOUT_S * 1000)
         self.failures = []
         self.is_asked, self.go_on = threading.Event(), threading.Event()
