@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-import time
 from contextlib import closing, suppress
 
 import pytest
@@ -245,7 +244,7 @@ def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full
 def test_after_a_failure_memory_is_not_asked_for_with_each_put(
     monkeypatch, caplog, error, num_logged
 ):
-    asked, pauses, may_go_on = [], [], threading.Event()
+    asked, pauses, is_pausing, may_go_on = [], [], threading.Event(), threading.Event()
     with opened() as (store, _, _):
 
         def fail(is_unwanted):
@@ -254,13 +253,15 @@ def test_after_a_failure_memory_is_not_asked_for_with_each_put(
 
         def pause(seconds):
             pauses.append(seconds)
-            return bool(seconds == shm_store._AHEAD_RETRY_S and may_go_on.wait(30))
+            if seconds != shm_store._AHEAD_RETRY_S:
+                return False
+            is_pausing.set()
+            return may_go_on.wait(30)
 
         monkeypatch.setattr(store._objects, "provide_ahead", fail)
         monkeypatch.setattr(store._is_closing, "wait", pause)
         put(store, random_keys(1)[0], 1, 1 << 20)
-        while len(pauses) < 2:
-            time.sleep(0.001)
+        assert is_pausing.wait(30)
         for key in random_keys(5):
             put(store, key, 1, 1 << 20)
         assert len(asked) == 1
