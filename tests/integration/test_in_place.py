@@ -325,13 +325,17 @@ def test_a_save_of_which_a_part_cannot_be_put_is_not_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     put_frames = memory_store.put_frames
+    is_first_put = threading.Event()
 
     def refuse_some(keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
         if keys[0] == refused:
+            assert is_first_put.wait(TIMEOUT_S)
             raise StoreUnavailableError("full")
         put_frames(keys, frames)
+        if keys[0] == first:
+            is_first_put.set()
 
-    (refused,) = keys(1, PIECE)
+    (first,), (refused,) = keys(1), keys(1, PIECE)
     rig = make_rig(memory_store)
     monkeypatch.setattr(memory_store, "put_frames", refuse_some)
     rig.start(saves=(SaveJob(5, keys(NUM_BLOCKS), tuple(range(NUM_BLOCKS))),))
