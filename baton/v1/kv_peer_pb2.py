@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/kv_peer.proto\x12\x08\x62\x61ton.v1\"G\n\x0cKvPeerParams\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\"F\n\rKvMemoryRange\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x11\n\tdevice_id\x18\x03 \x01(\r\"Q\n\x0bKvBlockList\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"J\n\x0fKvBlockLocation\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\'\n\x06ranges\x18\x02 \x03(\x0b\x32\x17.baton.v1.KvMemoryRange\"\x11\n\x0f\x44\x65scribeRequest\"[\n\x10\x44\x65scribeResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"N\n\x11OpenBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"g\n\x12OpenBlocksResponse\x12\x0f\n\x07read_id\x18\x01 \x01(\x04\x12,\n\tlocations\x18\x02 \x03(\x0b\x32\x19.baton.v1.KvBlockLocation\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\":\n\x12\x43loseBlocksRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08read_ids\x18\x02 \x03(\x04\"\x15\n\x13\x43loseBlocksResponse\":\n\x11ReadBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\"\"\n\x12ReadBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xbd\x01\n\x11PushBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\x12\x0f\n\x07push_id\x18\x02 \x01(\x0c\x12\x19\n\x11reader_generation\x18\x03 \x01(\x0c\x12\x17\n\x0freader_metadata\x18\x04 \x01(\x0c\x12(\n\x07targets\x18\x05 \x03(\x0b\x32\x17.baton.v1.KvMemoryRange\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\"e\n\x12PushBlocksResponse\x12,\n\tlocations\x18\x01 \x03(\x0b\x32\x19.baton.v1.KvBlockLocation\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nis_settled\x18\x03 \x01(\x08\"8\n\x11SettlePushRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x0f\n\x07push_id\x18\x02 \x01(\x0c\"(\n\x12SettlePushResponse\x12\x12\n\nis_settled\x18\x01 \x01(\x08\";\n\x12RenewLeasesRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\t\"#\n\x13RenewLeasesResponse\x12\x0c\n\x04gone\x18\x01 \x03(\t2\xa4\x04\n\rKvPeerService\x12\x46\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\"\x03\x90\x02\x01\x12G\n\nOpenBlocks\x12\x1b.baton.v1.OpenBlocksRequest\x1a\x1c.baton.v1.OpenBlocksResponse\x12O\n\x0b\x43loseBlocks\x12\x1c.baton.v1.CloseBlocksRequest\x1a\x1d.baton.v1.CloseBlocksResponse\"\x03\x90\x02\x02\x12I\n\nReadBlocks\x12\x1b.baton.v1.ReadBlocksRequest\x1a\x1c.baton.v1.ReadBlocksResponse0\x01\x12G\n\nPushBlocks\x12\x1b.baton.v1.PushBlocksRequest\x1a\x1c.baton.v1.PushBlocksResponse\x12L\n\nSettlePush\x12\x1b.baton.v1.SettlePushRequest\x1a\x1c.baton.v1.SettlePushResponse\"\x03\x90\x02\x02\x12O\n\x0bRenewLeases\x12\x1c.baton.v1.RenewLeasesRequest\x1a\x1d.baton.v1.RenewLeasesResponse\"\x03\x90\x02\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/kv_peer.proto\x12\x08\x62\x61ton.v1\"G\n\x0cKvPeerParams\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\"J\n\x0eKvMemoryRanges\x12\x11\n\taddresses\x18\x01 \x03(\x06\x12\x11\n\tnum_bytes\x18\x02 \x03(\x04\x12\x12\n\ndevice_ids\x18\x03 \x03(\r\"Q\n\x0bKvBlockList\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"a\n\x10KvBlockLocations\x12\x0f\n\x07headers\x18\x01 \x01(\x0c\x12\x12\n\nnum_ranges\x18\x02 \x03(\r\x12(\n\x06ranges\x18\x03 \x01(\x0b\x32\x18.baton.v1.KvMemoryRanges\"\x11\n\x0f\x44\x65scribeRequest\"[\n\x10\x44\x65scribeResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"N\n\x11OpenBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"h\n\x12OpenBlocksResponse\x12\x0f\n\x07read_id\x18\x01 \x01(\x04\x12-\n\tlocations\x18\x02 \x01(\x0b\x32\x1a.baton.v1.KvBlockLocations\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\":\n\x12\x43loseBlocksRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08read_ids\x18\x02 \x03(\x04\"\x15\n\x13\x43loseBlocksResponse\":\n\x11ReadBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\"\"\n\x12ReadBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xbe\x01\n\x11PushBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\x12\x0f\n\x07push_id\x18\x02 \x01(\x0c\x12\x19\n\x11reader_generation\x18\x03 \x01(\x0c\x12\x17\n\x0freader_metadata\x18\x04 \x01(\x0c\x12)\n\x07targets\x18\x05 \x01(\x0b\x32\x18.baton.v1.KvMemoryRanges\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\"H\n\x12PushBlocksResponse\x12\x0f\n\x07headers\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nis_settled\x18\x03 \x01(\x08\"8\n\x11SettlePushRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x0f\n\x07push_id\x18\x02 \x01(\x0c\"(\n\x12SettlePushResponse\x12\x12\n\nis_settled\x18\x01 \x01(\x08\";\n\x12RenewLeasesRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\t\"#\n\x13RenewLeasesResponse\x12\x0c\n\x04gone\x18\x01 \x03(\t2\xa4\x04\n\rKvPeerService\x12\x46\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\"\x03\x90\x02\x01\x12G\n\nOpenBlocks\x12\x1b.baton.v1.OpenBlocksRequest\x1a\x1c.baton.v1.OpenBlocksResponse\x12O\n\x0b\x43loseBlocks\x12\x1c.baton.v1.CloseBlocksRequest\x1a\x1d.baton.v1.CloseBlocksResponse\"\x03\x90\x02\x02\x12I\n\nReadBlocks\x12\x1b.baton.v1.ReadBlocksRequest\x1a\x1c.baton.v1.ReadBlocksResponse0\x01\x12G\n\nPushBlocks\x12\x1b.baton.v1.PushBlocksRequest\x1a\x1c.baton.v1.PushBlocksResponse\x12L\n\nSettlePush\x12\x1b.baton.v1.SettlePushRequest\x1a\x1c.baton.v1.SettlePushResponse\"\x03\x90\x02\x02\x12O\n\x0bRenewLeases\x12\x1c.baton.v1.RenewLeasesRequest\x1a\x1d.baton.v1.RenewLeasesResponse\"\x03\x90\x02\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,31 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVPEERSERVICE'].methods_by_name['RenewLeases']._serialized_options = b'\220\002\002'
   _globals['_KVPEERPARAMS']._serialized_start=36
   _globals['_KVPEERPARAMS']._serialized_end=107
-  _globals['_KVMEMORYRANGE']._serialized_start=109
-  _globals['_KVMEMORYRANGE']._serialized_end=179
-  _globals['_KVBLOCKLIST']._serialized_start=181
-  _globals['_KVBLOCKLIST']._serialized_end=262
-  _globals['_KVBLOCKLOCATION']._serialized_start=264
-  _globals['_KVBLOCKLOCATION']._serialized_end=338
-  _globals['_DESCRIBEREQUEST']._serialized_start=340
-  _globals['_DESCRIBEREQUEST']._serialized_end=357
-  _globals['_DESCRIBERESPONSE']._serialized_start=359
-  _globals['_DESCRIBERESPONSE']._serialized_end=450
-  _globals['_OPENBLOCKSREQUEST']._serialized_start=452
-  _globals['_OPENBLOCKSREQUEST']._serialized_end=530
-  _globals['_OPENBLOCKSRESPONSE']._serialized_start=532
-  _globals['_OPENBLOCKSRESPONSE']._serialized_end=635
-  _globals['_CLOSEBLOCKSREQUEST']._serialized_start=637
-  _globals['_CLOSEBLOCKSREQUEST']._serialized_end=695
-  _globals['_CLOSEBLOCKSRESPONSE']._serialized_start=697
-  _globals['_CLOSEBLOCKSRESPONSE']._serialized_end=718
-  _globals['_READBLOCKSREQUEST']._serialized_start=720
-  _globals['_READBLOCKSREQUEST']._serialized_end=778
-  _globals['_READBLOCKSRESPONSE']._serialized_start=780
-  _globals['_READBLOCKSRESPONSE']._serialized_end=814
-  _globals['_PUSHBLOCKSREQUEST']._serialized_start=817
-  _globals['_PUSHBLOCKSREQUEST']._serialized_end=1006
-  _globals['_PUSHBLOCKSRESPONSE']._serialized_start=1008
+  _globals['_KVMEMORYRANGES']._serialized_start=109
+  _globals['_KVMEMORYRANGES']._serialized_end=183
+  _globals['_KVBLOCKLIST']._serialized_start=185
+  _globals['_KVBLOCKLIST']._serialized_end=266
+  _globals['_KVBLOCKLOCATIONS']._serialized_start=268
+  _globals['_KVBLOCKLOCATIONS']._serialized_end=365
+  _globals['_DESCRIBEREQUEST']._serialized_start=367
+  _globals['_DESCRIBEREQUEST']._serialized_end=384
+  _globals['_DESCRIBERESPONSE']._serialized_start=386
+  _globals['_DESCRIBERESPONSE']._serialized_end=477
+  _globals['_OPENBLOCKSREQUEST']._serialized_start=479
+  _globals['_OPENBLOCKSREQUEST']._serialized_end=557
+  _globals['_OPENBLOCKSRESPONSE']._serialized_start=559
+  _globals['_OPENBLOCKSRESPONSE']._serialized_end=663
+  _globals['_CLOSEBLOCKSREQUEST']._serialized_start=665
+  _globals['_CLOSEBLOCKSREQUEST']._serialized_end=723
+  _globals['_CLOSEBLOCKSRESPONSE']._serialized_start=725
+  _globals['_CLOSEBLOCKSRESPONSE']._serialized_end=746
+  _globals['_READBLOCKSREQUEST']._serialized_start=748
+  _globals['_READBLOCKSREQUEST']._serialized_end=806
+  _globals['_READBLOCKSRESPONSE']._serialized_start=808
+  _globals['_READBLOCKSRESPONSE']._serialized_end=842
+  _globals['_PUSHBLOCKSREQUEST']._serialized_start=845
+  _globals['_PUSHBLOCKSREQUEST']._serialized_end=1035
+  _globals['_PUSHBLOCKSRESPONSE']._serialized_start=1037
   _globals['_PUSHBLOCKSRESPONSE']._serialized_end=1109
   _globals['_SETTLEPUSHREQUEST']._serialized_start=1111
   _globals['_SETTLEPUSHREQUEST']._serialized_end=1167

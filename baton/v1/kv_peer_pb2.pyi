@@ -54,31 +54,39 @@ class KvPeerParams(google.protobuf.message.Message):
 Global___KvPeerParams: typing_extensions.TypeAlias = KvPeerParams
 
 @typing.final
-class KvMemoryRange(google.protobuf.message.Message):
-    """A run of bytes in a process's registered memory."""
+class KvMemoryRanges(google.protobuf.message.Message):
+    """Runs of bytes in a process's registered memory, column by column: a message
+    for each would cost more than to read it. All columns are equally long.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    ADDRESS_FIELD_NUMBER: builtins.int
+    ADDRESSES_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
-    DEVICE_ID_FIELD_NUMBER: builtins.int
-    address: builtins.int
-    """Of the first byte."""
-    num_bytes: builtins.int
-    """Length."""
-    device_id: builtins.int
-    """Of the GPU that it lies on; 0 for host memory."""
+    DEVICE_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of the first bytes."""
+
+    @property
+    def num_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Lengths."""
+
+    @property
+    def device_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of the GPUs that they lie on; 0 for host memory."""
+
     def __init__(
         self,
         *,
-        address: builtins.int = ...,
-        num_bytes: builtins.int = ...,
-        device_id: builtins.int = ...,
+        addresses: collections.abc.Iterable[builtins.int] | None = ...,
+        num_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        device_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "device_id", b"device_id", "num_bytes", b"num_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["addresses", b"addresses", "device_ids", b"device_ids", "num_bytes", b"num_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___KvMemoryRange: typing_extensions.TypeAlias = KvMemoryRange
+Global___KvMemoryRanges: typing_extensions.TypeAlias = KvMemoryRanges
 
 @typing.final
 class KvBlockList(google.protobuf.message.Message):
@@ -116,31 +124,43 @@ class KvBlockList(google.protobuf.message.Message):
 Global___KvBlockList: typing_extensions.TypeAlias = KvBlockList
 
 @typing.final
-class KvBlockLocation(google.protobuf.message.Message):
-    """Where a block lies."""
+class KvBlockLocations(google.protobuf.message.Message):
+    """Where blocks lie."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: builtins.int
+    HEADERS_FIELD_NUMBER: builtins.int
+    NUM_RANGES_FIELD_NUMBER: builtins.int
     RANGES_FIELD_NUMBER: builtins.int
-    header: builtins.bytes
-    """The 64 bytes that a sealed block begins with; the rest are its bytes."""
+    headers: builtins.bytes
+    """The 64 bytes that each sealed block begins with, one behind the other; the
+    rest are its bytes.
+    """
     @property
-    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvMemoryRange]:
-        """Its bytes, one range behind the other. Empty if they were pushed, or can
-        only be had by ReadBlocks.
+    def num_ranges(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of how many ranges each block consists. 0 if it can only be had by
+        ReadBlocks.
+        """
+
+    @property
+    def ranges(self) -> Global___KvMemoryRanges:
+        """The blocks' bytes: the ranges of the first, in order, those of the second,
+        ...
         """
 
     def __init__(
         self,
         *,
-        header: builtins.bytes = ...,
-        ranges: collections.abc.Iterable[Global___KvMemoryRange] | None = ...,
+        headers: builtins.bytes = ...,
+        num_ranges: collections.abc.Iterable[builtins.int] | None = ...,
+        ranges: Global___KvMemoryRanges | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["header", b"header", "ranges", b"ranges"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["ranges", b"ranges"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["headers", b"headers", "num_ranges", b"num_ranges", "ranges", b"ranges"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___KvBlockLocation: typing_extensions.TypeAlias = KvBlockLocation
+Global___KvBlockLocations: typing_extensions.TypeAlias = KvBlockLocations
 
 @typing.final
 class DescribeRequest(google.protobuf.message.Message):
@@ -228,16 +248,18 @@ class OpenBlocksResponse(google.protobuf.message.Message):
     timeout.
     """
     @property
-    def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvBlockLocation]:
+    def locations(self) -> Global___KvBlockLocations:
         """The leading blocks that are there, in order."""
 
     def __init__(
         self,
         *,
         read_id: builtins.int = ...,
-        locations: collections.abc.Iterable[Global___KvBlockLocation] | None = ...,
+        locations: Global___KvBlockLocations | None = ...,
         timeout_ms: builtins.int = ...,
     ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["locations", b"locations"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["locations", b"locations", "read_id", b"read_id", "timeout_ms", b"timeout_ms"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
@@ -349,7 +371,7 @@ class PushBlocksRequest(google.protobuf.message.Message):
         """Which."""
 
     @property
-    def targets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvMemoryRange]:
+    def targets(self) -> Global___KvMemoryRanges:
         """Where to, one range per key."""
 
     def __init__(
@@ -359,10 +381,10 @@ class PushBlocksRequest(google.protobuf.message.Message):
         push_id: builtins.bytes = ...,
         reader_generation: builtins.bytes = ...,
         reader_metadata: builtins.bytes = ...,
-        targets: collections.abc.Iterable[Global___KvMemoryRange] | None = ...,
+        targets: Global___KvMemoryRanges | None = ...,
         timeout_ms: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "targets", b"targets"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "push_id", b"push_id", "reader_generation", b"reader_generation", "reader_metadata", b"reader_metadata", "targets", b"targets", "timeout_ms", b"timeout_ms"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -375,27 +397,26 @@ class PushBlocksResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    LOCATIONS_FIELD_NUMBER: builtins.int
+    HEADERS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     IS_SETTLED_FIELD_NUMBER: builtins.int
+    headers: builtins.bytes
+    """The 64 bytes that each sealed block begins with, one behind the other, of
+    the leading blocks that were there; fewer if not all can be pushed. Empty
+    if the writing failed.
+    """
     error: builtins.str
     """Why the writing failed; empty if it did not."""
     is_settled: builtins.bool
     """Whether it can write no more."""
-    @property
-    def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvBlockLocation]:
-        """The leading blocks that were there, in order; fewer if not all can be
-        pushed. Empty if the writing failed.
-        """
-
     def __init__(
         self,
         *,
-        locations: collections.abc.Iterable[Global___KvBlockLocation] | None = ...,
+        headers: builtins.bytes = ...,
         error: builtins.str = ...,
         is_settled: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["error", b"error", "is_settled", b"is_settled", "locations", b"locations"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["error", b"error", "headers", b"headers", "is_settled", b"is_settled"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PushBlocksResponse: typing_extensions.TypeAlias = PushBlocksResponse

@@ -16,7 +16,7 @@ from benchmarks.transfer.connector_end import ConnectorEnd
 from kernels import fresh_zeros
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
-from kvstore.peer.transport import MemoryRange
+from kvstore.peer.transport import RangeTable, make_ranges
 
 __all__ = ["EndHost", "block_keys"]
 
@@ -166,9 +166,9 @@ class EndHost:
             if opened is not None:
                 opened.close()
 
-    def _ranges(self, address: int, block_ids: Sequence[int]) -> list[MemoryRange]:
+    def _ranges(self, address: int, block_ids: Sequence[int]) -> RangeTable:
         size = self._layout.block_bytes
-        return [MemoryRange(address + block * size, size) for block in block_ids]
+        return make_ranges([address + block * size for block in block_ids], size)
 
 
 def _digests(values: "Iterator[memoryview] | Iterator[bytes]") -> list[bytes]:

@@ -15,7 +15,7 @@ import ctypes
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import chain, takewhile
+from itertools import chain
 from typing import ClassVar
 
 import grpc
@@ -26,11 +26,11 @@ from kvstore.codec import HEADER_BYTES
 from kvstore.peer.address import PeerAddress
 from kvstore.peer.block_request import BlockRequest
 from kvstore.peer.framing import FrameFiller
-from kvstore.peer.locations import from_protos, split_ranges, to_protos
+from kvstore.peer.locations import BlockLocations, ranges_to_proto
 from kvstore.peer.open_reads import OpenReads
 from kvstore.peer.peers import GenerationGoneError, Peer, Peers, is_refusal
 from kvstore.peer.settlements import Settlements
-from kvstore.peer.transport import MemoryRange, PeerTransport, TransferError
+from kvstore.peer.transport import PeerTransport, RangeTable, TransferError, make_ranges
 from kvstore.slot import Slot
 from kvstore.store import StoreUnavailableError
 
@@ -105,21 +105,21 @@ class PullPlane(DataPlane):
     def _read(
         self,
         peer: Peer,
-        locations: Sequence[pb.KvBlockLocation],
+        locations: BlockLocations,
         slots: Sequence[Slot],
         timeout_s: float,
     ) -> int:
         """Reads the leading blocks that can be reached so; returns how many."""
-        places = list(takewhile(bool, (from_protos(place.ranges) for place in locations)))
-        if not places:
+        num_blocks = locations.ranges.num_reachable
+        if not num_blocks:
             return 0
-        sources, parts = split_ranges(places, _payload_ranges(slots[: len(places)]))
+        places = locations.select(range(num_blocks))
+        targets = places.ranges.parts_of(_payload_ranges(slots[:num_blocks]))
         try:
-            self._transport.read(peer.address.peer_id, sources, parts, timeout_s)
+            self._transport.read(peer.address.peer_id, places.ranges.table, targets, timeout_s)
         except TransferError as error:
             raise self._give_up(peer, error) from error
-        _write_headers(locations[: len(places)], slots)
-        return len(places)
+        return _write_headers(places.headers, slots)
 
     def _give_up(self, peer: Peer, error: TransferError) -> StoreUnavailableError:
         """Cuts the peer off; the next read adds it anew."""
@@ -162,15 +162,14 @@ class PushPlane(DataPlane):
             push_id=os.urandom(16),
             reader_generation=self._generation,
             reader_metadata=self._transport.metadata(),
-            targets=to_protos(_payload_ranges(slots)),
+            targets=ranges_to_proto(_payload_ranges(slots)),
             timeout_ms=int(request.remaining_s * 1000 * _WRITE_SHARE),
         )
         # What the peer does to meet this process for the first time may take as long again.
         timeout_s = 2 * request.remaining_s if is_first else request.remaining_s
         pushed = self._push(peer, message, timeout_s)
         peer.is_added = True
-        _write_headers(pushed.locations, slots)
-        num_pushed = len(pushed.locations)
+        num_pushed = _write_headers(pushed.headers, slots)
         if num_pushed < len(slots):  # missing, or of a type that must be converted first
             return num_pushed + _read_answer(peer, request.rest(num_pushed), slots[num_pushed:])
         return num_pushed
@@ -243,16 +242,18 @@ def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> in
     return filler.num_full // 2
 
 
-def _write_headers(locations: Sequence[pb.KvBlockLocation], slots: Sequence[Slot]) -> None:
-    for location, slot in zip(locations, slots, strict=False):
-        if len(location.header) != HEADER_BYTES:
-            raise StoreUnavailableError("a header of another length")
-        slot.header[:] = location.header
+def _write_headers(headers: bytes, slots: Sequence[Slot]) -> int:
+    """Puts headers into the leading slots; returns how many."""
+    num_blocks, rest = divmod(len(headers), HEADER_BYTES)
+    if rest or num_blocks > len(slots):
+        raise StoreUnavailableError(f"{len(headers)} bytes of headers for {len(slots)} blocks")
+    starts = range(0, len(headers), HEADER_BYTES)
+    for start, slot in zip(starts, slots, strict=False):
+        slot.header[:] = headers[start : start + HEADER_BYTES]
+    return num_blocks
 
 
-def _payload_ranges(slots: Sequence[Slot]) -> list[MemoryRange]:
+def _payload_ranges(slots: Sequence[Slot]) -> RangeTable:
     """Where the slots' blocks go."""
-    return [
-        MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(slot.payload)), slot.payload.nbytes)
-        for slot in slots
-    ]
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(slot.payload)) for slot in slots]
+    return make_ranges(addresses, [slot.payload.nbytes for slot in slots])

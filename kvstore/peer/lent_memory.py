@@ -19,7 +19,6 @@ import torch
 
 from kvstore.layout import KvLayout
 from kvstore.peer.leases import BlockRead, LentBlock
-from kvstore.peer.transport import MemoryRange
 from kvstore.staging import Segment
 from kvstore.store import StoreUnavailableError
 
@@ -80,10 +79,10 @@ class TailSlots:
         """A slot's bytes."""
         return self.segment.slots[slot].payload
 
-    def range_of(self, slot: int) -> MemoryRange:
-        """Where a slot's bytes lie."""
+    def place_of(self, slot: int) -> tuple[int, int]:
+        """The address of a slot's bytes, and how many they are."""
         block = self.segment.payload[slot]
-        return MemoryRange(block.data_ptr(), block.nbytes)
+        return block.data_ptr(), block.nbytes
 
 
 class LentMemory(ABC):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvstore.peer.nixl_library import new_agent
 from kvstore.peer.nixl_memory import AgentMetadata, DescribedRanges, MemoryMap
-from kvstore.peer.transport import MemoryRange, TransferError
+from kvstore.peer.transport import RangeTable, TransferError
 
 __all__ = ["NixlLink"]
 
@@ -66,11 +66,7 @@ class NixlLink:
         return self._is_closed.is_set()
 
     def transfer(
-        self,
-        operation: str,
-        own: Sequence[MemoryRange],
-        theirs: Sequence[MemoryRange],
-        timeout_s: float,
+        self, operation: str, own: RangeTable, theirs: RangeTable, timeout_s: float
     ) -> None:
         """Moves bytes between own ranges and the peer's.
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.peer.process_end import ProcessEnd
-from kvstore.peer.transport import MemoryRange, TransferError
+from kvstore.peer.transport import RangeTable, TransferError
 
 __all__ = ["AgentMetadata", "DescribedRanges", "MemoryMap", "MemoryProbe", "Region"]
 
@@ -163,11 +163,11 @@ class DescribedRanges:
     """Ranges as nixl takes them.
 
     Attributes:
-        table: `[ranges, 3]` uint64: address, length, device.
+        table: the ranges.
         is_on_gpu: `[ranges]` bool.
     """
 
-    table: NDArray[np.uint64]
+    table: RangeTable
     is_on_gpu: NDArray[np.bool_]
 
 
@@ -187,22 +187,20 @@ class MemoryMap:
         """Adds a region; `regions` keep the order in which they came."""
         self._set((*self.regions, region))
 
-    def describe(self, ranges: Sequence[MemoryRange]) -> DescribedRanges:
-        """Finds each range's region.
+    def describe(self, ranges: RangeTable) -> DescribedRanges:
+        """Finds each range's region, and the device from that.
 
         Raises:
             TransferError: a range does not lie in one region; settled.
         """
         starts, sizes, devices, on_gpu = self._columns
-        table = np.empty((len(ranges), 3), np.uint64)
-        table[:, 0] = [run.address for run in ranges]
-        table[:, 1] = [run.num_bytes for run in ranges]
+        table = ranges.copy()
         index = starts[1:].searchsorted(table[:, 0], side="right")
         offsets = table[:, 0] - starts[index]  # of an address below all regions: huge
         fits = (offsets <= sizes[index]) & (table[:, 1] <= sizes[index] - offsets)
         if not fits.all():
-            wrong = ranges[int(fits.argmin())]
-            message = f"{wrong.num_bytes} bytes at {wrong.address:#x} are not registered"
+            address, num_bytes, _ = ranges[int(fits.argmin())].tolist()
+            message = f"{num_bytes} bytes at {address:#x} are not registered"
             raise TransferError(message, is_settled=True)
         table[:, 2] = devices[index]
         return DescribedRanges(table, on_gpu[index].astype(np.bool_))

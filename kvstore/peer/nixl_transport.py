@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -17,7 +17,7 @@ from baton.errors import ConfigurationError
 from kvstore.peer.nixl_library import LATE_WRITES_S, load_nixl, new_agent
 from kvstore.peer.nixl_link import NixlLink
 from kvstore.peer.nixl_memory import AgentMetadata, MemoryMap, MemoryProbe, Region
-from kvstore.peer.transport import MemoryRange, PeerTransport, TransferError
+from kvstore.peer.transport import PeerTransport, RangeTable, TransferError
 
 __all__ = ["NixlTransport"]
 
@@ -120,21 +120,13 @@ class NixlTransport(PeerTransport):
         return link.process_end.has_come
 
     def read(
-        self,
-        peer_id: str,
-        sources: Sequence[MemoryRange],
-        targets: Sequence[MemoryRange],
-        timeout_s: float,
+        self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
     ) -> None:
         """See `PeerTransport.read`."""
         self._transfer("READ", peer_id, targets, sources, timeout_s)
 
     def write(
-        self,
-        peer_id: str,
-        sources: Sequence[MemoryRange],
-        targets: Sequence[MemoryRange],
-        timeout_s: float,
+        self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
     ) -> None:
         """See `PeerTransport.write`."""
         self._transfer("WRITE", peer_id, sources, targets, timeout_s)
@@ -157,15 +149,15 @@ class NixlTransport(PeerTransport):
         self,
         operation: str,
         peer_id: str,
-        own: Sequence[MemoryRange],
-        theirs: Sequence[MemoryRange],
+        own: RangeTable,
+        theirs: RangeTable,
         timeout_s: float,
     ) -> None:
         with self._lock:
             link = self._links.get(peer_id)
         if link is None:
             raise TransferError(f"no peer {peer_id} was added", is_settled=True)
-        if own or theirs:
+        if len(own) or len(theirs):
             link.transfer(operation, own, theirs, timeout_s)
 
     def _remember(self, peer_id: str, late_s: float) -> float:

@@ -7,7 +7,7 @@ from enum import Enum
 
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.peer.leases import BlockRead
-from kvstore.peer.locations import LentRanges, from_protos, split_ranges
+from kvstore.peer.locations import LentRanges, ranges_from_proto
 from kvstore.peer.transport import PeerTransport, TransferError
 
 __all__ = ["Pusher"]
@@ -64,8 +64,8 @@ class Pusher:
             return pb.PushBlocksResponse(error=str(error), is_settled=is_settled)
         finally:
             self._end(request.push_id, reader, state)
-        headers = [pb.KvBlockLocation(header=block.header) for block in read.blocks[:num_blocks]]
-        return pb.PushBlocksResponse(locations=headers, is_settled=True)
+        headers = b"".join(block.header for block in read.blocks[:num_blocks])
+        return pb.PushBlocksResponse(headers=headers, is_settled=True)
 
     def settle(self, push_id: bytes) -> bool:
         """Whether a push can write no more. One that has not begun never will."""
@@ -78,14 +78,15 @@ class Pusher:
         self, request: pb.PushBlocksRequest, read: BlockRead, ranges: LentRanges, timeout_s: float
     ) -> int:
         places = ranges.of_blocks(read.blocks)
-        reachable = next((i for i, place in enumerate(places) if not place), len(places))
-        targets = from_protos(request.targets)[:reachable]
-        sources, parts = split_ranges(places[:reachable], targets)
-        if sources:
+        num_blocks = places.num_reachable
+        targets = ranges_from_proto(request.targets)[:num_blocks]
+        sources = places.select(range(num_blocks))
+        parts = sources.parts_of(targets)
+        if num_blocks:
             reader = request.reader_generation.hex()
             self._transport.add_peer(reader, request.reader_metadata)
-            self._transport.write(reader, sources, parts, timeout_s)
-        return reachable
+            self._transport.write(reader, sources.table, parts, timeout_s)
+        return num_blocks
 
     def _begin(self, push_id: bytes, reader: str) -> bool:
         """Whether the push may begin: a reader may have asked for the end before the start."""

@@ -11,7 +11,7 @@ from baton.v1 import kv_peer_pb2 as pb
 from kvstore.peer.framing import pack_chunks, to_message
 from kvstore.peer.leases import BlockRead, LeaseGoneError, LeaseTable
 from kvstore.peer.lent_memory import LentMemory
-from kvstore.peer.locations import LentRanges, to_protos
+from kvstore.peer.locations import BlockLocations, LentRanges
 from kvstore.peer.pushes import Pusher
 from kvstore.peer.server import GENERATION_REFUSED
 from kvstore.store import StoreUnavailableError
@@ -208,9 +208,8 @@ def _messages(read: BlockRead, memory: LentMemory, timeout_s: float) -> Iterator
             yield message
 
 
-def _locate(read: BlockRead, ranges: LentRanges | None) -> list[pb.KvBlockLocation]:
-    found = ranges.of_blocks(read.blocks) if ranges is not None else [()] * len(read.blocks)
-    return [
-        pb.KvBlockLocation(header=block.header, ranges=to_protos(places))
-        for block, places in zip(read.blocks, found, strict=True)
-    ]
+def _locate(read: BlockRead, ranges: LentRanges | None) -> pb.KvBlockLocations:
+    headers = b"".join(block.header for block in read.blocks)
+    if ranges is None:
+        return pb.KvBlockLocations(headers=headers, num_ranges=[0] * len(read.blocks))
+    return BlockLocations(headers, ranges.of_blocks(read.blocks)).to_proto()

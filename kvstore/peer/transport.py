@@ -6,10 +6,17 @@ the control plane (`kvstore.peer.service`); a transport only moves bytes.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = ["MemoryRange", "PeerTransport", "TransferError"]
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["PeerTransport", "RangeTable", "TransferError", "make_ranges"]
+
+RangeTable = NDArray[np.uint64]
+"""Runs of bytes in registered memory, `[ranges, 3]`: the address of the first byte in the process
+that registered it, the length, and the GPU that it lies on, 0 for host memory.
+"""
 
 
 class TransferError(Exception):
@@ -25,19 +32,19 @@ class TransferError(Exception):
         self.is_settled = is_settled
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRange:
-    """A run of bytes in registered memory.
+def make_ranges(
+    addresses: Sequence[int], num_bytes: ArrayLike, device_ids: ArrayLike = 0
+) -> RangeTable:
+    """A table of ranges.
 
-    Attributes:
-        address: of the first byte, in the process that registered it.
-        num_bytes: length.
-        device_id: of the GPU that it lies on; 0 for host memory.
+    Args:
+        addresses: of their first bytes.
+        num_bytes: their lengths, or the length of all.
+        device_ids: of their GPUs, or of the one of all.
     """
-
-    address: int
-    num_bytes: int
-    device_id: int = 0
+    table = np.empty((len(addresses), 3), np.uint64)
+    table[:, 0], table[:, 1], table[:, 2] = addresses, num_bytes, device_ids
+    return table
 
 
 class PeerTransport(ABC):
@@ -91,11 +98,7 @@ class PeerTransport(ABC):
 
     @abstractmethod
     def read(
-        self,
-        peer_id: str,
-        sources: Sequence[MemoryRange],
-        targets: Sequence[MemoryRange],
-        timeout_s: float,
+        self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
     ) -> None:
         """Pulls: copies a peer's ranges into own ones; returns when the bytes are there.
 
@@ -111,11 +114,7 @@ class PeerTransport(ABC):
 
     @abstractmethod
     def write(
-        self,
-        peer_id: str,
-        sources: Sequence[MemoryRange],
-        targets: Sequence[MemoryRange],
-        timeout_s: float,
+        self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
     ) -> None:
         """Pushes: as `read`, with own sources and a peer's targets."""
 

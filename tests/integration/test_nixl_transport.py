@@ -15,7 +15,7 @@ from baton.errors import ConfigurationError
 from kvstore.peer import nixl_library, nixl_link, nixl_transport, process_end
 from kvstore.peer.nixl_memory import AgentMetadata
 from kvstore.peer.nixl_transport import NixlTransport
-from kvstore.peer.transport import MemoryRange, TransferError
+from kvstore.peer.transport import TransferError, make_ranges
 from tests.support.nixl_remote import NixlRemote, Pool, ranges
 
 NUM_BYTES = 12 << 20
@@ -63,8 +63,8 @@ def shared(remote):
 def read_all(transport, peer_id, remote, pool, timeout_s=TIMEOUT_S):
     transport.read(
         peer_id,
-        [MemoryRange(remote.address, NUM_BYTES)],
-        [MemoryRange(pool.address, NUM_BYTES)],
+        make_ranges([remote.address], NUM_BYTES),
+        make_ranges([pool.address], NUM_BYTES),
         timeout_s,
     )
 
@@ -72,8 +72,8 @@ def read_all(transport, peer_id, remote, pool, timeout_s=TIMEOUT_S):
 def write_all(transport, peer_id, remote, pool, timeout_s=TIMEOUT_S):
     transport.write(
         peer_id,
-        [MemoryRange(pool.address, NUM_BYTES)],
-        [MemoryRange(remote.address, NUM_BYTES)],
+        make_ranges([pool.address], NUM_BYTES),
+        make_ranges([remote.address], NUM_BYTES),
         timeout_s,
     )
 
@@ -90,9 +90,9 @@ def checked_error(call, *, at_most_s):
 def expected_after(before, ranges_to, source, ranges_from, base_to, base_from):
     """What memory must hold after ranges were copied into it, guards and all."""
     expected = before.copy()
-    for to, origin in zip(ranges_to, ranges_from, strict=True):
-        start = origin.address - base_from
-        expected[to.address - base_to :][: to.num_bytes] = source[start:][: origin.num_bytes]
+    for to, origin in zip(ranges_to.tolist(), ranges_from.tolist(), strict=True):
+        start = origin[0] - base_from
+        expected[to[0] - base_to :][: to[1]] = source[start:][: origin[1]]
     return expected
 
 
@@ -131,7 +131,7 @@ def test_what_goes_in_parts_arrives_whole(remote, shared, monkeypatch):
     sizes = [1, 99_999, 100_001, 350_000, 7, 50_000, 50_000, 1]
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
     sources, targets = (
-        [MemoryRange(base + start, size) for start, size in zip(starts, sizes, strict=True)]
+        make_ranges([base + start for start in starts], sizes)
         for base in (remote.address, pool.address)
     )
     transport.read("remote", sources, targets, TIMEOUT_S)
@@ -142,8 +142,9 @@ def test_what_goes_in_parts_arrives_whole(remote, shared, monkeypatch):
 
 def test_no_ranges_are_no_transfer(shared):
     transport, _ = shared
-    transport.read("remote", [], [], TIMEOUT_S)
-    transport.write("remote", [], [], TIMEOUT_S)
+    nothing = make_ranges([], 0)
+    transport.read("remote", nothing, nothing, TIMEOUT_S)
+    transport.write("remote", nothing, nothing, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("num_peers", [1, 2])
@@ -161,8 +162,8 @@ def test_threads_read_side_by_side(remote, num_peers):
             for _ in range(10):
                 transport.read(
                     names[index],
-                    [MemoryRange(remote.address + start, size)],
-                    [MemoryRange(pool.address + start, size)],
+                    make_ranges([remote.address + start], size),
+                    make_ranges([pool.address + start], size),
                     TIMEOUT_S,
                 )
 
@@ -173,23 +174,23 @@ def test_threads_read_side_by_side(remote, num_peers):
 
 def test_what_cannot_be_is_refused_and_harms_nothing(remote, shared):
     transport, pool = shared
-    theirs = MemoryRange(remote.address, 100)
-    own = MemoryRange(pool.address, 100)
+    theirs = make_ranges([remote.address], 100)
+    own = make_ranges([pool.address], 100)
     for source, target, complaint in (
-        (MemoryRange(remote.address + NUM_BYTES - 50, 100), own, "not registered"),
-        (MemoryRange(remote.address - 1, 100), own, "not registered"),
-        (theirs, MemoryRange(pool.address + NUM_BYTES, 100), "not registered"),
-        (theirs, MemoryRange(2**64 - 50, 100), "not registered"),
-        (theirs, MemoryRange(pool.address, 99), "differ in length"),
+        (make_ranges([remote.address + NUM_BYTES - 50], 100), own, "not registered"),
+        (make_ranges([remote.address - 1], 100), own, "not registered"),
+        (theirs, make_ranges([pool.address + NUM_BYTES], 100), "not registered"),
+        (theirs, make_ranges([2**64 - 50], 100), "not registered"),
+        (theirs, make_ranges([pool.address], 99), "differ in length"),
     ):
         with pytest.raises(TransferError, match=complaint) as caught:
-            transport.read("remote", [source], [target], TIMEOUT_S)
+            transport.read("remote", source, target, TIMEOUT_S)
         assert caught.value.is_settled
     with pytest.raises(TransferError, match="differ in length"):
-        transport.read("remote", [theirs], [own, own], TIMEOUT_S)
+        transport.read("remote", theirs, own.repeat(2, axis=0), TIMEOUT_S)
     with pytest.raises(TransferError, match="no peer nobody"):
-        transport.read("nobody", [theirs], [own], TIMEOUT_S)
-    transport.read("remote", [theirs], [own], TIMEOUT_S)
+        transport.read("nobody", theirs, own, TIMEOUT_S)
+    transport.read("remote", theirs, own, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("metadata", [b"", b"\0\0\0\2{}", b"\0\0\0\2[]", b"\0\0\1\0{", b"x" * 99])

@@ -14,7 +14,8 @@ from kvstore.connector import LoadResult
 from kvstore.layout import KvLayout
 from kvstore.peer import worker
 from kvstore.peer.lending import describe_layout
-from kvstore.peer.transport import TransferError
+from kvstore.peer.locations import ranges_to_proto
+from kvstore.peer.transport import TransferError, make_ranges
 from kvstore.quarantine import QUARANTINE_S
 from kvstore.slot import Slot
 from kvstore.transfer_form import TransferForm
@@ -392,9 +393,9 @@ def test_a_push_that_was_given_up_never_begins(prefill: PeerRig, reader: Reader)
     settle = pb.SettlePushRequest(generation=reader.generation, push_id=b"p")
     assert reader.stub.SettlePush(settle, timeout=TIMEOUT_S).is_settled
 
-    target = pb.KvMemoryRange(address=1, num_bytes=LAYOUT.block_bytes)
+    target = ranges_to_proto(make_ranges([1], LAYOUT.block_bytes))
     push = pb.PushBlocksRequest(
-        blocks=reader.blocks(1), push_id=b"p", targets=[target], timeout_ms=1000
+        blocks=reader.blocks(1), push_id=b"p", targets=target, timeout_ms=1000
     )
     answer = reader.stub.PushBlocks(push, timeout=TIMEOUT_S)
     assert answer.is_settled

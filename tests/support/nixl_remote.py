@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.peer.nixl_transport import NixlTransport
-from kvstore.peer.transport import MemoryRange
+from kvstore.peer.transport import RangeTable, make_ranges
 
 __all__ = ["NixlRemote", "Pool", "ranges"]
 
@@ -29,11 +29,10 @@ class Pool:
         transport.register(self.address, self.bytes.nbytes, device="cpu")
 
 
-def ranges(address: int, num_ranges: int, num_bytes: int, *, gap: int) -> list[MemoryRange]:
+def ranges(address: int, num_ranges: int, num_bytes: int, *, gap: int) -> RangeTable:
     """Ranges with `gap` bytes before each."""
-    return [
-        MemoryRange(address + gap + i * (num_bytes + gap), num_bytes) for i in range(num_ranges)
-    ]
+    starts = [address + gap + i * (num_bytes + gap) for i in range(num_ranges)]
+    return make_ranges(starts, num_bytes)
 
 
 class NixlRemote:
@@ -119,8 +118,8 @@ def _serve(pipe: Connection, num_bytes: int, seed: int, transports: str | None) 
 
 def _read_for_ever(transport, pool, pipe, metadata, address, num_bytes) -> None:
     transport.add_peer("other", metadata)
-    source = [MemoryRange(address, num_bytes)]
-    target = [MemoryRange(pool.address, num_bytes)]
+    source = make_ranges([address], num_bytes)
+    target = make_ranges([pool.address], num_bytes)
     transport.read("other", source, target, _LIMIT_S)
     pipe.send("begun")
     while True:

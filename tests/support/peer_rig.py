@@ -13,7 +13,7 @@ from kvstore.job_scheduler import JobScheduler
 from kvstore.layout import KvLayout
 from kvstore.peer.address import PeerUrl
 from kvstore.peer.open import open_peer_connector
-from kvstore.peer.transport import MemoryRange, PeerTransport, TransferError
+from kvstore.peer.transport import PeerTransport, RangeTable, TransferError
 from kvstore.peer.worker import PeerConnectorWorker
 from kvstore.transfer_form import TransferForm
 from tests.support.connector_rig import keys
@@ -161,37 +161,29 @@ class MemoryTransport(PeerTransport):
         return None if ended is None else lambda: peer_id in ended
 
     def read(
-        self,
-        peer_id: str,
-        sources: Sequence[MemoryRange],
-        targets: Sequence[MemoryRange],
-        timeout_s: float,
+        self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
     ) -> None:
         if peer_id not in self.peers:
             raise TransferError("unknown peer", is_settled=True)
         self.allowed_s.append(timeout_s)
         self.fault()
-        for source, target in zip(sources, targets, strict=True):
-            assert source.num_bytes == target.num_bytes
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            assert source[1:] == target[1:]
             self._check(peer_id, source, target)
-            ctypes.memmove(target.address, source.address, source.num_bytes)
+            ctypes.memmove(target[0], *source[:2])
             self.num_moved += 1
 
     def write(
-        self,
-        peer_id: str,
-        sources: Sequence[MemoryRange],
-        targets: Sequence[MemoryRange],
-        timeout_s: float,
+        self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
     ) -> None:
         self.read(peer_id, sources, targets, timeout_s)
 
     def close(self) -> None:
         self.is_closed = True
 
-    def _check(self, peer_id: str, *ranges: MemoryRange) -> None:
+    def _check(self, peer_id: str, *ranges: list[int]) -> None:
         """Only what either side has registered may be touched."""
         known = [*self.registered, *eval(self.peers[peer_id])]
-        for piece in ranges:
-            end = piece.address + piece.num_bytes
-            assert any(start <= piece.address and end <= start + size for start, size in known)
+        for address, num_bytes, _ in ranges:
+            end = address + num_bytes
+            assert any(start <= address and end <= start + size for start, size in known)

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.peer import nixl_link, nixl_memory
 from kvstore.peer.nixl_memory import AgentMetadata, MemoryMap, MemoryProbe, Region
-from kvstore.peer.transport import MemoryRange, TransferError
+from kvstore.peer.transport import TransferError, make_ranges
 
 HOST = Region(1000, 500, "cpu")
 GPU = Region(1 << 40, 1 << 20, "cuda:3")
@@ -57,7 +57,7 @@ def test_ranges_get_the_device_of_their_region():
     memory = MemoryMap([GPU])
     memory.add(HOST)
     assert memory.regions == (GPU, HOST)
-    runs = [MemoryRange(1499, 1), MemoryRange(1 << 40, 1 << 20), MemoryRange(1000, 500)]
+    runs = make_ranges([1499, 1 << 40, 1000], [1, 1 << 20, 500], [0, 7, 7])
     described = memory.describe(runs)
     assert described.table.tolist() == [[1499, 1, 0], [1 << 40, 1 << 20, 3], [1000, 500, 0]]
     assert described.is_on_gpu.tolist() == [False, True, False]
@@ -69,18 +69,18 @@ def test_ranges_get_the_device_of_their_region():
 )
 def test_ranges_outside_are_refused(address, num_bytes):
     with pytest.raises(TransferError, match="not registered") as caught:
-        MemoryMap([HOST, GPU]).describe([MemoryRange(1000, 1), MemoryRange(address, num_bytes)])
+        MemoryMap([HOST, GPU]).describe(make_ranges([1000, address], [1, num_bytes]))
     assert caught.value.is_settled
     with pytest.raises(TransferError):
-        MemoryMap().describe([MemoryRange(address, num_bytes)])
+        MemoryMap().describe(make_ranges([address], num_bytes))
 
 
 def test_a_request_has_ranges_of_one_kind_and_not_too_many_bytes(monkeypatch):
     monkeypatch.setattr(nixl_link, "_PART_BYTES", 100)
     memory = MemoryMap([HOST, GPU])
-    own = memory.describe([MemoryRange(1000, size) for size in (40, 40, 40, 300, 1, 1)])
+    own = memory.describe(make_ranges([1000] * 6, [40, 40, 40, 300, 1, 1]))
     theirs = memory.describe(
-        [MemoryRange(1000 if i % 2 else 1 << 40, 1) for i in range(6)]  # every other on the GPU
+        make_ranges([1000 if i % 2 else 1 << 40 for i in range(6)], 1)  # every other on the GPU
     )
     parts = list(nixl_link._parts(own, theirs))
     assert sorted(np.concatenate(parts)) == list(range(6))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.v1 import kv_peer_pb2 as pb
+from kvstore.codec import HEADER_BYTES
 from kvstore.peer.address import PeerAddress
 from kvstore.peer.block_request import BlockRequest
 from kvstore.peer.open_reads import OpenReads
@@ -16,6 +17,10 @@ from kvstore.store import StoreUnavailableError
 TIMEOUT_S = 10.0
 ADDRESS = PeerAddress("127.0.0.1:1", bytes(16))
 KEYS = tuple(bytes([i // 256, i % 256]) for i in range(3000))
+
+
+def header(key):
+    return key.ljust(HEADER_BYTES, b"-")
 
 
 class FakePeer:
@@ -41,7 +46,9 @@ class FakePeer:
         lent = [key for key in request.blocks.keys if key in KEYS[: self.num_lent]]
         return pb.OpenBlocksResponse(
             read_id=len(self.asked),
-            locations=[pb.KvBlockLocation(header=key) for key in lent],
+            locations=pb.KvBlockLocations(
+                headers=b"".join(map(header, lent)), num_ranges=[0] * len(lent)
+            ),
             timeout_ms=min(self.granted_ms, request.timeout_ms),
         )
 
@@ -76,7 +83,8 @@ def piece(first, count, *, load_id=1, num_blocks=100, timeout_s=TIMEOUT_S):
 
 
 def headers(reads, peer, request):
-    return [place.header for place in reads.find(peer, request).leading(request.keys)]
+    found = reads.find(peer, request).leading(request.keys).headers
+    return [found[start:][:2] for start in range(0, len(found), HEADER_BYTES)]
 
 
 def test_the_pieces_of_a_load_take_one_question(reads, peer):

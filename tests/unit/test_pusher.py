@@ -3,13 +3,15 @@
 import ctypes
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.peer import pushes
 from kvstore.peer.leases import LentBlock
+from kvstore.peer.locations import BlockRanges, ranges_to_proto
 from kvstore.peer.pushes import Pusher
-from kvstore.peer.transport import MemoryRange, TransferError
+from kvstore.peer.transport import TransferError, make_ranges
 from tests.support.peer_rig import MemoryTransport
 
 NUM_BYTES = 8
@@ -31,10 +33,10 @@ class Rig:
             push_id=push_id,
             reader_generation=b"reader",
             reader_metadata=b"[]",
-            targets=[pb.KvMemoryRange(address=ctypes.addressof(self.target), num_bytes=NUM_BYTES)],
+            targets=ranges_to_proto(make_ranges([ctypes.addressof(self.target)], NUM_BYTES)),
         )
-        source = MemoryRange(ctypes.addressof(self._source), NUM_BYTES)
-        ranges = SimpleNamespace(of_blocks=lambda blocks: [(source,) for _ in blocks])
+        source = make_ranges([ctypes.addressof(self._source)], NUM_BYTES)
+        ranges = SimpleNamespace(of_blocks=lambda blocks: BlockRanges(source, np.array([1])))
         read = SimpleNamespace(blocks=[LentBlock(b"k", b"header", 0)])
         return self.pusher.push(request, read, ranges, 1.0)
 
@@ -54,7 +56,7 @@ def rig():
 
 def test_pushes_that_are_over_are_not_remembered(rig):
     for index in range(3):
-        assert len(rig.push(bytes([index])).locations) == 1
+        assert rig.push(bytes([index])).headers == b"header"
     assert rig.target.raw == b"12345678"
     assert not rig.pusher._pushes
     assert rig.pusher.settle(b"\0")
