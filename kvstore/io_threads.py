@@ -3,8 +3,9 @@
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 
 __all__ = ["IoThreads"]
@@ -16,30 +17,46 @@ _LEAST_PATIENCE_S = 1.0
 _logger = logging.getLogger("baton.kvstore")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    run: Callable[[], None]
+    drop: Callable[[], None]  # instead
+    group: Hashable
+
+
 class IoThreads:
     """Does tasks in threads, in their order, and tells when the threads hang.
+
+    Of a group only some tasks are under way at a time; meanwhile others go before the rest.
 
     They hang when each has a task under way and none has ended for some times `timeout_s`;
     they do no longer when one ends. The process can end while they hang. Thread-safe.
 
     Args:
         num_threads: how many tasks are done at a time.
+        most_of_group: how many of a group's.
         name: of the threads.
         timeout_s: longest that a task should take.
         on_hang: called, in a thread of its own, when they begin to hang.
     """
 
     def __init__(
-        self, num_threads: int, name: str, timeout_s: float, on_hang: Callable[[], None]
+        self,
+        num_threads: int,
+        name: str,
+        timeout_s: float,
+        on_hang: Callable[[], None],
+        most_of_group: int = 1,
     ) -> None:
+        self._most_of_group = most_of_group
         self._patience_s = max(_PATIENCE * timeout_s, _LEAST_PATIENCE_S)
         self._on_hang = on_hang
         lock = threading.Lock()
         self._has_task = threading.Condition(lock)
         self._may_hang = threading.Condition(lock)
-        # What to do, and what where it is dropped.
-        self._tasks: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
+        self._tasks: deque[_Task] = deque()
         self._num_under_way = 0
+        self._groups: Counter[Hashable] = Counter()  # of tasks under way
         self._progress_at = 0.0  # when a task last ended, or the last free thread was taken
         self._is_hanging = False
         self._is_closed = False
@@ -55,16 +72,27 @@ class IoThreads:
         return self._is_hanging
 
     def submit(
-        self, task: Callable[..., None], *args: object, instead: Callable[[], None] = lambda: None
+        self,
+        task: Callable[..., None],
+        *args: object,
+        instead: Callable[[], None] = lambda: None,
+        group: Hashable = None,
     ) -> None:
-        """Has a task done, unless `close` comes first, or `drop`, which calls `instead`."""
+        """Has a task done, unless `close` comes first, or `drop`, which calls `instead`.
+
+        Args:
+            task: what to do.
+            args: with what.
+            instead: to do where it is dropped.
+            group: what it is one of many of; None: of nothing.
+        """
         with self._has_task:
             if self._is_closed:
                 return
             if not self._watcher.ident:
                 for thread in (*self._threads, self._watcher):
                     thread.start()
-            self._tasks.append((partial(task, *args), instead))
+            self._tasks.append(_Task(partial(task, *args), instead, group))
             self._has_task.notify()
 
     def drop(self) -> int:
@@ -74,8 +102,8 @@ class IoThreads:
         with self._has_task:
             dropped = list(self._tasks)
             self._tasks.clear()
-        for _, instead in dropped:
-            instead()
+        for task in dropped:
+            task.drop()
         return len(dropped)
 
     def close(self) -> bool:
@@ -98,25 +126,41 @@ class IoThreads:
     def _work(self) -> None:
         while (task := self._begin()) is not None:
             try:
-                task()
+                task.run()
             except Exception:
                 _logger.exception("a task of %s failed", threading.current_thread().name)
             finally:
-                self._end()
+                self._end(task)
 
-    def _begin(self) -> Callable[[], None] | None:
+    def _begin(self) -> _Task | None:
         with self._has_task:
-            self._has_task.wait_for(lambda: self._tasks or self._is_closed)
-            if self._is_closed:
-                return None
-            self._num_under_way += 1
-            if self._num_under_way == len(self._threads):
-                self._progress_at = time.monotonic()
-                self._may_hang.notify()
-            return self._tasks.popleft()[0]
+            while not self._is_closed:
+                if (task := self._next()) is None:
+                    self._has_task.wait()
+                    continue
+                self._tasks.remove(task)
+                self._groups[task.group] += 1
+                self._num_under_way += 1
+                if self._num_under_way == len(self._threads):
+                    self._progress_at = time.monotonic()
+                    self._may_hang.notify()
+                return task
+        return None
 
-    def _end(self) -> None:
+    def _next(self) -> _Task | None:
+        """The first task that may begin."""
+        return next((task for task in self._tasks if self._may_begin(task)), None)
+
+    def _may_begin(self, task: _Task) -> bool:
+        return task.group is None or self._groups[task.group] < self._most_of_group
+
+    def _end(self, task: _Task) -> None:
+        # Whoever waits need not be told: one task at most may begin now that could not before,
+        # and it is this thread's own next.
         with self._has_task:
+            self._groups[task.group] -= 1
+            if not self._groups[task.group]:
+                del self._groups[task.group]
             self._num_under_way -= 1
             self._progress_at = time.monotonic()
             was_hanging, self._is_hanging = self._is_hanging, False

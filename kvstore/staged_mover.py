@@ -57,8 +57,11 @@ if TYPE_CHECKING:
 __all__ = ["StagedMover"]
 
 _NUM_IO_THREADS = 2
+# One brings bytes while the other verifies what it brought. More would be in each other's way, and
+# where a peer is silent take the threads from loads that others serve.
+_CALLS_OF_JOB = 2
 # Pieces that move in place: threads are to end together, and calls of a backend to be few.
-_PIECES_OF_JOB = 8
+_PIECES_OF_JOB = 4
 _LEAST_PIECE_BYTES = 4 << 20
 _MOST_PIECE_BYTES = 12 << 20
 
@@ -80,7 +83,7 @@ class StagedMover:
         backend: where blocks come from and go to.
         wake: called, from any thread, when `poll` has news.
         make_copier: what copies the objects of a pool that is cut so.
-        num_threads: how many calls of the backend run at a time.
+        num_threads: how many calls of the backend run at a time, two at most of a job.
         timeout_s: longest that a call should take. When all threads are in calls and none ends
             for some times that, jobs with blocks that no call is about fail, until a call ends.
     """
@@ -96,7 +99,7 @@ class StagedMover:
         self._pieces = PieceIo(backend)
         self._wake = wake
         self._make_copier = make_copier or _copier_for
-        self._io = IoThreads(num_threads, "baton-kv-io", timeout_s, wake)
+        self._io = IoThreads(num_threads, "baton-kv-io", timeout_s, wake, _CALLS_OF_JOB)
         # Copies that no call of the backend goes with get a thread of their own: they end in the
         # order in which they start.
         self._landings = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
@@ -314,7 +317,8 @@ class StagedMover:
     ) -> None:
         """Has an I/O thread do its part of a piece, whose copy may be under way."""
         end = PieceEnd(piece, 0, "unavailable")
-        self._io.submit(self._run, move, piece, instead=partial(self._finish_after, copy, end))
+        instead = partial(self._finish_after, copy, end)
+        self._io.submit(self._run, move, piece, instead=instead, group=piece.job)
 
     def _land(self, read: PieceRead) -> None:
         """Starts the copy of a load's good blocks into the pool, unless nobody wants them.

@@ -188,13 +188,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:
     return questions
 
 
-def test_a_load_of_many_segments_asks_once_and_outlives_its_lease(
+def test_a_load_of_many_pieces_asks_once_and_outlives_its_lease(
     make_rig: MakeRig, asked: list[list[bytes]]
 ) -> None:
     layout = LAYOUTS["one block to a segment"]
     prefill = make_rig("pull", layout=layout, num_blocks=12)
     pool = torch.zeros(12, *layout.block_shape)
-    # A segment is read only when the lease of those before it has ended.
+    # No piece is read before the lease has ended.
     transport = MemoryTransport(lambda: prefill.worker.start(ConnectorWork(ended=("lease",))))
     decode = make_rig("pull", layout=layout, pool=pool, transport=transport)
     job_id = prefill.publish(range(12))
@@ -203,7 +203,7 @@ def test_a_load_of_many_segments_asks_once_and_outlives_its_lease(
     assert decode.load(handoff, range(12)).num_blocks == 12
     assert torch.equal(pool, prefill.pool)
     assert asked == [list(handoff.block_keys)]
-    assert len(transport.allowed_s) == 12
+    assert len(transport.allowed_s) == 4
     prefill.run_until(lambda: prefill.released == [job_id])
 
 

@@ -17,6 +17,7 @@ from tests.support.connector_rig import ConnectorRig, keys
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
 BLOCK_BYTES = 256 << 10
 LEAST, MOST = 16, 48  # blocks of a piece: 4 MiB and 12 MiB
+PIECES = 4  # of a job, within that
 
 
 def make_rig(url: str, num_blocks: int) -> ConnectorRig:
@@ -36,15 +37,15 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     ("num_left", "expected"),
     [
         (1, LEAST),
-        (8 * LEAST, LEAST),
-        (8 * LEAST + 7, LEAST),
-        (8 * LEAST + 8, LEAST + 1),
-        (8 * MOST - 1, MOST - 1),
-        (8 * MOST, MOST),
+        (PIECES * LEAST, LEAST),
+        (PIECES * (LEAST + 1) - 1, LEAST),
+        (PIECES * (LEAST + 1), LEAST + 1),
+        (PIECES * MOST - 1, MOST - 1),
+        (PIECES * MOST, MOST),
         (20 * MOST, MOST),
     ],
 )
-def test_a_piece_is_an_eighth_of_what_is_left_of_a_job_within_bounds(
+def test_a_piece_is_a_quarter_of_what_is_left_of_a_job_within_bounds(
     num_left: int, expected: int, num_slices: int
 ) -> None:
     assert LAYOUT.block_bytes == BLOCK_BYTES
@@ -56,7 +57,7 @@ def test_a_piece_is_an_eighth_of_what_is_left_of_a_job_within_bounds(
 
 
 def test_pieces_of_more_than_a_segment_move(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 8 * (LEAST + 4)
+    count = PIECES * (LEAST + 4)
     rig = make_rig(url, num_blocks=count)
     num_read: list[int] = []
     read = rig.store.get_frames_into
@@ -71,5 +72,5 @@ def test_pieces_of_more_than_a_segment_move(url: str, monkeypatch: pytest.Monkey
     rig.pool.zero_()
     assert rig.load(range(count)) == LoadResult(1, count)
     assert torch.equal(rig.pool, before)
-    assert num_read == [LEAST + 4] * 8
+    assert num_read == [LEAST + 4] * PIECES
     rig.worker.close()

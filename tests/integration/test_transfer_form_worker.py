@@ -55,7 +55,7 @@ def test_a_tails_slices_are_all_cleared_whatever_pieces_they_are_in(make_rig: Ma
     ("form", "count", "move", "num_pieces"),
     [
         (TransferForm(2, "bfloat16", num_head_slices=2), 30, "read", 4),  # 128 bytes each
-        (TransferForm(8, "float32"), 16, "read_in_place", 8),  # 2048 bytes each
+        (TransferForm(8, "float32"), 16, "read_in_place", 4),  # 2048 bytes each
     ],
 )
 def test_jobs_of_many_pieces_are_told_in_blocks(

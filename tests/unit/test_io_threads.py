@@ -17,15 +17,15 @@ LONG_S = 10.0
 
 
 class Rig:
-    def __init__(self, num_threads: int = 2) -> None:
+    def __init__(self, num_threads: int = 2, most_of_group: int = 1) -> None:
         self.has_hung = threading.Semaphore(0)
         self.go_on = threading.Event()
         self.ended = threading.Semaphore(0)
         self.done: list[int] = []
-        self.threads = IoThreads(num_threads, "test-io", 0.0, self.has_hung.release)
+        self.threads = IoThreads(num_threads, "test-io", 0.0, self.has_hung.release, most_of_group)
 
-    def submit(self, number: int, *, hangs: bool = False) -> None:
-        self.threads.submit(self._do, number, hangs)
+    def submit(self, number: int, *, hangs: bool = False, group: str | None = None) -> None:
+        self.threads.submit(self._do, number, hangs, group=group)
 
     def _do(self, number: int, hangs: bool) -> None:
         assert not hangs or self.go_on.wait(LONG_S)
@@ -61,6 +61,22 @@ def test_tasks_begin_in_their_order(rig: Rig) -> None:
     rig.wait_for_ends(1)
     assert rig.done == list(range(20))
     assert threads.close()
+
+
+def test_a_group_leaves_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(num_threads=3, most_of_group=2)
+    for number in range(5):
+        rig.submit(number, hangs=True, group="a")
+    for number in (5, 6):
+        rig.submit(number, group="b")
+    rig.submit(7)
+    rig.wait_for_ends(3)
+    assert rig.done == [5, 6, 7]  # while two of the first group hang, and three wait
+    rig.go_on.set()
+    rig.wait_for_ends(5)
+    assert sorted(rig.done[3:]) == list(range(5))
+    rig.wait_for_threads()
+    assert not rig.threads._groups  # what is over is forgotten
 
 
 def test_hanging_is_told_once_and_is_over_when_a_task_ends(
