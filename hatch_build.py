@@ -57,7 +57,7 @@ class NativeKernelsHook(BuildHookInterface):
 
 
 def _import_build_modules(root: Path) -> tuple[Any, Any]:
-    """`kernels.native.build` and `.variants`, by names that no other package has."""
+    """`kernels.native.build` and `.variants`, from that folder, which is looked at first."""
     folder = str(root / "kernels")
     sys.path.insert(0, folder)
     try:

@@ -13,8 +13,15 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Brings all names at the first use of one (PEP 562)."""
-        dispatch = import_module("kernels.dispatch")
-        if name not in dispatch.__all__:
-            raise AttributeError(f"module 'kernels' has no attribute {name!r}")
-        globals().update({public: getattr(dispatch, public) for public in dispatch.__all__})
-        return globals()[name]
+        if not name.startswith("__") or name == "__all__":  # others of these are asked for by tools
+            dispatch = import_module("kernels.dispatch")
+            public = {"__all__": dispatch.__all__} | {
+                each: getattr(dispatch, each) for each in dispatch.__all__
+            }
+            globals().update(public)
+            if name in public:
+                return public[name]
+        raise AttributeError(f"module 'kernels' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *import_module("kernels.dispatch").__all__})

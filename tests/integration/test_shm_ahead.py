@@ -11,20 +11,21 @@ from kvstore.conformance.objects import filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import StoreUnavailableError
 from kvstore.stores import file_lock
-from kvstore.stores.shm import mapped_memory
-from kvstore.stores.shm import store as shm_store
+from kvstore.stores.shm import mapped_memory, memory_ahead
 from kvstore.stores.shm.extent_table import State
 from tests.support.shm_arena import interposed, opened, put, refusing
 
 
 def _await_ahead(store):
     """Until what was to be made ready is, or was refused."""
-    store._ahead.submit(lambda: None).result()
+    ahead = store._ahead
+    with ahead._changed:
+        assert ahead._changed.wait_for(lambda: not (ahead._is_asked or ahead._is_busy), 30)
 
 
 def _await_closed(store):
     """Until its thread has ended."""
-    store._ahead.shutdown()
+    store._ahead._thread.join(30)
 
 
 def _refuse_memory(patched):
@@ -109,7 +110,7 @@ def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
     keys = random_keys(6)
     with opened() as (store, contents, _):
         arena = store._objects
-        monkeypatch.setattr(store, "_provide_ahead", lambda: None)
+        monkeypatch.setattr(store._ahead, "ask", lambda: None)
         store.put_many(keys[:2], [filled(1, 1 << 20), filled(1, 4 << 20)])
         store.delete(keys[:2])
         spare = contents.extents(State.FREE)
@@ -122,10 +123,15 @@ def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
         assert all(extent.generation == 1 for extent in spare)
 
 
-def test_what_was_made_ready_while_the_lock_was_kept_is_free_at_the_next_call(monkeypatch):
+@pytest.mark.parametrize("what_frees", ["the next try", "a call", "close"])
+def test_what_was_made_ready_while_the_lock_was_kept_is_free_later(monkeypatch, what_frees):
     (key,) = random_keys(1)
-    with opened(timeout_s=0.2) as (store, contents, url), closing(open_store(url)) as other:
-        held, may_go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(memory_ahead, "_RETRY_S", 0.0 if what_frees == "the next try" else 30.0)
+    with opened(timeout_s=0.2) as (_, contents, url), closing(open_store(url)) as other:
+        held, has_failed, may_go_on = (threading.Event() for _ in range(3))
+        store = open_store(url)
+        arena = store._objects
+        provide = arena.provide_ahead
 
         def hold():
             with other._objects._lock.locked():
@@ -138,30 +144,51 @@ def test_what_was_made_ready_while_the_lock_was_kept_is_free_at_the_next_call(mo
             holder.start()
             assert held.wait(30)
 
+        def provide_and_tell(is_unwanted):
+            try:
+                provide(is_unwanted)
+            except StoreUnavailableError:
+                has_failed.set()
+                raise
+
         interposed(monkeypatch, "map_in", hold_from_now_on)
+        monkeypatch.setattr(arena, "provide_ahead", provide_and_tell)
         put(store, key, 1, 1 << 20)
-        _await_ahead(store)
+        assert has_failed.wait(30)
+        assert contents.extents(State.AHEAD)
         may_go_on.set()
         holder.join()
-        assert contents.extents(State.AHEAD)
-        assert store.stats().num_bytes == 1 << 20
-        assert store.contains_prefix([key]) == 1
+        if what_frees == "the next try":
+            _await_ahead(store)
+        elif what_frees == "a call":
+            assert store.contains_prefix([key]) == 1
+        else:
+            store.close()
         assert not contents.extents(State.AHEAD)
         assert contents.header.spare_bytes == 1 << 20
         assert contents.memory_bytes() == 2 << 20
         contents.check()
+        store.close()
 
 
 def test_many_puts_ask_for_memory_once(monkeypatch):
-    asked, may_go_on = [], threading.Event()
+    asked, is_busy, may_go_on = [], threading.Event(), threading.Event()
     with opened() as (store, contents, _):
-        store._ahead.submit(may_go_on.wait, 30)
-        monkeypatch.setattr(store, "_provide_ahead", lambda: asked.append(1))
-        for key in random_keys(5):
+
+        def provide(is_unwanted):
+            asked.append(1)
+            is_busy.set()
+            assert may_go_on.wait(30)
+
+        monkeypatch.setattr(store._objects, "provide_ahead", provide)
+        first, *others = random_keys(6)
+        put(store, first, 1, 1 << 20)
+        assert is_busy.wait(30)
+        for key in others:
             put(store, key, 1, 1 << 20)
         may_go_on.set()
         _await_ahead(store)
-        assert asked == [1]
+        assert asked == [1, 1]
         assert contents.header.spare_bytes == 0
 
 
@@ -206,7 +233,7 @@ def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
         def close_meanwhile(memory, start, num_bytes):
             provided.append(num_bytes)
             closer.start()
-            assert store._is_closing.wait(30)
+            assert store._ahead._is_closing.wait(30)
 
         monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", close_meanwhile)
         store.put_many(random_keys(3), [filled(1, 1 << 20)] * 3)
@@ -222,7 +249,7 @@ def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
 def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full):
     deadlines = []
     with opened() as (store, _, _):
-        monkeypatch.setattr(store, "_provide_ahead", lambda: None)
+        monkeypatch.setattr(store._ahead, "ask", lambda: None)
         put(store, random_keys(1)[0], 1, 1 << 20)
         locked = file_lock.FileLock.locked
 
@@ -247,45 +274,54 @@ def test_after_a_failure_memory_is_not_asked_for_with_each_put(
     asked, pauses, is_pausing, may_go_on = [], [], threading.Event(), threading.Event()
     with opened() as (store, _, _):
 
-        def fail(is_unwanted):
+        def fail_once(is_unwanted):
             asked.append(1)
-            raise error
+            if len(asked) == 1:
+                raise error
 
         def pause(seconds):
             pauses.append(seconds)
-            if seconds != shm_store._AHEAD_RETRY_S:
-                return False
-            is_pausing.set()
-            return may_go_on.wait(30)
+            if seconds == memory_ahead._RETRY_S:
+                is_pausing.set()
+                assert may_go_on.wait(30)
+            return store._ahead._is_closing.is_set()
 
-        monkeypatch.setattr(store._objects, "provide_ahead", fail)
-        monkeypatch.setattr(store._is_closing, "wait", pause)
+        monkeypatch.setattr(store._objects, "provide_ahead", fail_once)
+        monkeypatch.setattr(store._ahead._is_closing, "wait", pause)
         put(store, random_keys(1)[0], 1, 1 << 20)
         assert is_pausing.wait(30)
         for key in random_keys(5):
             put(store, key, 1, 1 << 20)
         assert len(asked) == 1
-        assert pauses == [shm_store._AHEAD_PAUSE_S, shm_store._AHEAD_RETRY_S]
+        assert pauses == [memory_ahead._PAUSE_S, memory_ahead._RETRY_S]
         may_go_on.set()
         _await_ahead(store)
         assert len(asked) == 2
         logged = [record for record in caplog.records if record.name == "baton.kvstore"]
-        assert [record.exc_info[1] for record in logged[:num_logged]] == [error] * num_logged
-        assert len(logged) == 2 * num_logged
+        assert [record.exc_info[1] for record in logged] == [error] * num_logged
 
 
 def test_memory_is_asked_for_again_when_no_thread_was_to_be_had(monkeypatch):
-    first, second = random_keys(2)
+    *others, last = random_keys(9)
+    asked = []
     with opened() as (store, contents, _):
+        provide = store._objects.provide_ahead
+
+        def note_and_provide(is_unwanted):
+            asked.append(1)
+            provide(is_unwanted)
 
         def refuse(*args):
             raise RuntimeError("can't start new thread")
 
+        monkeypatch.setattr(store._objects, "provide_ahead", note_and_provide)
         with monkeypatch.context() as patched:
-            patched.setattr(store._ahead, "submit", refuse)
-            put(store, first, 1, 1 << 20)
-        put(store, second, 1, 1 << 20)
+            patched.setattr(threading.Thread, "start", refuse)
+            for key in others:
+                put(store, key, 1, 1 << 20)
+        put(store, last, 1, 1 << 20)
         _await_ahead(store)
+        assert asked == [1]
         assert contents.header.spare_bytes == 1 << 20
 
 
@@ -294,7 +330,7 @@ def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
     with opened() as (store, contents, _):
         put(store, first, 1, 1 << 20)
         _await_ahead(store)
-        monkeypatch.setattr(store, "_provide_ahead", lambda: None)
+        monkeypatch.setattr(store._ahead, "ask", lambda: None)
         [spare] = contents.extents(State.FREE)
         assert spare.resident_bytes == 1 << 20
         allocate = os.posix_fallocate
@@ -309,4 +345,89 @@ def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
         assert read(store, second, 2 << 20) == bytes(filled(2, 2 << 20))
         assert spare.resident_bytes == 0
         assert contents.memory_bytes() == 3 << 20
+        contents.check()
+
+
+def test_a_put_that_finds_memory_full_looks_behind_what_may_still_be_read(monkeypatch):
+    read_just_now, old, new = random_keys(3)
+    with opened() as (store, contents, _):
+        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        put(store, read_just_now, 1, 1 << 20)
+        put(store, old, 1, 4 << 20)
+        kept, given_back = contents.objects()[read_just_now], contents.objects()[old]
+        store.delete([read_just_now, old])
+        given_back.touched_ns = 0
+        allocate = os.posix_fallocate
+
+        def allocate_if_there_is_some(fd, start, num_bytes):
+            if fd == store._objects._memory._fd and contents.memory_bytes() + num_bytes > 6 << 20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return allocate(fd, start, num_bytes)
+
+        monkeypatch.setattr(os, "posix_fallocate", allocate_if_there_is_some)
+        put(store, new, 2, 3 << 20)
+        assert read(store, new, 3 << 20) == bytes(filled(2, 3 << 20))
+        assert kept.resident_bytes == 1 << 20
+        assert given_back.resident_bytes == 0
+        contents.check()
+
+
+def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_anew(monkeypatch):
+    first, second, third = random_keys(3)
+    with opened() as (store, contents, _):
+        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        put(store, first, 1, 4 << 20)
+        [spare] = contents.extents()
+        store.delete([first])
+        allocate = os.posix_fallocate
+
+        def allocate_if_none_is_spare(fd, *args):
+            if fd == store._objects._table._fd and contents.header.spare_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return allocate(fd, *args)
+
+        monkeypatch.setattr(os, "posix_fallocate", allocate_if_none_is_spare)
+        num_changes = contents.header.num_changes
+        with pytest.raises(StoreUnavailableError, match="No space left"):
+            put(store, second, 2, 8 << 20)  # what is spare may still be read
+        assert contents.header.num_changes == num_changes
+        contents.check()
+        spare.touched_ns = 0
+        put(store, second, 2, 8 << 20)
+        assert read(store, second, 8 << 20) == bytes(filled(2, 8 << 20))
+        assert spare.resident_bytes == 0
+        put(store, third, 3, 4 << 20)
+        assert contents.objects()[third].index == spare.index
+        contents.check()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_a_dead_process_was_making_ready_is_no_ones_for_long(monkeypatch, is_full):
+    keys = random_keys(40)
+    with opened(max_bytes=32 << 20) as (store, contents, url):
+        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        dying = open_store(url)
+        arena = dying._objects
+        with arena._locked():
+            extents = [arena._space.reserve_ahead(1 << 20) for _ in range(3)]
+        for extent in extents:
+            arena._memory.provide(extent.offset, 1 << 20)
+        dying.close()
+        assert contents.memory_bytes() == 3 << 20
+        if is_full:
+            allocate = os.posix_fallocate
+
+            def allocate_if_little_is_taken(fd, *args):
+                if fd == store._objects._memory._fd and contents.memory_bytes() >= 3 << 20:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return allocate(fd, *args)
+
+            monkeypatch.setattr(os, "posix_fallocate", allocate_if_little_is_taken)
+            put(store, keys[0], 1, 1 << 20)
+            assert contents.memory_bytes() == 1 << 20
+        else:
+            for key in keys:
+                put(store, key, 1, 1 << 20)
+                assert contents.memory_bytes() <= 32 << 20
+        assert not contents.extents(State.AHEAD)
         contents.check()

@@ -86,13 +86,15 @@ class Arena:
             self._put_batch(batch)
 
     @property
-    def wants_memory(self) -> bool:
-        """Whether there is something for `provide_ahead` to do."""
-        return bool(self._sizes_ahead)
+    def wants_ahead(self) -> bool:
+        """Whether there is something for `provide_ahead` to do: memory to be made ready, or
+        extents to be freed that could not be.
+        """
+        return bool(self._sizes_ahead or self._abandoned)
 
     def provide_ahead(self, is_unwanted: Event) -> None:
-        """Puts memory behind extents like those of the last put, for the next one: it costs more
-        than a copy, and who puts is waited for.
+        """Puts memory behind extents like those that lacked it last, for the next put: it costs
+        more than a copy, and who puts is waited for.
 
         Args:
             is_unwanted: once it is set, no more is begun.
@@ -142,6 +144,9 @@ class Arena:
 
     def close(self) -> None:
         """See `PartsObjects.close`."""
+        if self._abandoned:
+            with suppress(StoreUnavailableError, OSError), self._locked():
+                pass  # which frees them
         self._opened.close()
 
     @contextmanager
@@ -162,8 +167,9 @@ class Arena:
 
     @contextmanager
     def _writing(self, deadline_s: float | None = None) -> Iterator[deque[Extent]]:
-        """For extents that this thread writes to; those still in it at an error are free again,
-        by the next call if the lock is not to be had until the deadline.
+        """For extents that this thread writes to. Those still in it at an error are free again: at
+        once where the system refused something and the lock is to be had until the deadline,
+        otherwise by the next call.
         """
         reserved: deque[Extent] = deque()
         with self._writers.writing():
@@ -174,7 +180,7 @@ class Arena:
                 with suppress(StoreUnavailableError, OSError), self._locked(deadline_s):
                     pass  # which frees them
                 raise
-            except BaseException:  # the lock was waited for already, if it was that
+            except BaseException:  # most likely the lock, which was waited for already
                 self._abandoned.extend(reserved)
                 raise
 
@@ -207,17 +213,15 @@ class Arena:
             if error.errno != errno.ENOSPC:
                 raise
             with self._locked():
-                self._space.shrink_spare(0)
+                self._space.give_back(sum(map(_lacking_bytes, extents)))
             for extent in extents:
                 self._provide(extent)
 
     def _provide(self, extent: Extent) -> None:
         """Puts memory behind what will be written to an extent that is this one's alone."""
-        resident_bytes, needed_bytes = extent.resident_bytes, whole_pages(extent.num_bytes)
-        if resident_bytes < needed_bytes:
-            missing_bytes = needed_bytes - resident_bytes
-            self._memory.provide(extent.offset + resident_bytes, missing_bytes)
-            extent.resident_bytes = needed_bytes
+        if num_bytes := _lacking_bytes(extent):
+            self._memory.provide(extent.offset + extent.resident_bytes, num_bytes)
+            extent.resident_bytes += num_bytes
 
     def _still(self, seen: SeenObject) -> GetStatus:
         """What a copy is that was made of an object, for it may have gone meanwhile."""
@@ -238,3 +242,8 @@ class Arena:
         if extent is not None:
             self._space.touch(extent)
         return extent is not None
+
+
+def _lacking_bytes(extent: Extent) -> int:
+    """Of the pages that an extent's bytes will take, those without memory."""
+    return max(0, whole_pages(extent.num_bytes) - extent.resident_bytes)

@@ -1,5 +1,6 @@
 """`ArenaSpace`: which extents an arena's objects have, its bound, and what goes to keep it."""
 
+import errno
 import mmap
 import time
 from collections import Counter
@@ -30,6 +31,11 @@ _READ_NS = 2 * 10**9
 _MAX_LET_GO_BYTES = 256 << 20  # by one call, which others wait for
 _LEAST_AHEAD_BYTES = 512 << 10  # less is not worth waking a thread for
 _AHEAD_MARGIN = 8
+_TABLE_BYTES = 2 * mmap.PAGESIZE  # that the next extent's cells can lie in
+
+
+class _NoTableMemoryError(StoreUnavailableError):
+    """The file system has no memory for another extent's cells."""
 
 
 class ArenaSpace(BoundedSpace[SeenObject]):
@@ -68,7 +74,10 @@ class ArenaSpace(BoundedSpace[SeenObject]):
 
     def end(self) -> None:
         """To be called last, unless something went wrong that nobody foresaw."""
-        self.shrink_spare(min(self._max_spare_bytes, self.max_bytes - self._header.object_bytes))
+        limit_bytes = min(self._max_spare_bytes, self.max_bytes - self._header.object_bytes)
+        self._shrink_spare(limit_bytes)
+        if self._header.spare_bytes > limit_bytes and self._index.first_spare() is None:
+            self._free_dead(State.AHEAD)  # for all that is spare is being made ready
         self._index.publish()
         self._header.is_changing = False
 
@@ -86,7 +95,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
 
         Raises:
             OSError: the memory cannot grow.
-            StoreUnavailableError: there are too many extents.
+            StoreUnavailableError: there can be no more extents.
         """
         room = _room_for(num_bytes)
         extent = self._index.take_free(room) or self._add(room)
@@ -99,7 +108,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
 
         Raises:
             OSError: the memory cannot grow.
-            StoreUnavailableError: there are too many extents.
+            StoreUnavailableError: there can be no more extents.
         """
         room, ahead_bytes = _room_for(num_bytes), whole_pages(num_bytes)
         extent = self._index.take_free(room, bare=True) or self._add(room)
@@ -111,10 +120,12 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         the file system do not allow it, also if several times as much is put by others meanwhile.
         """
         num_bytes, header = sum(map(whole_pages, sizes)), self._header
-        left_bytes = min(self.max_bytes - header.object_bytes, self._memory.free_bytes)
-        if num_bytes < _LEAST_AHEAD_BYTES or _AHEAD_MARGIN * num_bytes > left_bytes:
+        if num_bytes < _LEAST_AHEAD_BYTES:
             return []
         if header.spare_bytes + 2 * num_bytes > self._max_spare_bytes:
+            return []
+        left_bytes = min(self.max_bytes - header.object_bytes, self._memory.free_bytes)
+        if _AHEAD_MARGIN * num_bytes > left_bytes:
             return []
         seen: Counter[int] = Counter()
         lacking = []
@@ -156,22 +167,17 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self._header.spare_bytes += extent.resident_bytes
         self._index.note_free(extent)
 
-    def shrink_spare(self, limit_bytes: int) -> None:
-        """Gives memory back of which more is spare than should be, where nobody still reads; or
-        of which as much is spare as objects may take.
+    def give_back(self, num_bytes: int) -> None:
+        """Gives so much of what is spare back to the file system, as far as nobody still reads it:
+        for who found no memory there.
         """
-        header, left_bytes = self._header, _MAX_LET_GO_BYTES
-        while header.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
-            if self._may_be_read(extent) and header.spare_bytes <= self.max_bytes:
+        limit_bytes = max(0, self._header.spare_bytes - num_bytes)
+        for extent in self._index.all_spare():
+            if self._header.spare_bytes <= limit_bytes:
                 return
-            num_bytes = extent.resident_bytes
-            left_bytes -= num_bytes
-            if left_bytes < 0 and num_bytes < _MAX_LET_GO_BYTES:
-                return
-            extent.resident_bytes = 0
-            header.spare_bytes -= num_bytes
-            self._index.note_free(extent)
-            self._memory.let_go(extent.offset, num_bytes)
+            if not self._may_be_read(extent):
+                self._let_go(extent)
+        self._free_dead(State.AHEAD)
 
     def _now_ns(self) -> int:
         return time.monotonic_ns()
@@ -180,10 +186,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         return self._header.object_bytes
 
     def _find_objects(self) -> Iterator[SeenObject]:
-        living = self._writers.living()
-        for extent in self._table.in_states(State.WRITTEN_TO, State.AHEAD):
-            if extent.writer not in living and not self._may_be_read(extent):
-                self._free_dead(extent)
+        self._free_dead(State.WRITTEN_TO, State.AHEAD)
         return self._table.by_age()
 
     def _bytes_if_untouched(self, listed: SeenObject) -> int | None:
@@ -214,9 +217,21 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         """A new extent. Nobody misses it who is not told before an object lies there."""
         self._memory.grow_to(self._table.end + room)
         try:
+            return self._try_to_add(room)
+        except _NoTableMemoryError:
+            self.give_back(_TABLE_BYTES)
+            return self._try_to_add(room)
+
+    def _try_to_add(self, room: int) -> Extent:
+        """Adds to the table; nothing has changed where it fails."""
+        try:
             return self._table.add(room)
         except TableFullError:
             raise StoreUnavailableError("the store has as many extents as it can have") from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise _NoTableMemoryError(f"the table cannot grow: {error.strerror}") from error
 
     def _remove(self, extent: Extent) -> bool:
         """Removes an object, not to make room; whether it was alive."""
@@ -225,11 +240,36 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self.counters.count_removals(expirations=not is_alive)
         return is_alive
 
-    def _free_dead(self, extent: Extent) -> None:
-        """Frees what a dead writer had; nobody knows how much of it has memory behind it."""
-        extent.resident_bytes = 0
-        self._memory.let_go(extent.offset, extent.room)
-        self.free(extent)
+    def _shrink_spare(self, limit_bytes: int) -> None:
+        """Gives memory back of which more is spare than should be, where nobody still reads; or
+        of which as much is spare as objects may take. What became spare later is not looked at
+        before what did earlier: this is done by each call.
+        """
+        header, left_bytes = self._header, _MAX_LET_GO_BYTES
+        while header.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
+            if self._may_be_read(extent) and header.spare_bytes <= self.max_bytes:
+                return
+            left_bytes -= extent.resident_bytes
+            if left_bytes < 0 and extent.resident_bytes < _MAX_LET_GO_BYTES:
+                return
+            self._let_go(extent)
+
+    def _let_go(self, extent: Extent) -> None:
+        """Gives back the memory of a free extent."""
+        num_bytes, extent.resident_bytes = extent.resident_bytes, 0
+        self._header.spare_bytes -= num_bytes
+        self._index.note_free(extent)
+        self._memory.let_go(extent.offset, num_bytes)
+
+    def _free_dead(self, *states: State) -> None:
+        """Frees what dead writers had in these states."""
+        living = self._writers.living()
+        for extent in self._table.in_states(*states):
+            if extent.writer in living or self._may_be_read(extent):
+                continue
+            extent.resident_bytes = 0  # nobody knows how much has memory behind it
+            self._memory.let_go(extent.offset, extent.room)
+            self.free(extent)
 
     def _may_be_read(self, extent: Extent) -> bool:
         """Whether somebody may still be at what lay there, with or without a name."""

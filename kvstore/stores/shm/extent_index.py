@@ -77,6 +77,10 @@ class ExtentIndex:
         """The free extent that has kept its memory for longest."""
         return next(iter(self._spare), None)
 
+    def all_spare(self) -> list[Extent]:
+        """Free extents that have kept their memory, from when they became free on."""
+        return list(self._spare)
+
     def note_object(self, extent: Extent, key: bytes) -> None:
         """What was being written to has an object."""
         self._unpublished.append(extent)

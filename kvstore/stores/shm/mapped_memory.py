@@ -8,7 +8,8 @@ ever laid out in it, and takes memory only where there is something.
 import mmap
 import os
 from collections.abc import Sequence
-from ctypes import CDLL, addressof, c_char, c_size_t, c_void_p
+from contextlib import suppress
+from ctypes import CDLL, addressof, c_char, c_size_t, c_void_p, get_errno
 from pathlib import Path
 from threading import Lock
 
@@ -20,7 +21,7 @@ __all__ = ["MappedMemory", "Place"]
 _FIRST_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14; the mmap module does not name it
 
-_LIBC = CDLL(None)
+_LIBC = CDLL(None, use_errno=True)
 
 Place = tuple[int, Parts]
 """Where an object's bytes begin, and its parts, which lie there one after the other."""
@@ -39,7 +40,7 @@ class MappedMemory:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self._remaps = Lock()
+        self._lock = Lock()  # so that nobody is at the file as it is closed
         self._view = memoryview(bytearray())
 
     @property
@@ -62,26 +63,21 @@ class MappedMemory:
             OSError: there is none.
         """
         if num_bytes:
-            os.posix_fallocate(self._fd, start, num_bytes)
+            with self._lock:  # the number may be another file's by now, were it closed meanwhile
+                os.posix_fallocate(self._fd, start, num_bytes)
 
     def map_in(self, start: int, num_bytes: int) -> None:
         """Has pages that have memory behind them mapped here, before who writes there finds that
         they are not. Not every system can.
         """
-        if num_bytes:
-            # By ctypes, which lets go of the interpreter's lock; the mmap module holds it.
-            with self._mapped(start + num_bytes)[start:] as there:
-                address = addressof(c_char.from_buffer(there))
-                _LIBC.madvise(c_void_p(address), c_size_t(num_bytes), _MADV_POPULATE_WRITE)
+        with suppress(OSError):
+            self._advise(start, num_bytes, _MADV_POPULATE_WRITE)
 
     def let_go(self, start: int, num_bytes: int) -> None:
         """Gives the memory behind whole pages back. Who looks at them has it put there again, and
         is killed if there is none.
         """
-        if num_bytes:
-            mapped = self._mapped(start + num_bytes).obj
-            assert isinstance(mapped, mmap.mmap)
-            mapped.madvise(mmap.MADV_REMOVE, start, num_bytes)
+        self._advise(start, num_bytes, mmap.MADV_REMOVE)
 
     def write(self, places: Sequence[Place]) -> None:
         """Copies parts to bytes that have memory behind them."""
@@ -95,10 +91,19 @@ class MappedMemory:
 
     def close(self) -> None:
         """Closes the file, which stays mapped for as long as somebody is at it. Once."""
-        with self._remaps:  # no file means anonymous memory to who maps, which would be a hit
+        with self._lock:  # no file means anonymous memory to who maps, which would be a hit
             fd, self._fd = self._fd, -1
             os.close(fd)
             self._view = memoryview(bytearray())
+
+    def _advise(self, start: int, num_bytes: int, advice: int) -> None:
+        """`madvise`, without the interpreter's lock, which the mmap module's holds."""
+        if not num_bytes:
+            return
+        with self._mapped(start + num_bytes)[start:] as there:
+            address = c_void_p(addressof(c_char.from_buffer(there)))
+            if _LIBC.madvise(address, c_size_t(num_bytes), advice):
+                raise OSError(get_errno(), os.strerror(get_errno()))
 
     def _pairs(self, places: Sequence[Place]) -> tuple[list[memoryview], list[memoryview]]:
         """Where each part lies here, and the parts."""
@@ -120,7 +125,7 @@ class MappedMemory:
         """
         view = self._view
         if len(view) < end:
-            with self._remaps:
+            with self._lock:
                 view = self._view
                 if len(view) < end:
                     # What was mapped before goes when nobody is at it any more.

@@ -1,30 +1,23 @@
 """`ShmStore`: the `KvStore` of `shm://NAME`."""
 
-import logging
 import os
 import re
 import stat
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import Self
 
-from kvstore.store import StoreCapabilities, StoreUnavailableError
+from kvstore.store import StoreCapabilities
 from kvstore.stores.file_io import status_of
 from kvstore.stores.parts_store import Parts, PartsStore
 from kvstore.stores.shm.arena import Arena
+from kvstore.stores.shm.memory_ahead import MemoryAhead
 from kvstore.stores.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
 
 __all__ = ["ShmStore"]
 
-_logger = logging.getLogger("baton.kvstore")
-
 _REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
 _DEFAULT_MAX_BYTES = 4 << 30
-# What was just put is about to be told and read: that comes first.
-_AHEAD_PAUSE_S = 0.01
-_AHEAD_RETRY_S = 1.0  # after a failure
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
 
 
@@ -44,14 +37,13 @@ class ShmStore(PartsStore):
 
     def __init__(self, arena: Arena, limits: StoreLimits) -> None:
         super().__init__(arena, limits)
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="baton-shm-ahead")
-        self._is_ahead_asked = False
-        self._is_closing = Event()
+        self._ahead = MemoryAhead(arena)
 
     def close(self) -> None:
-        """See `KvStore.close`. Waits for what is being made ready, `timeout_s` or so at most."""
-        self._is_closing.set()
-        self._ahead.shutdown(cancel_futures=True)
+        """See `KvStore.close`. Waits for what is being made ready, and for the lock, some times
+        `timeout_s` at most.
+        """
+        self._ahead.close()
         super().close()
 
     @classmethod
@@ -80,25 +72,7 @@ class ShmStore(PartsStore):
 
     def _put(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
         super()._put(keys, values)
-        if self._objects.wants_memory and not self._is_ahead_asked:
-            self._is_ahead_asked = True
-            try:
-                self._ahead.submit(self._provide_ahead)
-            except RuntimeError:  # it is being closed, or no thread is to be had just now
-                self._is_ahead_asked = False
-
-    def _provide_ahead(self) -> None:
-        if self._is_closing.wait(_AHEAD_PAUSE_S):
-            return
-        self._is_ahead_asked = False
-        try:
-            self._objects.provide_ahead(self._is_closing)
-            return
-        except (OSError, StoreUnavailableError):
-            pass  # who puts next will hear of it
-        except Exception:
-            _logger.exception("no memory is made ready ahead in shared memory")
-        self._is_closing.wait(_AHEAD_RETRY_S)  # others wait behind this: one at most, not each put
+        self._ahead.ask()
 
 
 def _is_private_or_absent(folder: Path) -> bool:
