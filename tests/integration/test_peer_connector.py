@@ -227,13 +227,13 @@ def test_a_question_is_not_about_too_many_blocks(
     make_rig: MakeRig, asked: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To answer takes time, in which nothing is moved."""
-    monkeypatch.setattr("kvstore.peer.open_reads._MAX_BLOCKS", 5)
+    monkeypatch.setattr("kvstore.peer.open_reads._MAX_BLOCKS", 6)
     layout = LAYOUTS["one block to a segment"]
     prefill, decode = (make_rig("pull", layout=layout, num_blocks=12) for _ in range(2))
     prefill.publish(range(12))
 
     assert decode.load(prefill.handoff(12), range(12)).num_blocks == 12
-    assert sorted(map(len, asked)) == [2, 5, 5]
+    assert sorted(map(len, asked)) == [6, 6]
 
 
 def test_a_read_ends_before_its_lender_cuts_it_off(make_rig: MakeRig) -> None:

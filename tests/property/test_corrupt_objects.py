@@ -201,8 +201,8 @@ def spoil_slots(monkeypatch: pytest.MonkeyPatch, spoiler: Spoiler) -> None:
 
         def spoiled(self, peer_id, sources, targets, timeout_s, move=move):
             move(self, peer_id, sources, targets, timeout_s)
-            for target in targets:
-                spoiler.spoil_memory(target.address, target.num_bytes)
+            for address, num_bytes, _ in targets.tolist():
+                spoiler.spoil_memory(address, num_bytes)
 
         monkeypatch.setattr(NixlTransport, name, spoiled)
 
