@@ -33,6 +33,7 @@ __all__ = ["FinishedLoad", "Transfers"]
 
 # What becomes of loads that nobody waits for any more.
 _TIMED_OUT = "timed out"
+_UNAVAILABLE = "unavailable"
 _TOO_SLOW = "slower than computing"
 
 _logger = logging.getLogger("baton.engine")
@@ -270,6 +271,10 @@ class Transfers:
         for lookup in results.lookups:
             self._loads.finish_lookup(lookup)
         loads = [finished for r in results.loads if (finished := self._finish_load(r))]
+        for job_id in filter(self._is_open, results.doubted):
+            self._costs.drop(job_id)
+            given_up = self._give_up_load(job_id, _UNAVAILABLE)
+            loads += [given_up.load] if given_up.load else []
         saved = dict.fromkeys(self._finish_save(result) for result in results.saves)
         for job_id in results.released:
             self._saves.release(job_id)

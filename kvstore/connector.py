@@ -178,15 +178,18 @@ class TransferResults:
 
     Attributes:
         released: save jobs that were held, whose blocks nobody reads any more.
+        doubted: load jobs that have failed, whose results come when nothing can write to their
+            blocks any more, however long that is. Nobody should wait for one.
     """
 
     lookups: tuple[LookupResult, ...] = ()
     loads: tuple[LoadResult, ...] = ()
     saves: tuple[SaveResult, ...] = ()
     released: tuple[int, ...] = ()
+    doubted: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.lookups or self.loads or self.saves or self.released)
+        return any(getattr(self, name) for name in self.__slots__)
 
 
 @dataclass(slots=True)

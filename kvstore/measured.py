@@ -95,9 +95,12 @@ class MeasuredWorker(KvConnectorWorker):
             if lookup.job_id in self._lookups:
                 started_at, num_keys = self._lookups.pop(lookup.job_id)
                 metrics.looked_up(now - started_at, num_keys, lookup.num_blocks)
+        for job_id in results.doubted:
+            metrics.job_ended("load", now - self._started_at.pop(("load", job_id)), "unavailable")
         for load in results.loads:
-            started_at = self._started_at.pop(("load", load.job_id))
-            metrics.job_ended("load", now - started_at, load.error)
+            job = "load", load.job_id
+            if job in self._started_at:  # otherwise it was counted when it came into doubt
+                metrics.job_ended("load", now - self._started_at.pop(job), load.error)
         for save in results.saves:
             started_at = self._started_at.pop(("save", save.job_id)) + save.waited
             error = "" if save.committed else save.error or "failed"

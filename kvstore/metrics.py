@@ -95,6 +95,10 @@ METRICS: dict[str, MetricInfo] = {
     "baton_kv_quarantined_segments": MetricInfo(
         "gauge", "Staging segments out of use, as a peer may still write to them."
     ),
+    "baton_kv_objects_in_doubt": MetricInfo(
+        "gauge",
+        "Objects of failed loads whose blocks are held, as something may write there.",
+    ),
     "baton_kv_prompt_save_seconds": MetricInfo(
         "counter", "Time in which a prompt had saves under way, over all prompts."
     ),
@@ -228,6 +232,11 @@ class TransferMetrics:
         """So many staging segments are out of use now."""
         with self._lock:
             self._values["baton_kv_quarantined_segments",] = num_segments
+
+    def set_in_doubt(self, num_objects: int) -> None:
+        """So many objects' places in the pool are out of use now."""
+        with self._lock:
+            self._values["baton_kv_objects_in_doubt",] = num_objects
 
     def prompt_saved(self, seconds: float, hidden_s: float) -> None:
         """A prompt's last save has ended; `hidden_s` of its saves' time it was being computed."""

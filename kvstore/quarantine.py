@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 __all__ = ["QUARANTINE_S", "Quarantine"]
 
 QUARANTINE_S = 150.0
-"""Seconds after which a transfer in doubt is waited for no longer.
+"""Seconds after which a transfer to a staging segment that is in doubt is waited for no longer.
 
 A peer that runs ends a transfer within its timeout, and what it left in a connection comes within
 two minutes (`kvstore.peer.nixl_library.LATE_WRITES_S`). What may come later is of a peer that was

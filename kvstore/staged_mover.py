@@ -108,6 +108,7 @@ class StagedMover:
         self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
         self._ahead = AheadPieces()
         self._in_doubt: list[PieceEnd] = []  # in place, and somebody may still write there
+        self._doubted: list[int] = []  # jobs of these that were not told yet
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
         self._cut: PoolCut
@@ -128,6 +129,7 @@ class StagedMover:
 
         self._cut = PoolCut.of(layout, form, share)
         self._staging = StagingBuffers(self._cut.object_layout, device=pool.device)
+        self._pool = pool
         self._copier = self._make_copier(pool, self._cut)
         self._pieces.rows = self._copier.rows
 
@@ -148,6 +150,16 @@ class StagedMover:
         is_staged = self._copier is not None and self._staging.is_in_doubt
         return is_staged or bool(self._in_doubt)
 
+    @property
+    def num_in_doubt(self) -> int:
+        """Objects of the pool that somebody may still write to."""
+        return sum(len(end.piece.keys) for end in self._in_doubt)
+
+    @property
+    def memory(self) -> tuple[Any, "StagingBuffers"]:
+        """All that is written to, for who has to keep it."""
+        return self._pool, self._staging
+
     def start(
         self,
         loads: Sequence[LoadJob] = (),
@@ -167,8 +179,8 @@ class StagedMover:
             else:
                 self._waiting.append(state)
         for job_id in cancelled_loads:
-            if job_id in self._jobs:
-                self._jobs[job_id].error = CANCELLED
+            if (cancelled := self._jobs.get(job_id)) is not None:
+                cancelled.error = cancelled.error or CANCELLED
                 self._wake()
         if self._io.is_hanging:
             self._wake()
@@ -212,6 +224,11 @@ class StagedMover:
             self._give_up_waiting()
         self._start_pieces()
         return take_results(self._jobs)
+
+    def take_doubted(self) -> list[int]:
+        """Loads that are in doubt since the last call; see `TransferResults.doubted`."""
+        doubted, self._doubted = self._doubted, []
+        return doubted
 
     def close(self) -> bool:
         """Stops the threads; jobs under way are given up. Idempotent.
@@ -348,8 +365,7 @@ class StagedMover:
     def _finish_piece(self, end: PieceEnd) -> None:
         segment = end.piece.segment
         if segment is None and end.has_settled is not None:
-            end.piece.job.error = end.piece.job.error or end.error
-            self._in_doubt.append(end)
+            self._doubt(end, end.has_settled)
             return
         end.piece.job.end_piece(end)
         if segment is not None and end.has_settled is not None:
@@ -357,17 +373,26 @@ class StagedMover:
         elif segment is not None:
             self._staging.give_back(segment)
 
-    def _end_doubts(self) -> None:
-        """Ends pieces in place that nobody can write to any more. Until then their jobs have no
-        result, and nobody else gets the blocks, however long that is.
+    def _doubt(self, end: PieceEnd, has_settled: Callable[[], bool]) -> None:
+        """Ends a piece in place, as soon as nobody can write to it any more. Until then its job has
+        no result, and nobody else gets the blocks, however long that is.
         """
+        job = end.piece.job
+        if has_settled():
+            self._pieces.clear(end.piece)
+            self._finish_piece(replace(end, has_settled=None))
+            return
+        if not job.is_in_doubt:
+            job.is_in_doubt = True
+            self._doubted.append(job.job.job_id)
+            _logger.warning("KV blocks of a load stay held: something may still write to them")
+        job.error = job.error or end.error
+        self._in_doubt.append(end)
+
+    def _end_doubts(self) -> None:
         doubts, self._in_doubt = self._in_doubt, []
         for end in doubts:
-            if end.has_settled is None or end.has_settled():
-                self._pieces.clear(end.piece)
-                self._finish_piece(replace(end, has_settled=None))
-            else:
-                self._in_doubt.append(end)
+            self._finish_piece(end)
 
     # I/O threads.
 

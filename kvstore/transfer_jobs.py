@@ -38,6 +38,7 @@ class JobState:
         num_open: pieces that have not ended.
         good_objects: indices of objects that were put, or verified and are in the pool.
         error: why it will not be whole; no further pieces are started then.
+        is_in_doubt: whether it was told that something may still write to its blocks.
         started_at: `time.monotonic()` at its start.
         num_in_place: its pieces that move in place, which is all of them or none.
         num_told: counts what threads tell of its pieces; they share it without a lock, as
@@ -53,6 +54,7 @@ class JobState:
     num_open: int = 0
     good_objects: set[int] = field(default_factory=set)
     error: str = ""
+    is_in_doubt: bool = False
     started_at: float = field(default_factory=time.monotonic)
     told_at: float = 0.0
     moving_s: float = 0.0
@@ -213,7 +215,7 @@ class PieceRead:
 class PieceEnd:
     """A piece has been put, or is in the pool: its good leading objects, and why not all.
 
-    `has_settled`: see `kvstore.backend.InDoubtError`; None if its segment is free. `seconds`: how
+    `has_settled`: see `kvstore.backend.InDoubtError`; None if nothing writes to it. `seconds`: how
     long a thread was at it last.
     """
 

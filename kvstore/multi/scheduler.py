@@ -73,6 +73,7 @@ class MultiScheduler(KvConnectorScheduler):
         self._saves: dict[int, Save] = {}
         self._news: list[LookupResult | LoadResult | SaveResult] = []
         self._released: list[int] = []
+        self._doubted: list[int] = []
 
     # Look-ups.
 
@@ -257,6 +258,8 @@ class MultiScheduler(KvConnectorScheduler):
             job_id = member.loads.pop(loaded.job_id)
             self._loads[job_id].take(loaded)
             self._go_on_loading(job_id)
+        # The blocks are no other member's to load into: the engine gives such a load up.
+        self._doubted += [member.loads[job_id] for job_id in results.doubted]
         for saved in results.saves:
             held = saved.is_held
             job_id = member.saves[saved.job_id] if held else member.saves.pop(saved.job_id)
@@ -283,9 +286,11 @@ class MultiScheduler(KvConnectorScheduler):
     def _drain(self) -> TransferResults:
         news, self._news = self._news, []
         released, self._released = self._released, []
+        doubted, self._doubted = self._doubted, []
         return TransferResults(
             tuple(each for each in news if isinstance(each, LookupResult)),
             tuple(each for each in news if isinstance(each, LoadResult)),
             tuple(each for each in news if isinstance(each, SaveResult)),
             tuple(released),
+            tuple(doubted),
         )

@@ -123,15 +123,12 @@ class PullPlane(DataPlane):
 
     def _give_up(self, peer: Peer, error: TransferError) -> StoreUnavailableError:
         """Cuts the peer off; the next read adds it anew."""
-        peer_id = peer.address.peer_id
-        self._transport.remove_peer(peer_id)
         peer.is_added = False
+        has_settled = self._transport.remove_peer(peer.address.peer_id)
         message = f"{peer.address.endpoint}: {error}"
         if error.is_settled:
             return StoreUnavailableError(message)
-        return InDoubtError(
-            message, self._settlements.add(lambda: self._transport.has_settled(peer_id))
-        )
+        return InDoubtError(message, self._settlements.add(has_settled, for_good=True))
 
 
 class PushPlane(DataPlane):

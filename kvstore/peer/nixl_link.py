@@ -28,6 +28,7 @@ __all__ = ["NixlLink"]
 _PART_BYTES = 32 << 20
 _NUM_SPINS = 20
 _POLL_S = 1e-4
+_CLOSE_S = 5.0
 
 
 class NixlLink:
@@ -98,11 +99,19 @@ class NixlLink:
             message = f"nixl {operation}: {problem}{self._hint(operation)}"
             raise TransferError(message, is_settled=is_settled)
 
-    def close(self) -> None:
-        """Ends the agent; a transfer that is under way fails. Idempotent."""
+    def close(self) -> bool:
+        """Ends the agent; a transfer that is under way fails. Idempotent.
+
+        Returns:
+            Whether the agent has ended: a call of nixl's that hangs is not waited for.
+        """
         self._is_closed.set()
-        with self._lock:
-            self._end()
+        if not self._lock.acquire(timeout=_CLOSE_S):
+            return False
+        try:
+            return self._end()
+        finally:
+            self._lock.release()
 
     def _open(self, give_up_at: float) -> None:
         """Makes the agent, once. It connects as bytes are to move."""
@@ -147,7 +156,7 @@ class NixlLink:
             handle = self._agent.initialize_xfer(operation, own, theirs, self._peer_name)
             return self._wait(handle, self._agent.transfer(handle), give_up_at)
         except Exception as error:  # nixl's errors have no base of their own
-            return str(error)
+            return str(error) or repr(error)  # "" would mean that all is well
         finally:
             if handle is not None:
                 with contextlib.suppress(Exception):  # what is not released ends with the agent

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -85,19 +86,20 @@ class NixlTransport(PeerTransport):
                 peer = AgentMetadata.from_bytes(metadata)
                 self._links[peer_id] = NixlLink(self._nixl, peer, self._memory)
 
-    def remove_peer(self, peer_id: str) -> None:
+    def remove_peer(self, peer_id: str) -> Callable[[], bool]:
         """See `PeerTransport.remove_peer`."""
         with self._lock:
             link = self._links.pop(peer_id, None)
         if link is None:
-            return
-        link.close()
+            return partial(self.has_settled, peer_id)
+        has_ended = link.close()
         # Unless the end of its process is seen, one of its system calls may be under way.
-        is_over = link.is_copied_by_kernel and link.process_end is not None
+        is_over = has_ended and link.is_copied_by_kernel and link.process_end is not None
         late_s = 0.0 if is_over else LATE_WRITES_S
         with self._lock:
             self._settled_at.pop(peer_id, None)
-            self._remember(peer_id, late_s)
+            settled_at = self._remember(peer_id, late_s)
+        return lambda: time.monotonic() >= settled_at
 
     def has_settled(self, peer_id: str) -> bool:
         """See `PeerTransport.has_settled`.

@@ -1,6 +1,7 @@
 """`Settlements`: waits for transfers of which nobody knows whether they still write."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -35,8 +36,8 @@ class _Doubt:
 class Settlements:
     """Asks again and again, in a thread that lives while there is something to ask.
 
-    What has not settled after `QUARANTINE_S` is asked for no longer: its memory is used again by
-    then, and is never trusted.
+    Of staging segments, what has not settled after `QUARANTINE_S` is asked for no longer: they are
+    used again by then, and never trusted.
 
     Args:
         wake: called when something has settled, or nobody waits for it any longer.
@@ -58,9 +59,14 @@ class Settlements:
         """Transfers that are asked for."""
         return len(self._open)
 
-    def add(self, has_settled: Callable[[], bool]) -> Callable[[], bool]:
-        """Begins to ask `has_settled`; tells what was last known of it."""
-        doubt = _Doubt(has_settled, self._clock() + QUARANTINE_S)
+    def add(self, has_settled: Callable[[], bool], *, for_good: bool = False) -> Callable[[], bool]:
+        """Begins to ask `has_settled`; tells what was last known of it.
+
+        Args:
+            has_settled: what to ask.
+            for_good: of memory that is not used before it has settled.
+        """
+        doubt = _Doubt(has_settled, math.inf if for_good else self._clock() + QUARANTINE_S)
         with self._lock:
             self._open.append(doubt)
             if self._thread is None:

@@ -79,8 +79,13 @@ class PeerTransport(ABC):
         """
 
     @abstractmethod
-    def remove_peer(self, peer_id: str) -> None:
-        """Forgets a peer; transfers with it that are under way fail. Unknown ids are fine."""
+    def remove_peer(self, peer_id: str) -> Callable[[], bool]:
+        """Forgets a peer; transfers with it that are under way fail. Unknown ids are fine.
+
+        Returns:
+            What tells whether nothing that was begun with it until now can write to memory any
+            more; what is begun when it has been added again does not matter.
+        """
 
     @abstractmethod
     def has_settled(self, peer_id: str) -> bool:

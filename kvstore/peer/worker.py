@@ -38,7 +38,7 @@ _GENERATION_BYTES = 16
 _NUM_IO_THREADS = 4
 
 # Memory that peers may write to after its connector was closed: nobody else gets it.
-_still_written_to: list[StagedMover] = []
+_still_written_to: list[Any] = []
 
 
 class PeerConnectorWorker(KvConnectorWorker):
@@ -63,6 +63,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._transport = transport
         self._metrics: TransferMetrics | None = None
         self._answers: list[LookupResult] = []
+        self._kept: Any = None  # of `_still_written_to`
         self._lending = LendingSide(
             url, os.urandom(_GENERATION_BYTES), transport, self._wake_engine
         )
@@ -138,18 +139,20 @@ class PeerConnectorWorker(KvConnectorWorker):
         saves += [self._lending.lender.finish(result) for result in gathered]
         if self._metrics is not None:
             self._metrics.set_quarantined(self._mover.staging.num_quarantined)
-        return TransferResults(lookups, tuple(loads), tuple(saves), tuple(released))
+            self._metrics.set_in_doubt(self._mover.num_in_doubt)
+        doubted = tuple(self._mover.take_doubted())
+        return TransferResults(lookups, tuple(loads), tuple(saves), tuple(released), doubted)
 
     def close(self) -> None:
         """See `KvConnectorWorker.close`."""
         self._peers.close()  # ends calls that the threads below wait for
         self._renewals.close()
         self._lending.close()
-        self._mover.close()
+        has_ended = self._mover.close()
         self._closer.close()
         self._settlements.close()
-        if self._settlements.num_open or self._mover.is_in_doubt:
-            _still_written_to.append(self._mover)
+        if self._settlements.num_open or self._mover.is_in_doubt or not has_ended:
+            self._keep_memory()
         if self._transport is not None:
             self._transport.close()
 
@@ -160,6 +163,11 @@ class PeerConnectorWorker(KvConnectorWorker):
             return PullPlane(self._transport, self._settlements, self._reads)
         generation = self.address.generation
         return PushPlane(self._transport, self._settlements, self._peers, generation)
+
+    def _keep_memory(self) -> None:
+        if self._kept is None:
+            self._kept = self._mover.memory
+            _still_written_to.append(self._kept)
 
     def _wake_engine(self) -> None:
         self._wake()

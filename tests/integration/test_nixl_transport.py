@@ -417,6 +417,41 @@ def test_writes_of_a_peer_that_was_never_added_settle_after_a_while(monkeypatch)
         assert not transport.has_settled("unheard of")
 
 
+def test_what_was_begun_before_an_end_settles_though_its_peer_comes_and_goes(remote, monkeypatch):
+    times = iter((0.0, 3600.0))
+    with closing(NixlTransport()) as transport:
+        settled = []
+        monkeypatch.setattr(process_end.os, "pidfd_open", lambda pid: os.open("/nowhere", 0))
+        for late_s in times:
+            monkeypatch.setattr(nixl_transport, "LATE_WRITES_S", late_s)
+            transport.add_peer("remote", remote.metadata)
+            settled.append(transport.remove_peer("remote"))
+        assert [has_settled() for has_settled in settled] == [True, False]
+        assert not transport.has_settled("remote")
+
+
+def test_a_call_that_hangs_does_not_keep_its_link_from_being_closed(remote, monkeypatch):
+    monkeypatch.setattr(nixl_link, "_CLOSE_S", 0.01)
+    with closing(NixlTransport()) as transport:
+        transport.add_peer("remote", remote.metadata)
+        with transport._links["remote"]._lock:
+            has_settled = transport.remove_peer("remote")
+            assert not has_settled(), "what hangs may still write"
+
+
+def test_an_error_that_says_nothing_is_one(remote):
+    with opened() as (transport, pool):
+        transport.add_peer("remote", remote.metadata)
+        read_all(transport, "remote", remote, pool)
+
+        def fail(*args):
+            raise MemoryError
+
+        transport._links["remote"]._agent.transfer = fail
+        with pytest.raises(TransferError, match="MemoryError"):
+            read_all(transport, "remote", remote, pool)
+
+
 def test_the_end_of_a_process_of_this_machine_is_seen(new_remote):
     remote = new_remote()
     with opened() as (transport, _):

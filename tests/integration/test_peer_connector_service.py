@@ -199,6 +199,14 @@ def test_an_engine_that_does_not_step_holds_readers_up_for_a_bounded_time() -> N
 # Transfers of which nobody knows whether they still write.
 
 
+def forget_kept_memory(closed: Any) -> None:
+    """Of a worker that was closed in doubt, once and again."""
+    closed.close()
+    held = worker._still_written_to
+    [index] = [index for index, memory in enumerate(held) if memory is closed._kept]
+    del held[index]
+
+
 class Doubtful(MemoryTransport):
     """Reads and writes fail, and go on writing, until `is_well`."""
 
@@ -330,7 +338,7 @@ def test_pushes_in_doubt_for_good_stop_loads_for_a_bounded_time(
         PeerRig("nixl://?mode=push&timeout_s=1", num_blocks=16, transport=transport)
         for transport in (Doubtful(), MemoryTransport(), MemoryTransport())
     )
-    mover, staging = decode.worker._mover, decode.worker._mover.staging
+    staging = decode.worker._mover.staging
     try:
         for prefill in (lost, other):
             prefill.publish([1, 2])
@@ -346,8 +354,7 @@ def test_pushes_in_doubt_for_good_stop_loads_for_a_bounded_time(
     finally:
         for rig in (lost, decode, other):
             rig.worker.close()
-    assert mover in worker._still_written_to
-    worker._still_written_to.remove(mover)
+    forget_kept_memory(decode.worker)
 
 
 def test_a_read_in_doubt_is_told_though_its_peer_is_forgotten_meanwhile() -> None:
@@ -384,8 +391,7 @@ def test_memory_in_doubt_outlives_its_connector() -> None:
     decode.run_until(lambda: mover.is_in_doubt)
     for rig in (prefill, decode):
         rig.worker.close()
-    assert mover in worker._still_written_to
-    worker._still_written_to.remove(mover)
+    forget_kept_memory(decode.worker)
 
 
 def test_a_push_that_was_given_up_never_begins(prefill: PeerRig, reader: Reader) -> None:

@@ -42,6 +42,7 @@ class FakeMember:
     told: list = field(default_factory=list)
     news: list = field(default_factory=list)
     released: list = field(default_factory=list)
+    doubted: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scheduler = JobScheduler(
@@ -94,7 +95,8 @@ class FakeMember:
         released, self.released = self.released, []
         kinds = (LookupResult, LoadResult, SaveResult)
         results = [tuple(each for each in news if isinstance(each, kind)) for kind in kinds]
-        return TransferResults(*results, released=tuple(released))
+        doubted, self.doubted = self.doubted, []
+        return TransferResults(*results, released=tuple(released), doubted=tuple(doubted))
 
 
 class Members:

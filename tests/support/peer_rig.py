@@ -149,9 +149,10 @@ class MemoryTransport(PeerTransport):
     def add_peer(self, peer_id: str, metadata: bytes) -> None:
         self.peers[peer_id] = metadata
 
-    def remove_peer(self, peer_id: str) -> None:
+    def remove_peer(self, peer_id: str) -> Callable[[], bool]:
         if self.peers.pop(peer_id, None):
             self.removed.append(peer_id)
+        return lambda: self.has_settled(peer_id)
 
     def has_settled(self, peer_id: str) -> bool:
         return self.settled

@@ -214,11 +214,13 @@ def test_a_pools_blocks_are_nobodys_while_a_peer_may_write_there(in_place):
     while not in_place.mover.is_in_doubt:
         in_place.wait()
         assert in_place.mover.poll() == ([], []), "with a result the blocks would be free"
+    assert in_place.mover.take_doubted() == [1], "who waits had better not"
     is_known.set()
     [job] = in_place.mover._jobs.values()
     while job.num_open > len(in_place.mover._in_doubt):
         in_place.woken.wait(0.01)
         assert in_place.mover.poll() == ([], [])
+    assert in_place.mover.num_in_doubt == 4, "and the third piece was not fetched"
     in_place.pool[3:5] = torch.nan
     in_place.peer.has_settled = True
 
@@ -226,6 +228,7 @@ def test_a_pools_blocks_are_nobodys_while_a_peer_may_write_there(in_place):
     assert not in_place.pool.any(), "nor is anything left there that is no number"
     assert not in_place.mover.is_in_doubt
     assert in_place.peer.num_fetches < 3, "nothing more is fetched for a load that has failed"
+    assert in_place.mover.take_doubted() == [], "it is told once"
 
 
 def test_a_doubt_about_one_load_in_place_holds_up_no_other(in_place):
@@ -239,3 +242,22 @@ def test_a_doubt_about_one_load_in_place_holds_up_no_other(in_place):
     assert in_place.run_until(1) == [LoadResult(2, 1)]
     assert torch.equal(in_place.pool[4], block(keys(1)[0]))
     assert in_place.mover.is_in_doubt
+
+
+def test_a_doubt_that_has_settled_before_the_engine_hears_of_it_ends_then(in_place):
+    """Nobody wakes the engine once more."""
+    in_place.peer.has_settled = True
+    in_place.mover.start(loads=[LoadJob(1, keys(1), (3,))])
+    in_place.wait()
+    assert in_place.mover.poll() == ([LoadResult(1, 0, "unavailable")], [])
+    assert in_place.mover.take_doubted() == []
+
+
+def test_a_load_in_doubt_that_is_cancelled_was_unavailable(in_place):
+    in_place.mover.start(loads=[LoadJob(1, keys(1), (3,))])
+    while not in_place.mover.is_in_doubt:
+        in_place.wait()
+        in_place.mover.poll()
+    in_place.mover.start(cancelled_loads=[1])
+    in_place.peer.has_settled = True
+    assert in_place.run_until(1) == [LoadResult(1, 0, "unavailable")]

@@ -226,3 +226,14 @@ def test_what_is_discarded_was_not_what_was_saved():
     MeasuredBackend(inner, metrics).discard(b"a")
     assert inner.discarded == [b"a"]
     assert metrics.snapshot()[0]["baton_kv_verify_failures",] == 1
+
+
+def test_a_load_in_doubt_is_counted_when_that_is_told():
+    rig = Rig()
+    rig.worker.start(ConnectorWork(loads=(LOAD,)))
+    rig.now = 12.0
+    rig.report(doubted=(1,))
+    rig.now = 99.0
+    rig.report(loads=(LoadResult(1, 0, "unavailable"),))
+    assert rig.total_s("baton_kv_job_seconds", "load") == (1, 2.0)
+    assert rig.value("baton_kv_failures", "load", "unavailable") == 1

@@ -307,3 +307,20 @@ def test_params_come_back_and_nothing_else_passes():
         assert unpack_params(wrong, 3) is None
     assert unpack_params(packed, 2) is None
     assert unpack_params(packed, 4) is None
+
+
+def test_a_load_in_doubt_goes_to_no_other_member(peer, store):
+    """Who was asked first may still write to its blocks."""
+    store.objects = set(KEYS)
+    both = Members(peer, store)
+    job = both.scheduler.load(KEYS, BLOCKS, both.scheduler.make_handoff("h", b"n", KEYS, 5))
+    both.start()
+    (load,) = peer.pending
+    peer.doubted.append(load.job_id)
+    assert both.step() == TransferResults(doubted=(job,))
+
+    both.scheduler.cancel_load(job)
+    both.start()
+    peer.end_load(load, 0, "unavailable")
+    assert [result.job_id for result in both.step().loads] == [job]
+    assert store.pending == []

@@ -209,3 +209,16 @@ def test_a_request_does_not_wait_for_what_never_reports() -> None:
 
 def _first_blocks(handoff: KvHandoff, count: int) -> KvHandoff:
     return replace(handoff, block_keys=handoff.block_keys[:count], num_tokens=4 * count)
+
+
+def test_one_in_doubt_does_not_keep_what_runs_waiting() -> None:
+    driven = DrivenScheduler(8, with_connector=True, role="decode", kv_transfer_timeout_s=5.0)
+    load = load_beside_two_that_run(driven)
+    driven.scheduler.apply(TransferResults(doubted=(load.job_id,)))
+    for _ in range(60):
+        driven.step()
+        driven.answer()
+    assert driven.scheduler.num_unfinished == 0
+    assert driven.scheduler.load().num_preemptions == 1
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 0, "unavailable"),)))
+    assert driven.num_free == 8

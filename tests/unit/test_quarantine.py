@@ -214,3 +214,14 @@ def test_questions_that_fail_are_logged_once(opened, caplog):
     opened.add(fail)
     wait_until(lambda: len(questions) > 5)
     assert caplog.text.count("is not known") == 1
+
+
+def test_what_a_pool_waits_for_is_asked_for_ever(opened, clock):
+    questions, settled = [], threading.Event()
+    has_settled = opened.add(lambda: questions.append(1) or settled.is_set(), for_good=True)
+    clock.now += 100 * QUARANTINE_S
+    wait_until(lambda: len(questions) > 3)
+    assert opened.num_open == 1
+    settled.set()
+    assert opened.woken.wait(TIMEOUT_S)
+    assert has_settled()

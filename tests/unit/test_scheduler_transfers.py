@@ -7,7 +7,7 @@ import pytest
 from baton.errors import AbortedError, FailedPreconditionError, InternalError, InvalidArgumentError
 from engine.request import BeamSearchParams, EngineRequest, FinishReason
 from engine.validation import check_request
-from kvstore.connector import LookupResult, TransferResults
+from kvstore.connector import LoadResult, LookupResult, TransferResults
 from tests.support.driven_scheduler import NAMESPACE, DrivenScheduler, handed_over, request
 from tests.support.fake_model import expected_tokens, fake_config, fake_info
 from tests.support.reference_decoding import first_beams
@@ -384,3 +384,33 @@ def test_nothing_is_loaded_into_blocks_of_a_step_in_flight() -> None:
     assert driven.begin() is None
     (load,) = driven.work().loads
     assert len(load.block_ids) == 3
+
+
+def test_a_load_in_doubt_is_computed_at_once_and_its_blocks_stay_held() -> None:
+    driven = decode_engine()
+    driven.add(handed_over("a", max_tokens=3))
+    driven.step()
+    (load,) = driven.work().loads
+
+    driven.scheduler.apply(TransferResults(doubted=(load.job_id,)))
+    driven.step()
+    assert driven.shares == {"a": 11}
+    driven.run()
+    assert (driven.num_free, driven.scheduler.num_transfers) == (32 - 3, 1)
+
+    driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 0, "unavailable"),)))
+    driven.scheduler.check()
+    assert driven.num_free == 32
+
+
+def test_a_load_in_doubt_ends_the_request_by_policy() -> None:
+    driven = decode_engine(kv_load_failure_policy="fail")
+    driven.add(handed_over("a"))
+    driven.step()
+    (load,) = driven.work().loads
+
+    (output,) = driven.scheduler.apply(TransferResults(doubted=(load.job_id,)))
+
+    assert isinstance(output.error, AbortedError)
+    assert "unavailable" in output.error.message
+    assert driven.num_free == 32 - 3
