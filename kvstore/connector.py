@@ -15,7 +15,8 @@ Who owns what:
   names. So bytes may move beside the steps, without waiting for any. A
   connector that `saves_ahead` also gets jobs that name a step to come, and
   hears which layers of the blocks are computed (docs/adr/0024-saved-by-layer.md).
-- Every job ends in exactly one result, within the connector's own deadline.
+- Every job ends in exactly one result, within the connector's own deadline; but for a load to
+  whose blocks something may still write, which is told of by then (`TransferResults.doubted`).
 - Cancelling a load only makes its result come sooner.
 
 There are two families. A *store* has copies of what was saved: the blocks are

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["PeerConnectorWorker"]
 
 _GENERATION_BYTES = 16
-# Calls that wait for one peer leave threads for the others.
+# A load has two calls at most: one from a silent peer leaves threads for the others.
 _NUM_IO_THREADS = 4
 
 # Memory that peers may write to after its connector was closed: nobody else gets it.
