@@ -34,10 +34,10 @@ class IoThreads:
 
     Args:
         num_threads: how many tasks are done at a time.
-        most_of_group: how many of a group's.
         name: of the threads.
         timeout_s: longest that a task should take.
         on_hang: called, in a thread of its own, when they begin to hang.
+        most_of_group: how many of a group's tasks are done at a time.
     """
 
     def __init__(
