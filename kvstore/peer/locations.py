@@ -31,6 +31,8 @@ __all__ = [
     "ranges_to_proto",
 ]
 
+_NO_RUNS = np.empty((0, 2), np.uint64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRanges:
@@ -175,9 +177,6 @@ class LentRanges:
             return address, 0, np.array([[0, num_bytes]], np.uint64)
         block_id, index = divmod(block.object_id, self._objects_per_block)
         return self._address + block_id * self._block_bytes, self._device_id, self._runs[index]
-
-
-_NO_RUNS = np.empty((0, 2), np.uint64)
 
 
 def _runs_of(cut: PoolCut, index: int) -> NDArray[np.uint64]:
