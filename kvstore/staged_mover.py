@@ -27,7 +27,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -365,23 +364,21 @@ class StagedMover:
     def _finish_piece(self, end: PieceEnd) -> None:
         segment = end.piece.segment
         if segment is None and end.has_settled is not None:
-            self._doubt(end, end.has_settled)
-            return
+            if not end.has_settled():
+                self._doubt(end)
+                return
+            self._pieces.clear(end.piece)
         end.piece.job.end_piece(end)
         if segment is not None and end.has_settled is not None:
             self._staging.quarantine(segment, end.has_settled)
         elif segment is not None:
             self._staging.give_back(segment)
 
-    def _doubt(self, end: PieceEnd, has_settled: Callable[[], bool]) -> None:
-        """Ends a piece in place, as soon as nobody can write to it any more. Until then its job has
+    def _doubt(self, end: PieceEnd) -> None:
+        """Leaves a piece in place open until nobody can write to it any more. So long its job has
         no result, and nobody else gets the blocks, however long that is.
         """
         job = end.piece.job
-        if has_settled():
-            self._pieces.clear(end.piece)
-            self._finish_piece(replace(end, has_settled=None))
-            return
         if not job.is_in_doubt:
             job.is_in_doubt = True
             self._doubted.append(job.job.job_id)
