@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from baton.up.cluster import ClusterConfig, ClusterPlan, plan_cluster, start_server, stop_in_order
+from baton.up.run_folder import taking_turns
 from baton.up.supervisor import SupervisedProcess
-from baton.up.turns_folder import taking_turns
 
 __all__ = ["running_cluster"]
 

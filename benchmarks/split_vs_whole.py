@@ -16,7 +16,7 @@ from pathlib import Path
 from baton import AsyncClient, SamplingParams
 from baton.results import Timings
 from baton.up.cluster import ClusterConfig
-from baton.up.embedded_store import embedded_store
+from baton.up.run_folder import embedded_store
 from benchmarks.models import num_weights
 from benchmarks.running_cluster import running_cluster
 from engine.config import EngineConfig

@@ -23,7 +23,7 @@ from engine.wire import (
     finish_reason_to_proto,
     timings_to_proto,
 )
-from kvstore.handoff_proto import handoff_from_proto
+from kvstore.handoff import handoff_from_proto
 from rpc.errors import to_worker_error
 
 __all__ = ["RouterSession"]

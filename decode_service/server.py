@@ -8,12 +8,11 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from decode_service.config import DecodeConfig, add_args, config_from_args
 from decode_service.servicer import DecodeServicer
 from engine.async_engine import AsyncEngine
-from engine.metrics import register_metrics
-from engine.worker import EngineWorker
+from engine.worker import EngineWorker, register_metrics
 from rpc.metrics_server import serving_metrics
 from rpc.process import run_process
 from rpc.server import RpcServer, serve
-from rpc.worker_tier import WorkerTier
+from rpc.worker import WorkerTier
 
 __all__ = ["SERVICE_NAMES", "add_args", "add_services", "main", "run"]
 

@@ -24,8 +24,8 @@ from engine.engine_thread import (
     ReleaseHandoff,
     ResetPrefixCache,
 )
+from engine.kv_cache.events import KvEvent
 from engine.kv_event_feed import KvEventFeeds
-from engine.kv_events import KvEvent
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from kvstore.handoff import KvHandoff, connector_name
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
-from kvstore.byte_size import parse_byte_size
 from kvstore.handoff import connector_name
-from kvstore.open_connector import connector_capabilities
+from kvstore.registry import connector_capabilities
+from kvstore.url import parse_byte_size
 
 __all__ = ["add_engine_args", "engine_config_from_args"]
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from baton.errors import InternalError
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
-from engine.kv_events import KvEvent
+from engine.kv_cache.events import KvEvent
 from engine.request import EngineLoad, EngineRequest, RequestOutput
 from engine.runner import ModelInfo, PendingOutput, Runner
-from engine.scheduler import Scheduler
+from engine.schedule.scheduler import Scheduler
 from engine.validation import check_request
 from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
 from kvstore.handoff import KvHandoff
@@ -118,7 +118,7 @@ class EngineCore:
         """
         from engine.runtime.device import with_device_defaults
         from engine.runtime.model_runner import ModelRunner
-        from kvstore.open_connector import open_connector
+        from kvstore.registry import open_connector
 
         # The connector first: a bad URL is told before minutes of loading.
         connector = open_connector(config.kv_connector) if config.kv_connector else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.core import EngineCore
-from engine.kv_events import KvEvent
+from engine.kv_cache.events import KvEvent
 from engine.request import EngineLoad, EngineRequest, RequestOutput
 from kvstore.handoff import KvHandoff
 

@@ -9,7 +9,7 @@ followers; to those that did not need it, it says what they know.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from engine.kv_events import CacheCleared, KvEvent
+from engine.kv_cache.events import CacheCleared, KvEvent
 
 __all__ = ["KvEventFeeds"]
 

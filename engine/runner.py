@@ -25,7 +25,7 @@ class ModelInfo:
             generation_config.json and config.json.
         fingerprint: digest of config and weights.
         layout: shape of a KV block, whose layers are those of one layer group.
-        windows: per layer group, as in `engine.kv_cache_spec.KvCacheSpec`.
+        windows: per layer group, as in `engine.kv_cache.spec.KvCacheSpec`.
     """
 
     max_model_len: int

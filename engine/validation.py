@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from baton.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from engine.config import EngineConfig
-from engine.kv_cache_spec import spec_of
+from engine.kv_cache.spec import spec_of
 from engine.request import EngineRequest
 from engine.runner import ModelInfo
 from kvstore.block_key import BlockKeyChain

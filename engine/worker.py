@@ -1,19 +1,24 @@
-"""`EngineWorker`: an engine as a server sees it (`rpc.worker.Worker`)."""
+"""`EngineWorker`: an engine as a server sees it (`rpc.worker.Worker`).
+
+What an engine tells Prometheus. Another collector over an engine is a line here.
+"""
 
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from prometheus_client import CollectorRegistry
+
 from baton.v1 import worker_pb2
 from baton.version import __version__
 from engine.async_engine import AsyncEngine
-from engine.kv_cache_spec import spec_of
-from engine.kv_event_wire import kv_event_responses
-from engine.wire import client_request_id, load_to_proto
+from engine.kv_cache.spec import spec_of
+from engine.wire import client_request_id, kv_event_responses, load_to_proto
 from kvstore.handoff import connector_name
 from kvstore.layout import LAYOUT_VERSION
+from kvstore.metrics_collector import KvMetricsCollector
 
-__all__ = ["EngineWorker"]
+__all__ = ["EngineWorker", "register_metrics"]
 
 
 class EngineWorker:
@@ -99,3 +104,8 @@ def _describe(
         version=__version__,
         max_pool_tokens=spec.max_tokens(engine.num_blocks, info.max_model_len),
     )
+
+
+def register_metrics(engine: AsyncEngine, registry: CollectorRegistry) -> None:
+    """Shows a started engine's metrics in a registry of its own."""
+    registry.register(KvMetricsCollector(engine.kv_metrics))

@@ -31,12 +31,21 @@ Block lists are half-open prefixes: job item `i` moves `block_ids[i]` under
 them out of the pool's: with `n` in each, pool block `b` has `b * n` to
 `b * n + n - 1`. Where an engine's blocks go as they are, these are the pool's.
 In how many objects the heads of a block go is the worker half's matter.
+
+What a connector of its own is made from, and what it can do.
+
+A third party names such an object in its package's metadata:
+
+    [project.entry-points."baton.kv_connectors"]
+    myscheme = "my_package.my_module:MyConnector"
+
+A store needs none: see `kvstore.registry`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
@@ -44,6 +53,9 @@ from kvstore.metrics import KvMetrics
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
 __all__ = [
+    "Connector",
+    "ConnectorCapabilities",
+    "ConnectorFactory",
     "ConnectorWork",
     "KvConnectorScheduler",
     "KvConnectorWorker",
@@ -394,3 +406,43 @@ class KvConnectorWorker(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stops threads and closes the backend; jobs under way are given up. Idempotent."""
+
+
+Connector = tuple[KvConnectorScheduler, KvConnectorWorker]
+"""Both halves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorCapabilities:
+    """What a connector can do, declared and not guessed.
+
+    Attributes:
+        shared_between_processes: what one process of a host saves, others that
+            open the same URL can load.
+        shared_between_hosts: so can processes of other hosts.
+        finds_by_key: look-ups find what others saved; else only a handoff leads to blocks.
+        keeps_leases: what a handoff names stays until its lease ends; else it may be evicted.
+        lends_blocks: what is saved stays in the engine's pool until its lease ends.
+    """
+
+    shared_between_processes: bool
+    shared_between_hosts: bool
+    finds_by_key: bool = True
+    keeps_leases: bool = False
+    lends_blocks: bool = False
+
+
+@runtime_checkable
+class ConnectorFactory(Protocol):
+    """Opens a connector. A class with a class method `open` is one, and so is a module."""
+
+    @property
+    def capabilities(self) -> ConnectorCapabilities:
+        """What its connectors can do. A plain attribute will do."""
+
+    def open(self, url: str) -> Connector:
+        """Opens both halves. That others are not there yet is no reason to fail.
+
+        Raises:
+            ConfigurationError: the URL is wrong; names the option.
+        """

@@ -1,24 +1,221 @@
-"""`faulty+URL`: a connector whose transfers go wrong, for tests and game days.
+"""`FaultyBackend`: what lies between a mover and its backend goes wrong, by chance. For tests.
+
+Each fault strikes each block, or call, with a probability of its own:
+
+    fault      when blocks are put                    when they are fetched
+    corrupt    bytes are flipped on the way           bytes are flipped on the way
+    truncate   a shorter object is stored             another size, or an end that is blank
+    drop       it is said to be stored, and is not    it is missing
+    delay      the call takes up to `delay_s` longer  so here, and when it is asked what is held
+    duplicate  it is put twice                        another key's object comes in its place
+    reorder    it changes places with the one before  so here
+    fail_load                                         it is missing, or the whole call fails
+
+A dropped block is also said to be held by others. Draws follow from the seed,
+the key and how often the key has been drawn for: threads change no outcome.
+
+`faulty+URL`: a connector whose transfers go wrong, for tests and game days.
 
     faulty+redis://host:6379?faults=corrupt:0.1,delay:0.2&fault_seed=7&fault_delay_s=0.5
 
 The options are taken out of the URL; the rest opens the connector, whose
-backend is then wrapped: see `kvstore.faulty_backend`. Tiers see no difference
+backend is then wrapped: see `kvstore.faults`. Tiers see no difference
 between a connector and the same with faults.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from baton.errors import ConfigurationError
-from kvstore.backend import Backend
-from kvstore.connector_factory import Connector, ConnectorCapabilities, ConnectorFactory
-from kvstore.connector_url import FAULTY_PREFIX, scheme_of
-from kvstore.faulty_backend import FAULTS, FaultPlan, FaultyBackend
+from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory, LoadJob, SaveJob
+from kvstore.mover.backend import Backend
+from kvstore.slot import Slot
+from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.url import FAULTY_PREFIX, scheme_of
 
-__all__ = ["Faultable", "FaultyFactory", "take_fault_options"]
+__all__ = [
+    "FAULTS",
+    "FaultPlan",
+    "Faultable",
+    "FaultyBackend",
+    "FaultyFactory",
+    "take_fault_options",
+]
+
+FAULTS = ("corrupt", "truncate", "drop", "delay", "duplicate", "reorder", "fail_load")
+
+_MAX_COUNTED_DRAWS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """What shall go wrong.
+
+    Attributes:
+        probabilities: from 0 to 1, by fault; faults not named do not strike.
+        seed: of all draws.
+        delay_s: longest delay of a call.
+    """
+
+    probabilities: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+    delay_s: float = 0.0
+
+
+class FaultyBackend:
+    """See the module, and `kvstore.mover.backend.Backend`."""
+
+    def __init__(self, backend: Backend, plan: FaultPlan) -> None:
+        self._backend = backend
+        self._dice = _Dice(plan)
+        self._delay_s = plan.delay_s
+        self._stale: bytes | None = None  # an object that was fetched before
+
+    @property
+    def takes_frames(self) -> bool:
+        """See `Backend.takes_frames`."""
+        return self._backend.takes_frames
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.num_held`."""
+        self._delay("ask", keys)
+        num_held = self._backend.num_held(keys)
+        while num_held < len(keys) and self._dice.draw("drop", "ask", keys[num_held]):
+            num_held += 1
+        return num_held
+
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """See `Backend.put`. The slots are left as they are: they may be a pool's."""
+        self._delay("put", keys)
+        kept: list[tuple[bytes, Slot]] = []
+        for key, slot in zip(keys, slots, strict=True):
+            if not self._dice.draw("drop", "put", key):
+                kept.append((key, self._altered(key, slot)))
+                self._swap_last(kept)
+                if self._dice.draw("duplicate", "put", key):
+                    kept.append(kept[-1])
+        if kept:
+            put_keys, values = zip(*kept, strict=True)
+            self._backend.put(job, put_keys, values)
+
+    def fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> list[GetStatus]:
+        """See `Backend.fetch`."""
+        self._delay("fetch", keys)
+        drawn = {key: self._dice.draw("fail_load", "fetch", key) for key in keys}
+        failing = {key: dice for key, dice in drawn.items() if dice}
+        if any(dice.random() < 1 / 2 for dice in failing.values()):
+            raise StoreUnavailableError("a fault that was asked for")
+        statuses = list(self._backend.fetch(job, keys, slots))
+        for index, key in enumerate(keys):
+            if key in failing or self._dice.draw("drop", "fetch", key):
+                statuses[index] = GetStatus.MISSING
+            elif statuses[index] is GetStatus.HIT:
+                statuses[index] = self._spoil(key, slots, index)
+        return statuses
+
+    def discard(self, key: bytes) -> None:
+        """See `Backend.discard`."""
+        self._backend.discard(key)
+
+    # What is put.
+
+    def _altered(self, key: bytes, slot: Slot) -> Slot:
+        """The slot, or a copy with faults."""
+        corrupt = self._dice.draw("corrupt", "put", key)
+        truncate = self._dice.draw("truncate", "put", key)
+        if not corrupt and not truncate:
+            return slot
+        copy = bytearray(slot.to_bytes())
+        if corrupt:
+            _flip(copy, corrupt)
+        if truncate:
+            del copy[truncate.randrange(len(copy)) :]
+        return Slot.of(memoryview(copy))
+
+    def _swap_last(self, kept: list[tuple[bytes, Slot]]) -> None:
+        """By chance, the last two objects change places, and their keys do not."""
+        if len(kept) > 1 and self._dice.draw("reorder", "put", kept[-1][0]):
+            (key, slot), (last_key, last_slot) = kept[-2:]
+            kept[-2:] = [(key, last_slot), (last_key, slot)]
+
+    # What was fetched.
+
+    def _spoil(self, key: bytes, slots: Sequence[Slot], index: int) -> GetStatus:
+        """Puts faults into a slot that was filled."""
+        slot = slots[index]
+        self._offer_stale(key, slot)
+        if index and self._dice.draw("reorder", "fetch", key):
+            before = slots[index - 1].to_bytes()
+            slots[index - 1].fill(slot.to_bytes())
+            slot.fill(before)
+        corrupt = self._dice.draw("corrupt", "fetch", key)
+        truncate = self._dice.draw("truncate", "fetch", key)
+        if not corrupt and not truncate:
+            return GetStatus.HIT
+        spoiled = bytearray(slot.to_bytes())
+        if corrupt:
+            _flip(spoiled, corrupt)
+        if truncate:
+            start = truncate.randrange(len(spoiled))
+            spoiled[start:] = bytes(len(spoiled) - start)
+        slot.fill(spoiled)
+        return truncate.choice([GetStatus.HIT, GetStatus.WRONG_SIZE]) if truncate else GetStatus.HIT
+
+    def _offer_stale(self, key: bytes, slot: Slot) -> None:
+        """By chance, an object that came before, under another key or this, comes again."""
+        if not self._dice.may_strike("duplicate"):
+            return
+        stale, self._stale = self._stale, slot.to_bytes()
+        if stale and len(stale) == slot.nbytes and self._dice.draw("duplicate", "fetch", key):
+            slot.fill(stale)
+
+    def _delay(self, call: str, keys: Sequence[bytes]) -> None:
+        """One delay a call, however many of its blocks are struck."""
+        struck = [dice for key in keys if (dice := self._dice.draw("delay", call, key))]
+        if struck:
+            time.sleep(max(dice.random() for dice in struck) * self._delay_s)
+
+
+class _Dice:
+    """Draws that are the same whatever threads do. Thread-safe, in bounded memory."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._num_draws: OrderedDict[tuple[str, str, bytes], int] = OrderedDict()
+
+    def may_strike(self, fault: str) -> bool:
+        return self._plan.probabilities.get(fault, 0.0) > 0
+
+    def draw(self, fault: str, call: str, key: bytes) -> random.Random | None:
+        """Whether a fault strikes: then a source of numbers for how."""
+        if not self.may_strike(fault):
+            return None
+        count = self._count((fault, call, key))
+        dice = random.Random(f"{self._plan.seed}/{fault}/{call}/{key.hex()}/{count}")
+        return dice if dice.random() < self._plan.probabilities[fault] else None
+
+    def _count(self, what: tuple[str, str, bytes]) -> int:
+        """How often this has been drawn for."""
+        with self._lock:
+            count = self._num_draws.pop(what, 0)
+            self._num_draws[what] = count + 1
+            if len(self._num_draws) > _MAX_COUNTED_DRAWS:
+                self._num_draws.popitem(last=False)
+        return count
+
+
+def _flip(value: bytearray, dice: random.Random) -> None:
+    """Changes one to four bytes."""
+    for index in dice.sample(range(len(value)), min(len(value), dice.randint(1, 4))):
+        value[index] ^= dice.randint(1, 255)
+
 
 _OPTIONS = ("faults", "fault_seed", "fault_delay_s")
 _DEFAULT_DELAY_S = 0.1
@@ -27,7 +224,7 @@ _LONGEST_DELAY_S = 60.0
 
 @runtime_checkable
 class Faultable(Protocol):
-    """A worker half whose blocks pass through a `kvstore.backend.Backend`."""
+    """A worker half whose blocks pass through a `kvstore.mover.backend.Backend`."""
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
         """Puts something between the worker and its backend. Before the first job."""

@@ -16,7 +16,7 @@ from kvstore.store import GetStatus
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
 if TYPE_CHECKING:
-    from kvstore.backend import Backend
+    from kvstore.mover.backend import Backend
 
 __all__ = ["MeasuredBackend", "MeasuredWorker"]
 
@@ -108,7 +108,7 @@ class MeasuredWorker(KvConnectorWorker):
 
 
 class MeasuredBackend:
-    """A backend whose calls are counted; see `kvstore.backend.Backend`."""
+    """A backend whose calls are counted; see `kvstore.mover.backend.Backend`."""
 
     def __init__(self, backend: "Backend", metrics: TransferMetrics) -> None:
         self._backend = backend

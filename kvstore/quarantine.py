@@ -10,7 +10,7 @@ QUARANTINE_S = 150.0
 """Seconds after which a transfer to a staging segment that is in doubt is waited for no longer.
 
 A peer that runs ends a transfer within its timeout, and what it left in a connection comes within
-two minutes (`kvstore.peer.nixl_library.LATE_WRITES_S`). What may come later is of a peer that was
+two minutes (`kvstore.peer.nixl.library.LATE_WRITES_S`). What may come later is of a peer that was
 stopped and goes on, and that can be at any time.
 """
 

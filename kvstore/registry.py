@@ -1,6 +1,6 @@
 """From a URL's scheme to the store or the connector that it names.
 
-Baton's own are in tables: stores here, the others in `kvstore.open_connector`.
+Baton's own are in tables: stores here, the others in `kvstore.registry`.
 Third parties name theirs in their package's metadata, without a line here:
 
     [project.entry-points."baton.kv_stores"]
@@ -8,21 +8,31 @@ Third parties name theirs in their package's metadata, without a line here:
 
     [project.entry-points."baton.kv_connectors"]
     otherscheme = "my_package.other_module:MyConnector"
+
+From a URL to both halves of a KV connector, or to what it can do without opening it.
 """
 
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from baton.errors import ConfigurationError
-from kvstore.connector_factory import ConnectorCapabilities, ConnectorFactory
-from kvstore.connector_url import scheme_of
+from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
+from kvstore.faults import FaultyFactory
+from kvstore.handoff import connector_name
+from kvstore.job_scheduler import JobScheduler
+from kvstore.multi.worker import MultiFactory
 from kvstore.store import KvStore, StoreCapabilities
+from kvstore.store_connector import StoreConnectorWorker
+from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, scheme_of, split_members
 
 __all__ = [
+    "connector_capabilities",
     "find_connector",
     "find_store",
     "known_stores",
+    "open_connector",
     "open_store",
     "store_capabilities",
     "third_party_connectors",
@@ -34,13 +44,13 @@ _CONNECTOR_GROUP = "baton.kv_connectors"
 _STORES = {
     "memory": "kvstore.stores.memory:MemoryStore",
     "shm": "kvstore.stores.shm.store:ShmStore",
-    "file": "kvstore.stores.file:FileStore",
-    "redis": "kvstore.stores.redis:RedisStore",
-    "redis+sentinel": "kvstore.stores.redis:RedisStore",
-    "redis+cluster": "kvstore.stores.redis:RedisStore",
-    "rediss": "kvstore.stores.redis:RedisStore",
-    "rediss+sentinel": "kvstore.stores.redis:RedisStore",
-    "rediss+cluster": "kvstore.stores.redis:RedisStore",
+    "file": "kvstore.stores.file.store:FileStore",
+    "redis": "kvstore.stores.redis.store:RedisStore",
+    "redis+sentinel": "kvstore.stores.redis.store:RedisStore",
+    "redis+cluster": "kvstore.stores.redis.store:RedisStore",
+    "rediss": "kvstore.stores.redis.store:RedisStore",
+    "rediss+sentinel": "kvstore.stores.redis.store:RedisStore",
+    "rediss+cluster": "kvstore.stores.redis.store:RedisStore",
 }
 
 
@@ -130,3 +140,98 @@ def _load(point: EntryPoint) -> Any:
     except (ImportError, AttributeError) as error:
         message = f"{point.name}:// cannot be imported from {point.value}: {error}"
         raise ConfigurationError(message) from error
+
+
+_PEERS = ("grpc", "nixl")
+
+
+def open_connector(url: str) -> Connector:
+    """Opens both halves of the connector that a URL names.
+
+    Raises:
+        ConfigurationError: unknown scheme (lists the known ones), a bad option,
+            or a missing package.
+    """
+    return _factory_of(url).open(url)
+
+
+def connector_capabilities(url: str) -> ConnectorCapabilities:
+    """What the connector that a URL names can do.
+
+    Raises:
+        ConfigurationError: as `open_connector`, for schemes and packages.
+    """
+    return _factory_of(url).capabilities
+
+
+def _factory_of(url: str) -> ConnectorFactory:
+    scheme = scheme_of(url)
+    if scheme.startswith(FAULTY_PREFIX):
+        return FaultyFactory(_factory_of(url[len(FAULTY_PREFIX) :]))
+    if scheme == MULTI_SCHEME:
+        return MultiFactory(tuple(map(_factory_of_member, split_members(url))))
+    if scheme in _PEERS:
+        return _PeerFactory()
+    if scheme in known_stores():
+        return _StoreFactory(find_store(url))
+    factory = find_connector(scheme)
+    if factory is None:
+        raise ConfigurationError(_unknown(scheme))
+    return factory
+
+
+def _factory_of_member(url: str) -> ConnectorFactory:
+    if scheme_of(url) == MULTI_SCHEME:
+        raise ConfigurationError("multi:// is no member of another; name all members in one")
+    return _factory_of(url)
+
+
+def _unknown(scheme: str) -> str:
+    schemes = {*_PEERS, MULTI_SCHEME, *known_stores(), *third_party_connectors()}
+    known = ", ".join(f"{name}://" for name in sorted(schemes))
+    if not scheme:
+        return f"a KV connector's URL begins with one of {known}"
+    return f"unknown KV connector scheme {scheme!r}; known are {known}"
+
+
+@dataclass(frozen=True, slots=True)
+class _StoreFactory:
+    """A store's connector."""
+
+    store_class: type[KvStore]
+
+    @property
+    def capabilities(self) -> ConnectorCapabilities:
+        store = self.store_class.capabilities
+        return ConnectorCapabilities(
+            shared_between_processes=store.shared_between_processes,
+            shared_between_hosts=store.shared_between_hosts,
+            keeps_leases=store.keeps_leases,
+        )
+
+    def open(self, url: str) -> Connector:
+        store = self.store_class.from_url(url)
+        # Only blocks that need no copy can be saved while their step runs.
+        scheduler = JobScheduler(
+            connector_name(url),
+            lease_s=store.ttl_s,
+            saves_ahead=store.capabilities.takes_frames,
+        )
+        return scheduler, StoreConnectorWorker(store)
+
+
+class _PeerFactory:
+    """Peers, whose packages are imported when one is opened."""
+
+    capabilities = ConnectorCapabilities(
+        shared_between_processes=True,
+        shared_between_hosts=True,
+        finds_by_key=False,
+        keeps_leases=True,
+        lends_blocks=True,
+    )
+
+    def open(self, url: str) -> Connector:
+        from kvstore.peer.open import open_peer_connector
+
+        return open_peer_connector(url)

@@ -134,7 +134,7 @@ class KvStore(ABC):
     @classmethod
     @abstractmethod
     def from_url(cls, url: str) -> Self:
-        """Opens the backend that a URL names; `kvstore.stores.url` helps to read it.
+        """Opens the backend that a URL names; `kvstore.url` helps to read it.
 
         Every store takes the options `ttl_s` and `timeout_s`, and `lease_s` if it
         keeps leases. A backend that is down is no reason to fail here: the methods

@@ -10,7 +10,7 @@ has, in how many slices its layers and its heads go, and the type of its element
 slice of the layers and of the heads that the pool has. Jobs name transfer blocks; stores and
 peers move objects.
 
-Pure: no torch here; `kvstore.pool_objects` reads and writes the bytes.
+Pure: no torch here; `kvstore.mover.pool_objects` reads and writes the bytes.
 """
 
 import math

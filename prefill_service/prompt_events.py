@@ -11,8 +11,7 @@ from dataclasses import replace
 from baton.v1 import prefill_pb2
 from engine.request import FinishReason, RequestOutput
 from engine.wire import finish_reason_to_proto, timings_to_proto
-from kvstore.handoff import KvHandoff
-from kvstore.handoff_proto import handoff_to_proto
+from kvstore.handoff import KvHandoff, handoff_to_proto
 
 __all__ = ["PromptEvents"]
 

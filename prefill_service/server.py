@@ -6,14 +6,13 @@ from prometheus_client import CollectorRegistry
 
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from engine.async_engine import AsyncEngine
-from engine.metrics import register_metrics
-from engine.worker import EngineWorker
+from engine.worker import EngineWorker, register_metrics
 from prefill_service.config import PrefillConfig, add_args, config_from_args
 from prefill_service.servicer import PrefillServicer
 from rpc.metrics_server import serving_metrics
 from rpc.process import run_process
 from rpc.server import RpcServer, serve
-from rpc.worker_tier import WorkerTier
+from rpc.worker import WorkerTier
 
 __all__ = ["SERVICE_NAMES", "add_args", "add_services", "main", "run"]
 

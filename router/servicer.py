@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.errors import DeadlineExceededError
 from baton.v1 import generation_pb2, generation_pb2_grpc
+from router.completion import WholeGeneration
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.pipeline import Pipeline
@@ -20,7 +21,6 @@ from router.validation import (
     check_model,
     check_token_ids,
 )
-from router.whole_generation import WholeGeneration
 from rpc.deadlines import remaining_s
 from rpc.interceptors import name_call
 

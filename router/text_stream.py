@@ -1,14 +1,193 @@
-"""Token ids in, text out, up to a stop string: what the router and `LLM` share."""
+"""Token ids to text, piece by piece, never half a character.
 
+The text of a token depends on its neighbours: a character may be spread over
+several tokens, and the first word of a text loses its leading space. So a short
+window is decoded twice, without and with the new tokens, and the difference is
+the new text: the prefix and read offsets of Text Generation Inference and vLLM.
+Joined, the pieces are what decoding everything at once would give.
+
+Finds stop strings in text that comes in pieces.
+
+One pass over the characters with the automaton of Aho and Corasick ("Efficient
+string matching", 1975): its state is the longest suffix of the text that begins
+some stop, which is also exactly what must be held back. The cost per character
+depends neither on the number of stops nor on their lengths.
+
+Token ids in, text out, up to a stop string: what the router and `LLM` share.
+"""
+
+from collections import deque
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import NamedTuple
 
-from router.detokenizer import IncrementalDetokenizer
-from router.stop_strings import StopChecker
 from router.tokenizer import Tokenizer
 
-__all__ = ["TextPiece", "TextStream"]
+__all__ = ["IncrementalDetokenizer", "StopChecker", "TextPiece", "TextStream"]
+
+# What a decoder writes for bytes that are no character, or not yet.
+_REPLACEMENT = "\ufffd"
+# The longest UTF-8 sequence; every token that has text has at least one byte.
+_MAX_CHARACTER_BYTES = 4
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence's generated tokens, as they come.
+
+    Special tokens have no text. Text is held back while more tokens could change
+    it: within a character, and, in vocabularies with byte fallback, until a run
+    of byte tokens ends, since one bad byte turns the whole run into U+FFFD.
+    The cost per token does not grow with the sequence.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt_token_ids: what the generated tokens follow; its end is context.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = self._tail(prompt_token_ids)  # tokens whose text is out
+        self._pending: list[int] = []  # tokens after them, whose text is not
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes the next tokens; returns the text that they complete."""
+        return "".join(self._push_one(token_id) for token_id in token_ids)
+
+    def fork(self) -> "IncrementalDetokenizer":
+        """A detokenizer that goes on from here by itself."""
+        twin = copy(self)
+        twin._pending = self._pending.copy()
+        return twin
+
+    def flush(self) -> str:
+        """Returns what is held back, as it stands. Call it at the end."""
+        return self._release() if self._pending else ""
+
+    def _push_one(self, token_id: int) -> str:
+        if not self._tokenizer.has_text(token_id):
+            return ""
+        self._pending.append(token_id)
+        return "" if self._may_change() else self._release()
+
+    def _may_change(self) -> bool:
+        """Whether a further token could change the text of the pending ones."""
+        if self._pending[-1] in self._tokenizer.byte_token_ids:
+            return True
+        # Bytes before the last four cannot belong to a character still open.
+        nearby = self._context[-_MAX_CHARACTER_BYTES:] + self._pending[-_MAX_CHARACTER_BYTES:]
+        end = self._tokenizer.decode(nearby[-_MAX_CHARACTER_BYTES:])
+        return end.endswith(_REPLACEMENT)
+
+    def _release(self) -> str:
+        """The pending tokens' text; they become the context."""
+        before = self._tokenizer.decode(self._context)
+        after = self._tokenizer.decode(self._context + self._pending)
+        # A prompt may end in half a character, which the new tokens then change.
+        num_known = len(commonprefix([before, after]))  # noqa: RUF071 - characters are meant
+        text = after[num_known:]
+        if text:
+            self._context, self._pending = self._pending, []
+        return text
+
+    def _tail(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The end of the prompt that the text after it depends on."""
+        tail: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            if len(tail) > _MAX_CHARACTER_BYTES and tail[-1] not in self._tokenizer.byte_token_ids:
+                break
+            if self._tokenizer.has_text(token_id):
+                tail.append(token_id)
+        return tail[::-1]
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """A suffix of the text that is a prefix of a stop.
+
+    Attributes:
+        depth: its length.
+        stop: the longest stop that the text ends with here, if any.
+        fallback: the state of its longest proper suffix; None for the root.
+        following: the longer states, by their last character.
+    """
+
+    depth: int
+    stop: str | None = None
+    fallback: "_State | None" = None
+    following: dict[str, "_State"] = field(default_factory=dict)
+
+    def step(self, character: str) -> "_State":
+        """The state after one more character."""
+        state = self
+        while character not in state.following:
+            if state.fallback is None:
+                return state
+            state = state.fallback
+        return state.following[character]
+
+
+class StopChecker:
+    """Cuts a text before the first stop string that it completes.
+
+    "First" is the stop whose last character comes first, so the answer does not
+    depend on how the text is cut into pieces; of several that end there it is the
+    longest.
+
+    Args:
+        stops: the stop strings, none of them empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._state = _build_automaton(stops)
+        self._held = ""  # the last `self._state.depth` characters
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Takes the next piece of text.
+
+        Returns:
+            The text that is certain to come before any stop, and the stop if one
+            is complete. Nothing may be pushed after that.
+        """
+        for i, character in enumerate(text):
+            self._state = self._state.step(character)
+            if self._state.stop is not None:
+                before = self._held + text[: i + 1]
+                self._held = ""
+                return before.removesuffix(self._state.stop), self._state.stop
+        text = self._held + text
+        num_certain = len(text) - self._state.depth
+        self._held = text[num_certain:]
+        return text[:num_certain], None
+
+    def flush(self) -> str:
+        """Returns what is held back: the text has ended without a stop."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _build_automaton(stops: Sequence[str]) -> _State:
+    """The root of the automaton for `stops`."""
+    root = _State(depth=0)
+    for stop in stops:
+        state = root
+        for character in stop:
+            state = state.following.setdefault(character, _State(state.depth + 1))
+        state.stop = stop
+    _link_fallbacks(root)
+    return root
+
+
+def _link_fallbacks(root: _State) -> None:
+    """Sets `fallback`, shorter states first, and hands shorter stops on."""
+    queue = deque([root])
+    while queue:
+        state = queue.popleft()
+        for character, longer in state.following.items():
+            longer.fallback = state.fallback.step(character) if state.fallback else root
+            longer.stop = longer.stop or longer.fallback.stop
+            queue.append(longer)
 
 
 class TextPiece(NamedTuple):

@@ -24,9 +24,9 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigurationError, UnavailableError
+from rpc.channels import SERVER_OPTIONS
 from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import CallInterceptor
-from rpc.options import SERVER_OPTIONS
 from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = ["RpcServer", "Service", "StartInterruptedError", "serve"]

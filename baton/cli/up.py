@@ -13,8 +13,7 @@ from baton.client import Client
 from baton.demo import DEMO_PROMPT, demo_model_path
 from baton.sampling_params import SamplingParams
 from baton.up.cluster import ClusterConfig, ClusterPlan, plan_cluster, run_cluster
-from baton.up.embedded_store import embedded_store
-from baton.up.turns_folder import taking_turns
+from baton.up.run_folder import embedded_store, taking_turns
 from engine.cli_args import add_engine_args, engine_config_from_args
 from rpc.server_config import ServerConfig
 

@@ -12,11 +12,10 @@ import torch
 from baton.doctor.finding import Finding, Level
 from baton.doctor.stores import check_store, without_password
 from baton.errors import ConfigurationError
-from kvstore.connector_factory import Connector
-from kvstore.connector_url import MULTI_SCHEME, scheme_of, split_members
+from kvstore.connector import Connector
 from kvstore.layout import KvLayout
-from kvstore.open_connector import open_connector
-from kvstore.registry import known_stores
+from kvstore.registry import known_stores, open_connector
+from kvstore.url import MULTI_SCHEME, scheme_of, split_members
 
 __all__ = ["check_connector"]
 

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 from baton.doctor.finding import Finding, Level
 from baton.errors import ConfigurationError
-from kvstore.connector_url import MULTI_SCHEME, scheme_of, split_members
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
+from kvstore.url import MULTI_SCHEME, scheme_of, split_members
 
 __all__ = ["check_store", "without_password"]
 

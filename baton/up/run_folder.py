@@ -1,4 +1,9 @@
-"""Folders of a one-machine cluster, which go with it."""
+"""Folders of a one-machine cluster, which go with it.
+
+The folder by which a one-machine cluster's workers compute in turn; it goes with the cluster.
+
+The KV store of a one-machine cluster: needs no server, goes with the cluster.
+"""
 
 import os
 import re
@@ -6,9 +11,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-__all__ = ["SHARED_MEMORY", "run_folder"]
+from baton.up.cluster import ClusterConfig
+
+__all__ = ["SHARED_MEMORY", "embedded_store", "run_folder", "taking_turns"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - folders there are private
 _FOLDER_NAME = re.compile(r"baton-up-(\d+)-\w+")
@@ -45,3 +53,25 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+@contextmanager
+def taking_turns(config: ClusterConfig) -> Iterator[ClusterConfig]:
+    """The config, with a folder for turns where several workers may compute on the CPU.
+
+    `--device auto` may be a GPU: workers on one have no use for the folder.
+    """
+    num_workers = config.num_prefill + config.num_decode
+    if num_workers == 1 or config.engine.device not in ("auto", "cpu"):
+        yield config
+        return
+    with run_folder() as folder:
+        yield replace(config, engine=replace(config.engine, turns_folder=str(folder)))
+
+
+@contextmanager
+def embedded_store() -> Iterator[str]:
+    """The URL of a KV store for processes of this machine, removed at the end."""
+    with run_folder() as folder:
+        is_shared = folder.parent == SHARED_MEMORY
+        yield f"shm://{folder.name.removeprefix('baton-')}" if is_shared else folder.as_uri()

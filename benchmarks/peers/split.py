@@ -13,7 +13,7 @@ from typing import Any
 
 from baton import AsyncClient, SamplingParams
 from baton.up.cluster import ClusterConfig
-from baton.up.embedded_store import embedded_store
+from baton.up.run_folder import embedded_store
 from benchmarks.models import read_config
 from benchmarks.peers.cases import build_cases, requests_of_round
 from benchmarks.peers.catalogue import Setting

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine.block_pool import BlockPool
-from engine.block_table import BlockTable
-from engine.kv_cache_manager import KvCacheManager
-from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_table import BlockTable
+from engine.kv_cache.manager import KvCacheManager
+from engine.kv_cache.spec import KvCacheSpec
 from kvstore.block_key import BlockKeyChain
 
 __all__ = ["measure_block_ops"]

@@ -48,7 +48,7 @@ def measure_former() -> list[dict[str, Any]]:
 
 
 def _new_scheduler(max_num_seqs: int, num_blocks: int) -> Any:
-    return _module("engine.scheduler").Scheduler(
+    return _module("engine.schedule.scheduler").Scheduler(
         engine_config(max_num_seqs),
         model_info(),
         num_blocks=num_blocks,

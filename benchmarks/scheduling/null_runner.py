@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.scheduling.step_loop import engine_config, model_info
 from engine.batch import ChunkOutput, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.runner import StepCosts
-from engine.scheduler import Scheduler
+from engine.schedule.scheduler import Scheduler
 
 __all__ = ["NullRunner", "new_scheduler"]
 

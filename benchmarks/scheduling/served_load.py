@@ -4,9 +4,9 @@ import random
 from collections.abc import Callable, Iterable
 
 from benchmarks.scheduling.null_runner import NullRunner
+from engine.group import GroupState, SequenceGroup
 from engine.request import EngineRequest, RequestOutput
-from engine.scheduler import Scheduler
-from engine.sequence_group import GroupState, SequenceGroup
+from engine.schedule.scheduler import Scheduler
 
 __all__ = ["random_prompt", "running_groups", "serve"]
 

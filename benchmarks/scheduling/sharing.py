@@ -22,7 +22,7 @@ from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
 from benchmarks.scheduling.served_load import random_prompt, running_groups, serve
 from engine.batch import ChunkOutput, DrawParams
 from engine.request import BeamSearchParams, EngineRequest
-from engine.scheduler import Scheduler
+from engine.schedule.scheduler import Scheduler
 
 __all__ = ["PAPER", "measure_sharing"]
 

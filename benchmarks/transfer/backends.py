@@ -12,9 +12,9 @@ from typing import Literal
 
 from baton.errors import ConfigurationError
 from benchmarks.transfer.redis_server import REDIS_SERVER, running_redis
-from kvstore.connector_url import MULTI_SCHEME, scheme_of
 from kvstore.handoff import connector_name
-from kvstore.open_connector import connector_capabilities
+from kvstore.registry import connector_capabilities
+from kvstore.url import MULTI_SCHEME, scheme_of
 
 __all__ = ["Backend", "machine_backends", "named_backend"]
 
@@ -105,7 +105,7 @@ def _redis_urls(opened: ExitStack, missing: list[str]) -> Sequence[str]:
 
 
 def _nixl_urls(missing: list[str]) -> Sequence[str]:
-    from kvstore.peer.nixl_library import load_nixl
+    from kvstore.peer.nixl.library import load_nixl
 
     try:
         load_nixl()

@@ -9,7 +9,7 @@ import torch
 from kvstore.connector import LoadResult, SaveResult
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
-from kvstore.open_connector import open_connector
+from kvstore.registry import open_connector
 
 __all__ = ["ConnectorEnd", "RefusedError"]
 

@@ -130,7 +130,7 @@ class EndHost:
 
     def open_nixl(self) -> tuple[bytes, int]:
         """Registers the pool; what the other side needs, and where the pool begins."""
-        from kvstore.peer.nixl_transport import NixlTransport
+        from kvstore.peer.nixl.transport import NixlTransport
 
         self._nixl = NixlTransport()
         address = self._pool.data_ptr()

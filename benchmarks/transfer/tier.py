@@ -27,7 +27,7 @@ from kvstore.connector import (
 from kvstore.handoff import KvHandoff
 from kvstore.measured import MeasuredWorker
 from kvstore.metrics import TransferMetrics
-from kvstore.multi.messages import MultiResults, MultiWork
+from kvstore.multi.jobs import MultiResults, MultiWork
 
 __all__ = ["Add", "Event", "Prefetch", "Release", "serve_tier"]
 
@@ -185,7 +185,7 @@ def _build(config: EngineConfig) -> tuple[EngineCore, _TimedWorker | None]:
     """As `EngineCore.build`, with the connector's jobs timed."""
     from engine.runtime.device import with_device_defaults
     from engine.runtime.model_runner import ModelRunner
-    from kvstore.open_connector import open_connector
+    from kvstore.registry import open_connector
 
     if config.kv_connector is None:
         return EngineCore.build(config), None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from baton.errors import BatonError
 from baton.up.cluster import ClusterConfig
-from baton.up.embedded_store import embedded_store
+from baton.up.run_folder import embedded_store
 from benchmarks.arrivals import ArrivalProcess
 from benchmarks.goodput import ServiceLevel
 from benchmarks.load import LoadLimits, run_load

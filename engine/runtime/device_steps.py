@@ -17,9 +17,14 @@ import torch
 import kernels
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.runtime.batch_inputs import BatchInputs, StepInputs
-from engine.runtime.decode_graphs import DecodeGraphs, GraphRecorder, capture_sizes, padded_size
 from engine.runtime.device import fetch, to_device
-from engine.runtime.device_decode import DeviceDecode
+from engine.runtime.device_decode import (
+    DecodeGraphs,
+    DeviceDecode,
+    GraphRecorder,
+    capture_sizes,
+    padded_size,
+)
 from engine.runtime.device_rows import DeviceRows
 from engine.runtime.drawing import ChunkDraws
 from engine.runtime.sampler import Scores, draw_kinds, draw_table

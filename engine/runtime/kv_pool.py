@@ -9,7 +9,7 @@ import torch
 import kernels
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_cache.spec import KvCacheSpec
 from engine.runtime.loader import LoadedModel
 from kvstore.layout import FP8, SCALE_BYTES, KvLayout
 

@@ -6,16 +6,21 @@ Nothing is allocated until the files' headers agree with the model. Each
 parameter is allocated once, in its final type and memory order; each checkpoint
 tensor is copied from the memory-mapped file into its part, or to a GPU through
 two small buffers (`weight_upload`). There is never a second copy of the model.
+
+Random weights instead of a checkpoint's, drawn on the device: `--load-format dummy`.
+
+For measuring: speed does not depend on what the weights say. They need no file but config.json.
 """
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
@@ -26,10 +31,9 @@ from engine.models.layers import CausalModel
 from engine.models.linear import PackedModule, WeightTarget
 from engine.models.registry import family_of
 from engine.runtime.checkpoint import Checkpoint, one_line, open_checkpoint
-from engine.runtime.dummy_weights import draw_weights, dummy_fingerprint
 from engine.runtime.weight_upload import StoredTensor, locate_tensors, upload
 
-__all__ = ["LoadedModel", "load_model", "resolve_dtype"]
+__all__ = ["LoadedModel", "draw_weights", "dummy_fingerprint", "load_model", "resolve_dtype"]
 
 _MEBIBYTE = 2**20
 _UPLOADED_TO = ("cuda",)
@@ -270,3 +274,40 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"{file} is no readable safetensors file: {error}") from error
+
+
+_SEED = 0
+_STANDARD_DEVIATION = 0.02  # `initializer_range` of most checkpoints: activations stay finite
+
+
+def draw_weights(
+    targets: Mapping[str, WeightTarget], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Fills a model's weights: norms with ones, everything else with small normal numbers.
+
+    The same for every process that draws the same shapes on the same kind of device. Each tensor
+    is drawn whole before it takes its place, so memory for the largest one must be free.
+
+    Args:
+        targets: checkpoint name -> what takes over that tensor.
+        dtype: of the weights.
+        device: where they are.
+    """
+    generator = torch.Generator(device).manual_seed(_SEED)
+    for name, target in targets.items():
+        if len(target.shape) == 1 and not name.endswith(".bias"):
+            target.copy_(torch.ones(target.shape, dtype=dtype, device=device))
+        else:
+            numbers = torch.randn(target.shape, generator=generator, dtype=dtype, device=device)
+            target.copy_(numbers.mul_(_STANDARD_DEVIATION))
+
+
+def dummy_fingerprint(checkpoint: Checkpoint, device: torch.device) -> bytes:
+    """Digest of config.json and of the kind of device: another kind draws other numbers.
+
+    Args:
+        checkpoint: opened without its weights.
+        device: that they are drawn on.
+    """
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return bytes(xxhash.xxh3_128_digest(checkpoint.fingerprint() + f"dummy\0{kind}".encode()))

@@ -10,7 +10,7 @@ import kernels
 from baton.errors import ConfigurationError
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
-from engine.kv_cache_spec import LayerGroups, group_layers, spec_of
+from engine.kv_cache.spec import LayerGroups, group_layers, spec_of
 from engine.runner import LayersComputed, ModelInfo, PendingOutput, StepCosts
 from engine.runtime.device import current, fetch, resolve_device, used_bytes, wait_for
 from engine.runtime.device_steps import DeviceSteps

@@ -12,11 +12,10 @@ import pytest
 
 from kvstore.conformance.engines import TinyEngine
 from kvstore.conformance.urls import joined, members_of, with_option
-from kvstore.connector_factory import ConnectorCapabilities
-from kvstore.connector_url import scheme_of
-from kvstore.open_connector import connector_capabilities
-from kvstore.registry import known_stores, open_store, store_capabilities
+from kvstore.connector import ConnectorCapabilities
+from kvstore.registry import connector_capabilities, known_stores, open_store, store_capabilities
 from kvstore.store import KvStore
+from kvstore.url import scheme_of
 
 StoreOpener = Callable[..., KvStore]
 EngineOpener = Callable[..., TinyEngine]

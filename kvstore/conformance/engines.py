@@ -14,7 +14,7 @@ import torch
 from kvstore.connector import LoadResult, SaveResult
 from kvstore.handoff import KvHandoff
 from kvstore.layout import FP8, KvLayout
-from kvstore.open_connector import open_connector
+from kvstore.registry import open_connector
 
 __all__ = ["DEADLINE_S", "LAYOUTS", "NUM_BLOCKS", "Prompt", "TinyEngine", "random_prompt"]
 

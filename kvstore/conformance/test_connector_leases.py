@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.conformance.conftest import EngineOpener
 from kvstore.conformance.engines import DEADLINE_S, TinyEngine, random_prompt
-from kvstore.connector_factory import ConnectorCapabilities
+from kvstore.connector import ConnectorCapabilities
 
 _AWHILE_S = 0.3
 

@@ -5,9 +5,9 @@ import pytest
 from baton.errors import ConfigurationError
 from kvstore.conformance.engines import TinyEngine, random_prompt
 from kvstore.conformance.urls import joined, members_of, with_option
-from kvstore.connector_factory import ConnectorCapabilities
+from kvstore.connector import ConnectorCapabilities
 from kvstore.handoff import connector_name
-from kvstore.open_connector import open_connector
+from kvstore.registry import open_connector
 
 
 def test_capabilities_agree_with_each_other(capabilities: ConnectorCapabilities) -> None:

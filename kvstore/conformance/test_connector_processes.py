@@ -11,7 +11,7 @@ import torch
 
 from kvstore.conformance.engines import DEADLINE_S, TinyEngine, random_prompt
 from kvstore.conformance.workers import publish_and_wait
-from kvstore.connector_factory import ConnectorCapabilities
+from kvstore.connector import ConnectorCapabilities
 from kvstore.handoff import KvHandoff
 
 _SPAWN = multiprocessing.get_context("spawn")

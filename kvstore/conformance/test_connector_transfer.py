@@ -10,7 +10,7 @@ import torch
 from kvstore.block_views import view_blocks
 from kvstore.conformance.conftest import EngineOpener
 from kvstore.conformance.engines import LAYOUTS, NUM_BLOCKS, TinyEngine, random_prompt
-from kvstore.connector_factory import ConnectorCapabilities
+from kvstore.connector import ConnectorCapabilities
 from kvstore.layout import KvLayout
 
 _COUNTS = (1, 7, NUM_BLOCKS)

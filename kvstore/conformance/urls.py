@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvstore.connector_url import MULTI_SCHEME, scheme_of, split_members
+from kvstore.url import MULTI_SCHEME, scheme_of, split_members
 
 __all__ = ["joined", "members_of", "with_option"]
 

@@ -24,11 +24,17 @@ from kvstore.connector import (
     SaveResult,
     TransferResults,
 )
-from kvstore.connector_url import MULTI_SCHEME
 from kvstore.handoff import KvHandoff
-from kvstore.multi.jobs import Load, Lookup, Save
-from kvstore.multi.messages import MultiResults, MultiWork
-from kvstore.multi.params import pack_params, unpack_params
+from kvstore.multi.jobs import (
+    Load,
+    Lookup,
+    MultiResults,
+    MultiWork,
+    Save,
+    pack_params,
+    unpack_params,
+)
+from kvstore.url import MULTI_SCHEME
 
 __all__ = ["MultiMember", "MultiScheduler"]
 

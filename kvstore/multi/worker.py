@@ -1,18 +1,32 @@
-"""The worker half over several members: each gets its own work and reports its own results."""
+"""The worker half over several members: each gets its own work and reports its own results.
+
+Opens `multi://URL,URL,...`: several connectors as one.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
-from kvstore.connector import ConnectorWork, KvConnectorWorker
+from baton.errors import ConfigurationError
+from kvstore.connector import (
+    Connector,
+    ConnectorCapabilities,
+    ConnectorFactory,
+    ConnectorWork,
+    KvConnectorScheduler,
+    KvConnectorWorker,
+)
 from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredWorker
 from kvstore.metrics import KvMetrics
-from kvstore.multi.messages import MultiResults, MultiWork
+from kvstore.multi.jobs import MultiResults, MultiWork
+from kvstore.multi.scheduler import MultiMember, MultiScheduler
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
+from kvstore.url import split_members
 
-__all__ = ["MultiWorker"]
+__all__ = ["MultiFactory", "MultiWorker"]
 
 
 class MultiWorker(KvConnectorWorker):
@@ -79,3 +93,42 @@ def _distinct(names: Sequence[str]) -> list[str]:
         counts[name] += 1
         distinct.append(name if counts[name] == 1 else f"{name}-{counts[name]}")
     return distinct
+
+
+@dataclass(frozen=True, slots=True)
+class MultiFactory:
+    """See `ConnectorFactory`. One factory per member, in the URL's order."""
+
+    members: tuple[ConnectorFactory, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.members) <= 1:
+            raise ConfigurationError("multi:// takes two connectors or more: multi://URL,URL,...")
+
+    @property
+    def capabilities(self) -> ConnectorCapabilities:
+        """What at least one of the members can do."""
+        names = ConnectorCapabilities.__slots__
+        members = [member.capabilities for member in self.members]
+        able = {name: any(getattr(each, name) for each in members) for name in names}
+        return ConnectorCapabilities(**able)
+
+    def open(self, url: str) -> Connector:
+        """See `ConnectorFactory`."""
+        with ExitStack() as on_failure:
+            halves = []
+            for member, member_url in zip(self.members, split_members(url), strict=True):
+                halves.append(member.open(member_url))
+                on_failure.enter_context(closing(halves[-1][1]))
+            on_failure.pop_all()
+        schedulers, workers = zip(*halves, strict=True)
+        names = [scheduler.scheme for scheduler in schedulers]
+        return MultiScheduler(self._with_roles(schedulers)), MultiWorker(workers, names)
+
+    def _with_roles(self, schedulers: Sequence[KvConnectorScheduler]) -> list[MultiMember]:
+        """Where processes share any member, those that they do not share carry no handoffs."""
+        are_shared = [member.capabilities.shared_between_processes for member in self.members]
+        return [
+            MultiMember(scheduler, carries_handoffs=is_shared or not any(are_shared))
+            for scheduler, is_shared in zip(schedulers, are_shared, strict=True)
+        ]

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from google.protobuf.message import DecodeError
 
 from baton.v1 import kv_peer_pb2
-from kvstore.stores.url import StoreUrl
+from kvstore.url import StoreUrl
 
 __all__ = ["MODES", "PeerAddress", "PeerUrl", "join_host_port"]
 

@@ -17,12 +17,12 @@ from dataclasses import replace
 
 from kvstore.codec import make_headers
 from kvstore.connector import SaveJob, SaveResult
+from kvstore.mover.pieces import CANCELLED
 from kvstore.peer.leases import LeaseTable, LentBlock
 from kvstore.peer.lent_memory import HostMemory, LentMemory
 from kvstore.slot import Slot
 from kvstore.store import StoreUnavailableError
 from kvstore.transfer_form import PoolCut
-from kvstore.transfer_jobs import CANCELLED
 
 __all__ = ["Lender"]
 
@@ -100,7 +100,7 @@ class Lender:
     # I/O threads.
 
     def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """Takes sealed objects of a job that were gathered; see `kvstore.backend.Backend`.
+        """Takes sealed objects of a job that were gathered; see `kvstore.mover.backend.Backend`.
 
         Raises:
             StoreUnavailableError: there is no room for a tail.

@@ -1,6 +1,10 @@
-"""`LendingSide`: all that lends blocks of one process: books, bytes, a port."""
+"""`LendingSide`: all that lends blocks of one process: books, bytes, a port.
+
+`Sweeper`: ends leases and reads on time.
+"""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,18 +16,16 @@ from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port
 from kvstore.peer.leases import LeaseTable
 from kvstore.peer.lender import Lender
 from kvstore.peer.pushes import Pusher
-from kvstore.peer.server import PeerServer
-from kvstore.peer.service import Lending, PeerServicer
-from kvstore.peer.sweeper import Sweeper
+from kvstore.peer.service import Lending, PeerServer, PeerServicer
 from kvstore.peer.transport import PeerTransport
 from kvstore.transfer_form import PoolCut
 
 if TYPE_CHECKING:
-    from kvstore.copier import BlockCopier
+    from kvstore.mover.copies import BlockCopier
+    from kvstore.mover.staging import StagingBuffers
     from kvstore.peer.lent_memory import GatherDesk, LentMemory, TailSlots
-    from kvstore.staging import StagingBuffers
 
-__all__ = ["LendingSide", "describe_layout"]
+__all__ = ["LendingSide", "Sweeper", "describe_layout"]
 
 _NUM_GATHER_SEGMENTS = 2
 
@@ -106,9 +108,9 @@ class LendingSide:
         self.lender.close()
 
     def _memory_of(self, pool: Any, cut: PoolCut, tails: "TailSlots") -> "LentMemory":
+        from kvstore.mover.pool_objects import as_objects
+        from kvstore.mover.staging import Segment
         from kvstore.peer.lent_memory import GatherDesk, GatheredMemory, HostMemory
-        from kvstore.pool_objects import as_objects
-        from kvstore.staging import Segment
 
         if cut.is_native and pool.device.type == "cpu":
             return HostMemory(as_objects(pool, cut), tails)
@@ -147,3 +149,37 @@ def describe_layout(layout: KvLayout) -> str:
         f"{layout.num_layers} layers, {layout.num_kv_heads} heads of {layout.head_dim}, "
         f"{layout.block_size} tokens per block, {layout.dtype}, layout {LAYOUT_VERSION}"
     )
+
+
+class Sweeper:
+    """A thread that sleeps until the next lease or read runs out.
+
+    Args:
+        leases: of which.
+        longest_s: how long it sleeps at most: what begins meanwhile runs out later than that.
+        on_swept: called after each sweep with the number of leases that ran out.
+    """
+
+    def __init__(
+        self, leases: LeaseTable, longest_s: float, on_swept: Callable[[int], None]
+    ) -> None:
+        self._leases = leases
+        self._longest_s = longest_s
+        self._on_swept = on_swept
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="baton-kv-leases", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        wait_s = self._longest_s
+        while not self._closed.wait(wait_s):
+            self._on_swept(self._leases.sweep())
+            deadline = self._leases.next_deadline
+            wait_s = self._longest_s
+            if deadline is not None:
+                wait_s = max(0.0, min(wait_s, deadline - time.monotonic()))

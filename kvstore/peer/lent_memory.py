@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvstore.layout import KvLayout
+from kvstore.mover.staging import Segment
 from kvstore.peer.leases import BlockRead, LentBlock
-from kvstore.staging import Segment
 from kvstore.store import StoreUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.copier import BlockCopier, Copy
+    from kvstore.mover.copies import BlockCopier, Copy
 
 __all__ = [
     "GatherDesk",

@@ -36,6 +36,6 @@ def _open_transport(scheme: str) -> PeerTransport | None:
     """What moves bytes; None where grpc itself does."""
     if scheme == "grpc":
         return None
-    from kvstore.peer.nixl_transport import NixlTransport
+    from kvstore.peer.nixl.transport import NixlTransport
 
     return NixlTransport()

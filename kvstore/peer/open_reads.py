@@ -1,20 +1,126 @@
-"""`OpenReads`: where the blocks of loads lie, as their peers say. Asked once for many pieces."""
+"""`OpenReads`: where the blocks of loads lie, as their peers say. Asked once for many pieces.
 
+`BlockRequest`: what a reader wants of a peer, and how long it waits.
+
+`ReadCloser`: tells peers which of their blocks are no longer read.
+"""
+
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
+
+import grpc
 
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.peer.address import PeerAddress
-from kvstore.peer.block_request import BlockRequest
 from kvstore.peer.locations import BlockLocations
-from kvstore.peer.peers import Peer
-from kvstore.peer.read_closer import ReadCloser
+from kvstore.peer.peers import Peer, Peers
 from kvstore.store import StoreUnavailableError
 
-__all__ = ["OpenRead", "OpenReads"]
+__all__ = ["BlockRequest", "OpenRead", "OpenReads", "ReadCloser"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRequest:
+    """Blocks that a lease lends: a piece of a load.
+
+    Attributes:
+        lease_id: the lease.
+        load_id: the load.
+        load_keys: of the load's blocks.
+        keys: of those that are wanted now, in the load's order.
+        layout: the reader's form of a block in words.
+        timeout_s: longest wait for all of them.
+        began_at: when the wait began, by `time.monotonic`.
+    """
+
+    lease_id: str
+    load_id: int
+    load_keys: Sequence[bytes]
+    keys: Sequence[bytes]
+    layout: str
+    timeout_s: float
+    began_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def remaining_s(self) -> float:
+        """Time left."""
+        return max(0.0, self.began_at + self.timeout_s - time.monotonic())
+
+    def begun_anew(self) -> "BlockRequest":
+        """The request with all of its time: to meet a peer for the first time is not its matter."""
+        return replace(self, began_at=time.monotonic())
+
+    def rest(self, first: int) -> "BlockRequest":
+        """The request without its leading blocks."""
+        return replace(self, keys=self.keys[first:])
+
+    def with_neighbours(self, num_blocks: int) -> "BlockRequest":
+        """The request for all blocks of those runs of `num_blocks` of the load that its own are in.
+
+        So pieces that come in any order ask for the same.
+        """
+        first, last = (self.load_keys.index(key) for key in (self.keys[0], self.keys[-1]))
+        begin, end = first // num_blocks, last // num_blocks + 1
+        return replace(self, keys=self.load_keys[begin * num_blocks : end * num_blocks])
+
+    def to_proto(self, address: PeerAddress) -> pb.KvBlockList:
+        """As a peer is asked for them."""
+        return pb.KvBlockList(
+            generation=address.generation,
+            lease_id=self.lease_id,
+            keys=self.keys,
+            layout=self.layout,
+        )
+
+
+_ASK_S = 2.0
+
+_logger = logging.getLogger("baton.kvstore")
+
+
+class ReadCloser:
+    """Tells it in a thread of its own, in one call for all reads of a peer that have ended
+    meanwhile: a load must not wait for that. Where it fails, reads end at their deadlines.
+
+    Args:
+        peers: whose blocks were read.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._over: deque[tuple[PeerAddress, int]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-close")
+
+    def add(self, address: PeerAddress, read_id: int) -> None:
+        """A read is over. Any thread may call it."""
+        self._over.append((address, read_id))
+        with suppress(RuntimeError):  # after `close`
+            self._thread.submit(self._tell)
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _tell(self) -> None:
+        by_peer: dict[PeerAddress, list[int]] = {}
+        for _ in range(len(self._over)):
+            address, read_id = self._over.popleft()
+            by_peer.setdefault(address, []).append(read_id)
+        for address, read_ids in by_peer.items():
+            message = pb.CloseBlocksRequest(generation=address.generation, read_ids=read_ids)
+            try:
+                with self._peers.use(address) as peer:
+                    peer.stub.CloseBlocks(message, timeout=_ASK_S)
+            except (grpc.RpcError, StoreUnavailableError, ValueError) as error:
+                _logger.debug("%s is not told of the end of reads: %s", address.endpoint, error)
+
 
 # In an answer: some 5 ms on both sides together, and 200 kB.
 _MAX_RANGES = 16_384

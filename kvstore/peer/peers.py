@@ -14,7 +14,7 @@ from baton.v1 import kv_peer_pb2_grpc
 from kvstore.breaker import Breaker, BreakerCounts
 from kvstore.peer.address import PeerAddress
 from kvstore.peer.framing import to_view
-from kvstore.peer.server import CHANNEL_OPTIONS, GENERATION_REFUSED, SERVICE_NAME
+from kvstore.peer.service import CHANNEL_OPTIONS, GENERATION_REFUSED, SERVICE_NAME
 from kvstore.peer.transport import PeerTransport
 from kvstore.store import StoreUnavailableError
 
@@ -47,7 +47,7 @@ class Peer:
         stub: its service. Calls go through `ask`, each with a timeout.
         read_blocks: its ReadBlocks, whose messages stay the bytes that they are.
         breaker: what spares it, and us, while it does not answer.
-        is_added: whether the transport knows it; see `kvstore.peer.data_planes`.
+        is_added: whether the transport knows it; see `kvstore.peer.planes`.
         ranges_per_block: the most that a block of its consisted of so far; 0 before the first.
     """
 

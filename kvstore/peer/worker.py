@@ -10,26 +10,24 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvstore.backend import Backend
 from kvstore.connector import ConnectorWork, KvConnectorWorker, LookupResult, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredBackend
 from kvstore.metrics import KvMetrics, TransferMetrics
+from kvstore.mover.backend import Backend
+from kvstore.mover.mover import StagedMover
 from kvstore.peer.address import PeerAddress, PeerUrl
-from kvstore.peer.backend import PeerBackend
-from kvstore.peer.data_planes import DataPlane, GrpcPlane, PullPlane, PushPlane
 from kvstore.peer.lending import LendingSide, describe_layout
-from kvstore.peer.open_reads import OpenReads
+from kvstore.peer.open_reads import OpenReads, ReadCloser
 from kvstore.peer.peers import Peers
-from kvstore.peer.read_closer import ReadCloser
+from kvstore.peer.planes import DataPlane, GrpcPlane, PeerBackend, PullPlane, PushPlane
 from kvstore.peer.renewals import Renewals
 from kvstore.peer.settlements import Settlements
 from kvstore.peer.transport import PeerTransport
-from kvstore.staged_mover import StagedMover
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 if TYPE_CHECKING:
-    from kvstore.copier import BlockCopier
+    from kvstore.mover.copies import BlockCopier
 
 __all__ = ["PeerConnectorWorker"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from kvstore.store import StoreUnavailableError
-from kvstore.stores.counters import StoreCounters
-from kvstore.stores.url import StoreLimits
+from kvstore.stores.base import StoreCounters
+from kvstore.url import StoreLimits
 
 __all__ = ["BoundedSpace"]
 

@@ -3,6 +3,8 @@
 All stores of one process that are open under one name share their objects,
 so that a prefill and a decode engine in one process can hand over. The
 objects go when the last of them closes.
+
+Copies of stored values into a reader's preallocated buffers.
 """
 
 from collections import OrderedDict
@@ -20,11 +22,24 @@ from kvstore.store import (
     StoreStats,
     StoreUnavailableError,
 )
-from kvstore.stores.buffers import copy_into
-from kvstore.stores.counters import StoreCounters
-from kvstore.stores.url import LIMIT_OPTIONS, StoreUrl
+from kvstore.stores.base import StoreCounters
+from kvstore.url import LIMIT_OPTIONS, StoreUrl
 
-__all__ = ["MemoryStore"]
+__all__ = ["MemoryStore", "copy_into"]
+
+
+def copy_into(value: bytes | None, *parts: memoryview) -> GetStatus:
+    """Fills a buffer, or its parts in order, with a whole value; None stands for a missing one."""
+    if value is None:
+        return GetStatus.MISSING
+    if len(value) != sum(part.nbytes for part in parts):
+        return GetStatus.WRONG_SIZE
+    rest = memoryview(value)
+    for part in parts:
+        part[:] = rest[: part.nbytes]
+        rest = rest[part.nbytes :]
+    return GetStatus.HIT
+
 
 _DEFAULT_MAX_BYTES = 1 << 30
 

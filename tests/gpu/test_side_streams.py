@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
-from kvstore.copier import ConvertingCopier
 from kvstore.layout import KvLayout
+from kvstore.mover.copies import ConvertingCopier
+from kvstore.mover.side_streams import SideStreamCopier
+from kvstore.mover.staging import Segment
 from kvstore.registry import open_store
-from kvstore.side_streams import SideStreamCopier
-from kvstore.staging import Segment
 from kvstore.transfer_form import PoolCut, RangeError, TransferForm
 from tests.support.connector_rig import ConnectorRig, keys
 from tests.support.devices import DEVICE, IS_CUDA

@@ -14,10 +14,9 @@ from decode_service.router_session import RouterSession
 from decode_service.server import SERVICE_NAMES, add_services
 from engine.request import BeamSearchParams, CandidateProgress, FinishReason, RequestOutput
 from kvstore.codec import DIGEST_SCHEME
-from kvstore.handoff import KvHandoff
-from kvstore.handoff_proto import handoff_to_proto
+from kvstore.handoff import KvHandoff, handoff_to_proto
+from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.errors import from_worker_error
-from rpc.options import MAX_MESSAGE_BYTES
 from tests.support.fake_engine import NAMESPACE, FakeEngine, finished, tokens
 from tests.support.rpc_servers import running_server, worker_request
 

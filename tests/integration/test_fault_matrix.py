@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from baton.errors import AbortedError
-from engine.load_costs import LoadCosts
+from engine.kv_transfer.costs import LoadCosts
 from engine.request import EngineRequest
 from kvstore import faulty_backend
-from kvstore.faulty_backend import FAULTS
+from kvstore.faults import FAULTS
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.kv_urls import fresh_shm_name, kv_urls, with_faults
 from tests.support.real_engines import GREEDY, SplitRun, build_core, run_all, tokens_of

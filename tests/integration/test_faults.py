@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvstore.conformance.engines import NUM_BLOCKS, TinyEngine, random_prompt
-from kvstore.faulty_backend import FAULTS
+from kvstore.faults import FAULTS
 from kvstore.layout import KvLayout
 
 _SMALL = KvLayout(num_layers=2, num_kv_heads=2, block_size=8, head_dim=16, dtype="float32")

@@ -11,11 +11,11 @@ import torch
 from kvstore import io_threads, staged_mover
 from kvstore.codec import HEADER_BYTES, seal
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
-from kvstore.faulty_backend import FAULTS, FaultPlan, FaultyBackend
+from kvstore.faults import FAULTS, FaultPlan, FaultyBackend
 from kvstore.layout import KvLayout
+from kvstore.mover.staging import StagingBuffers
 from kvstore.registry import open_store
 from kvstore.slot import Slot
-from kvstore.staging import StagingBuffers
 from kvstore.store import Frame, GetStatus, KvStore, StoreUnavailableError
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
 

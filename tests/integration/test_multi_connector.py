@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import ConfigurationError, FailedPreconditionError
 from kvstore.conformance.engines import TinyEngine, random_prompt
-from kvstore.open_connector import connector_capabilities, open_connector
+from kvstore.registry import connector_capabilities, open_connector
 
 _TIMEOUT_S = 0.5
 

@@ -13,8 +13,8 @@ import pytest
 
 from baton.errors import ConfigurationError
 from kvstore.peer import nixl_library, nixl_link, nixl_transport, process_end
-from kvstore.peer.nixl_memory import AgentMetadata
-from kvstore.peer.nixl_transport import NixlTransport
+from kvstore.peer.nixl.memory import AgentMetadata
+from kvstore.peer.nixl.transport import NixlTransport
 from kvstore.peer.transport import TransferError, make_ranges
 from tests.support.nixl_remote import NixlRemote, Pool, ranges
 

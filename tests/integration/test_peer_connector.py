@@ -12,7 +12,7 @@ import torch
 
 from kvstore.connector import ConnectorWork, LoadResult, SaveResult
 from kvstore.layout import FP8, KvLayout
-from kvstore.peer.data_planes import DataPlane
+from kvstore.peer.planes import DataPlane
 from kvstore.peer.service import PeerServicer
 from kvstore.transfer_form import TransferForm
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig, random_pool

@@ -227,7 +227,7 @@ class Doubtful(MemoryTransport):
 def test_segments_in_doubt_are_not_used_until_all_has_settled(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    monkeypatch.setattr("kvstore.staging._NUM_SEGMENTS", 2)
+    monkeypatch.setattr("kvstore.mover.staging._NUM_SEGMENTS", 2)
     monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
     monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
     doubtful = Doubtful()
@@ -331,7 +331,7 @@ def test_a_process_that_closed_its_port_and_is_still_there_may_still_write(
 def test_pushes_in_doubt_for_good_stop_loads_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.staging._NUM_SEGMENTS", 2)
+    monkeypatch.setattr("kvstore.mover.staging._NUM_SEGMENTS", 2)
     monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
     monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
     lost, decode, other = (

@@ -9,9 +9,9 @@ import torch
 
 from kvstore.connector import LoadJob, LoadResult
 from kvstore.layout import KvLayout
+from kvstore.mover.pieces import JobState
 from kvstore.registry import open_store
 from kvstore.store import Frame, GetStatus
-from kvstore.transfer_jobs import JobState
 from tests.support.connector_rig import ConnectorRig, keys
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")

@@ -10,7 +10,7 @@ from redis.crc import key_slot
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.redis_objects import object_name
+from kvstore.stores.redis.objects import object_name
 from tests.support.redis_deployments import ask, running_cluster
 from tests.support.redis_server import await_true, running_redis_server
 

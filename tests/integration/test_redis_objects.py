@@ -9,11 +9,11 @@ from redis import Redis
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.redis_connection import CallDeadline
-from kvstore.stores.redis_objects import StagedObject, get_status, object_name
-from kvstore.stores.redis_pipeline import run_commands
-from kvstore.stores.redis_servers import open_servers
-from kvstore.stores.redis_url import RedisUrl
+from kvstore.stores.redis.connection import CallDeadline
+from kvstore.stores.redis.objects import StagedObject, get_status, object_name
+from kvstore.stores.redis.pipeline import run_commands
+from kvstore.stores.redis.servers import open_servers
+from kvstore.stores.redis.url import RedisUrl
 from tests.support.redis_server import running_redis_server
 
 _LARGE_BYTES = 9_000_001  # three parts

@@ -12,7 +12,7 @@ from redis import Redis
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.redis_objects import object_name
+from kvstore.stores.redis.objects import object_name
 from tests.support.redis_deployments import ask, make_certificate
 from tests.support.redis_server import free_port, running_redis_server
 

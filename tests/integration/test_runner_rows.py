@@ -17,7 +17,7 @@ from engine.batch import (
     TableUpdate,
 )
 from engine.config import EngineConfig
-from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_cache.spec import KvCacheSpec
 from engine.runtime.host_steps import HostSteps
 from tests.support.checkpoints import (
     SMALL_WINDOW,

@@ -15,7 +15,7 @@ from engine.runtime.model_runner import ModelRunner
 from kvstore.job_scheduler import JobScheduler
 from kvstore.registry import open_store
 from kvstore.store import Frame
-from kvstore.store_worker import StoreConnectorWorker
+from kvstore.store_connector import StoreConnectorWorker
 from kvstore.stores.memory import MemoryStore
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.real_engines import GREEDY, build_core, hand_over, run_all, tokens_of

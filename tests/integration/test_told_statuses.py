@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from kvstore.backend import Backend
 from kvstore.connector import LoadJob, LoadResult, SaveJob
+from kvstore.mover.backend import Backend
 from kvstore.registry import open_store
 from kvstore.slot import Slot
 from kvstore.store import GetStatus

@@ -11,7 +11,7 @@ import torch
 from kvstore import staged_mover, staging
 from kvstore.connector import LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
-from kvstore.piece_io import PieceIo
+from kvstore.mover.piece_io import PieceIo
 from kvstore.registry import open_store
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 from tests.support.connector_rig import ConnectorRig, keys

@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import UnavailableError
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared
+from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.wire import engine_request
 from prefill_service.server import SERVICE_NAMES, add_services
 from rpc.channels import open_channel

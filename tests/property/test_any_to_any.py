@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from kernels.reference.cache import quantize_kv, write_kv
 from kvstore import staging
 from kvstore.block_views import view_blocks
-from kvstore.copier import ConvertingCopier, HostCopier, make_copier
 from kvstore.layout import FP8, KvLayout
-from kvstore.pool_objects import ConvertedObjects
-from kvstore.staging import Segment
+from kvstore.mover.copies import ConvertingCopier, HostCopier, make_copier
+from kvstore.mover.pool_objects import ConvertedObjects
+from kvstore.mover.staging import Segment
 from kvstore.transfer_form import HeadShare, PoolCut, RangeError, TransferForm, object_runs
 
 DTYPES = ("float32", "bfloat16", "float16", FP8)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.block_pool import Allocation, BlockPool
+from engine.kv_cache.block_pool import Allocation, BlockPool
 
 NUM_BLOCKS = 6
 

@@ -14,7 +14,7 @@ from redis import Redis
 from kvstore.conformance.engines import NUM_BLOCKS, TinyEngine, random_prompt
 from kvstore.layout import KvLayout
 from kvstore.peer import service
-from kvstore.peer.nixl_transport import NixlTransport
+from kvstore.peer.nixl.transport import NixlTransport
 from tests.support.kv_urls import fresh_shm_name
 from tests.support.redis_server import RedisServer
 from tests.support.spoiled_objects import (

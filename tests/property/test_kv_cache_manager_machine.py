@@ -16,12 +16,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.block_pool import Allocation
-from engine.block_table import NO_BLOCK, BlockTable, TableChange
-from engine.host_pool import SwappedTables
-from engine.kv_cache_manager import KvCacheManager
-from engine.kv_cache_spec import KvCacheSpec
-from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared
+from engine.kv_cache.block_pool import Allocation
+from engine.kv_cache.block_table import NO_BLOCK, BlockTable, TableChange
+from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
+from engine.kv_cache.host_pool import SwappedTables
+from engine.kv_cache.manager import KvCacheManager
+from engine.kv_cache.spec import KvCacheSpec
 
 MAX_TOKENS = 12
 MANY = st.integers(0, 50)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from redis import ConnectionError as RedisConnectionError
 from redis import InvalidResponse, ResponseError
 
-from kvstore.stores.redis_reply import ReplyReader
+from kvstore.stores.redis.reply import ReplyReader
 
 _READ_BYTES = 64
 _LINES = st.binary(max_size=20).filter(lambda text: b"\r" not in text and b"\n" not in text)

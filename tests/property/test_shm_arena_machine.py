@@ -18,7 +18,7 @@ from kvstore.stores.shm import arena_space
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.extent_table import Extent, ExtentTable, Header, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
-from kvstore.stores.url import StoreLimits
+from kvstore.url import StoreLimits
 from tests.support.shm_arena import ArenaContents
 
 MAX_BYTES = 100_000

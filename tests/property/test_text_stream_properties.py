@@ -10,9 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.detokenizer import IncrementalDetokenizer
-from router.stop_strings import StopChecker
-from router.text_stream import TextStream
+from router.text_stream import IncrementalDetokenizer, StopChecker, TextStream
 from router.tokenizer import Tokenizer
 from tests.support.tokenizer_folders import (
     write_byte_fallback_folder,

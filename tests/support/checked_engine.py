@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import AbortedError, DeadlineExceededError, InternalError
 from engine.core import EngineCore
-from engine.kv_events import BlocksRemoved, BlocksStored, KvEvent
+from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed

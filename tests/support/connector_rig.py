@@ -15,10 +15,10 @@ from kvstore.connector import (
     SaveResult,
     TransferResults,
 )
-from kvstore.copier import BlockCopier, make_copier
 from kvstore.layout import KvLayout
+from kvstore.mover.copies import BlockCopier, make_copier
 from kvstore.store import KvStore
-from kvstore.store_worker import StoreConnectorWorker
+from kvstore.store_connector import StoreConnectorWorker
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 __all__ = ["LAYOUT", "TIMEOUT_S", "ConnectorRig", "keys"]

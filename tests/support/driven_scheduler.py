@@ -6,7 +6,7 @@ from dataclasses import replace
 from baton.errors import InternalError
 from engine.batch import ScheduledBatch
 from engine.request import EngineRequest, RequestOutput
-from engine.scheduler import Scheduler
+from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import (
     ConnectorWork,

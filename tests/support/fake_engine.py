@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from engine.config import EngineConfig
-from engine.kv_events import KvEvent
+from engine.kv_cache.events import KvEvent
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo
 from kvstore.handoff import KvHandoff

@@ -13,7 +13,7 @@ from kvstore.connector import (
     TransferResults,
 )
 from kvstore.job_scheduler import JobScheduler
-from kvstore.multi.messages import MultiResults
+from kvstore.multi.jobs import MultiResults
 from kvstore.multi.scheduler import MultiMember, MultiScheduler
 
 __all__ = ["FakeMember", "Members"]

@@ -18,7 +18,7 @@ from kvstore.connector import (
 )
 from kvstore.layout import KvLayout
 from kvstore.registry import open_store
-from kvstore.store_worker import StoreConnectorWorker
+from kvstore.store_connector import StoreConnectorWorker
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
 __all__ = ["HalvedWorker"]

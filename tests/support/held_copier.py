@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvstore.copier import BlockCopier, HostCopier
-from kvstore.staging import Segment
+from kvstore.mover.copies import BlockCopier, HostCopier
+from kvstore.mover.staging import Segment
 from kvstore.transfer_form import PoolCut
 from tests.support.connector_rig import TIMEOUT_S
 

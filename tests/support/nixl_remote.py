@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.peer.nixl_transport import NixlTransport
+from kvstore.peer.nixl.transport import NixlTransport
 from kvstore.peer.transport import RangeTable, make_ranges
 
 __all__ = ["NixlRemote", "Pool", "ranges"]
@@ -52,7 +52,7 @@ class NixlRemote:
     def __init__(self, num_bytes: int, seed: int = 1, transports: str | None = None) -> None:
         # Forked from a process in which nothing has begun; it has another environment than ours.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["kvstore.peer.nixl_transport"])
+        context.set_forkserver_preload(["kvstore.peer.nixl.transport"])
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, num_bytes, seed, transports)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)

@@ -11,16 +11,15 @@ import torch
 
 from kvstore.block_views import view_blocks
 from kvstore.connector import (
+    ConnectorCapabilities,
     KvConnectorWorker,
     LoadResult,
     LookupResult,
     SaveResult,
     TransferResults,
 )
-from kvstore.connector_factory import ConnectorCapabilities
-from kvstore.connector_url import scheme_of
 from kvstore.job_scheduler import JobScheduler
-from kvstore.stores.url import StoreUrl
+from kvstore.url import StoreUrl, scheme_of
 
 _lenders = {}  # open workers, by what their handoffs carry
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from engine.batch import ScheduledBatch, ScheduledChunk
-from engine.kv_cache_spec import group_layers
+from engine.kv_cache.spec import group_layers
 from engine.runtime.batch_inputs import BatchInputs
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.rows import Rows

@@ -10,7 +10,7 @@ from redis import Redis
 from kvstore.codec import HEADER_BYTES, seal
 from kvstore.slot import Slot
 from kvstore.stores import memory
-from kvstore.stores.redis_objects import object_name
+from kvstore.stores.redis.objects import object_name
 from tests.support.shm_arena import ArenaContents
 
 __all__ = [

@@ -18,7 +18,7 @@ from baton.errors import (
 from engine.async_engine import AsyncEngine
 from engine.batch import DrawParams, ScheduledBatch, StepOutput
 from engine.core import EngineCore
-from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
 

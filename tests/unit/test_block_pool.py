@@ -1,6 +1,6 @@
 """Block pool: eviction order and sharing, by example."""
 
-from engine.block_pool import Allocation, BlockPool
+from engine.kv_cache.block_pool import Allocation, BlockPool
 
 
 def test_unhashed_blocks_are_taken_before_cached_ones() -> None:

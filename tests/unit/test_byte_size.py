@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.byte_size import parse_byte_size
+from kvstore.url import parse_byte_size
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 from baton.cli import up
 from baton.errors import ConfigurationError
 from baton.up.cluster import ClusterConfig, engine_flags, plan_cluster
-from baton.up.embedded_store import embedded_store
-from baton.up.turns_folder import taking_turns
+from baton.up.run_folder import embedded_store, taking_turns
 from decode_service.config import add_args as add_decode_args
 from decode_service.config import config_from_args as decode_config_from_args
 from engine.config import EngineConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.errors import DeadlineExceededError
-from engine.deadlines import Deadlines
+from engine.schedule.scheduler import Deadlines
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 
 

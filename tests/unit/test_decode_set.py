@@ -1,9 +1,8 @@
 """Who is looked at in which step."""
 
-from engine.decode_set import DecodeSet
+from engine.group import Sequence, SequenceGroup
 from engine.request import EngineRequest
-from engine.sequence import Sequence
-from engine.sequence_group import SequenceGroup
+from engine.schedule.decode_set import DecodeSet
 from kvstore.block_key import BlockKeyChain
 from tests.support.fake_model import GREEDY
 

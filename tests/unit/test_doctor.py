@@ -31,7 +31,7 @@ from kernels.native.variants import Variant
 from kvstore.connector import TransferResults
 from kvstore.peer.worker import PeerConnectorWorker
 from kvstore.registry import open_store
-from kvstore.store_worker import StoreConnectorWorker
+from kvstore.store_connector import StoreConnectorWorker
 
 GIB = 1 << 30
 

@@ -3,7 +3,7 @@
 import pytest
 
 import engine.runtime.model_runner
-import kvstore.open_connector
+import kvstore.registry
 from baton.errors import ConfigurationError
 from engine.core import EngineCore
 from kvstore.job_scheduler import JobScheduler

@@ -25,8 +25,7 @@ from engine.wire import (
     merge_outputs,
     timings_to_proto,
 )
-from kvstore.handoff import KvHandoff
-from kvstore.handoff_proto import handoff_from_proto, handoff_to_proto
+from kvstore.handoff import KvHandoff, handoff_from_proto, handoff_to_proto
 from tests.support.rpc_servers import worker_request
 
 HANDOFF = KvHandoff(

@@ -6,9 +6,8 @@ import pytest
 
 from baton.errors import ConfigurationError
 from kvstore.codec import HEADER_BYTES, seal, verify
-from kvstore.faults import take_fault_options
-from kvstore.faulty_backend import FAULTS, FaultPlan, FaultyBackend
-from kvstore.open_connector import open_connector
+from kvstore.faults import FAULTS, FaultPlan, FaultyBackend, take_fault_options
+from kvstore.registry import open_connector
 from kvstore.slot import Slot
 from kvstore.store import GetStatus, StoreUnavailableError
 

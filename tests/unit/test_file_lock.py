@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from kvstore.store import StoreUnavailableError
-from kvstore.stores.file_lock import FileLock
+from kvstore.stores.files import FileLock
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["thread", "process"])

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from kvstore.mover.staging import Segment
 from kvstore.peer.leases import BlockRead, LentBlock
 from kvstore.peer.lent_memory import GatheredMemory, TailSlots
-from kvstore.staging import Segment
 from tests.support.peer_rig import LAYOUT
 
 NUM_SLOTS = 2

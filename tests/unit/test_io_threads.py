@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from kvstore import io_threads
-from kvstore.io_threads import IoThreads
+from kvstore.mover.io_threads import IoThreads
 
 LONG_S = 10.0
 

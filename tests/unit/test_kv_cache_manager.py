@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_pool import Allocation
-from engine.block_table import NO_BLOCK, BlockTable, TableChange
-from engine.kv_cache_manager import KvCacheManager
-from engine.kv_cache_spec import KvCacheSpec
-from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared
-from engine.prefix_cache import runs_of
+from engine.kv_cache.block_pool import Allocation
+from engine.kv_cache.block_table import NO_BLOCK, BlockTable, TableChange
+from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
+from engine.kv_cache.manager import KvCacheManager
+from engine.kv_cache.prefix_cache import runs_of
+from engine.kv_cache.spec import KvCacheSpec
 
 KEYS = [bytes([index]) for index in range(32)]
 SIZE = 4

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.kv_cache_spec import KvCacheSpec, group_layers, spec_of
+from engine.kv_cache.spec import KvCacheSpec, group_layers, spec_of
 
 WINDOWS = st.none() | st.integers(1, 9)
 SPECS = st.builds(

@@ -5,9 +5,9 @@ from contextlib import aclosing
 
 import pytest
 
+from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.kv_event_feed import KvEventFeeds
-from engine.kv_event_wire import kv_event_responses
-from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared
+from engine.wire import kv_event_responses
 
 
 class Recorder:

@@ -1,6 +1,6 @@
 """The log of KV events is bounded, and numbered without a gap."""
 
-from engine.kv_events import BlocksRemoved, BlocksStored, CacheCleared, KvEventLog
+from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEventLog
 
 
 def test_too_many_events_become_a_snapshot():

@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.kv_cache_spec import KvCacheSpec
+from engine.kv_cache.spec import KvCacheSpec
 from engine.runtime.kv_pool import (
     DeviceMemory,
     allocate_host_pool,

@@ -9,13 +9,13 @@ import time
 import pytest
 import torch
 
-from kvstore.backend import InDoubtError
 from kvstore.codec import make_headers
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
-from kvstore.copier import HostCopier
 from kvstore.layout import KvLayout
+from kvstore.mover.backend import InDoubtError
+from kvstore.mover.copies import HostCopier
+from kvstore.mover.mover import StagedMover
 from kvstore.quarantine import QUARANTINE_S
-from kvstore.staged_mover import StagedMover
 from kvstore.store import GetStatus
 from tests.support.connector_rig import keys
 
@@ -112,7 +112,7 @@ class Rig:
 
 @pytest.fixture
 def make_rig(monkeypatch):
-    monkeypatch.setattr("kvstore.staging._NUM_SEGMENTS", NUM_SEGMENTS)
+    monkeypatch.setattr("kvstore.mover.staging._NUM_SEGMENTS", NUM_SEGMENTS)
     rigs = []
 
     def make(*arguments, **options):
@@ -196,7 +196,7 @@ def test_with_all_segments_in_quarantine_loads_fail_at_once_and_saves_go_on(make
 @pytest.fixture
 def in_place(make_rig, monkeypatch):
     """A rig that fetches two blocks at a time to where they shall be, by one thread."""
-    monkeypatch.setattr("kvstore.staged_mover._LEAST_PIECE_BYTES", 2 * LAYOUT.block_bytes)
+    monkeypatch.setattr("kvstore.mover.mover._LEAST_PIECE_BYTES", 2 * LAYOUT.block_bytes)
     rig = make_rig(num_threads=1)
     rig.peer.takes_frames = rig.peer.is_silent = True
     return rig

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.load_costs import LoadCosts
+from engine.kv_transfer.costs import LoadCosts
 
 TOKEN_S = 0.016
 

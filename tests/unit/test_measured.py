@@ -14,7 +14,7 @@ from kvstore.connector import (
 )
 from kvstore.measured import MeasuredBackend, MeasuredWorker
 from kvstore.metrics import KvMetrics, TransferMetrics
-from kvstore.multi.messages import MultiWork
+from kvstore.multi.jobs import MultiWork
 from kvstore.multi.worker import MultiWorker
 from kvstore.slot import Slot
 from kvstore.store import GetStatus, StoreUnavailableError

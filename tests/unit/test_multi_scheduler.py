@@ -12,7 +12,7 @@ from kvstore.connector import (
     SaveResult,
     TransferResults,
 )
-from kvstore.multi.params import pack_params, unpack_params
+from kvstore.multi.jobs import pack_params, unpack_params
 from tests.support.fake_members import FakeMember, Members
 
 KEYS = tuple(bytes([number]) * 32 for number in range(5))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore.peer import nixl_link, nixl_memory
-from kvstore.peer.nixl_memory import AgentMetadata, MemoryMap, MemoryProbe, Region
+from kvstore.peer.nixl.memory import AgentMetadata, MemoryMap, MemoryProbe, Region
 from kvstore.peer.transport import TransferError, make_ranges
 
 HOST = Region(1000, 500, "cpu")

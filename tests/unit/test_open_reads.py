@@ -10,8 +10,7 @@ import pytest
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.codec import HEADER_BYTES
 from kvstore.peer.address import PeerAddress
-from kvstore.peer.block_request import BlockRequest
-from kvstore.peer.open_reads import OpenReads
+from kvstore.peer.open_reads import BlockRequest, OpenReads
 from kvstore.store import StoreUnavailableError
 
 TIMEOUT_S = 10.0

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.kv_events import BlocksStored
+from engine.kv_cache.events import BlocksStored
 from kvstore.connector import LoadJob, LoadResult, TransferResults
 from kvstore.handoff import KvHandoff
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request

@@ -10,10 +10,10 @@ import torch
 from kvstore import staging
 from kvstore.codec import HEADER_BYTES
 from kvstore.layout import KvLayout
+from kvstore.mover.staging import StagingBuffers
 from kvstore.peer import settlements
 from kvstore.peer.settlements import Settlements
 from kvstore.quarantine import QUARANTINE_S, Quarantine
-from kvstore.staging import StagingBuffers
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype="float32")
 TIMEOUT_S = 10.0

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvstore.peer.address import PeerAddress
-from kvstore.peer.read_closer import ReadCloser
+from kvstore.peer.open_reads import ReadCloser
 from kvstore.store import StoreUnavailableError
 
 TIMEOUT_S = 10.0

@@ -5,7 +5,7 @@ import pytest
 from baton.errors import ConfigurationError
 from kvstore.handoff import connector_name
 from kvstore.registry import open_store
-from kvstore.stores.redis_url import RedisUrl
+from kvstore.stores.redis.url import RedisUrl
 
 _PASSWORD = "hunter2"
 

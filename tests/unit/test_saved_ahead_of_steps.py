@@ -3,9 +3,9 @@
 import pytest
 
 from engine.batch import StepOutput
+from engine.group import GroupState
 from engine.request import EngineRequest
-from engine.sequence_group import GroupState
-from engine.step_plan import StepPlan
+from engine.schedule.step_plan import StepPlan
 from kvstore.connector import SaveJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.fake_model import GREEDY, fake_info

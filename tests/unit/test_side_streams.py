@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvstore.side_streams import SideStreamCopier
-from kvstore.staging import Segment
+from kvstore.mover.side_streams import SideStreamCopier
+from kvstore.mover.staging import Segment
 from kvstore.transfer_form import PoolCut
 from tests.support.connector_rig import LAYOUT
 

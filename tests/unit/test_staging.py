@@ -8,7 +8,7 @@ import torch
 from kvstore.block_views import view_blocks
 from kvstore.codec import seal, verify
 from kvstore.layout import KvLayout
-from kvstore.staging import StagingBuffers, slots_per_segment
+from kvstore.mover.staging import StagingBuffers, slots_per_segment
 
 _LAYOUTS = [
     KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype=dtype)

@@ -7,12 +7,11 @@ import pytest
 
 from baton.errors import ConfigurationError
 from kvstore import registry
-from kvstore.connector_factory import ConnectorCapabilities
+from kvstore.connector import ConnectorCapabilities
 from kvstore.handoff import connector_name
-from kvstore.open_connector import connector_capabilities, open_connector
-from kvstore.registry import open_store
+from kvstore.registry import connector_capabilities, open_connector, open_store
 from kvstore.stores.memory import MemoryStore
-from kvstore.stores.url import StoreUrl
+from kvstore.url import StoreUrl
 
 
 def test_an_unknown_scheme_lists_the_known_ones():

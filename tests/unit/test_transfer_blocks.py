@@ -6,9 +6,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_cache_spec import KvCacheSpec
-from engine.prompt_parts import PromptBlock, PromptParts
-from engine.transfer_blocks import TransferBlocks, TransferItem, held_by
+from engine.kv_cache.spec import KvCacheSpec
+from engine.kv_transfer.blocks import TransferBlocks, TransferItem, held_by
+from engine.kv_transfer.prefetches import PromptBlock, PromptParts
 from kvstore.block_key import BlockKeyChain, layer_group_key
 from kvstore.handoff import KvHandoff
 

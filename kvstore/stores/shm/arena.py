@@ -31,13 +31,13 @@ from pathlib import Path
 from threading import Event
 
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.file_lock import FileLock
-from kvstore.stores.parts_store import Parts, batches, total_bytes
+from kvstore.stores.base import Parts, batches, total_bytes
+from kvstore.stores.files import FileLock
 from kvstore.stores.shm.arena_space import ArenaSpace, whole_pages
 from kvstore.stores.shm.extent_table import Extent, ExtentTable, SeenObject
 from kvstore.stores.shm.mapped_memory import MappedMemory
 from kvstore.stores.shm.writers import Writers
-from kvstore.stores.url import StoreLimits
+from kvstore.url import StoreLimits
 
 __all__ = ["Arena"]
 

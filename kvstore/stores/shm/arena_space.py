@@ -20,7 +20,7 @@ from kvstore.stores.shm.extent_table import (
 )
 from kvstore.stores.shm.mapped_memory import MappedMemory
 from kvstore.stores.shm.writers import Writers
-from kvstore.stores.url import StoreLimits
+from kvstore.url import StoreLimits
 
 __all__ = ["ArenaSpace", "whole_pages"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 
 from kvstore.memory_runs import copy_runs
-from kvstore.stores.parts_store import Parts
+from kvstore.stores.base import Parts
 
 __all__ = ["MappedMemory", "Place"]
 

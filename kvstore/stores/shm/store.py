@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Self
 
 from kvstore.store import StoreCapabilities
-from kvstore.stores.file_io import status_of
-from kvstore.stores.parts_store import Parts, PartsStore
+from kvstore.stores.base import Parts, PartsStore
+from kvstore.stores.files import status_of
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
-from kvstore.stores.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
+from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
 
 __all__ = ["ShmStore"]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from kvstore.stores.file_lock import try_lock
+from kvstore.stores.files import try_lock
 
 __all__ = ["Writers"]
 

@@ -1,0 +1,1 @@
+"""The KV cache's blocks: tables, pools, prefixes, events. Pure."""

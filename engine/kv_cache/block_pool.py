@@ -1,0 +1,247 @@
+"""`BlockPool`: owns every KV block of one engine. Pure: no torch.
+
+A block is free or has one or more owners. Free blocks keep what was cached in
+them until they are allocated again, so freeing is also how the prefix cache
+is filled. The free list is in eviction order: blocks with nothing cached come
+first, then cached ones, least recently freed first. After PagedAttention
+(Kwon et al. 2023) and vLLM's automatic prefix caching.
+
+All operations are O(1) per block.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+
+from engine.kv_cache.events import KvEventLog
+
+__all__ = ["Allocation", "BlockPool"]
+
+
+class Allocation(Enum):
+    """Whether a number of blocks can be had."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class BlockPool:
+    """Reference counts, hash index and free list of `num_blocks` blocks.
+
+    Args:
+        num_blocks: blocks in the pool.
+        num_groups: layer groups (`engine.kv_cache.spec`), whose blocks are
+            cached under the same keys, each group in an index of its own.
+
+    Attributes:
+        events: what enters and leaves group 0's index.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+        self.num_blocks = num_blocks
+        self.events = KvEventLog(self.cached_keys)
+        self._ref_counts = [0] * num_blocks
+        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._group_of = [0] * num_blocks
+        self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._free = _FreeList(num_blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return len(self._free)
+
+    def can_allocate(self, num_blocks: int, num_reserved: int = 0) -> Allocation:
+        """Whether `num_blocks` can be had while `num_reserved` others stay free."""
+        if num_blocks > self.num_blocks:
+            return Allocation.NEVER
+        return Allocation.OK if num_blocks + num_reserved <= self.num_free else Allocation.LATER
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Takes blocks off the free list, evicting what is cached in them.
+
+        The caller has asked `can_allocate`.
+        """
+        block_ids = self._free.pop_first(num_blocks)
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+        self.forget(block_ids)
+        return block_ids
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Adds an owner to each block; revives those in the free list."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                self._free.remove(block_id)
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Takes an owner from each block of a sequence, in sequence order.
+
+        Blocks nobody holds any longer become free; of one sequence, the tail
+        is evicted before the head, since prefixes are shared from the head.
+        """
+        ref_counts = self._ref_counts
+        for block_id in reversed(block_ids):
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
+                self._free.push(block_id, first=self._key_of[block_id] is None)
+
+    def num_references(self, block_id: int) -> int:
+        """How many own the block."""
+        return self._ref_counts[block_id]
+
+    def num_held(self, block_ids: Iterable[int]) -> int:
+        """How many of the blocks somebody holds: acquiring these costs no free block."""
+        return sum(self._ref_counts[block_id] > 0 for block_id in block_ids)
+
+    def references(self) -> dict[int, int]:
+        """Reference counts of the blocks that somebody holds."""
+        return {block_id: count for block_id, count in enumerate(self._ref_counts) if count}
+
+    # The hash index.
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether the block is in the index."""
+        return self._key_of[block_id] is not None
+
+    def lookup(self, key: bytes, group: int = 0) -> int | None:
+        """The block that is cached under `key`, if one is."""
+        return self._block_of[group].get(key)
+
+    def match(self, keys: Iterable[bytes], group: int = 0) -> list[int]:
+        """Blocks of the longest cached prefix of `keys`. Changes nothing."""
+        block_ids = []
+        block_of = self._block_of[group]
+        for key in keys:
+            block_id = block_of.get(key)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def register(self, block_id: int, key: bytes, group: int = 0) -> bool:
+        """Indexes a full, computed block that somebody holds.
+
+        Returns:
+            Whether it is new: a key that is indexed already stays where it is.
+        """
+        if self._key_of[block_id] is not None or key in self._block_of[group]:
+            return False
+        self._key_of[block_id] = key
+        self._group_of[block_id] = group
+        self._block_of[group][key] = block_id
+        return True
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks out of the index: nobody new shall share them."""
+        removed = []
+        for block_id in block_ids:
+            key = self._key_of[block_id]
+            if key is not None:
+                self._key_of[block_id] = None
+                del self._block_of[self._group_of[block_id]][key]
+                if self._group_of[block_id] == 0:
+                    removed.append(key)
+                if self._ref_counts[block_id] == 0:  # first to be evicted from now on
+                    self._free.remove(block_id)
+                    self._free.push(block_id, first=True)
+        if removed:
+            self.events.record_removed(removed)
+
+    def forget_all(self) -> int:
+        """Empties the index; returns how many blocks were in it.
+
+        Those that nobody holds are taken next, as after `forget`: before blocks that never
+        were used, whose memory the system has yet to give.
+        """
+        num_cached = sum(len(block_of) for block_of in self._block_of)
+        for block_id in [block_id for block_id in self._free if self.is_cached(block_id)]:
+            self._free.remove(block_id)
+            self._free.push(block_id, first=True)
+        self._key_of = [None] * self.num_blocks
+        for block_of in self._block_of:
+            block_of.clear()
+        self.events.record_cleared()
+        return num_cached
+
+    def cached_keys(self) -> tuple[bytes, ...]:
+        """Every key in group 0's index."""
+        return tuple(self._block_of[0])
+
+    def check(self) -> None:
+        """Verifies the invariants, for tests and idle moments.
+
+        Raises:
+            AssertionError: the pool is corrupt; a bug.
+        """
+        free = list(self._free)
+        if len(free) != len(set(free)) or len(free) != self.num_free:
+            raise AssertionError("the free list repeats a block")
+        held = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
+        if held | set(free) != set(range(self.num_blocks)) or held & set(free):
+            raise AssertionError("a block is neither held nor free, or both")
+        is_cached = [self._key_of[block_id] is not None for block_id in free]
+        if is_cached != sorted(is_cached):
+            raise AssertionError("a cached block is to be evicted before one that is not")
+        self._check_index()
+
+    def _check_index(self) -> None:
+        indexed = {
+            block_id: (group, key)
+            for group, block_of in enumerate(self._block_of)
+            for key, block_id in block_of.items()
+        }
+        keyed = {
+            block_id: (self._group_of[block_id], key)
+            for block_id, key in enumerate(self._key_of)
+            if key is not None
+        }
+        if indexed != keyed or len(indexed) != sum(map(len, self._block_of)):
+            raise AssertionError("the hash index and the blocks' keys differ")
+
+
+class _FreeList:
+    """A doubly linked list over block ids, in two arrays: O(1) removal anywhere."""
+
+    def __init__(self, num_blocks: int) -> None:
+        # The sentinel's index is num_blocks; it closes the ring.
+        size = num_blocks + 1
+        self._next = [(index + 1) % size for index in range(size)]
+        self._previous = [(index - 1) % size for index in range(size)]
+        self._sentinel = num_blocks
+        self._length = num_blocks
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        block_id = self._next[self._sentinel]
+        while block_id != self._sentinel:
+            yield block_id
+            block_id = self._next[block_id]
+
+    def pop_first(self, num_blocks: int) -> list[int]:
+        assert num_blocks <= self._length, "the caller has asked can_allocate"
+        block_ids = []
+        block_id = self._next[self._sentinel]
+        for _ in range(num_blocks):
+            block_ids.append(block_id)
+            block_id = self._next[block_id]
+        self._next[self._sentinel], self._previous[block_id] = block_id, self._sentinel
+        self._length -= num_blocks
+        return block_ids
+
+    def push(self, block_id: int, *, first: bool) -> None:
+        if first:
+            before, after = self._sentinel, self._next[self._sentinel]
+        else:
+            before, after = self._previous[self._sentinel], self._sentinel
+        self._next[before] = self._previous[after] = block_id
+        self._previous[block_id], self._next[block_id] = before, after
+        self._length += 1
+
+    def remove(self, block_id: int) -> None:
+        before, after = self._previous[block_id], self._next[block_id]
+        self._next[before], self._previous[after] = after, before
+        self._length -= 1

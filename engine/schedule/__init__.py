@@ -1,0 +1,1 @@
+"""What a step computes: queues, admission, outputs. Pure."""

@@ -1,0 +1,305 @@
+"""`Admission`: who gets blocks in a step, who must give way, and who comes in. Pure.
+
+A group is admitted only when all its known tokens get blocks. One that lacks a
+block later makes the least important running group give way, itself if need
+be. Nobody is queued that would not fit alone. So the most important group
+always makes progress, and then the next is the most important.
+
+How a running request gives way: recompute or swap. Pure.
+"""
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+
+from engine.config import EngineConfig
+from engine.group import GroupState, Sequence, SequenceGroup
+from engine.kv_cache.block_pool import Allocation
+from engine.kv_cache.block_table import BlockTable
+from engine.kv_cache.manager import KvCacheManager
+from engine.kv_transfer.transfers import Transfers
+from engine.runner import StepCosts
+from engine.schedule.branches import Branches
+from engine.schedule.decode_set import DecodeSet
+from engine.schedule.queues import GroupQueues
+from engine.schedule.step_plan import StepPlan
+
+__all__ = ["Admission", "prefers_swap"]
+
+
+def prefers_swap(mode: str, group: SequenceGroup, costs: StepCosts) -> bool:
+    """Whether a group's KV should go to the host rather than be computed again.
+
+    Args:
+        mode: `EngineConfig.preemption_mode`. In "auto" it is the quicker of
+            copying all blocks out and back in, and computing what the group's
+            sequences have in common once and the rest of each.
+        group: the group, running.
+        costs: as measured on this machine.
+    """
+    if mode != "auto":
+        return mode == "swap"
+    swap_s = 2 * len(set(group.held_blocks())) * costs.swapped_block_s
+    return swap_s < _num_recomputed(group) * costs.prompt_token_s
+
+
+def _num_recomputed(group: SequenceGroup) -> int:
+    """Tokens to compute again; the prompt, which all share, counts once."""
+    own = sum(sequence.num_computed - group.num_prompt for sequence in group.running)
+    return group.num_prompt + own
+
+
+_logger = logging.getLogger("baton.engine")
+
+
+class Admission:
+    """Shares a step's budget and the pool's blocks among groups.
+
+    Args:
+        config: limits and policies.
+        kv: the block tables.
+        queues: who waits and who runs.
+        transfers: what can be loaded.
+        branches: rows of sequences.
+        decoding: who decodes.
+        costs: what preemption weighs.
+        clock: monotonic seconds.
+
+    Attributes:
+        num_preemptions: since the start.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv: KvCacheManager,
+        queues: GroupQueues,
+        transfers: Transfers,
+        branches: Branches,
+        decoding: DecodeSet,
+        costs: StepCosts,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._queues = queues
+        self._transfers = transfers
+        self._branches = branches
+        self._decoding = decoding
+        self._costs = costs
+        self._clock = clock
+        self.num_preemptions = 0
+
+    # What runs.
+
+    def renew_due(self, group: SequenceGroup, due: Sequences[Sequence], plan: StepPlan) -> bool:
+        """Gives decoding sequences whose block is full the next one.
+
+        Returns:
+            Whether the group still runs.
+        """
+        for sequence in due:
+            if sequence not in self._decoding:
+                continue
+            position = self._decoding.position(sequence, plan.step)
+            if position >= sequence.limit - 1:
+                self._stop_decoding(sequence, position, plan)  # its last token is under way
+                continue
+            sequence.count_computed()
+            self._branches.register(sequence)
+            self._transfers.save_filled(sequence)
+            self._branches.release_behind(sequence)
+            if self._extend(sequence, position, position + 1, plan):
+                self._decoding.renew(sequence, plan.step)
+            elif group.state is GroupState.RUNNING:
+                self._stop_decoding(sequence, position, plan)
+                self._queues.chunking[group] = None
+        return group.state is GroupState.RUNNING
+
+    def run_chunks(self, group: SequenceGroup, plan: StepPlan) -> None:
+        """Gives the group's sequences that do not decode their share of the step."""
+        pending = [s for s in group.running if s not in self._decoding]
+        if not pending:
+            self._queues.chunking.pop(group, None)
+        for sequence in pending:
+            num_tokens = min(sequence.num_unscheduled, plan.budget, self._config.max_chunk)
+            if num_tokens <= 0 or self._exceeds_partial(sequence.num_unscheduled, plan):
+                continue
+            start = sequence.num_scheduled
+            if self._extend(sequence, start, start + num_tokens, plan):
+                plan.add_chunk(sequence, num_tokens)
+            elif group.state is not GroupState.RUNNING:
+                return
+        if group.scheduled_at is None and pending:
+            group.scheduled_at = self._clock()
+
+    def _stop_decoding(self, sequence: Sequence, position: int, plan: StepPlan) -> None:
+        self._decoding.leave(sequence)
+        sequence.settle()
+        sequence.num_scheduled = position
+        plan.budget += 1
+
+    def _exceeds_partial(self, num_tokens: int, plan: StepPlan) -> bool:
+        """Whether so many tokens would be one prompt too many that is computed in part."""
+        is_partial = num_tokens > min(plan.budget, self._config.max_chunk)
+        return is_partial and plan.num_partial >= self._config.max_num_partial_prefills
+
+    def _extend(self, sequence: Sequence, start: int, end: int, plan: StepPlan) -> bool:
+        """Makes positions `start` to `end` writable, at others' expense if need be."""
+        assert sequence.table is not None
+        if not self._make_room(sequence.group, sequence.table, start, end, plan):
+            return False
+        plan.update_tables(sequence, self._kv.append(sequence.table, start, end))
+        return True
+
+    # Who gives way.
+
+    def _make_room(
+        self, group: SequenceGroup, table: BlockTable, start: int, end: int, plan: StepPlan
+    ) -> bool:
+        """Preempts until the blocks can be had; False if the group must wait, or had to go."""
+        while not self._kv.can_append(table, start, end):
+            num_missing = self._kv.num_missing(table, start, end)
+            num_coming = self._kv.pool.num_free + self._kv.num_fenced
+            if num_missing <= num_coming:
+                return False  # they come free when steps report
+            if num_missing <= num_coming + self._transfers.stop_prefetches():
+                return False  # they come free when these have ended
+            if len(self._queues.running) == 1:
+                self._transfers.yield_lent(group)
+                return False  # they come free when transfers end
+            victim = self._queues.running[-1]
+            self._preempt(victim, plan)
+            if victim is group:
+                return False
+        return True
+
+    def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
+        """Takes all blocks of a running group, which goes back to the queue."""
+        self.num_preemptions += 1
+        plan.has_preempted = True
+        plan.drop(group)
+        self._queues.stop_running(group)
+        tables = [sequence.table for sequence in group.running if sequence.table is not None]
+        assert len(tables) == len(group.running), "a running sequence has blocks"
+        prefers = prefers_swap(self._config.preemption_mode, group, self._costs)
+        if prefers and self._kv.can_swap_out(tables):
+            group.swapped = self._kv.swap_out(tables, plan.step)
+            plan.swapped.append(group)
+            self._queues.wait_swapped(group)
+        else:
+            self._queues.wait_again(group)
+        _logger.debug("preempted %s: %s", group.request_id, group.state.value)
+
+    # Who comes in.
+
+    def admit_waiting(self, plan: StepPlan) -> None:
+        """Admits waiting groups in order, passing over those that wait for something else
+        than blocks and seats.
+        """
+        first = self._queues.waiting[: self._config.max_running]
+        if self._transfers.is_connected:
+            for group in first:
+                self._transfers.num_loadable(group)  # their look-ups run while others compute
+        for group in first:
+            if self._queues.num_seats + group.num_seats > self._config.max_running:
+                break
+            if plan.budget <= 0 and not self._transfers.is_connected:
+                break
+            admit = self._admit if group.swapped is None else self._return_swapped
+            if not admit(group, plan):
+                break
+
+    def _admit(self, group: SequenceGroup, plan: StepPlan) -> bool:
+        """Admits the group, or passes it over; False if it lacks blocks."""
+        num_loadable = self._transfers.num_loadable(group)
+        if num_loadable is None:
+            return True
+        lead = group.lead
+        num_tokens = len(lead.token_ids)
+        keys = lead.keys.extend_pool(lead.token_ids)
+        num_loaded = self._transfers.num_loaded_tokens(group, num_loadable)
+        if num_loaded == 0 and not self._may_compute(keys, num_tokens, plan):
+            return True
+        match = self._kv.match_prefix(keys, num_tokens)
+        num_cached = match.num_blocks * self._config.block_size
+        num_queued = self._queues.num_begun_tokens
+        if num_loaded > num_cached and not self._transfers.is_worth_loading(
+            group, num_loaded - num_cached, num_queued
+        ):
+            return self._admit(group, plan)  # as one that finds nothing to load
+        if num_loaded <= num_cached:
+            num_loaded = 0
+            if plan.budget <= 0 or self._exceeds_partial(num_tokens - num_cached, plan):
+                return True
+            if self._is_being_computed(group, match.num_blocks):
+                return True
+        is_alone = self._queues.is_idle
+        allocation = self._kv.can_admit(num_tokens, match, num_loaded=num_loaded, alone=is_alone)
+        assert allocation is not Allocation.NEVER, "who never fits was refused"
+        if allocation is Allocation.LATER:
+            return False
+        self._queues.stop_waiting(group)
+        lead.table = self._kv.admit(num_tokens, match, num_loaded=num_loaded)
+        lead.num_computed = lead.num_scheduled = num_cached
+        group.num_matched = match.num_blocks
+        self._branches.seat(lead)
+        if self._transfers.start_load(group, num_loadable, num_queued):
+            self._queues.start_loading(group)
+        else:
+            self._queues.start_running(group)
+            self.run_chunks(group, plan)
+        return True
+
+    def _may_compute(self, keys: Sequences[bytes], num_tokens: int, plan: StepPlan) -> bool:
+        """Whether the step could take what of the tokens is not cached, as far as one look
+        tells: those who wait for budget are not matched anew in every step.
+        """
+        if plan.budget <= 0:
+            return False
+        if not self._exceeds_partial(num_tokens, plan):
+            return True
+        room = min(plan.budget, self._config.max_chunk)
+        num_blocks = -(-(num_tokens - room) // self._config.block_size)
+        return num_blocks <= len(keys) and self._kv.pool.lookup(keys[num_blocks - 1], 0) is not None
+
+    def _is_being_computed(self, group: SequenceGroup, index: int) -> bool:
+        """Whether a more important group is at the prompt's block `index`, and at all before it:
+        it will be cached in a step or some, and is not worth computing twice.
+        """
+        keys = group.lead.keys.pool_keys
+        most_cached = (len(group.lead.token_ids) - 1) // self._config.block_size
+        if not self._config.enable_prefix_caching or index >= most_cached:
+            return False
+        return any(
+            other.order < group.order
+            and index < len(other.lead.keys.pool_keys)
+            and other.lead.keys.pool_keys[index] == keys[index]
+            for other in self._queues.chunking
+        )
+
+    def _return_swapped(self, group: SequenceGroup, plan: StepPlan) -> bool:
+        """Brings a group's KV back from the host; False if it lacks blocks."""
+        assert group.swapped is not None
+        is_alone = self._queues.is_idle
+        # Each sequence may need a block to go on; without, the group would soon give way again.
+        num_extra = 0 if is_alone else len(group.swapped.tables) * self._kv.spec.num_groups
+        answer = self._kv.can_swap_in(group.swapped, num_extra=num_extra, alone=is_alone)
+        if answer is not Allocation.OK:
+            return False  # alone, it fits
+        self._queues.stop_waiting(group)
+        tables = self._kv.swap_in(group.swapped, plan.step)
+        group.swapped = None
+        group.is_returning = True
+        plan.swapped.append(group)
+        for sequence, table in zip(group.running, tables, strict=True):
+            sequence.table = table
+            self._branches.release_behind(sequence)
+            self._branches.seat(sequence)
+        for sequence in [s for s in group.branches if s.is_given_up]:
+            group.branches.remove(sequence)
+            self._branches.drop(sequence)
+            self._queues.leave_seat(group)
+        self._queues.start_running(group)
+        self.run_chunks(group, plan)
+        return True

@@ -1,0 +1,334 @@
+"""`Outcomes`: what becomes of a step's tokens: outputs, forks, ends. Pure."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+from typing import Any
+
+from baton.errors import AbortedError, BatonError, InternalError
+from engine.batch import INVALID_TOKEN, ChunkOutput
+from engine.beam_search import BeamStep
+from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
+from engine.kv_transfer.transfers import FinishedLoad, Transfers
+from engine.request import FinishReason, RequestOutput
+from engine.schedule.branches import Branches
+from engine.schedule.queues import GroupQueues
+
+__all__ = ["Outcomes"]
+
+Outputs = list[RequestOutput]
+
+
+class Outcomes:
+    """Takes in tokens and ends; says what requests shall hear.
+
+    Args:
+        queues: who waits and who runs.
+        branches: forks and ends sequences.
+        transfers: loads, saves and handoffs.
+        load_failure_policy: `EngineConfig.kv_load_failure_policy`.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        queues: GroupQueues,
+        branches: Branches,
+        transfers: Transfers,
+        load_failure_policy: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._queues = queues
+        self._branches = branches
+        self._transfers = transfers
+        self._load_failure_policy = load_failure_policy
+        self._clock = clock
+
+    # What arrives.
+
+    def take_progress(self, group: SequenceGroup) -> Outputs:
+        """Ends those candidates of a new group whose tokens so far end them."""
+        if not group.request.progress:
+            return []
+        outputs = [o for branch in list(group.branches) for o in self._end_if_over(branch, ())]
+        if group.branches:
+            group.make_root()
+        return outputs
+
+    def take_load(self, load: FinishedLoad) -> Outputs:
+        """A load has ended: run, or by policy recompute what did not come, or fail."""
+        group, lead = load.group, load.group.lead
+        lead.num_computed = lead.num_scheduled = load.num_tokens
+        group.loaded_at = self._clock()
+        self._branches.register(lead)
+        if load.error and self._load_failure_policy == "fail":
+            error = AbortedError(f"the prompt's KV could not be loaded: {load.error}")
+            return [self.end(group, FinishReason.ERROR, error)]
+        self._queues.end_load(group, failure=load.error)
+        is_whole = lead.num_computed == len(lead.token_ids)
+        return self._leave_root(group) if is_whole and not load.error else []
+
+    def take_chunk(self, sequence: Sequence, result: ChunkOutput | None) -> Outputs:
+        """A chunk is computed; `result` is what was drawn at its end, if anything."""
+        group = sequence.group
+        if result is not None and INVALID_TOKEN in result.token_ids:
+            return [self._end_poisoned(group)]
+        self._branches.register(sequence)
+        if sequence is group.lead:
+            self._transfers.save_computed(group)
+        self._branches.release_behind(sequence)
+        if result is None:
+            is_whole = sequence.num_computed == len(sequence.token_ids)
+            return self._leave_root(group) if is_whole and sequence is group.root else []
+        if group.first_token_at is None:
+            group.first_token_at = self._clock()
+        if group.beams is not None:
+            return self._take_tops(sequence, result)
+        if sequence is group.root:
+            return self._take_first_tokens(sequence, result)
+        return self._take_token(sequence, result)
+
+    def take_decoded(
+        self,
+        sequences: Sequences[Sequence],
+        token_ids: Sequences[int],
+        logprobs: Sequences[float],
+        outputs: Outputs,
+    ) -> None:
+        """Tokens of sequences that decode; `logprobs` is empty where nobody wants them.
+
+        This runs once per token: what most tokens need stands here, plain.
+        """
+        for sequence, logprob in zip(sequences, logprobs, strict=False):
+            if sequence.row >= 0:
+                sequence.logprob += logprob
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            if sequence.row < 0:
+                continue  # ended or preempted while the step ran
+            tokens = sequence.token_ids
+            tokens.append(token_id)
+            if (
+                len(tokens) >= sequence.limit
+                or token_id in sequence.stop_token_ids
+                or token_id == INVALID_TOKEN
+            ):
+                outputs += self._take_last(sequence, token_id)
+            elif sequence.is_streamed:
+                outputs.append(
+                    RequestOutput(sequence.group.request.request_id, sequence.index, (token_id,))
+                )
+
+    def tell_saved(self, group: SequenceGroup) -> Outputs:
+        """A save of the group has ended: whoever takes it over may load what is saved."""
+        saved = self._transfers.take_progress(group)
+        outputs = [RequestOutput(group.request_id, saved=saved)] if saved else []
+        if group.state is GroupState.SAVING and not group.pending_saves:
+            outputs.append(self._end_handed_over(group))
+        return outputs
+
+    # Tokens.
+
+    def _take_token(self, sequence: Sequence, result: ChunkOutput) -> Outputs:
+        """The one token that a candidate drew at the end of a chunk."""
+        group, token_ids = sequence.group, result.token_ids
+        sequence.token_ids += token_ids
+        sequence.logprob += sum(result.logprobs)
+        if group.hands_over and group.finish_reason(sequence.token_ids) is None:
+            return self._hand_over(group, result)
+        return self._end_if_over(sequence, token_ids) or self._go_on(sequence, token_ids)
+
+    def _take_last(self, sequence: Sequence, token_id: int) -> Outputs:
+        if token_id == INVALID_TOKEN:
+            sequence.token_ids.pop()
+            return [self._end_poisoned(sequence.group)]
+        return self._end_if_over(sequence, (token_id,))
+
+    def _take_first_tokens(self, root: Sequence, result: ChunkOutput) -> Outputs:
+        """The prompt is computed, and every candidate has its first token."""
+        group = root.group
+        branches = [group.fork_of(root, index) for index in range(len(result.token_ids))]
+        for branch, token_id in zip(branches, result.token_ids, strict=True):
+            branch.token_ids.append(token_id)
+        for branch, logprob in zip(branches, result.logprobs, strict=False):
+            branch.logprob = logprob
+        are_over = [group.finish_reason(branch.token_ids) is not None for branch in branches]
+        if group.hands_over and not all(are_over):
+            return self._hand_over(group, result)
+        group.branches = list(branches)
+        outputs: Outputs = []
+        for branch in branches:
+            newest = (branch.token_ids[-1],)
+            outputs += self._end_if_over(branch, newest) or self._go_on(branch, newest)
+        return outputs + self._leave_root(group) if group.branches else outputs
+
+    def _take_tops(self, sequence: Sequence, result: ChunkOutput) -> Outputs:
+        """The most likely tokens after a beam, or after the prompt."""
+        group, beams = sequence.group, sequence.group.beams
+        assert beams is not None
+        top = list(zip(result.token_ids, result.logprobs, strict=True))
+        if sequence is group.root:
+            if group.hands_over and group.max_len > group.num_prompt + 1:
+                return self._hand_over(group, result)
+            return self._advance(group, [sequence], beams.start(top))
+        group.beam_tops[sequence] = top
+        if len(group.beam_tops) < len(group.branches):
+            return []
+        tops = [group.beam_tops[beam] for beam in group.branches]
+        group.beam_tops.clear()
+        return self._advance(group, group.branches, beams.advance(tops))
+
+    def _leave_root(self, group: SequenceGroup) -> Outputs:
+        """What the candidates share is computed, and how each goes on is known."""
+        if group.root is None:
+            return []
+        if group.branches:
+            self._branches.leave_root(group)
+            return []
+        assert group.beams is not None
+        return self._advance(group, [group.root], group.beams.start(group.request.first_beams))
+
+    def _advance(
+        self, group: SequenceGroup, parents: Sequences[Sequence], steps: Sequences[BeamStep]
+    ) -> Outputs:
+        assert group.beams is not None
+        if not group.beams.is_done:
+            self._branches.advance_beams(group, parents, steps)
+            return []
+        finished = [
+            FinishedCandidate(
+                result.token_ids,
+                result.score,
+                FinishReason.STOP if result.is_stopped else FinishReason.LENGTH,
+            )
+            for result in group.beams.results()
+        ]
+        return self._end_ranked(group, finished)
+
+    # Ends.
+
+    def end(
+        self, group: SequenceGroup, reason: FinishReason, error: BatonError | None = None
+    ) -> RequestOutput:
+        """Ends a request, with all candidates that have not ended."""
+        output = self._output(group, finish_reason=reason, is_last=True, error=error)
+        self._queues.forget(group)
+        return output
+
+    def _end_handed_over(self, group: SequenceGroup) -> RequestOutput:
+        """The group's KV is saved, or not: prefill is over."""
+        output = self._output(
+            group,
+            finish_reason=FinishReason.HANDOFF,
+            is_last=True,
+            handoff=self._transfers.commit_handoff(group),
+        )
+        self._queues.forget(group)
+        return output
+
+    def end_candidate(self, group: SequenceGroup, index: int) -> Outputs:
+        """Ends one candidate without an output, and with the last one its request, ABORTED.
+        It has all the tokens that are wanted of it.
+        """
+        if group.request.is_ranked:
+            return []  # all are needed to find the best
+        live = [branch for branch in group.branches if not branch.is_given_up]
+        branch = next((branch for branch in live if branch.index == index), None)
+        if branch is None:
+            return []
+        self._publish(branch)
+        if len(live) == 1:
+            return [self.end(group, FinishReason.ABORTED)]
+        if group.state is GroupState.SWAPPED:
+            branch.is_given_up = True
+        else:
+            self._remove(branch)
+        return []
+
+    def _end_if_over(self, sequence: Sequence, newest: tuple[int, ...]) -> Outputs:
+        """Ends a candidate if its last token ends it; nothing if it goes on."""
+        group = sequence.group
+        reason = group.finish_reason(sequence.token_ids)
+        if reason is None:
+            return []
+        if sequence.is_streamed:
+            self._publish(sequence)
+        self._remove(sequence)
+        if group.request.is_ranked:
+            token_ids = tuple(sequence.token_ids[group.num_prompt :])
+            score = sequence.logprob / len(token_ids)
+            group.finished.append(FinishedCandidate(token_ids, score, reason))
+            return [] if group.branches else self._end_ranked(group, group.finished)
+        is_last = not group.branches
+        output = self._output(
+            group, sequence.index, token_ids=newest, finish_reason=reason, is_last=is_last
+        )
+        if is_last:
+            self._queues.forget(group)
+        return [output]
+
+    def _end_ranked(self, group: SequenceGroup, finished: Sequences[FinishedCandidate]) -> Outputs:
+        """All candidates have ended: the best are told, the best first."""
+        best = sorted(finished, key=lambda candidate: -candidate.score)
+        best = best[: group.request.num_returned]
+        outputs = [
+            self._output(
+                group,
+                index,
+                token_ids=candidate.token_ids,
+                finish_reason=candidate.reason,
+                is_last=index == len(best) - 1,
+                score=candidate.score,
+            )
+            for index, candidate in enumerate(best)
+        ]
+        self._queues.forget(group)
+        return outputs
+
+    def _end_poisoned(self, group: SequenceGroup) -> RequestOutput:
+        """Ends a group whose logits are not finite. Its KV may be the cause, from
+        whatever step on: nobody else may find it, here or in the store.
+        """
+        self._branches.discard(group)
+        self._transfers.discard_saved(group)
+        error = InternalError("the model's output was not finite")
+        return self.end(group, FinishReason.ERROR, error)
+
+    def _hand_over(self, group: SequenceGroup, result: ChunkOutput) -> Outputs:
+        """Tells the first tokens and frees the group's blocks; its end is told when its
+        saves have ended.
+        """
+        first = self._output(group, token_ids=result.token_ids, logprobs=result.logprobs)
+        self._transfers.save_for_handoff(group)
+        self._queues.withdraw(group)
+        group.state = GroupState.SAVING
+        return [first, *self.tell_saved(group)]
+
+    def _publish(self, sequence: Sequence) -> None:
+        """The sequence is about to end."""
+        self._branches.unseat(sequence)
+        self._transfers.save_ended(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        sequence.group.branches.remove(sequence)
+        self._branches.drop(sequence)
+        self._queues.leave_seat(sequence.group)
+
+    # Outputs.
+
+    def _go_on(self, sequence: Sequence, token_ids: tuple[int, ...]) -> Outputs:
+        if not sequence.is_streamed:
+            return []
+        return [self._output(sequence.group, sequence.index, token_ids=token_ids)]
+
+    def _output(
+        self, group: SequenceGroup, index: int = 0, *, is_last: bool = False, **fields: Any
+    ) -> RequestOutput:
+        tells_timings = is_last or not group.reported
+        group.reported = True
+        return RequestOutput(
+            request_id=group.request_id,
+            index=index,
+            is_last=is_last,
+            cached_tokens=group.num_cached or 0,
+            timings=group.timings(self._clock()) if tells_timings else None,
+            **fields,
+        )

@@ -1,0 +1,202 @@
+"""`GroupQueues`: which groups wait, load and run, and the seats they hold. Pure."""
+
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Sequence as Sequences
+
+from engine.group import GroupState, SequenceGroup, order_of
+from engine.kv_cache.manager import KvCacheManager
+from engine.kv_transfer.transfers import Transfers
+from engine.schedule.branches import Branches
+
+__all__ = ["GroupQueues"]
+
+_logger = logging.getLogger("baton.engine")
+
+
+class GroupQueues:
+    """Every request of one scheduler that has not had its last output.
+
+    Args:
+        kv: the block tables.
+        transfers: what groups load and save.
+        branches: rows of sequences.
+
+    Attributes:
+        groups: all of them, by request id.
+        chunking: running groups that have, or had lately, sequences that do not decode.
+        num_seats: sequences that running and loading groups may run at once.
+    """
+
+    def __init__(self, kv: KvCacheManager, transfers: Transfers, branches: Branches) -> None:
+        self._kv = kv
+        self._transfers = transfers
+        self._branches = branches
+        self.groups: dict[str, SequenceGroup] = {}
+        self.chunking: dict[SequenceGroup, None] = {}
+        self.num_seats = 0
+        self._waiting: list[SequenceGroup] = []  # sorted by order, swapped ones included
+        self._running: list[SequenceGroup] = []  # sorted by order
+        self._num_loading = 0
+
+    @property
+    def waiting(self) -> Sequences[SequenceGroup]:
+        """Groups without blocks, or with blocks on the host; the most important first."""
+        return self._waiting
+
+    @property
+    def running(self) -> Sequences[SequenceGroup]:
+        """Groups that take part in steps; the most important first."""
+        return self._running
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no group holds blocks of the pool."""
+        return not self._running and not self._num_loading
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run."""
+        return sum(len(group.running) for group in self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, for blocks or for a load."""
+        return len(self._waiting) + self._num_loading
+
+    @property
+    def num_awaited_blocks(self) -> int:
+        """Blocks that waiting groups need to come in, at most."""
+        return sum(map(self._num_needed, self._waiting))
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens still to compute."""
+        return sum(group.num_queued_prompt for group in (*self.chunking, *self._waiting))
+
+    @property
+    def num_begun_tokens(self) -> int:
+        """Of them, those of groups that have begun to compute theirs."""
+        return sum(group.num_queued_prompt for group in self.chunking)
+
+    # Forward.
+
+    def enqueue(self, group: SequenceGroup) -> None:
+        """A new group waits."""
+        self.groups[group.request_id] = group
+        insort(self._waiting, group, key=order_of)
+
+    def stop_waiting(self, group: SequenceGroup) -> None:
+        """The group has got blocks for its lead, or for all its sequences: it takes its seats."""
+        _remove(self._waiting, group)
+        group.num_held_seats = group.num_seats
+        self.num_seats += group.num_held_seats
+
+    def start_loading(self, group: SequenceGroup) -> None:
+        """The group waits for a load into its blocks."""
+        group.state = GroupState.LOADING
+        self._num_loading += 1
+
+    def end_load(self, group: SequenceGroup, *, failure: str) -> None:
+        """The group's load has ended: it runs, or starts over without loading."""
+        self._num_loading -= 1
+        if not failure:
+            self.start_running(group)
+            return
+        _logger.warning("%s: KV load failed (%s), computing", group.request_id, failure)
+        group.may_load = False
+        group.num_saved = 0
+        self._start_over(group)
+
+    def start_running(self, group: SequenceGroup) -> None:
+        """The group takes part in steps."""
+        group.state = GroupState.RUNNING
+        if group.num_cached is None:
+            group.num_cached = min(group.lead.num_computed, group.num_prompt)
+        insort(self._running, group, key=order_of)
+        self.chunking[group] = None
+
+    # Back.
+
+    def stop_running(self, group: SequenceGroup) -> None:
+        """The group gives way: its sequences have neither rows nor tokens in flight."""
+        _remove(self._running, group)
+        self.chunking.pop(group, None)
+        self._transfers.forget(group)
+        self._transfers.take_back(group)
+        for sequence in group.running:
+            self._branches.unseat(sequence)
+            sequence.num_scheduled = sequence.num_computed
+
+    def wait_swapped(self, group: SequenceGroup) -> None:
+        """The group, whose tables are on the host, waits to come back."""
+        for sequence in group.running:
+            sequence.table = None
+        self._give_seats_back(group)
+        group.state = GroupState.SWAPPED
+        insort(self._waiting, group, key=order_of)
+
+    def wait_again(self, group: SequenceGroup) -> None:
+        """The group gives its blocks back and waits to compute again."""
+        group.beam_tops.clear()
+        self._start_over(group)
+
+    # Out.
+
+    def withdraw(self, group: SequenceGroup) -> None:
+        """Takes the group out of every queue and frees what it holds."""
+        match group.state:
+            case GroupState.WAITING | GroupState.SWAPPED:
+                _remove(self._waiting, group)
+            case GroupState.RUNNING:
+                _remove(self._running, group)
+                self.chunking.pop(group, None)
+            case GroupState.LOADING:
+                self._num_loading -= 1
+        if group.swapped is not None:
+            self._kv.drop_swapped(group.swapped)
+            group.swapped = None
+        self._transfers.forget(group)
+        self._release(group)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """The request is over."""
+        self.withdraw(group)
+        self._transfers.abandon(group)
+        group.state = GroupState.FINISHED
+        del self.groups[group.request_id]
+
+    def leave_seat(self, group: SequenceGroup) -> None:
+        """One of the group's sequences has ended for good."""
+        if group.num_held_seats:
+            group.num_held_seats -= 1
+            self.num_seats -= 1
+
+    def _num_needed(self, group: SequenceGroup) -> int:
+        if group.swapped is not None:
+            return len(group.swapped.host_blocks)
+        return self._kv.spec.blocks_for(len(group.lead.token_ids))
+
+    def _start_over(self, group: SequenceGroup) -> None:
+        self._release(group)
+        group.make_root()
+        group.state = GroupState.WAITING
+        insort(self._waiting, group, key=order_of)
+
+    def _release(self, group: SequenceGroup) -> None:
+        """Takes rows, seats and blocks from the group's sequences."""
+        for sequence in group.running:
+            self._branches.drop(sequence)
+            sequence.restart()
+        self._give_seats_back(group)
+
+    def _give_seats_back(self, group: SequenceGroup) -> None:
+        self.num_seats -= group.num_held_seats
+        group.num_held_seats = 0
+
+
+def _remove(groups: list[SequenceGroup], group: SequenceGroup) -> None:
+    """Takes a group out of a sorted list."""
+    index = bisect_left(groups, group.order, key=order_of)
+    assert groups[index] is group
+    del groups[index]

@@ -1,0 +1,1 @@
+"""Moves blocks between a KV pool and a backend."""

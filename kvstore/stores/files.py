@@ -1,0 +1,187 @@
+"""`FileLock`: a lock between the threads and processes that open one file.
+
+Whole reads and writes of open files, and their errors told as a store's.
+"""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+
+from kvstore.store import StoreUnavailableError
+
+__all__ = [
+    "FileLock",
+    "create_locked",
+    "os_errors_as_unavailable",
+    "read_all",
+    "status_of",
+    "sync_folder",
+    "touch",
+    "try_lock",
+    "write_all",
+]
+
+_RETRY_S = 0.0001
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_CLOSED = -1
+
+
+def try_lock(fd: int) -> bool:
+    """Takes the exclusive `flock` of an open file; False if another holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class FileLock:
+    """An exclusive `flock`, which ends with whoever held it.
+
+    Args:
+        path: the file; made if absent.
+        timeout_s: how long `locked` waits at most.
+
+    Attributes:
+        fd: of the file, open for reading and writing; no file's after `close`.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self.fd = os.open(path, _FLAGS, 0o600)
+        self._timeout_s = timeout_s
+        self._thread_lock = Lock()  # flock tells processes apart, not threads
+
+    @contextmanager
+    def locked(self, deadline_s: float | None = None) -> Iterator[None]:
+        """Holds the lock against all threads and processes.
+
+        Args:
+            deadline_s: until when to wait, by the monotonic clock, if not for `timeout_s`.
+
+        Raises:
+            OSError: it was closed.
+            StoreUnavailableError: another holder, perhaps a stopped process, kept it for
+                that long.
+        """
+        began_s = time.monotonic()
+        if deadline_s is None:
+            deadline_s = began_s + self._timeout_s
+        if not self._thread_lock.acquire(timeout=max(0, deadline_s - began_s)):
+            raise self._timed_out()
+        try:
+            self._lock_file(deadline_s)
+            try:
+                yield
+            finally:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+        finally:
+            self._thread_lock.release()
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether others find another file there, or none."""
+        return not os.fstat(self.fd).st_nlink
+
+    def close(self) -> None:
+        """Closes the file, after whoever holds the lock. Idempotent."""
+        with self._thread_lock:
+            fd, self.fd = self.fd, _CLOSED
+            if fd != _CLOSED:
+                os.close(fd)
+
+    def _lock_file(self, deadline_s: float) -> None:
+        """Polls, because a blocking flock knows no timeout."""
+        if self.fd == _CLOSED:
+            raise OSError(errno.EBADF, "the store is closed")
+        while not try_lock(self.fd):
+            if time.monotonic() > deadline_s:
+                raise self._timed_out()
+            time.sleep(_RETRY_S)
+
+    def _timed_out(self) -> StoreUnavailableError:
+        return StoreUnavailableError(f"the folder's lock was not free for {self._timeout_s:g} s")
+
+
+_CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+@contextmanager
+def os_errors_as_unavailable() -> Iterator[None]:
+    """Turns what the operating system refuses (full, read-only, broken) into the store's error."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailableError(f"{error.strerror} ({error.filename or 'write'})") from error
+
+
+def create_locked(path: str, num_bytes: int) -> int:
+    """The descriptor of a new file of that size, which is locked."""
+    fd = os.open(path, _CREATE_FLAGS, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, num_bytes)
+    except OSError:
+        os.close(fd)
+        os.unlink(path)  # noqa: PTH108  a string, as all paths here
+        raise
+    return fd
+
+
+def status_of(path: str) -> os.stat_result | None:
+    """The status of a path itself, not of what it links to; None where nothing is."""
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
+
+
+def touch(target: int | str) -> None:
+    """Sets the modification time to now, by the clock that ages are measured with."""
+    now_ns = time.time_ns()
+    os.utime(target, ns=(now_ns, now_ns))
+
+
+def sync_folder(path: Path) -> None:
+    """Returns once the names in a folder are on its disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_all(fd: int, parts: Sequence[memoryview]) -> bool:
+    """Fills the parts, one after the other, from an open file; whether the file held enough."""
+    left = _without(parts, 0)
+    while left:
+        num_read = os.readv(fd, left)
+        if num_read == 0:
+            return False
+        left = _without(left, num_read)
+    return True
+
+
+def write_all(fd: int, parts: Sequence[memoryview]) -> None:
+    """Writes all parts, one after the other, to an open file, from its beginning."""
+    written, left = 0, _without(parts, 0)
+    while left:
+        num_written = os.pwritev(fd, left, written)
+        written += num_written
+        left = _without(left, num_written)
+
+
+def _without(parts: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the parts behind so many bytes; nothing that is empty comes first."""
+    for index, part in enumerate(parts):
+        if num_bytes < part.nbytes:
+            return [part[num_bytes:], *parts[index + 1 :]]
+        num_bytes -= part.nbytes
+    return []

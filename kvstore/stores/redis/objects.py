@@ -1,0 +1,125 @@
+"""How objects lie in Redis, as the commands that put and read them.
+
+An object of up to 4 MiB is one value. A larger one is a hash: equal parts of
+at most 4 MiB, and a head with the object's size and random bytes. Being one
+key, it is touched, expires, is evicted and deleted as a whole. Its parts are
+put under a key that nobody reads, and a script then gives it its name unless
+that is taken: so it appears whole, and the first writer wins.
+
+A hash is read part by part between two looks at its head. The random bytes
+tell whether it was deleted and put again meanwhile.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+
+from redis import RedisError
+
+from kvstore.store import GetStatus
+from kvstore.stores.redis.pipeline import Command
+from kvstore.stores.redis.reply import Reply
+
+__all__ = ["StagedObject", "get_status", "object_name", "read_commands", "set_command"]
+
+_MAX_VALUE_BYTES = 4 << 20
+_NUM_RANDOM_BYTES = 16
+_SIZE_BYTES = 8
+_HEAD = b"head"
+_COMMIT = """
+if redis.call('HLEN', KEYS[1]) ~= tonumber(ARGV[1]) then
+  redis.call('UNLINK', KEYS[1])
+  return 0
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+if redis.call('RENAMENX', KEYS[1], KEYS[2]) == 0 then
+  redis.call('UNLINK', KEYS[1])
+  redis.call('PEXPIRE', KEYS[2], ARGV[2])
+end
+return 1
+"""
+
+
+def object_name(key: bytes) -> bytes:
+    """The server's key of an object. The braces keep what belongs together on one server."""
+    return b"baton:kv:{" + key.hex().encode() + b"}"
+
+
+def set_command(name: bytes, value: memoryview, ttl_ms: int) -> Command | None:
+    """Stores a small object, unless there is one; None for one that needs parts."""
+    if value.nbytes > _MAX_VALUE_BYTES:
+        return None
+    return Command(name, ("SET", name, value, "NX", "PX", ttl_ms))
+
+
+class StagedObject:
+    """A large object on its way to a server.
+
+    Args:
+        name: the object's, from `object_name`.
+        value: its bytes.
+    """
+
+    def __init__(self, name: bytes, value: memoryview) -> None:
+        self._name = name
+        self._parts = _parts(value)
+        random_bytes = os.urandom(_NUM_RANDOM_BYTES)
+        self._staged_name = name + b":" + random_bytes.hex().encode()
+        self._head = value.nbytes.to_bytes(_SIZE_BYTES, "little") + random_bytes
+
+    def put_commands(self, expire_ms: int) -> Iterator[Command]:
+        """Puts the parts where nobody reads them; what is left there goes in that time.
+
+        Each part renews it, as an eviction meanwhile leaves a new hash without any.
+        """
+        for field, value in ((_HEAD, self._head), *enumerate(self._parts)):
+            yield Command(self._name, ("HSET", self._staged_name, field, value))
+            yield Command(self._name, ("PEXPIRE", self._staged_name, expire_ms))
+
+    def commit_command(self, ttl_ms: int) -> Command:
+        """Once all parts are there: 1, or 0 if some were evicted meanwhile."""
+        keys_and_arguments = (2, self._staged_name, self._name, 1 + len(self._parts), ttl_ms)
+        return Command(self._name, ("EVAL", _COMMIT, *keys_and_arguments))
+
+
+def read_commands(name: bytes, buffer: memoryview, ttl_ms: int) -> list[Command]:
+    """Reads an object of the buffer's size into it, and touches it."""
+    if buffer.nbytes <= _MAX_VALUE_BYTES:
+        return [Command(name, ("GETEX", name, "PX", ttl_ms), into=buffer)]
+    head = Command(name, ("HGET", name, _HEAD))
+    parts = [
+        Command(name, ("HGET", name, index), into=part) for index, part in enumerate(_parts(buffer))
+    ]
+    return [Command(name, ("PEXPIRE", name, ttl_ms)), head, *parts, head]
+
+
+def get_status(buffer: memoryview, replies: Sequence[Reply]) -> GetStatus:
+    """What became of a read, from the replies to its commands.
+
+    Raises:
+        redis.RedisError: an error that is no property of the object.
+    """
+    for reply in replies:
+        if isinstance(reply, RedisError):
+            if str(reply).startswith("WRONGTYPE"):  # small where a large one was asked for
+                return GetStatus.WRONG_SIZE
+            raise reply
+    if buffer.nbytes <= _MAX_VALUE_BYTES:
+        return _status(None if replies[0] is None else replies[0] == buffer.nbytes)
+    _, head, *sizes, last_head = replies
+    if not isinstance(head, bytes) or head != last_head or None in sizes:
+        return GetStatus.MISSING
+    is_whole = sizes == [part.nbytes for part in _parts(buffer)]
+    return _status(is_whole and int.from_bytes(head[:_SIZE_BYTES], "little") == buffer.nbytes)
+
+
+def _status(has_size: bool | None) -> GetStatus:
+    if has_size is None:
+        return GetStatus.MISSING
+    return GetStatus.HIT if has_size else GetStatus.WRONG_SIZE
+
+
+def _parts(view: memoryview) -> list[memoryview]:
+    """Equal parts but for the last, as few as can be."""
+    num_parts = -(-view.nbytes // _MAX_VALUE_BYTES)
+    part_bytes = -(-view.nbytes // num_parts)
+    return [view[start : start + part_bytes] for start in range(0, view.nbytes, part_bytes)]

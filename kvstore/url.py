@@ -1,0 +1,277 @@
+"""Store URLs: `scheme://authority/path?option=value`, taken apart and checked.
+
+Every store takes `ttl_s`, and most take `lease_s`, `max_bytes` and `timeout_s`.
+A store names the options that it takes; any other is an error, so that a
+misspelt option never goes unnoticed.
+
+`parse_byte_size`: byte counts as people write them, 512MiB or 1e9. Pure.
+
+The grammar of connector URLs around the backends' own: `multi://` and `faulty+`. Pure.
+
+`multi://URL,URL,...` is several connectors as one, each with its own options;
+`faulty+URL` is one whose transfers go wrong, for tests.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from baton.errors import ConfigurationError
+from kvstore.store import DEFAULT_TIMEOUT_S
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "DEFAULT_TTL_S",
+    "FAULTY_PREFIX",
+    "LIMIT_OPTIONS",
+    "MULTI_SCHEME",
+    "StoreLimits",
+    "StoreUrl",
+    "parse_byte_size",
+    "scheme_of",
+    "split_members",
+    "usable_folder",
+]
+
+_UNIT_BYTES = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate("kmgt")},
+    **{f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate("kmgt")},
+}
+_PATTERN = re.compile(r"\s*([0-9]+(?:[.][0-9]+)?(?:e[+]?[0-9]{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_byte_size(text: str) -> int:
+    """Bytes in `text`: a number, alone or with B, KB, MB, GB, TB (powers of
+    1000), KiB, MiB, GiB or TiB (powers of 1024), in any case.
+
+    Raises:
+        ValueError: anything else; names the text and the accepted forms.
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None or match[2].lower() not in _UNIT_BYTES:
+        raise ValueError(f"{text!r} is not a byte size; write it like 512MiB, 2GiB, 1e9 or 4096")
+    return int(Decimal(match[1]) * _UNIT_BYTES[match[2].lower()])
+
+
+FAULTY_PREFIX = "faulty+"
+MULTI_SCHEME = "multi"
+
+# A comma between hosts or in an option is none between members: no scheme follows it.
+_NEXT_MEMBER = re.compile(r",(?=[A-Za-z][A-Za-z0-9+.-]*://)")
+
+
+def scheme_of(url: str) -> str:
+    """The part before `://`, in lower case; empty if there is none."""
+    scheme, separator, _ = url.partition("://")
+    return scheme.lower() if separator else ""
+
+
+def split_members(url: str) -> tuple[str, ...]:
+    """The URLs in a `multi://` URL, as written."""
+    rest = url.partition("://")[2]
+    return tuple(_NEXT_MEMBER.split(rest)) if rest else ()
+
+
+DEFAULT_TTL_S = 3600.0
+LIMIT_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
+"""What `StoreUrl.limits` reads."""
+
+_DEFAULT_LEASE_S = 30.0
+_SECONDS_RANGE = (0.001, 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Of a store that bounds itself.
+
+    Attributes:
+        ttl_s: life of an object from its last touch.
+        lease_s: of it, what eviction spares.
+        timeout_s: longest that a call waits.
+        max_bytes: bound of all objects together; None where the URL names none.
+        default_max_bytes: the most that it is then.
+    """
+
+    ttl_s: float
+    lease_s: float
+    timeout_s: float
+    max_bytes: int | None
+    default_max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """The parts of a store's URL.
+
+    Attributes:
+        scheme: the part before `://`, in lower case.
+        authority: between `://` and the path, as written.
+        path: from the first slash on, percent-decoded; may be empty.
+        options: the query's parameters.
+    """
+
+    scheme: str
+    authority: str
+    path: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(
+        cls,
+        url: str,
+        known_options: Collection[str],
+        refused_options: Mapping[str, str] = MappingProxyType({}),
+    ) -> "StoreUrl":
+        """Takes a URL apart.
+
+        Args:
+            url: the store's URL.
+            known_options: names of all options that the store takes.
+            refused_options: names that other stores take and this one does not,
+                each with what to do instead.
+
+        Raises:
+            ConfigurationError: not a URL; an unknown, refused or repeated option.
+        """
+        parts = _split(url)
+        parsed = cls(parts.scheme, parts.netloc, unquote(parts.path), _options(parts))
+        for name in parsed.options:
+            if name in refused_options:
+                raise parsed.error(refused_options[name])
+            if name not in known_options:
+                known = ", ".join(sorted(known_options))
+                raise parsed.error(f"unknown option {name!r}; it takes {known}")
+        return parsed
+
+    def limits(self, default_max_bytes: int) -> StoreLimits:
+        """What `LIMIT_OPTIONS` say.
+
+        Args:
+            default_max_bytes: see `StoreLimits`.
+
+        Raises:
+            ConfigurationError: one of them is out of range; names it.
+        """
+        ttl_s = self.seconds("ttl_s", DEFAULT_TTL_S)
+        return StoreLimits(
+            ttl_s=ttl_s,
+            lease_s=self.lease_seconds(ttl_s),
+            timeout_s=self.seconds("timeout_s", DEFAULT_TIMEOUT_S),
+            max_bytes=self.num_bytes("max_bytes"),
+            default_max_bytes=default_max_bytes,
+        )
+
+    def seconds(self, name: str, default_s: float) -> float:
+        """A duration option, in seconds.
+
+        Raises:
+            ConfigurationError: not a number of seconds in range.
+        """
+        lowest_s, highest_s = _SECONDS_RANGE
+        return self._seconds_between(name, default_s, lowest_s, highest_s)
+
+    def lease_seconds(self, ttl_s: float) -> float:
+        """The option `lease_s`: by default half a minute, or `ttl_s` if that is less.
+
+        Raises:
+            ConfigurationError: not a number of seconds from 0, for no leases, to `ttl_s`.
+        """
+        default_s = min(_DEFAULT_LEASE_S, ttl_s)
+        return self._seconds_between("lease_s", default_s, 0.0, ttl_s)
+
+    def _seconds_between(
+        self, name: str, default_s: float, lowest_s: float, highest_s: float
+    ) -> float:
+        text = self.options.get(name)
+        if text is None:
+            return default_s
+        try:
+            value_s = float(text)
+        except ValueError:
+            value_s = math.nan
+        if not lowest_s <= value_s <= highest_s:
+            raise self.error(
+                f"{name} is {text!r}; it must be {lowest_s:g} to {highest_s:g} seconds"
+            )
+        return value_s
+
+    def choice(self, name: str, *choices: str) -> str:
+        """An option that is one of some words; the first where it is not given.
+
+        Raises:
+            ConfigurationError: another word.
+        """
+        text = self.options.get(name, choices[0])
+        if text not in choices:
+            raise self.error(f"{name} is {text!r}; it must be {' or '.join(choices)}")
+        return text
+
+    def num_bytes(self, name: str) -> int | None:
+        """A size option, in bytes; None where it is not given.
+
+        Raises:
+            ConfigurationError: not a size.
+        """
+        text = self.options.get(name)
+        if text is None:
+            return None
+        try:
+            num_bytes = parse_byte_size(text)
+        except ValueError as error:
+            raise self.error(f"{name}: {error}") from None
+        if num_bytes <= 0:
+            raise self.error(f"{name} is {text!r}; it must be positive")
+        return num_bytes
+
+    def error(self, message: str) -> ConfigurationError:
+        """A configuration error that begins with the URL, its secrets left out."""
+        return ConfigurationError(f"KV store {self}: {message}")
+
+    def __str__(self) -> str:
+        """The URL without user, password and options."""
+        return f"{self.scheme}://{self.authority.rpartition('@')[2]}{self.path}"
+
+
+@contextmanager
+def usable_folder(url: StoreUrl, folder: Path) -> Iterator[Path]:
+    """Makes a store's folder if it is absent, for this user alone, to be opened within.
+
+    Raises:
+        ConfigurationError: the file system refuses, also what is done there within.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        raise url.error(f"cannot use the folder {folder}: {error.strerror}") from error
+
+
+def _split(url: str) -> SplitResult:
+    """`urlsplit`, whose failures must not repeat a password that the URL may hold."""
+    scheme, separator, _ = url.partition("://")
+    if not separator or not scheme:
+        raise ConfigurationError("a KV store's URL is scheme://..., say memory:// or shm://name")
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ConfigurationError(f"the KV store's {scheme}:// URL is malformed: {error}") from None
+
+
+def _options(parts: SplitResult) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError as error:
+        message = f"the options of the KV store's {parts.scheme}:// URL are malformed: {error}"
+        raise ConfigurationError(message) from None
+    options = dict(pairs)
+    if len(options) != len(pairs):
+        raise ConfigurationError(f"an option of the KV store's {parts.scheme}:// URL is repeated")
+    return options
