@@ -13,7 +13,7 @@ import pytest
 from baton.errors import AbortedError
 from engine.kv_transfer.costs import LoadCosts
 from engine.request import EngineRequest
-from kvstore import faulty_backend
+from kvstore import faults as faulty_backend
 from kvstore.faults import FAULTS
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.kv_urls import fresh_shm_name, kv_urls, with_faults

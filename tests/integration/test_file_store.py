@@ -16,7 +16,8 @@ from baton.errors import ConfigurationError
 from kvstore.conformance.objects import blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores import file_io, folder_space, object_folder
+from kvstore.stores import files as file_io
+from kvstore.stores.file import folder_space, object_folder
 from tests.support.store_folder import object_path, used_bytes
 
 _SPAWN = multiprocessing.get_context("spawn")

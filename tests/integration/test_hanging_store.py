@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore import io_threads, store_worker
+from kvstore import store_connector as store_worker
 from kvstore.connector import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
+from kvstore.mover import io_threads
 from kvstore.registry import open_store
 from kvstore.store import Frame, GetStatus
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from kvstore import io_threads, staged_mover
 from kvstore.codec import HEADER_BYTES, seal
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.faults import FAULTS, FaultPlan, FaultyBackend
 from kvstore.layout import KvLayout
+from kvstore.mover import io_threads
+from kvstore.mover import mover as staged_mover
 from kvstore.mover.staging import StagingBuffers
 from kvstore.registry import open_store
 from kvstore.slot import Slot

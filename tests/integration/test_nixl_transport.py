@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigurationError
-from kvstore.peer import nixl_library, nixl_link, nixl_transport, process_end
+from kvstore.peer import process_end
+from kvstore.peer.nixl import library as nixl_library
+from kvstore.peer.nixl import link as nixl_link
+from kvstore.peer.nixl import transport as nixl_transport
 from kvstore.peer.nixl.memory import AgentMetadata
 from kvstore.peer.nixl.transport import NixlTransport
 from kvstore.peer.transport import TransferError, make_ranges

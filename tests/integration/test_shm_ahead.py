@@ -10,7 +10,7 @@ import pytest
 from kvstore.conformance.objects import filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import StoreUnavailableError
-from kvstore.stores import file_lock
+from kvstore.stores import files as file_lock
 from kvstore.stores.shm import mapped_memory, memory_ahead
 from kvstore.stores.shm.extent_table import State
 from tests.support.shm_arena import interposed, opened, put, refusing

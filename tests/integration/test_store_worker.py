@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore import store_worker
+from kvstore import store_connector as store_worker
 from kvstore.breaker import BreakerStore
 from kvstore.codec import HEADER_BYTES
 from kvstore.connector import (

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore import staged_mover, staging
 from kvstore.connector import LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
+from kvstore.mover import mover as staged_mover
+from kvstore.mover import staging
 from kvstore.mover.piece_io import PieceIo
 from kvstore.registry import open_store
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm

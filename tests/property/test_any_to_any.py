@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.cache import quantize_kv, write_kv
-from kvstore import staging
 from kvstore.block_views import view_blocks
 from kvstore.layout import FP8, KvLayout
+from kvstore.mover import staging
 from kvstore.mover.copies import ConvertingCopier, HostCopier, make_copier
 from kvstore.mover.pool_objects import ConvertedObjects
 from kvstore.mover.staging import Segment

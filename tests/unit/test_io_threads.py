@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from kvstore import io_threads
+from kvstore.mover import io_threads
 from kvstore.mover.io_threads import IoThreads
 
 LONG_S = 10.0

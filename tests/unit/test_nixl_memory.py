@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore.peer import nixl_link, nixl_memory
+from kvstore.peer.nixl import link as nixl_link
+from kvstore.peer.nixl import memory as nixl_memory
 from kvstore.peer.nixl.memory import AgentMetadata, MemoryMap, MemoryProbe, Region
 from kvstore.peer.transport import TransferError, make_ranges
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore import staging
 from kvstore.codec import HEADER_BYTES
 from kvstore.layout import KvLayout
+from kvstore.mover import staging
 from kvstore.mover.staging import StagingBuffers
 from kvstore.peer import settlements
 from kvstore.peer.settlements import Settlements

@@ -4,7 +4,7 @@ import pytest
 
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, decode_pb2
-from router import stop_strings
+from router import text_stream as stop_strings
 from router.completion import Completion
 from router.request import RoutedRequest
 from tests.support.running_router import script_of, tokenizer
