@@ -1,19 +1,48 @@
-"""One case, measured: the selected kernels beside the reference and the limit."""
+"""The primitives that are measured: the selected kernels beside the reference and the limit.
 
+A new primitive is a function that yields cases, and a line in `PRIMITIVES`.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 import kernels
-from benchmarks.kernels.cache import Cycle, make_sweep, plan_cycle
-from benchmarks.kernels.case import Case, Numbers
-from benchmarks.kernels.check import find_difference
+from benchmarks.kernels.attention import attention_cases, rotation_cases
+from benchmarks.kernels.case import Case, DecoderShape, Numbers, Result
 from benchmarks.kernels.cost import Cost
-from benchmarks.kernels.timing import median_call_s
+from benchmarks.kernels.pointwise import embed_cases, maxima_cases, norm_cases
+from benchmarks.kernels.products import gated_linear_cases, linear_cases
+from benchmarks.kernels.timing import Cycle, make_sweep, median_call_s, plan_cycle
 from benchmarks.threads import kernel_threads, torch_threads
 from kernels import reference
 
-__all__ = ["Outcome", "Setting", "measure"]
+__all__ = ["PRIMITIVES", "Outcome", "Setting", "find_difference", "make_cases", "measure"]
+
+PRIMITIVES: Mapping[str, Callable[[DecoderShape, torch.dtype], Iterator[Case]]] = MappingProxyType(
+    {
+        "linear": linear_cases,
+        "linear_silu_and_mul": gated_linear_cases,
+        "paged_attention": attention_cases,
+        "rotate_and_write_kv": rotation_cases,
+        "rms_norm": norm_cases,
+        "embed": embed_cases,
+        "row_maxima": maxima_cases,
+    }
+)
+"""By name: the cases of a model in a type."""
+
+_EPS32 = torch.finfo(torch.float32).eps
+_NUM_ROUNDINGS = 8
+"""Of results and of what is kept on the way in the inputs' type, in units of its precision."""
+
+
+def make_cases(primitives: Sequence[str], shape: DecoderShape, dtype: torch.dtype) -> list[Case]:
+    """All cases of some of `PRIMITIVES`."""
+    return [case for name in primitives for case in PRIMITIVES[name](shape, dtype)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +113,47 @@ def _time(case: Case, numbers: Numbers, cycle: Cycle, setting: Setting) -> float
     sweep = make_sweep(setting.cache_bytes) if cycle.must_sweep else None
     is_recordable = case.is_recordable and numbers.module is kernels
     return median_call_s(calls, is_recordable=is_recordable, sweep=sweep)
+
+
+def find_difference(
+    actual: Result, expected: Result, dtype: torch.dtype, num_terms: int
+) -> str | None:
+    """What is wrong with a result, in words; None if nothing is.
+
+    Floating results may differ by some roundings to their type, and by what float32 sums lose:
+    both in proportion to the element and to the root mean square of its neighbours on the last
+    axis. Integers must be equal.
+
+    Args:
+        actual: tensors as the kernels gave them.
+        expected: as many, by the reference.
+        dtype: of the inputs.
+        num_terms: of the longest sums.
+    """
+    for index, (left, right) in enumerate(zip(_tensors(actual), _tensors(expected), strict=True)):
+        found = _difference_of_tensors(left, right, dtype, num_terms)
+        if found is not None:
+            return f"result {index}: {found}"
+    return None
+
+
+def _difference_of_tensors(
+    actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, num_terms: int
+) -> str | None:
+    if actual.shape != expected.shape:
+        return f"has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    error = (actual.double() - expected.double()).abs()
+    if not expected.is_floating_point():
+        num_far = int(error.count_nonzero())
+        return f"{num_far} of {error.numel()} integers differ" if num_far else None
+    relative = _NUM_ROUNDINGS * torch.finfo(dtype).eps + _EPS32 * math.sqrt(num_terms)
+    rms = expected.double().square().mean(-1, keepdim=True).sqrt()
+    is_far = ~(error <= relative * (expected.double().abs() + rms))  # NaN is far
+    if not is_far.any():
+        return None
+    largest = float(error.nan_to_num(torch.inf).max())
+    return f"{int(is_far.sum())} of {is_far.numel()} elements are off, by up to {largest:.3g}"
+
+
+def _tensors(result: Result) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)

@@ -5,9 +5,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Call, Case, Numbers, rows_in_words
+from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, rows_in_words
 from benchmarks.kernels.cost import Cost
-from benchmarks.kernels.shapes import DecoderShape
 from kernels import WeightUse
 
 __all__ = ["embed_cases", "maxima_cases", "norm_cases"]

@@ -6,9 +6,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Call, Case, Numbers, rows_in_words
+from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, rows_in_words
 from benchmarks.kernels.cost import product_cost
-from benchmarks.kernels.shapes import DecoderShape
 from kernels import WeightUse
 
 __all__ = ["gated_linear_cases", "linear_cases"]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels.dispatch import kernel
+from kernels.paged_kv import AttentionMetadata
 
 __all__ = ["paged_attention"]
 
@@ -13,6 +14,7 @@ __all__ = ["paged_attention"]
 _MAX_GATHERED_ELEMENTS = 1 << 24
 
 
+@kernel("query.device", "query.dtype")
 def paged_attention(
     query: torch.Tensor,
     kv_layer: torch.Tensor,

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.dispatch import kernel
+
 __all__ = ["copy_blocks", "gather_blocks", "scatter_blocks", "swap_blocks"]
 
 
+@kernel("pool.device")
 def gather_blocks(
     pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor, out: torch.Tensor
 ) -> None:
@@ -27,6 +30,7 @@ def gather_blocks(
         target.copy_(rows.index_select(0, ids))
 
 
+@kernel("pool.device")
 def scatter_blocks(
     source: torch.Tensor, pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor
 ) -> None:
@@ -41,6 +45,7 @@ def scatter_blocks(
     _block_words(pool).index_copy_(0, ids, _block_words(source).to(pool.device))
 
 
+@kernel("pool.device")
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copies whole blocks within the pool, all sources read before any target is written.
 
@@ -55,6 +60,7 @@ def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     rows.index_copy_(0, _as_index(targets, pool), rows.index_select(0, _as_index(sources, pool)))
 
 
+@kernel("(target if source.is_cpu else source).device")
 def swap_blocks(
     source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:

@@ -2,15 +2,16 @@
 
 import torch
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels.dispatch import kernel
+from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
 from kernels.reference.pointwise import apply_rotary, rms_norm
-from kernels.rotary import QkNorms, Rotation
 
 __all__ = ["quantize_kv", "rotate_and_write_kv", "write_kv"]
 
 _FP8 = torch.float8_e4m3fn
 
 
+@kernel("query.device", "query.dtype")
 def rotate_and_write_kv(
     query: torch.Tensor,
     key: torch.Tensor,

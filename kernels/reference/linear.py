@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
+from kernels.dispatch import kernel
 from kernels.weights import DenseWeight, Weight, WeightUse
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
 ]
 
 
+@kernel("device", "dtype")
 def make_weight(
     num_rows: int,
     num_columns: int,
@@ -35,11 +37,13 @@ def make_weight(
     return DenseWeight(num_rows, num_columns, use, data)
 
 
+@kernel("weight.data.device", "weight.data.dtype")
 def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of an embedding: `[num_tokens]` int64 to `[num_tokens, num_columns]`."""
     return F.embedding(token_ids, _dense(weight))
 
 
+@kernel("matrix.device", "matrix.dtype")
 def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Some rows of a matrix, as a matrix of their own: `matrix[rows]`.
 
@@ -53,6 +57,7 @@ def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return matrix.index_select(0, rows)
 
 
+@kernel("weight.data.device", "weight.data.dtype")
 def linear(
     hidden: torch.Tensor,
     weight: Weight,
@@ -79,6 +84,7 @@ def linear(
     return out if out_dtype is None else out.to(out_dtype)
 
 
+@kernel("weight.data.device", "weight.data.dtype")
 def linear_silu_and_mul(
     hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

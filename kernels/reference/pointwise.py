@@ -2,11 +2,13 @@
 
 import torch
 
-from kernels.rotary import Rotation
+from kernels.dispatch import kernel
+from kernels.paged_kv import Rotation
 
 __all__ = ["apply_rotary", "rms_norm", "rotary_angles", "row_maxima"]
 
 
+@kernel("hidden.device", "hidden.dtype")
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`hidden / sqrt(mean(hidden^2) + eps) * weight` over the last axis (arXiv:1910.07467).
 
@@ -33,6 +35,7 @@ def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+@kernel("frequencies.device", "frequencies.dtype")
 def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
     """Cosines and sines of each position's angles, times `amplitude` (arXiv:2104.09864).
 
@@ -45,6 +48,7 @@ def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude:
     return Rotation(angles.cos() * amplitude, angles.sin() * amplitude)
 
 
+@kernel("logits.device", "logits.dtype")
 def row_maxima(
     logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,15 +16,22 @@ import math
 
 import torch
 
-from kernels.draws import INVALID_TOKEN, DrawTable
-from kernels.reference.philox import philox4x32
+from kernels.dispatch import kernel
+from kernels.row_state import INVALID_TOKEN, DrawTable
 
-__all__ = ["draw_random", "draw_tokens", "token_logprobs"]
+__all__ = ["draw_random", "draw_tokens", "philox4x32", "token_logprobs"]
 
 _WEIGHT_SCALE = 2.0**32
 _WORD_MASK = 0xFFFFFFFF
+_PHILOX_ROUNDS = 10
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+
+Words2 = tuple[torch.Tensor, torch.Tensor]
+Words4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@kernel("logits.device", "logits.dtype")
 def draw_tokens(
     logits: torch.Tensor,
     maxima: torch.Tensor,
@@ -93,6 +100,7 @@ def draw_random(
     return (scaled + _gumbel_noise(draws.seed, positions, logits.shape[-1])).argmax(dim=-1)
 
 
+@kernel("logits.device", "logits.dtype")
 def token_logprobs(
     logits: torch.Tensor,
     maxima: torch.Tensor,
@@ -154,3 +162,34 @@ def _gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int)
     uniform = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].double()
     uniform = (uniform + 0.5) * 2.0**-32
     return -(-uniform.log()).log()
+
+
+def philox4x32(counter: Words4, key: Words2) -> Words4:
+    """Four random words for each counter under each key.
+
+    Args:
+        counter: four tensors of 32-bit words.
+        key: two tensors of 32-bit words.
+
+    All words are int64 tensors with values in [0, 2**32), whose shapes
+    broadcast together; so are the words returned.
+    """
+    word0, word1, word2, word3 = counter
+    key0, key1 = key
+    for _ in range(_PHILOX_ROUNDS):
+        high0, low0 = _multiply(word0, _PHILOX_MULTIPLIERS[0])
+        high1, low1 = _multiply(word2, _PHILOX_MULTIPLIERS[1])
+        word0, word1, word2, word3 = high1 ^ word1 ^ key0, low1, high0 ^ word3 ^ key1, low0
+        key0 = (key0 + _PHILOX_KEY_INCREMENTS[0]) & _WORD_MASK
+        key1 = (key1 + _PHILOX_KEY_INCREMENTS[1]) & _WORD_MASK
+    return word0, word1, word2, word3
+
+
+def _multiply(word: torch.Tensor, multiplier: int) -> Words2:
+    """High and low half of a 32 x 32 bit product.
+
+    An int64 product wraps, which keeps its 64 bits: the sign that the shift
+    draws in is masked away.
+    """
+    product = word * multiplier
+    return (product >> 32) & _WORD_MASK, product & _WORD_MASK

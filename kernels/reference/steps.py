@@ -1,15 +1,79 @@
-"""Recorded steps: torch alone records none."""
+"""Decode steps and recorded steps, in plain torch."""
 
 from collections.abc import Callable
 
 import torch
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels.dispatch import kernel
+from kernels.paged_kv import AttentionMetadata
 from kernels.recorded_step import Arena, RecordedStep
+from kernels.row_state import DecodeInputs, RowState
 
-__all__ = ["mark_step", "point_to", "record_step"]
+__all__ = [
+    "keep_drawn",
+    "lay_out_decode",
+    "mark_step",
+    "point_to",
+    "record_step",
+    "write_table_entries",
+]
 
 
+@kernel("rows.positions.device")
+def lay_out_decode(
+    rows: RowState, row_ids: torch.Tensor, block_size: int, inputs: DecodeInputs
+) -> None:
+    """Writes the inputs of a step in which rows run the token that they drew last.
+
+    Args:
+        rows: as the step before left them. Their tables hold the next tokens' slots.
+        row_ids: `[n]` int64.
+        block_size: tokens per KV block.
+        inputs: of `n` sequences; all but `query_starts` are written.
+    """
+    positions = rows.positions.index_select(0, row_ids)
+    blocks, offsets = positions // block_size, positions % block_size
+    inputs.token_ids.copy_(rows.last_tokens.index_select(0, row_ids))
+    inputs.positions.copy_(positions)
+    inputs.draw_positions.copy_(positions + 1)
+    inputs.context_lens.copy_(positions + 1)
+    tables = rows.tables.index_select(1, row_ids)  # [num_groups, n, max_blocks]
+    inputs.tables.copy_(tables)
+    own_blocks = tables.gather(2, blocks.expand(len(tables), -1).unsqueeze(-1)).squeeze(-1)
+    inputs.slots.copy_(own_blocks.long() * block_size + offsets)
+
+
+@kernel("rows.positions.device")
+def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Moves rows on by the token that each has drawn.
+
+    The next step may be on its way before anybody has seen that a token is
+    invalid: the row goes on with token 0.
+
+    Args:
+        rows: changed in place.
+        row_ids: `[n]` int64, all different.
+        tokens: `[n]` int64.
+    """
+    rows.positions.index_add_(0, row_ids, torch.ones_like(row_ids))
+    rows.last_tokens.index_copy_(0, row_ids, tokens.clamp(min=0))
+
+
+@kernel("tables.device")
+def write_table_entries(
+    tables: torch.Tensor, indices: torch.Tensor, block_ids: torch.Tensor
+) -> None:
+    """Enters block ids in `RowState.tables`.
+
+    Args:
+        tables: `[num_groups, num_rows, max_blocks]` int32, contiguous.
+        indices: `[k]` int64, all different; of the entries in row-major order.
+        block_ids: `[k]` int32.
+    """
+    tables.view(-1).index_copy_(0, indices, block_ids)
+
+
+@kernel("device")
 def record_step(
     device: torch.device, arena: Arena, run: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, RecordedStep | None]:
@@ -29,6 +93,7 @@ def record_step(
     return run(), None
 
 
+@kernel("device")
 def mark_step(device: torch.device, number: int) -> None:
     """Notes a place in the step that is recorded: `RecordedStep.run` tells when it is passed.
 
@@ -38,6 +103,7 @@ def mark_step(device: torch.device, number: int) -> None:
     """
 
 
+@kernel("current.slot_mapping.device")
 def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
     """Makes steps recorded with `recorded` read the tensors of `current`, of as many tokens."""
     raise NotImplementedError("the reference records no steps")

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels import reference
+from kernels.dispatch import TRITON
+from kernels.paged_kv import AttentionMetadata
 from kernels.triton.attention_kernels import attend_kernel
 from kernels.triton.attention_plan import AttentionSizes, Pass, padded_dim, plan_passes
 from kernels.triton.attention_splits import Splits
@@ -20,6 +22,7 @@ _NO_WINDOW = (1 << 31) - 1
 _INTERPRETED_PROCESSORS = 8
 
 
+@TRITON.implements(reference.paged_attention)
 def paged_attention(
     query: torch.Tensor,
     kv_layer: torch.Tensor,

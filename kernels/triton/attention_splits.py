@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_kv import AttentionMetadata
 from kernels.triton.attention_blocks import divide_context, locate_block
 from kernels.triton.attention_plan import Pass, padded_dim
 

@@ -7,15 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import reference
+from kernels.dispatch import TRITON
 from kernels.triton.launch import launch_table
 
 __all__ = ["copy_blocks", "gather_blocks", "scatter_blocks", "swap_blocks"]
 
 
+@TRITON.implements(reference.gather_blocks)
 def gather_blocks(
     pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor, out: torch.Tensor
 ) -> None:
-    """See `reference.gather_blocks`."""
     rows, ids = _block_words(pool), _as_index(block_ids, pool.device)
     if out.device == pool.device:
         _copy_rows(rows, ids, _block_words(out), None, len(ids))
@@ -25,16 +27,16 @@ def gather_blocks(
     _block_words(out).copy_(staging)
 
 
+@TRITON.implements(reference.scatter_blocks)
 def scatter_blocks(
     source: torch.Tensor, pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor
 ) -> None:
-    """See `reference.scatter_blocks`."""
     ids = _as_index(block_ids, pool.device)
     _copy_rows(_block_words(source).to(pool.device), None, _block_words(pool), ids, len(ids))
 
 
+@TRITON.implements(reference.copy_blocks)
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """See `reference.copy_blocks`."""
     if not pairs:
         return
     rows = _block_words(pool)
@@ -49,6 +51,7 @@ def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     _copy_rows(staging, None, rows, targets, len(pairs))
 
 
+@TRITON.implements(reference.swap_blocks)
 def swap_blocks(
     source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_metadata import AttentionMetadata
-from kernels.rotary import QkNorms, Rotation
+from kernels import reference
+from kernels.dispatch import TRITON
+from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
 from kernels.triton.launch import launch_table
 
 __all__ = ["rotate_and_write_kv"]
@@ -15,6 +16,7 @@ _BITS_OF_16384 = tl.constexpr(0x46800000)  # as float32
 _BITS_OF_448, _BITS_OF_NAN = tl.constexpr(0x7E), tl.constexpr(0x7F)  # as float8_e4m3fn
 
 
+@TRITON.implements(reference.rotate_and_write_kv)
 def rotate_and_write_kv(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.draws import DrawTable
+from kernels.row_state import DrawTable
 from kernels.triton.launch import launch_table
 
 __all__ = ["find_thresholds", "scale_logits"]

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import reference
+from kernels.dispatch import TRITON
 from kernels.row_state import DecodeInputs, RowState
 
 __all__ = ["keep_drawn", "lay_out_decode"]
@@ -12,6 +14,7 @@ _COLUMNS = 1024  # of a table that one program copies
 _ROWS = 128  # that one program moves on
 
 
+@TRITON.implements(reference.lay_out_decode)
 def lay_out_decode(
     rows: RowState, row_ids: torch.Tensor, block_size: int, inputs: DecodeInputs
 ) -> None:
@@ -88,8 +91,8 @@ def _lay_out_kernel(
             tl.store(context_lens + sequence, (position + 1).to(tl.int32))
 
 
+@TRITON.implements(reference.keep_drawn)
 def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
-    """See `reference.keep_drawn`."""
     count = len(row_ids)
     if not count:
         return

@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.draws import DrawTable
+from kernels import reference
+from kernels.dispatch import TRITON
+from kernels.row_state import DrawTable
 from kernels.triton.draw_thresholds import find_thresholds, scale_logits
 from kernels.triton.launch import launch_table
 
@@ -16,6 +18,7 @@ __all__ = ["draw_tokens", "token_logprobs"]
 _TILES = 8  # of a program: as many blocks as the launch table says, or to the end of the row
 
 
+@TRITON.implements(reference.draw_tokens)
 def draw_tokens(
     logits: torch.Tensor,
     maxima: torch.Tensor,
@@ -28,7 +31,6 @@ def draw_tokens(
     filtered: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.draw_tokens`."""
     count, vocab_size, device = len(draw_ids), logits.shape[-1], logits.device
     tokens = torch.empty(count, dtype=torch.int64, device=device) if out is None else out
     if not count:
@@ -177,6 +179,7 @@ def _choose_kernel(
     tl.store(out + draw, tl.where(is_drawn, drawn.to(tl.int64), token))
 
 
+@TRITON.implements(reference.token_logprobs)
 def token_logprobs(
     logits: torch.Tensor,
     maxima: torch.Tensor,

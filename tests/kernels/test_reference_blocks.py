@@ -1,5 +1,7 @@
 """Block copies, bit for bit, and the small elementwise primitives."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -122,15 +124,16 @@ def test_silu_and_mul():
     )
 
 
-def test_swaps_are_for_the_kernels_of_whichever_pool_is_on_a_gpu(monkeypatch):
-    asked = []
-
-    def serving(device):
-        asked.append(device.type)
-        return reference
-
-    monkeypatch.setattr(dispatch, "_kernels_on", serving)
+def test_swaps_use_the_kernels_of_the_pool_that_is_on_a_gpu(monkeypatch):
+    devices = []
+    for device in ("cpu", "meta"):
+        record = partial(_append, devices, device)
+        monkeypatch.setitem(dispatch.KERNELS["swap_blocks"], (device, None), record)
     host, other = torch.zeros(2, 4), torch.zeros(2, 4, device="meta")
     for source, target in ((host, other), (other, host), (host, host)):
         kernels.swap_blocks(source, target, ())
-    assert asked == ["meta", "meta", "cpu"]
+    assert devices == ["meta", "meta", "cpu"]
+
+
+def _append(devices, device, *_):
+    devices.append(device)

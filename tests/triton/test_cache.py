@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.cache import quantize_kv
-from kernels.triton import ops
+from kernels.triton import cache
 from tests.support import preparation_cases
 from tests.support.devices import DEVICE, rounding_error
 
@@ -20,7 +20,7 @@ def make_case(*, dtype=torch.float32, spans=SPANS, **options):
     return preparation_cases.make_case(
         dtype=dtype,
         spans=spans,
-        module=ops,
+        module=cache,
         device=DEVICE,
         rounding=rounding_error(dtype),
         **options,
@@ -125,7 +125,7 @@ class NarrowCase:
     def run(self, parts=None):
         """Query, `[num_tokens, 2, num_kv_heads, ...]` bytes and factors; the rest must stay."""
         case = self.case
-        query = ops.rotate_and_write_kv(
+        query = cache.rotate_and_write_kv(
             *(parts or case.parts()),
             self.pool.view(torch.float8_e4m3fn)[:, 1],
             case.meta,
