@@ -70,12 +70,12 @@ class Kernel(dict[Key, Callable[..., Any]]):
 
     Attributes:
         reference: the function that defines the kernel.
-        call: what users call; it has the reference's signature.
+        call: the function that users call; it has the reference's signature.
 
     Args:
-        reference: as above.
-        device: as in `kernel`.
-        dtype: as in `kernel`.
+        reference: the function that defines the kernel.
+        device: see `kernel`.
+        dtype: see `kernel`.
     """
 
     def __init__(self, reference: Callable[..., Any], device: str, dtype: str) -> None:
@@ -103,7 +103,7 @@ class Kernel(dict[Key, Callable[..., Any]]):
         passed = ", ".join([*others, *(f"{name}={name}" for name in keywords)])
         source = f"lambda {taken}: implementations[{device}.type, {dtype}]({passed})"
         code = compile(source, f"<dispatch of {self.reference.__name__}>", "eval")
-        call = eval(code, {"implementations": self})  # noqa: S307  of the registration's own words
+        call = eval(code, {"implementations": self})  # noqa: S307  the source is ours
         call.__defaults__ = self.reference.__defaults__
         call.__kwdefaults__ = self.reference.__kwdefaults__
         return update_wrapper(call, self.reference)

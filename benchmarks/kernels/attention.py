@@ -16,7 +16,7 @@ __all__ = ["BLOCK_SIZE", "attention_cases", "rotation_cases", "step_metadata"]
 BLOCK_SIZE = 16
 """The engine's default."""
 _DECODE = ((1, 128), (1, 2048), (16, 128), (16, 512), (16, 2048), (48, 512))
-"""Sequences, and the context of each."""
+"""(number of sequences, context of each)."""
 _CHUNK = 512
 _CACHED = (0, 2048)
 _WINDOW = 512
@@ -24,7 +24,7 @@ _WINDOW = 512
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Which tokens attend to what."""
+    """The sequences of a step, and how much of them it computes."""
 
     what: str
     size: str
@@ -55,7 +55,7 @@ def attention_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def rotation_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
-    """The same steps' tokens on their way to attention: Q, K and V are read, K and V written."""
+    """Cases of `rotate_and_write_kv` on similar steps: Q, K and V are read, K and V written."""
     num_moved = shape.num_query_features + 4 * shape.num_kv_features
     for step in (_decode_step(1, 512), _decode_step(16, 512), _decode_step(48, 512), _chunk(0)):
         yield Case(
@@ -143,10 +143,10 @@ def _rotate(
 def _kv_layers(
     shape: DecoderShape, numbers: Numbers, num_blocks: int, num_copies: int
 ) -> list[torch.Tensor]:
-    """As many layers of equal KV, `[num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim]`.
+    """Makes `num_copies` layers of equal KV, `[num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim]`.
 
-    As in the engine, a block of a pool holds all layers of the model; there are as many pools
-    as it takes.
+    As in the engine, a block of a pool holds all layers of the model; several pools are made if
+    one has too few layers.
     """
     block = (2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     layer = numbers.normal(num_blocks, *block, seed=3)
@@ -160,7 +160,7 @@ def _kv_layers(
 
 
 def step_metadata(spans: Sequence[Span]) -> tuple[AttentionMetadata, int]:
-    """The metadata of a step whose sequences' blocks are scattered; how many blocks there are."""
+    """Returns metadata of a step with scattered blocks, and the number of blocks."""
     sizes = [-(-span.context // BLOCK_SIZE) for span in spans]
     block_ids = random.Random(0).sample(range(sum(sizes)), sum(sizes))
     tables = torch.zeros((len(spans), max(sizes)), dtype=torch.int32)

@@ -33,26 +33,26 @@ PRIMITIVES: Mapping[str, Callable[[DecoderShape, torch.dtype], Iterator[Case]]] 
         "row_maxima": maxima_cases,
     }
 )
-"""By name: the cases of a model in a type."""
+"""Functions that yield a primitive's cases for a model and an element type, by name."""
 
 _EPS32 = torch.finfo(torch.float32).eps
 _NUM_ROUNDINGS = 8
-"""Of results and of what is kept on the way in the inputs' type, in units of its precision."""
+"""Roundings to the inputs' type, of results and intermediate values, that are allowed for."""
 
 
 def make_cases(primitives: Sequence[str], shape: DecoderShape, dtype: torch.dtype) -> list[Case]:
-    """All cases of some of `PRIMITIVES`."""
+    """Returns all cases of the named `PRIMITIVES`."""
     return [case for name in primitives for case in PRIMITIVES[name](shape, dtype)]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all cases of a run share.
+    """The setting of all cases of a run.
 
     Attributes:
         dtype: of weights, KV and hidden states.
         num_threads: of the selected kernels, and of the reference.
-        cache_bytes: of its largest cache.
+        cache_bytes: size of the machine's largest cache.
     """
 
     dtype: torch.dtype
@@ -62,16 +62,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of a case.
+    """The outcome of a case, whose first four fields it repeats.
 
     Attributes:
-        primitive: as in the case.
-        what: as in the case.
-        size: as in the case.
-        cost: as in the case.
-        kernel_s: median seconds of the selected kernels' call; None if its result is wrong.
-        reference_s: median seconds of the reference's call; None as well.
-        difference: from what the reference gives, in words; None if there is none that matters.
+        primitive: name in `kernels`.
+        what: the use of the primitive in a model.
+        size: rows, or sequences and their contexts, in words.
+        cost: of a call.
+        kernel_s: median seconds of a call of the selected kernels; None if the result is wrong.
+        reference_s: median seconds of a call of the reference; None if `kernel_s` is None.
+        difference: how the result differs from the reference's, in words; None if it is right.
     """
 
     primitive: str
@@ -84,7 +84,7 @@ class Outcome:
 
 
 def measure(case: Case, setting: Setting) -> Outcome:
-    """Checks a case, then times it; one that fails the check is not timed."""
+    """Checks a case, and times it if the check passes."""
     known = (case.primitive, case.what, case.size, case.cost)
     difference = _check(case, setting)
     if difference is not None:
@@ -108,7 +108,7 @@ def _check(case: Case, setting: Setting) -> str | None:
 
 
 def _time(case: Case, numbers: Numbers, cycle: Cycle, setting: Setting) -> float:
-    """Recorded only where the kernels can: the reference's operations are torch's."""
+    """Times calls, from recordings if possible; the reference's operations cannot be recorded."""
     calls = case.make_calls(numbers, cycle.num_copies)
     sweep = make_sweep(setting.cache_bytes) if cycle.must_sweep else None
     is_recordable = case.is_recordable and numbers.module is kernels
@@ -118,17 +118,17 @@ def _time(case: Case, numbers: Numbers, cycle: Cycle, setting: Setting) -> float
 def find_difference(
     actual: Result, expected: Result, dtype: torch.dtype, num_terms: int
 ) -> str | None:
-    """What is wrong with a result, in words; None if nothing is.
+    """Describes how a result differs from the expected one, in words; None if it is right.
 
     Floating results may differ by some roundings to their type, and by what float32 sums lose:
     both in proportion to the element and to the root mean square of its neighbours on the last
     axis. Integers must be equal.
 
     Args:
-        actual: tensors as the kernels gave them.
-        expected: as many, by the reference.
+        actual: the kernels' result.
+        expected: the reference's result, with the same number of tensors.
         dtype: of the inputs.
-        num_terms: of the longest sums.
+        num_terms: terms of the longest sums.
     """
     for index, (left, right) in enumerate(zip(_tensors(actual), _tensors(expected), strict=True)):
         found = _difference_of_tensors(left, right, dtype, num_terms)

@@ -1,4 +1,4 @@
-"""Cases of norms, look-ups and maxima: what they read comes from memory."""
+"""Cases of norms, look-ups and maxima: their inputs are read from memory."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ def norm_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def embed_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
-    """Rows of the embedding; no call looks up another's."""
+    """Look-ups in the embedding; no two calls share a row."""
     layout = "panels of the head" if shape.has_tied_head else "rows"
     for num_rows in _NUMS_ROWS:
         yield Case(

@@ -14,7 +14,7 @@ __all__ = ["gated_linear_cases", "linear_cases"]
 
 _NUMS_ROWS = (1, 4, 16, 48, 128, 512)
 _MAX_SEQUENCES = 48
-"""The head is asked for one row of each sequence."""
+"""The head computes one row per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class _Layer:
         what: its name.
         num_outputs: rows of its weight.
         num_inputs: columns of its weight.
-        has_residual: whether what skips it is added.
-        is_head: whether it gives float32, for few rows.
+        has_residual: whether a residual is added.
+        is_head: whether the result is float32, computed for few rows.
     """
 
     what: str

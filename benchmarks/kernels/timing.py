@@ -28,11 +28,11 @@ _MAX_COPIES = 256
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """Calls that follow each other, each on a copy of its own, and then from the start.
+    """A round of calls, each on its own copy of the inputs, which is then repeated.
 
     Attributes:
-        num_copies: of the inputs.
-        must_sweep: whether the copies alone would stay in cache.
+        num_copies: copies of the inputs.
+        must_sweep: whether the caches must be emptied, because all copies fit in them.
     """
 
     num_copies: int
@@ -40,17 +40,17 @@ class Cycle:
 
 
 def last_level_cache_bytes(caches: Path = _CACHES) -> int:
-    """The largest cache of the first core; 32 MiB where the system does not say.
+    """Returns the size of the first core's largest cache; 32 MiB if the system does not list it.
 
     Args:
-        caches: a folder per cache, as Linux has it.
+        caches: Linux' folder with a subfolder per cache.
     """
     sizes = [_bytes_of(path.read_text().strip()) for path in caches.glob("index*/size")]
     return max(sizes, default=_UNKNOWN_BYTES)
 
 
 def plan_cycle(bytes_per_call: int, max_copies: int | None, cache_bytes: int) -> Cycle:
-    """As many copies as overflow the cache, if that many can be made."""
+    """Plans enough copies to overflow the cache, if that many can be made."""
     wanted = -(-_CACHES_PER_CYCLE * cache_bytes // bytes_per_call)
     # Two, so that no call ever follows itself.
     num_copies = min(max(2, wanted), max_copies or _MAX_COPIES, _MAX_COPIES)
@@ -58,18 +58,18 @@ def plan_cycle(bytes_per_call: int, max_copies: int | None, cache_bytes: int) ->
 
 
 def make_sweep(cache_bytes: int) -> Callable[[], object]:
-    """A function that reads enough for everything else to leave the cache."""
+    """Returns a function that reads enough memory to evict everything else from the cache."""
     return torch.ones(_CACHES_PER_CYCLE * cache_bytes // 4).sum
 
 
 def _bytes_of(size: str) -> int:
-    """Of a size such as 32768K."""
+    """Parses a size such as 32768K."""
     return int(size.rstrip("KMG")) << _UNITS.get(size[-1], 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Calls that are timed together: one alone may be shorter than what the clock resolves."""
+    """Calls that are timed together: a single one may be shorter than the clock's resolution."""
 
     num_calls: int
     run: Callable[[], object]
@@ -78,13 +78,13 @@ class _Batch:
 def median_call_s(
     calls: Sequence[Call], *, is_recordable: bool, sweep: Callable[[], object] | None
 ) -> float:
-    """Seconds of a call.
+    """Returns the median seconds of a call.
 
     Args:
-        calls: of equal inputs, to be made in turn.
-        is_recordable: whether they may run from recordings, as decoding does: without Python
-            between them, where the kernels can do that.
-        sweep: empties the caches before each measurement; None where the calls do.
+        calls: calls on equal inputs, made in turn.
+        is_recordable: whether the calls may run from recordings, as in decoding: without Python
+            between them, if the kernels support it.
+        sweep: empties the caches before each measurement; None if the calls themselves do.
     """
     batches = cycle(_batches(calls, is_recordable))
     deadline = time.perf_counter() + _WARM_UP_SECONDS

@@ -10,7 +10,7 @@ __all__ = ["apply_rotary", "rms_norm", "rotary_angles", "row_maxima"]
 
 @kernel("hidden.device", "hidden.dtype")
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`hidden / sqrt(mean(hidden^2) + eps) * weight` over the last axis (arXiv:1910.07467).
+    """Computes `hidden / sqrt(mean(hidden^2) + eps) * weight` by row (arXiv:1910.07467).
 
     Args:
         hidden: `[..., size]`.
@@ -37,12 +37,12 @@ def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 
 @kernel("frequencies.device", "frequencies.dtype")
 def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
-    """Cosines and sines of each position's angles, times `amplitude` (arXiv:2104.09864).
+    """Computes cosines and sines of positions' angles, times `amplitude` (arXiv:2104.09864).
 
     Args:
         positions: `[num_tokens]` int64.
         frequencies: `[head_dim / 2]` float32, radians per position.
-        amplitude: 1, or what a scaling for long contexts wants.
+        amplitude: 1, or the factor of a scaling for long contexts.
     """
     angles = positions.unsqueeze(1).float() * frequencies
     return Rotation(angles.cos() * amplitude, angles.sin() * amplitude)
@@ -52,14 +52,15 @@ def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude:
 def row_maxima(
     logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest value, NaN for a row that holds one, and its first index.
+    """Finds each row's largest value, NaN if the row holds one, and its first index.
 
     Args:
         logits: `[rows, vocab]` float32.
-        out: what to write both to, and return; of a recorded step it stays where it is.
+        out: tensors that receive both results and are returned. In a recorded step they keep their
+            addresses.
 
     Returns:
-        `[rows]` float32 and `[rows]` int64: -1 where the value is not finite.
+        `[rows]` float32 and `[rows]` int64, which is -1 if the value is not finite.
     """
     maxima, indices = torch.max(logits, dim=-1, out=out)
     indices.masked_fill_(~maxima.isfinite(), -1)

@@ -23,13 +23,13 @@ __all__ = [
 def lay_out_decode(
     rows: RowState, row_ids: torch.Tensor, block_size: int, inputs: DecodeInputs
 ) -> None:
-    """Writes the inputs of a step in which rows run the token that they drew last.
+    """Writes the inputs of a decode step, in which each row runs the token that it drew last.
 
     Args:
-        rows: as the step before left them. Their tables hold the next tokens' slots.
+        rows: the state after the previous step. The tables hold the blocks of the next tokens.
         row_ids: `[n]` int64.
         block_size: tokens per KV block.
-        inputs: of `n` sequences; all but `query_starts` are written.
+        inputs: for `n` sequences; all fields but `query_starts` are written.
     """
     positions = rows.positions.index_select(0, row_ids)
     blocks, offsets = positions // block_size, positions % block_size
@@ -45,10 +45,10 @@ def lay_out_decode(
 
 @kernel("rows.positions.device")
 def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Moves rows on by the token that each has drawn.
+    """Advances rows by the token that each has drawn.
 
-    The next step may be on its way before anybody has seen that a token is
-    invalid: the row goes on with token 0.
+    The next step may be launched before the host has seen that a token is invalid; such a row
+    continues with token 0.
 
     Args:
         rows: changed in place.
@@ -63,11 +63,11 @@ def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> N
 def write_table_entries(
     tables: torch.Tensor, indices: torch.Tensor, block_ids: torch.Tensor
 ) -> None:
-    """Enters block ids in `RowState.tables`.
+    """Writes block ids into `RowState.tables`.
 
     Args:
         tables: `[num_groups, num_rows, max_blocks]` int32, contiguous.
-        indices: `[k]` int64, all different; of the entries in row-major order.
+        indices: `[k]` int64, all different; row-major indices of the entries.
         block_ids: `[k]` int32.
     """
     tables.view(-1).index_copy_(0, indices, block_ids)
@@ -77,33 +77,37 @@ def write_table_entries(
 def record_step(
     device: torch.device, arena: Arena, run: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, RecordedStep | None]:
-    """Runs a step and, where the device's kernels can, records it.
+    """Runs a step and records it, if the device's kernels support recording.
 
-    What the kernels give to `run` may be unset memory: a recorded step computes afterwards.
+    Tensors that kernels return within `run` may be uninitialized: a recorded step computes after
+    `run` has returned.
 
     Args:
         device: of the step.
         arena: of the recorded step.
-        run: computes the step from tensors that stay where they are, and that the caller keeps
-            for as long as the step. Is called again where the step cannot be recorded.
+        run: computes the step from tensors that keep their addresses, and that the caller keeps
+            alive as long as the step. It is called again if the step cannot be recorded.
 
     Returns:
-        The result, and the step, to be run again; None where steps are not recorded.
+        The result; and the step, which can run again, or None if it was not recorded.
     """
     return run(), None
 
 
 @kernel("device")
 def mark_step(device: torch.device, number: int) -> None:
-    """Notes a place in the step that is recorded: `RecordedStep.run` tells when it is passed.
+    """Marks a place in the step that is being recorded; does nothing if none is.
 
     Args:
         device: of the step.
-        number: what it tells. Nothing is noted where nothing is recorded.
+        number: passed to `on_mark` of `RecordedStep.run` when the place is reached.
     """
 
 
 @kernel("current.slot_mapping.device")
 def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
-    """Makes steps recorded with `recorded` read the tensors of `current`, of as many tokens."""
+    """Makes steps recorded with `recorded` read the tensors of `current`.
+
+    Both have the same number of tokens.
+    """
     raise NotImplementedError("the reference records no steps")

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: cuBLAS multiplies, Triton does what follows."""
+"""Linear layers on a GPU: cuBLAS for products, Triton for the gate of an MLP."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
@@ -23,7 +23,7 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """See `reference.linear`; the result may lie in `residual`'s memory, rounded once."""
+    """Adds into the memory of `residual`, if there is one, and rounds the sum once."""
     matrix = _dense(weight)
     if out_dtype not in (None, hidden.dtype):
         return _linear_into(out_dtype, hidden, matrix, bias, residual)
@@ -42,10 +42,10 @@ def linear_silu_and_mul(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, with gate and up side by side: `[rows, 2 * size] -> [rows, size]`.
+    """Computes `silu(gate) * up` of adjacent gate and up: `[rows, 2 * size] -> [rows, size]`.
 
     Args:
-        gate_up: contiguous rows, any distance between them.
+        gate_up: contiguous rows at any distance.
     """
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     gate_up = with_dense_columns(gate_up)
@@ -83,10 +83,10 @@ def _linear_into(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Sums in another type than the inputs', never rounded to theirs."""
+    """Computes sums in `out_dtype` without rounding them to the inputs' type."""
     if hidden.is_cuda:
         out = torch.mm(hidden, matrix.t(), out_dtype=out_dtype)
-    else:  # where torch has no such product
+    else:  # torch has no such product on the CPU
         out = hidden.to(out_dtype) @ matrix.t().to(out_dtype)
     for addend in (bias, residual):
         if addend is not None:

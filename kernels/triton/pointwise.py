@@ -40,7 +40,7 @@ def _rms_norm_kernel(hidden, weight, out, row_stride, size, eps, BLOCK: tl.const
     wide = tl.load(hidden + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
-    # Rounded before the weight comes, as the models were trained with.
+    # Rounded before the product with the weight, as in the models' training.
     normed = wide.to(out.dtype.element_ty).to(tl.float32) * scale
     tl.store(out + row * size + columns, normed.to(out.dtype.element_ty), mask=mask)
 
@@ -93,7 +93,7 @@ def _rotary_angles_kernel(
 def row_maxima(
     logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.row_maxima`; `out` is contiguous."""
+    """Expects contiguous tensors in `out`."""
     num_rows, size = logits.shape
     if out is None:
         maxima = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -149,7 +149,7 @@ def _join_maxima_kernel(maxima, indices, maximum_out, index_out, num_parts, BLOC
 
 @triton.jit
 def _maximum(values, columns):
-    """The largest of `values`, NaN if one is, and the least of `columns` that holds it."""
+    """Returns the largest of `values`, NaN if one is, and the least of `columns` that holds it."""
     is_nan = values != values
     maximum = tl.max(tl.where(is_nan, float("-inf"), values))
     index = tl.min(tl.where(values == maximum, columns, 2147483647))

@@ -78,7 +78,7 @@ def packages_brought_by(code, before):
     return set(json.loads(output))
 
 
-def test_importing_kernels_brings_nothing_heavy_and_their_use_torch_alone():
+def test_importing_kernels_imports_nothing_heavy_and_using_them_torch_alone():
     assert packages_brought_by("import kernels", "importlib, json, typing") == {"kernels"}
     assert packages_brought_by("import kernels; kernels.linear", "torch") <= {"baton", "kernels"}
 
@@ -92,7 +92,7 @@ def test_the_package_has_the_kernels_their_types_and_no_other_names():
         kernels.liner  # noqa: B018
 
 
-def test_transformers_takes_our_folder_for_no_kernels_package():
+def test_transformers_does_not_mistake_our_folder_for_its_kernels_package():
     """Hugging Face has an optional package of the same name, which transformers looks for."""
     from packaging.version import Version
     from transformers.utils import import_utils, is_kernels_available

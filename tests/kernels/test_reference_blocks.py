@@ -40,7 +40,7 @@ def test_gathered_blocks_scatter_back_bit_for_bit(dtype, as_bytes):
     assert torch.equal(bits(other), before)
 
 
-def test_rows_may_lie_apart():
+def test_rows_may_be_strided():
     pool, other = random_pool(torch.bfloat16), random_pool(torch.bfloat16)
     slots = torch.zeros(3, 64 + 180, dtype=torch.uint8)
     kernels.gather_blocks(pool, [7, 0, 3], slots[:, 64:])
@@ -105,7 +105,7 @@ def test_rms_norm_of_large_half_precision_values_does_not_overflow():
     assert torch.equal(normed, torch.ones_like(normed))
 
 
-def test_rotary_turns_pairs_by_their_angle():
+def test_rotary_rotates_pairs_by_their_angle():
     states = torch.randn(4, 3, 6)
     angles = torch.randn(4, 3)
     turned = apply_rotary(states, angles.cos(), angles.sin())

@@ -46,7 +46,7 @@ def test_gathered_blocks_scatter_back_bit_for_bit(dtype, block_words, as_bytes):
 
 
 @pytest.mark.parametrize("header_bytes", [4, 64])
-def test_rows_may_lie_apart(header_bytes):
+def test_rows_may_be_strided(header_bytes):
     pool, other = random_pool(), random_pool()
     slots = torch.full((3, header_bytes + 360), 9, dtype=torch.uint8, device=DEVICE)
     blocks.gather_blocks(pool, [7, 0, 3], slots[:, header_bytes:])
@@ -125,7 +125,7 @@ def test_swapped_blocks_arrive_bit_for_bit(pairs):
         assert torch.equal(bits(back)[source], bits(host)[target])
 
 
-def test_neighbours_travel_together(monkeypatch):
+def test_adjacent_blocks_are_one_transfer(monkeypatch):
     """Blocks that lie side by side in both pools are one transfer."""
     copies = []
     copy = torch.Tensor.copy_

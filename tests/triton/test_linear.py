@@ -16,7 +16,7 @@ SHAPES = [(0, 16, 24), (1, 16, 24), (3, 33, 17), (40, 96, 50)]
 
 @pytest.fixture(autouse=True)
 def plain_float32_products():
-    """A GPU may shorten the factors of float32 products, unless it is told not to."""
+    """A GPU may shorten the factors of float32 products, unless that is turned off."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield

@@ -38,7 +38,7 @@ def test_inputs_of_any_rows(module, data, block_size, seed):
 
 
 @by_both
-def test_padding_names_the_spare_row_many_times(module):
+def test_padding_refers_to_the_spare_row_many_times(module):
     case = RowCase.make(DEVICE)
     inputs = _check_layout(module, case, [2, 5, 5, 5, 0])
     assert inputs.positions[1:4].tolist() == [0, 0, 0]
@@ -61,7 +61,7 @@ def test_no_rows(module):
 
 
 @by_both
-def test_rows_move_on_by_the_token_drawn(module):
+def test_rows_advance_by_the_token_drawn(module):
     case = RowCase.make(DEVICE)
     before = case.state()
     module.keep_drawn(case.rows, _ids([4, 0, 3]), _ids([17, -1, 0]))
@@ -74,7 +74,7 @@ def test_rows_move_on_by_the_token_drawn(module):
 
 
 @by_both
-def test_more_rows_than_one_program_moves(module):
+def test_more_rows_than_one_program_advances(module):
     case = RowCase.make(DEVICE, num_rows=200)
     before = case.state()
     row_ids = list(range(198, -1, -1))
@@ -87,7 +87,7 @@ def test_more_rows_than_one_program_moves(module):
     assert after["last_tokens"][:199] == list(range(199))
 
 
-def test_table_entries_go_where_they_shall():
+def test_table_entries_are_written_at_their_indices():
     case = RowCase.make(DEVICE)
     expected = case.rows.tables.clone()
     entries = [(0, 0, 0, 5), (1, 5, 8, 2**31 - 1), (1, 2, 3, 7)]

@@ -120,7 +120,7 @@ def test_programs_that_share_a_row_add_up_what_each_keeps(kind):
 
 
 @pytest.mark.parametrize(("top_k", "sign"), [(1, 1.0), (4, -1.0)])
-def test_neighbouring_numbers_are_told_apart(top_k, sign):
+def test_adjacent_numbers_are_distinguished(top_k, sign):
     """Wherever in the search's sixteenths the threshold and the largest number lie."""
     first = int(torch.tensor(1.5).view(torch.int32))
     bits = first + torch.arange(16).unsqueeze(-1) + torch.arange(7)
@@ -130,7 +130,7 @@ def test_neighbouring_numbers_are_told_apart(top_k, sign):
     assert kept.sum(dim=-1).tolist() == [top_k] * 16
 
 
-def test_what_lies_exactly_at_the_share_is_not_kept():
+def test_a_token_exactly_at_the_share_is_not_kept():
     """The first token alone makes up `top_p` of the weight, to the last unit of 2**-32."""
     second = round(math.exp(-0.5) * 2**32)
     top_p = 2**32 / (2**32 + second)
@@ -186,13 +186,13 @@ def test_fewer_draws_than_rows_take_the_first():
     _check(_case(make_logits("normal", 5, 90), draws))
 
 
-def test_rows_may_lie_apart():
+def test_rows_may_be_strided():
     wide = torch.full((4, 900), math.nan)
     wide[:, :333] = make_logits("normal", 4, 333)
     _check(_case(wide[:, :333], draw_table(*((1.0, 20, 0.9, seed) for seed in range(4)))))
 
 
-def test_tokens_go_where_they_shall():
+def test_tokens_are_written_to_out():
     case = _case(make_logits("normal", 3, 50), make_draws(3, 50))
     whole = torch.full((5,), -7, device=DEVICE)
     case.draw(sampling, DEVICE, out=whole[1:4])
