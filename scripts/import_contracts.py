@@ -11,7 +11,7 @@ __all__ = ["NoCircles", "PureByDefault"]
 class NoCircles(Contract):
     """No module imports itself through others."""
 
-    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:  # noqa: ARG002
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         """Finds one circle through each module that lies on one."""
         circles = {
             frozenset(chain): chain
@@ -42,7 +42,7 @@ class PureByDefault(Contract):
     exceptions = fields.ListField(subfield=fields.StringField())
     forbidden = fields.ListField(subfield=fields.StringField())
 
-    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:  # noqa: ARG002
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         """Finds how pure modules reach what is forbidden, and exceptions that need not be one."""
         chains = [
             chain for module in self._pure_modules(graph) for chain in self._chains(graph, module)
