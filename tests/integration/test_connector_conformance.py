@@ -2,7 +2,6 @@
 and connectors that break the contract do not."""
 
 import json
-import os
 import subprocess
 import sys
 import uuid
@@ -11,7 +10,12 @@ from shutil import rmtree
 
 import pytest
 
-from tests.support.conformance_suite import SUITE_DEADLINE_S, install_stores, start_suite
+from tests.support.conformance_suite import (
+    SUITE_DEADLINE_S,
+    install_stores,
+    start_suite,
+    with_python_path,
+)
 from tests.support.redis_server import running_redis_server
 
 pytestmark = pytest.mark.timeout(3 * SUITE_DEADLINE_S)
@@ -114,7 +118,7 @@ def test_connectors_that_break_the_contract_fail(tmp_path, third_party_packages)
         [sys.executable, "-c", _RUN_EACH, json.dumps(_FAILING_TESTS)],
         check=False,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(third_party_packages)},
+        env=with_python_path(third_party_packages),
         capture_output=True,
         text=True,
         timeout=2 * SUITE_DEADLINE_S,

@@ -10,7 +10,7 @@ import pytest
 from baton.v1 import kv_peer_pb2 as pb
 from baton.v1 import kv_peer_pb2_grpc
 from kvstore.codec import HEADER_BYTES, verify
-from kvstore.connector import LoadResult
+from kvstore.jobs import LoadResult
 from kvstore.layout import KvLayout
 from kvstore.peer import worker
 from kvstore.peer.lending import describe_layout

@@ -3,10 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from kvstore.connector import (
+from kvstore.jobs import (
     ConnectorWork,
     LoadJob,
     LoadResult,
@@ -65,8 +66,8 @@ class ConnectorRig:
         self.worker.register_pool(self.pool, layout, form, share)
         self.worker.set_waker(self.woken.set)
 
-    def start(self, **work: object) -> None:
-        self.worker.start(ConnectorWork(**work))
+    def start(self, **work: Sequence[Any]) -> None:
+        self.worker.start(ConnectorWork(**{name: list(jobs) for name, jobs in work.items()}))
 
     def results(self, count: int) -> list[LookupResult | LoadResult | SaveResult]:
         """The next `count` results, in a bounded time."""

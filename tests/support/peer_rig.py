@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvstore.connector import LoadResult, SaveResult, TransferResults
+from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
-from kvstore.job_scheduler import JobScheduler
+from kvstore.jobs import LoadResult, SaveResult, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.peer.address import PeerUrl
 from kvstore.peer.open import open_peer_connector
@@ -115,12 +115,12 @@ class PeerRig:
         self.step()
 
 
-def _open(url: str, transport: PeerTransport) -> tuple[JobScheduler, PeerConnectorWorker]:
+def _open(url: str, transport: PeerTransport) -> tuple[KvConnectorScheduler, PeerConnectorWorker]:
     peer_url = PeerUrl.parse(url)
     worker = PeerConnectorWorker(peer_url, transport)
     params = worker.address.to_params(peer_url.scheme)
     lease_s = peer_url.lease_s
-    return JobScheduler("nixl", lease_s=lease_s, finds_by_key=False, params=params), worker
+    return KvConnectorScheduler("nixl", lease_s=lease_s, finds_by_key=False, params=params), worker
 
 
 class MemoryTransport(PeerTransport):
