@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from baton.doctor.finding import Finding, Level
+from baton.doctor import Finding, Level
 from baton.doctor.stores import check_store, without_password
 from baton.errors import ConfigurationError
 from kvstore.connector import Connector
