@@ -18,9 +18,9 @@ def source_files():
     suffixes = {".py", ".sh", ".yml", ".cpp", ".h"}
     for name in listed:
         path = ROOT / name
-        if path.suffix in suffixes or path.name in ("Makefile", "Dockerfile"):
-            if path.is_file() and path != Path(__file__):
-                yield path
+        is_source = path.suffix in suffixes or path.name in ("Makefile", "Dockerfile")
+        if is_source and path.is_file() and path != Path(__file__):
+            yield path
 
 
 def test_every_variable_of_baton_is_in_the_table():
