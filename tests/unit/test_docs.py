@@ -52,10 +52,11 @@ def test_every_relative_link_leads_to_a_file(page):
 def test_every_path_in_the_table_of_where_to_add_things_exists():
     text = (ROOT / "docs" / "architecture.md").read_text()
     table = text.split("## Where to add things", 1)[1].split("\n## ", 1)[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    paths = [path for row in rows for path in re.findall(r"`([\w./]+(?:/|\.\w+))`", row)]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    paths_by_row = [re.findall(r"`(\w[\w.]*/[\w./]*)`", row) for row in rows]
     assert len(rows) >= 11
-    assert all(re.search(r"`[\w./]+(?:/|\.\w+)`", row) for row in rows[1:])
+    assert all(paths_by_row)
+    paths = [path for row in paths_by_row for path in row]
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
