@@ -78,7 +78,7 @@ def test_failures_are_named_with_their_messages(report):
         "assert 1 == 2",
         "no such thing",
         "SyntaxError",
-        "in it: pytest ended with status -6",
+        "during this test: pytest ended with status -6",
     ):
         assert part in messages
 
