@@ -47,13 +47,13 @@ class TableUpdate:
 
     Attributes:
         row: whose table.
-        group: which layer group's table (`KvCacheSpec`).
+        layer_group: which layer group's table (`KvCacheSpec`).
         first_index: block index of the first of `block_ids`.
         block_ids: ids in the pool.
     """
 
     row: int
-    group: int
+    layer_group: int
     first_index: int
     block_ids: tuple[int, ...]
 

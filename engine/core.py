@@ -199,7 +199,7 @@ class EngineCore:
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
         """What was recorded since the last call."""
-        return self.scheduler.kv.events.take()
+        return self.scheduler.kv.events.take_events()
 
     def release_handoff(self, handoff_id: str) -> None:
         """Drops what the connector kept for one handoff alone."""

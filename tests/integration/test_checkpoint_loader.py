@@ -169,7 +169,7 @@ def test_fingerprint_does_not_depend_on_how_it_is_read(folder, monkeypatch):
 
 
 def test_a_missing_folder(tmp_path):
-    fails_with(tmp_path / "nowhere", "nowhere", "is no folder")
+    fails_with(tmp_path / "nowhere", "nowhere", "is not a folder")
 
 
 def test_a_hub_name_without_a_network(monkeypatch, tmp_path):
@@ -181,7 +181,7 @@ def test_a_hub_name_without_a_network(monkeypatch, tmp_path):
 
 
 def test_a_name_that_the_hub_does_not_allow():
-    fails_with("no model", "no model is no folder here", "Repo id")
+    fails_with("no model", "no model is not a folder here", "Repo id")
 
 
 def test_a_folder_without_config(folder):
@@ -281,7 +281,7 @@ def test_a_transposed_tensor(tmp_path, variant):
 
 def test_an_unexpected_tensor(folder):
     change_weights(folder, lambda t: {**t, "model.layers.0.mlp.router.weight": torch.ones(2)})
-    fails_with(folder, "model.layers.0.mlp.router.weight", "does not know")
+    fails_with(folder, "model.layers.0.mlp.router.weight", "does not have")
 
 
 def test_integer_weights(folder):

@@ -57,8 +57,8 @@ def _reference(variant, prompt):
 
 
 def _tables(runner, num_sequences, blocks_each=7):
-    num_groups = len(runner.info.windows)
-    return scattered_tables(num_sequences, blocks_each, num_groups, _NUM_BLOCKS)
+    num_layer_groups = len(runner.info.windows)
+    return scattered_tables(num_sequences, blocks_each, num_layer_groups, _NUM_BLOCKS)
 
 
 def _request(runner, prompt, **fields):

@@ -350,7 +350,7 @@ def test_blocks_behind_the_windows_are_not_read(variant, chunk_size):
     """They are poisoned as soon as the layer groups' windows have moved past them."""
     runner, prompt = make_runner(_config(variant)), tuple(prompt_of(61, seed=3))
     spec = KvCacheSpec(BLOCK_SIZE, runner.info.windows)
-    tables = [tuple(range(9 * g, 9 * g + 9)) for g in range(spec.num_groups)]
+    tables = [tuple(range(9 * g, 9 * g + 9)) for g in range(spec.num_layer_groups)]
     request = DrivenRequest(prompt, 0, tables, chunk_size=chunk_size)
     while len(request.drawn) < 8:
         run_step(runner, 1, [request])

@@ -46,7 +46,7 @@ def step_with_prompt(number):
 
 def test_a_step_computes_in_its_turn(make, tmp_path):
     runner, neighbour = make(), Turns(str(tmp_path))
-    with neighbour.mine():
+    with neighbour.wait_for_turn():
         submitted = runner.submit(step_with_prompt(1))
         wait_until(lambda: is_held(tmp_path / "next"))
         assert not submitted.done()
@@ -58,7 +58,7 @@ def test_a_step_computes_in_its_turn(make, tmp_path):
 def test_a_step_without_tokens_waits_for_nobody(make, tmp_path):
     runner, neighbour = make(), Turns(str(tmp_path))
     tables = ScheduledBatch(1, table_updates=(TableUpdate(0, 0, 0, TABLE),), swap_outs=((4, 0),))
-    with neighbour.mine():
+    with neighbour.wait_for_turn():
         assert runner.execute(tables) == StepOutput(1)
     neighbour.close()
 
@@ -113,7 +113,7 @@ def test_what_is_closed_waits_for_nobody(make, tmp_path, caplog):
     runner, neighbour = make(), Turns(str(tmp_path))
     runner.close()
     runner.close()
-    with neighbour.mine():
+    with neighbour.wait_for_turn():
         assert len(runner.execute(step_with_prompt(1)).chunks) == 1
     assert caplog.records == []  # it was not given up on, either
     neighbour.close()

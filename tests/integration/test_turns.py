@@ -109,7 +109,7 @@ def test_turns_never_overlap(make):
 
     def compute(turns):
         for _ in range(count):
-            with turns.mine():
+            with turns.wait_for_turn():
                 overlaps.extend(held)
                 held.append(turns)
                 os.sched_yield()
@@ -127,7 +127,7 @@ def test_a_turn_that_fails_ends(make, tmp_path):
     turns = make()
 
     def fail():
-        with turns.mine():
+        with turns.wait_for_turn():
             assert is_held(tmp_path / "turn")
             raise ZeroDivisionError
 
@@ -139,7 +139,7 @@ def test_a_turn_that_fails_ends(make, tmp_path):
 def test_one_thread_may_step_two_engines(make, sleeps):
     first, second = make(), make()
     for turns in (first, second, first, first, second):
-        with turns.mine():
+        with turns.wait_for_turn():
             pass
     assert sleeps == []  # nobody was in the way, so nobody waited
 
@@ -156,11 +156,11 @@ def test_a_killed_engine_gives_its_turn_to_who_waits(start, tmp_path):
 
 def test_a_killed_engine_that_was_next_keeps_nobody_out(start, make, tmp_path):
     waiter, turns = start(), make()
-    with turns.mine():
+    with turns.wait_for_turn():
         waiter.tell("take")
         wait_until(lambda: is_held(tmp_path / "next"))
         waiter.kill()
-    with turns.mine():
+    with turns.wait_for_turn():
         assert is_held(tmp_path / "turn")
 
 
@@ -192,12 +192,12 @@ def test_a_folder_whose_files_cannot_be_locked_is_refused(make, monkeypatch):
     turns = make()
     monkeypatch.setattr(turns_module.fcntl, "flock", refuse)
     with pytest.raises(ConfigurationError, match="--turns-folder cannot be locked: No locks"):
-        turns.mine().__enter__()
+        turns.wait_for_turn().__enter__()
 
 
 def test_an_engine_stopped_while_next_delays_the_others_once(start, make, sleeps, caplog, tmp_path):
     stopped, turns = start(), make(longest_turn_s=BOUND_S)
-    with turns.mine():
+    with turns.wait_for_turn():
         stopped.tell("take")
         wait_until(lambda: is_held(tmp_path / "next"))
         stopped.process.send_signal(signal.SIGSTOP)
@@ -214,7 +214,7 @@ def test_turns_go_on_with_who_was_stopped(start, make, sleeps, caplog, tmp_path)
     count_sleeps_of_steps(turns, sleeps, 2)
     stopped.process.send_signal(signal.SIGCONT)
     assert stopped.ask("give") == "given"
-    with turns.mine():
+    with turns.wait_for_turn():
         assert is_held(tmp_path / "turn")
     assert len(caplog.records) == 1
 
@@ -241,7 +241,7 @@ def count_sleeps_of_steps(turns, sleeps, num_steps):
     counts = []
     for _ in range(num_steps):
         sleeps.clear()
-        with turns.mine():
+        with turns.wait_for_turn():
             counts.append(len(sleeps))
     return counts
 
@@ -249,7 +249,7 @@ def count_sleeps_of_steps(turns, sleeps, num_steps):
 def test_who_waits_looks_less_often_with_time(start, make, sleeps):
     holder, turns = start(), make(longest_turn_s=BOUND_S)
     assert holder.ask("take") == "taken"
-    with turns.mine():
+    with turns.wait_for_turn():
         pass
     assert sleeps == sorted(sleeps)
     assert sleeps[0] == 0.0002
@@ -259,7 +259,7 @@ def test_who_waits_looks_less_often_with_time(start, make, sleeps):
 def test_without_a_folder_every_step_runs_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     turns = Turns(None)
-    with turns.mine(), turns.mine():
+    with turns.wait_for_turn(), turns.wait_for_turn():
         pass
     turns.close()
     assert list(tmp_path.iterdir()) == []
@@ -269,7 +269,7 @@ def test_closing_gives_up_the_place(make, tmp_path):
     turns = make()
     turns.close()
     turns.close()
-    with turns.mine():
+    with turns.wait_for_turn():
         assert not is_held(tmp_path / "turn")
 
 

@@ -174,7 +174,7 @@ class ManagerMachine(RuleBasedStateMachine):
         num_cached = len(self._cached_blocks())
         assert self.kv.reset_prefix_cache() == num_cached
         assert not self._cached_blocks()
-        for seq in (*self.seqs, *(seq for group, _ in self.swapped for seq in group)):
+        for seq in (*self.seqs, *(seq for members, _ in self.swapped for seq in members)):
             seq.is_stale = True
 
     @rule(count=st.integers(1, 4))
@@ -323,12 +323,14 @@ class ManagerMachine(RuleBasedStateMachine):
         changes = self.kv.append(seq.table, start, end)
         taken = 0
         for change in changes:
-            old = before[change.group][change.first_index :]
+            old = before[change.layer_group][change.first_index :]
             assert all(a != b for a, b in zip(old, change.block_ids, strict=False))
             taken += len(change.block_ids)
         assert taken == missing
-        places = [(c.group, c.first_index + len(c.block_ids)) for c in changes]
-        assert not set(places) & {(c.group, c.first_index) for c in changes}, "runs are merged"
+        places = [(c.layer_group, c.first_index + len(c.block_ids)) for c in changes]
+        assert not set(places) & {(c.layer_group, c.first_index) for c in changes}, (
+            "runs are merged"
+        )
         return changes
 
     def _could_append(self, seq: Seq, start: int, end: int) -> bool:
@@ -340,9 +342,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self._register(seq)
         before = list(seq.table.first_live)
         self.kv.release_behind(seq.table, seq.computed)
-        for group, blocks in enumerate(seq.table.blocks):
-            first = max(before[group], self.spec.first_live(group, seq.computed))
-            assert seq.table.first_live[group] == first
+        for layer_group, blocks in enumerate(seq.table.blocks):
+            first = max(before[layer_group], self.spec.first_live(layer_group, seq.computed))
+            assert seq.table.first_live[layer_group] == first
             assert set(blocks[:first]) <= {NO_BLOCK}
 
     def _register(self, seq: Seq) -> None:
@@ -366,32 +368,32 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _write(self, rows: list[list[int]], tokens: list[int], start: int, end: int) -> None:
         size = self.spec.block_size
-        for group, row in enumerate(rows):
+        for layer_group, row in enumerate(rows):
             for position in range(start, end):
                 if row[position // size] != NO_BLOCK:
-                    value = (group, tuple(tokens[: position + 1]))
+                    value = (layer_group, tuple(tokens[: position + 1]))
                     self.content[row[position // size]][position % size] = value
 
     def _check_reads(self, write: Write) -> None:
         size = self.spec.block_size
-        for group, window in enumerate(self.spec.windows):
+        for layer_group, window in enumerate(self.spec.windows):
             first = 0 if window is None else max(0, write.start - window + 1)
             for position in range(first, write.start):
-                found = self.content[write.rows[group][position // size]][position % size]
-                assert found == (group, tuple(write.tokens[: position + 1]))
+                found = self.content[write.rows[layer_group][position // size]][position % size]
+                assert found == (layer_group, tuple(write.tokens[: position + 1]))
 
     # What must hold.
 
     def _check_span(self, seq: Seq, start: int, end: int) -> None:
         """Rows and table agree where it matters; nobody else owns what is to be written."""
         size, owners = self.spec.block_size, self._owners()
-        for group, row in enumerate(seq.rows):
-            first = self.spec.first_live(group, start)
-            blocks = seq.table.blocks[group]
+        for layer_group, row in enumerate(seq.rows):
+            first = self.spec.first_live(layer_group, start)
+            blocks = seq.table.blocks[layer_group]
             assert row[first : -(-end // size)] == blocks[first : -(-end // size)]
-            assert NO_BLOCK not in blocks[seq.table.first_live[group] :]
-            num_held = len(blocks) - seq.table.first_live[group]
-            assert num_held <= self.spec.max_live(group, MAX_TOKENS)
+            assert NO_BLOCK not in blocks[seq.table.first_live[layer_group] :]
+            num_held = len(blocks) - seq.table.first_live[layer_group]
+            assert num_held <= self.spec.max_live(layer_group, MAX_TOKENS)
             for index in range(start // size, -(-end // size)):
                 assert owners[row[index]] == 1
                 assert row[index] not in self._cached_blocks()
@@ -400,20 +402,20 @@ class ManagerMachine(RuleBasedStateMachine):
         """It is the longest valid prefix, and its blocks hold what they should."""
         size, lookup = self.spec.block_size, self.kv.pool.lookup
 
-        def blocks_of(length: int, group: int) -> list[int | None]:
-            first = self.spec.first_live(group, length * size)
-            return [lookup(key, group) for key in keys[first:length]]
+        def blocks_of(length: int, layer_group: int) -> list[int | None]:
+            first = self.spec.first_live(layer_group, length * size)
+            return [lookup(key, layer_group) for key in keys[first:length]]
 
-        groups = range(self.spec.num_groups)
+        layer_groups = range(self.spec.num_layer_groups)
         lengths = range((num_tokens - 1) // size, -1, -1)
-        best = next(n for n in lengths if not any(None in blocks_of(n, g) for g in groups))
+        best = next(n for n in lengths if not any(None in blocks_of(n, g) for g in layer_groups))
         assert match.num_blocks == best
-        for group in groups:
-            assert list(match.blocks[group]) == blocks_of(best, group)
-            assert match.first_live[group] == self.spec.first_live(group, best * size)
-            for index, block in enumerate(match.blocks[group], match.first_live[group]):
+        for layer_group in layer_groups:
+            assert list(match.blocks[layer_group]) == blocks_of(best, layer_group)
+            assert match.first_live[layer_group] == self.spec.first_live(layer_group, best * size)
+            for index, block in enumerate(match.blocks[layer_group], match.first_live[layer_group]):
                 tokens = tuple(keys[index])
-                values = [(group, tokens[: index * size + slot + 1]) for slot in range(size)]
+                values = [(layer_group, tokens[: index * size + slot + 1]) for slot in range(size)]
                 assert self.content[block] == values
 
     def _cached_blocks(self) -> list[int]:
@@ -461,7 +463,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def a_follower_knows_what_is_cached(self) -> None:
         if hasattr(self, "kv"):
-            self._follow(self.kv.events.take())
+            self._follow(self.kv.events.take_events())
             assert self.cached == set(self.kv.pool.cached_keys())
 
     def teardown(self) -> None:
@@ -483,7 +485,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 def _apply(rows: list[list[int]], changes: list[TableChange]) -> None:
     for change in changes:
-        row, end = rows[change.group], change.first_index + len(change.block_ids)
+        row, end = rows[change.layer_group], change.first_index + len(change.block_ids)
         row += [NO_BLOCK] * (end - len(row))
         row[change.first_index : end] = change.block_ids
 

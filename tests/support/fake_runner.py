@@ -191,7 +191,7 @@ class FakeRunner:
         limit = -(-self.info.max_model_len // self.info.layout.block_size)
         self._check(0 <= update.first_index <= end <= limit, "a table is longer than the model")
         self._check(0 <= update.row < self._max_rows, "there is no such row")
-        table = self._row(update.row).tables[update.group]
+        table = self._row(update.row).tables[update.layer_group]
         for index, block in enumerate(update.block_ids, update.first_index):
             self._check(0 <= block < self.num_blocks, "there is no such block")
             table[index] = block
@@ -259,44 +259,44 @@ class FakeRunner:
         """The tokens before a row's share, as the cache has them, each slot seen checked."""
         if work.start == 0:
             return ()
-        group = max(range(len(self.info.windows)), key=self._window)
-        _, context = self._read(work.row, group, work.start - 1)
+        layer_group = max(range(len(self.info.windows)), key=self._window)
+        _, context = self._read(work.row, layer_group, work.start - 1)
         self._check(len(context) == work.start, "a foreign or stale slot is read")
         self._check_seen(work, context)
         return context
 
     def _check_seen(self, work: _Work, sequence: Prefix) -> None:
         """Checks all slots that the share's queries see, as far as `sequence` goes."""
-        for group in range(len(self.info.windows)):
-            first = max(0, work.start - self._window(group) + 1)
+        for layer_group in range(len(self.info.windows)):
+            first = max(0, work.start - self._window(layer_group) + 1)
             for position in range(first, len(sequence)):
-                slot = self._read(work.row, group, position)
-                is_right = slot == (group, sequence[: position + 1])
+                slot = self._read(work.row, layer_group, position)
+                is_right = slot == (layer_group, sequence[: position + 1])
                 self._check(is_right, "a foreign or stale slot is read")
 
     def _write(self, work: _Work, written: set[tuple[int, int]]) -> None:
-        for group in range(len(self.info.windows)):
+        for layer_group in range(len(self.info.windows)):
             for position in range(work.start, work.start + len(work.token_ids)):
-                block, offset = self._place(work.row, group, position)
+                block, offset = self._place(work.row, layer_group, position)
                 self._check((block, offset) not in written, "two sequences write one slot")
                 written.add((block, offset))
                 prefix = (INVALID_TOKEN,) if work.is_broken else work.sequence[: position + 1]
-                self.kv_pool[block][offset] = (group, prefix)
+                self.kv_pool[block][offset] = (layer_group, prefix)
 
-    def _read(self, row: FakeRow, group: int, position: int) -> Slot:
-        block, offset = self._place(row, group, position)
+    def _read(self, row: FakeRow, layer_group: int, position: int) -> Slot:
+        block, offset = self._place(row, layer_group, position)
         slot = self.kv_pool[block][offset]
         self._check(slot is not None, "an unwritten slot is read")
         return slot
 
-    def _place(self, row: FakeRow, group: int, position: int) -> tuple[int, int]:
+    def _place(self, row: FakeRow, layer_group: int, position: int) -> tuple[int, int]:
         self._check(position < self.info.max_model_len, "a position is beyond the model's length")
         index, offset = divmod(position, self.info.layout.block_size)
-        self._check(index in row.tables[group], "a block is read that the table lacks")
-        return row.tables[group][index], offset
+        self._check(index in row.tables[layer_group], "a block is read that the table lacks")
+        return row.tables[layer_group][index], offset
 
-    def _window(self, group: int) -> int:
-        window = self.info.windows[group]
+    def _window(self, layer_group: int) -> int:
+        window = self.info.windows[layer_group]
         return self.info.max_model_len if window is None else window
 
     # -- draws

@@ -44,7 +44,7 @@ def _main(folder: Path) -> None:
     for line in sys.stdin:
         command, *arguments = line.split()
         if command == "take":
-            turn.enter_context(turns.mine())
+            turn.enter_context(turns.wait_for_turn())
             _say("taken")
         elif command == "give":
             turn.close()
@@ -62,7 +62,7 @@ def _main(folder: Path) -> None:
 
 def _take_steps(turns: Turns, folder: Path, count: int, order: Path) -> None:
     for _ in range(count):
-        with turns.mine():
+        with turns.wait_for_turn():
             with order.open("a") as file:
                 file.write(f"{os.getpid()}\n")
             wait_until(lambda: is_held(folder / "next") or _others_are_done(order, count))

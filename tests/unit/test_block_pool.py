@@ -53,7 +53,7 @@ def test_a_key_that_is_indexed_stays_where_it_is() -> None:
 
 
 def test_groups_are_indexed_apart() -> None:
-    pool = BlockPool(4, num_groups=2)
+    pool = BlockPool(4, num_layer_groups=2)
     first, second = pool.allocate(2)
     assert pool.register(first, b"a", 0)
     assert pool.register(second, b"a", 1)

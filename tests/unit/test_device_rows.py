@@ -22,8 +22,8 @@ def _rows():
 def _updates(draw):
     first = draw(st.integers(0, _BLOCKS - 1))
     block_ids = draw(st.lists(st.integers(0, 999), max_size=_BLOCKS - first))
-    row, group = draw(st.integers(0, _ROWS - 1)), draw(st.integers(0, _GROUPS - 1))
-    return TableUpdate(row, group, first, tuple(block_ids))
+    row, layer_group = draw(st.integers(0, _ROWS - 1)), draw(st.integers(0, _GROUPS - 1))
+    return TableUpdate(row, layer_group, first, tuple(block_ids))
 
 
 @given(st.lists(st.lists(_updates(), max_size=8), max_size=4))

@@ -91,7 +91,9 @@ def test_blocks_behind_a_window_and_free_ones_are_discarded_too():
     kv.release_behind(table, 20)
     kv.free(compute(kv, 24))
     kv.discard(KEYS[:6])
-    assert [kv.pool.lookup(key, group) for key in KEYS for group in range(2)] == [None] * 64
+    assert [kv.pool.lookup(key, layer_group) for key in KEYS for layer_group in range(2)] == [
+        None
+    ] * 64
     kv.check()
 
 
@@ -617,12 +619,12 @@ def test_events_say_what_is_cached():
     kv = manager(4)
     assert kv.events.start_recording() == (CacheCleared(1),)
     kv.free(compute(kv, 13))
-    assert kv.events.take() == (BlocksStored(2, tuple(KEYS[:3]), None),)
+    assert kv.events.take_events() == (BlocksStored(2, tuple(KEYS[:3]), None),)
     table = kv.admit(13, kv.match_prefix(KEYS, 9))
-    assert kv.events.take() == (BlocksRemoved(3, (KEYS[2],)),)
+    assert kv.events.take_events() == (BlocksRemoved(3, (KEYS[2],)),)
     kv.register(table, KEYS, 13)
     kv.reset_prefix_cache()
-    assert kv.events.take() == (BlocksStored(4, (KEYS[2],), KEYS[1]), CacheCleared(5))
+    assert kv.events.take_events() == (BlocksStored(4, (KEYS[2],), KEYS[1]), CacheCleared(5))
 
 
 def test_events_tell_of_one_group():
@@ -630,7 +632,7 @@ def test_events_tell_of_one_group():
     kv.events.start_recording()
     kv.free(compute(kv, 9))
     kv.pool.allocate(16)
-    assert kv.events.take() == (
+    assert kv.events.take_events() == (
         BlocksStored(2, tuple(KEYS[:2]), None),
         BlocksRemoved(3, (KEYS[1], KEYS[0])),
     )
@@ -639,13 +641,13 @@ def test_events_tell_of_one_group():
 def test_late_followers_get_a_snapshot():
     kv = manager()
     compute(kv, 9)
-    assert kv.events.take() == (), "nobody records"
+    assert kv.events.take_events() == (), "nobody records"
     snapshot = (CacheCleared(1), BlocksStored(2, tuple(KEYS[:2]), None))
     assert kv.events.start_recording() == snapshot
-    assert kv.events.take() == ()
+    assert kv.events.take_events() == ()
     kv.events.stop_recording()
     kv.reset_prefix_cache()
-    assert kv.events.take() == ()
+    assert kv.events.take_events() == ()
 
 
 def test_a_step_cannot_start_twice():

@@ -13,9 +13,12 @@ def test_too_many_events_become_a_snapshot():
     cached.remove(b"\x01")
     log.record_removed([b"\x01"])
 
-    assert log.take() == (CacheCleared(2), BlocksStored(3, (b"\0", b"\2", b"\3", b"\4"), None))
+    assert log.take_events() == (
+        CacheCleared(2),
+        BlocksStored(3, (b"\0", b"\2", b"\3", b"\4"), None),
+    )
     log.record_removed([b"\0"])
-    assert log.take() == (BlocksRemoved(4, (b"\0",)),)
+    assert log.take_events() == (BlocksRemoved(4, (b"\0",)),)
 
 
 def test_events_that_fit_are_kept_as_they_are():
@@ -24,7 +27,7 @@ def test_events_that_fit_are_kept_as_they_are():
     log.record_stored([b"a"], None)
     log.record_stored([b"b"], b"a")
     log.record_cleared()
-    assert log.take() == (
+    assert log.take_events() == (
         BlocksStored(2, (b"a",), None),
         BlocksStored(3, (b"b",), b"a"),
         CacheCleared(4),
@@ -37,5 +40,5 @@ def test_numbers_go_on_after_a_pause():
     log.record_cleared()
     log.stop_recording()
     log.record_cleared()
-    assert log.take() == ()
+    assert log.take_events() == ()
     assert log.start_recording() == (CacheCleared(2),)

@@ -136,7 +136,7 @@ def test_an_unknown_type_of_kv_is_refused():
 
 @pytest.mark.parametrize(("head_dim", "block_size", "multiple"), [(6, 3, 2), (5, 6, 4)])
 def test_8_bit_heads_fill_whole_words(head_dim, block_size, multiple):
-    with pytest.raises(ConfigurationError, match=f"--block-size to a multiple of {multiple}$"):
+    with pytest.raises(ConfigurationError, match=f"it must be a multiple of {multiple}$"):
         _layout(head_dim, kv_cache_dtype="fp8_e4m3", block_size=block_size)
     layout = _layout(head_dim, kv_cache_dtype="fp8_e4m3", block_size=3 * multiple)
     assert layout.block_size * layout.head_dim % 4 == 0
