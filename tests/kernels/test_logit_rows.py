@@ -60,7 +60,7 @@ def test_logits_of_some_tokens_are_close_to_computing_all(variant):
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2", "opt"])
-@pytest.mark.parametrize("asking", [[], [0], [1, 2]])
+@pytest.mark.parametrize("wanted", [[], [0], [1, 2]])
 def test_the_last_layer_computes_only_the_chosen_tokens(variant, wanted):
     session = PagedSession(loaded(variant, "float32"), LENGTHS)
     counts = []

@@ -1,10 +1,10 @@
 """A runner without a model, so that scheduling can be tested in milliseconds.
 
-The "KV cache" is a table of slots that remembers for which layer group and
-which token prefix each was written. A step reads back every slot that its
-windows let it see, before anything is written and after, so a wrong, stale or
-foreign block is seen at once. What is drawn is a function of the whole
-sequence and, where it is not greedy, the seed.
+The "KV cache" is a table of slots that records for which layer group and which
+token prefix each was written. A step reads every slot that its windows see,
+before it writes and after, so a wrong, stale or foreign block is found at once.
+The token drawn is a function of the whole sequence and, unless the draw is greedy,
+of the seed.
 """
 
 import math
@@ -51,11 +51,11 @@ Slot = tuple[int, Prefix]  # layer group, and the tokens up to the slot's own
 
 @dataclass(slots=True)
 class FakeRow:
-    """What the runner remembers of one row; `tables[group][block index]` is a block id."""
+    """The runner's state of one row; `tables[layer_group][block index]` is a block id."""
 
     tables: list[dict[int, int]]
     position: int = 0
-    last_token: int | None = None  # None: it has drawn nothing that it could run
+    last_token: int | None = None  # None if it has not drawn a token that it could run
     draw: DrawParams = GREEDY
     wants_logprobs: bool = False
 
@@ -64,9 +64,9 @@ class FakeRow:
 class _Work:
     """One row's share of a step: tokens to run, from `start` on.
 
-    What is broken follows a step that failed, as an overlapped step may: it runs
-    on whatever is in its row's own blocks, draws nothing of use, and must not
-    hurt others.
+    A share is broken if it follows a failed step, as an overlapped step may: it runs on
+    the content of its row's own blocks, its token is unused, and it must not affect
+    other rows.
     """
 
     row_id: int
@@ -85,7 +85,7 @@ class FakeRunner:
     """Executes batches on a table of slots; raises AssertionError on any wrong read.
 
     `submits` says when a submitted batch runs: "now", in `submit`; "late", when
-    its future's result is asked for; or in a "thread".
+    its future's `result` is called; or in a "thread".
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class FakeRunner:
         self.costs = StepCosts(prompt_token_s=1e-3, swapped_block_s=1e-3)
         self.failures: list[Exception] = []
         self.batches: list[ScheduledBatch] = []
-        # What the next forward pass does: "raise", or "not finite" logits for its first row.
+        # A fault of the next forward pass: "raise", or "not finite" logits for its first row.
         self.fault: str | None = None
         self.num_raised_in_row = 0
-        # kv_pool[block][offset]: what was written there last.
+        # kv_pool[block][offset] is the slot that was written there last.
         self.kv_pool: list[list[Slot | None]] = [self._empty_block() for _ in range(num_blocks)]
         self.host_pool: list[list[Slot | None] | None] = [None] * num_host_blocks
         self.rows: dict[int, FakeRow] = {}
@@ -204,12 +204,12 @@ class FakeRunner:
         row.wants_logprobs = chunk.wants_logprobs
         if len(chunk.draws) == 1:
             (row.draw,) = chunk.draws
-            row.last_token = INVALID_TOKEN  # until the draw, which may never come
+            row.last_token = INVALID_TOKEN  # until the draw, which may not happen
         return _Work(chunk.row, row, chunk.start_position, chunk.token_ids, is_broken)
 
     def _goes_on(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> bool:
-        """Whether the row is still that of the batch before: in new hands it gets a
-        table that begins before the chunk.
+        """Whether the row still belongs to the sequence of the previous batch. A new one gets
+        a table that begins before the chunk.
         """
         start, block_size = chunk.start_position, self.info.layout.block_size
         own = (update for update in batch.table_updates if update.row == chunk.row)
@@ -245,7 +245,7 @@ class FakeRunner:
             self._check(len(targets) == len(pairs), "a block is the target of two copies")
 
     def _run(self, works: Sequence[_Work]) -> None:
-        """Reads all contexts, writes all tokens, and reads again what each row sees."""
+        """Reads all contexts, writes all tokens, and reads the slots that each row sees again."""
         sound = [work for work in works if not work.is_broken]
         for work in sound:
             work.context = self._context(work)
@@ -256,7 +256,7 @@ class FakeRunner:
             self._check_seen(work, work.sequence)
 
     def _context(self, work: _Work) -> Prefix:
-        """The tokens before a row's share, as the cache has them, each slot seen checked."""
+        """Returns the tokens before a row's share from the cache, and checks the slots it sees."""
         if work.start == 0:
             return ()
         layer_group = max(range(len(self.info.windows)), key=self._window)
@@ -266,7 +266,7 @@ class FakeRunner:
         return context
 
     def _check_seen(self, work: _Work, sequence: Prefix) -> None:
-        """Checks all slots that the share's queries see, as far as `sequence` goes."""
+        """Checks all slots that the share's queries see, up to the end of `sequence`."""
         for layer_group in range(len(self.info.windows)):
             first = max(0, work.start - self._window(layer_group) + 1)
             for position in range(first, len(sequence)):
@@ -331,7 +331,7 @@ class FakeRunner:
         return tuple(self._logprob(work) for work in decodes)
 
     def _logprob(self, work: _Work) -> float:
-        """NaN where nobody asked."""
+        """Returns log-probabilities, NaN for rows that do not want them."""
         token = work.row.last_token
         if token == INVALID_TOKEN or not work.row.wants_logprobs:
             return math.nan
@@ -346,8 +346,8 @@ class FakeRunner:
         self.num_raised_in_row = 0
 
     def _check(self, holds: bool, message: str) -> None:
-        """Remembers what is wrong: the engine turns a runner's exception into a
-        failed request, and tests must see the cause.
+        """Records an error: the engine turns a runner's exception into a failed request,
+        and tests must see the cause.
         """
         if not holds:
             self.failures.append(AssertionError(message))
@@ -355,7 +355,7 @@ class FakeRunner:
 
 
 class _LateFuture(Future[StepOutput]):
-    """Runs its batch, and those before it, when its result or exception is asked for."""
+    """A future that runs its batch, and earlier ones, when its result or exception is read."""
 
     def __init__(self, runner: FakeRunner, batch: ScheduledBatch) -> None:
         super().__init__()

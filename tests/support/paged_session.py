@@ -1,4 +1,4 @@
-"""`PagedSession`: sequences of one model over a pool of their own, run step by step."""
+"""`PagedSession`: sequences of one model over their own pool, run step by step."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -33,10 +33,10 @@ class PagedSession:
     """Sequences whose cache starts full of NaN, in shuffled blocks.
 
     Args:
-        model: what runs.
-        context_lens: how long each sequence may become.
-        seed: of the shuffling.
-        kv_dtype: as in `KvLayout`; None: the model's.
+        model: the model.
+        context_lens: maximum length of each sequence.
+        seed: seed of the shuffling.
+        kv_dtype: `KvLayout.dtype`; None for the model's.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PagedSession:
 
     @torch.inference_mode()
     def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
-        """Runs (sequence, its next tokens); gives each one's logits `[tokens, vocab]`."""
+        """Runs (sequence, its next tokens); returns each one's logits `[tokens, vocab]`."""
         logits = self._run(self.inputs(work))
         return list(logits.split([len(tokens) for _, tokens in work]))
 
@@ -88,7 +88,7 @@ class PagedSession:
     def inputs(
         self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None
     ) -> BatchInputs:
-        """What a step of `work` feeds the model, which then counts as done.
+        """Returns the inputs of a step of `work`, which then counts as done.
 
         Args:
             work: (sequence, its next tokens).
@@ -112,7 +112,7 @@ class PagedSession:
     def batch(
         self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None
     ) -> tuple[ScheduledBatch, Rows]:
-        """As `inputs`: the step in chunks, and the tables of all sequences."""
+        """Returns the same step as a batch of chunks, and the rows of all sequences."""
         chunks = []
         for index, (sequence, tokens) in enumerate(work):
             draws = (GREEDY,) if wanted is None or index in wanted else ()

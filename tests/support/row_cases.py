@@ -1,4 +1,4 @@
-"""Rows' state and inputs of decode steps, with a plain-Python reading of what is asked of them."""
+"""Rows' state and inputs of decode steps, and their expected values in plain Python."""
 
 from dataclasses import dataclass, fields
 

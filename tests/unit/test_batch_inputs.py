@@ -1,4 +1,4 @@
-"""Scheduled batches as tensors, against a token-by-token reading of the contract."""
+"""Inputs of scheduled batches, compared with ones computed token by token."""
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def _chunks(draw, row):
 
 @st.composite
 def _batches(draw, rows):
-    """A batch over `rows`, which are given random tables, positions and last tokens."""
+    """Draws a batch, and random tables, positions and last tokens for `rows`."""
     order = draw(st.permutations(range(_NUM_ROWS)))
     num_chunks = draw(st.integers(0, 3))
     num_decodes = draw(st.integers(0 if num_chunks else 1, 4))
@@ -54,7 +54,7 @@ def _batches(draw, rows):
 
 
 @given(st.data(), st.sampled_from([1, 8, 16]), st.integers(1, 3))
-def test_tokens_follow_the_contract_one_by_one(data, block_size, num_layer_groups):
+def test_inputs_equal_ones_computed_token_by_token(data, block_size, num_layer_groups):
     rows = Rows(num_layer_groups, _NUM_ROWS, -(-_MAX_LEN // block_size))
     step_inputs = _step_inputs(rows, block_size)
     for _ in range(2):  # nothing of the first step is in the second
@@ -92,7 +92,7 @@ def _check(inputs, batch, rows, block_size):
 
 
 def _check_logit_rows(inputs, wanted, sequences, rows, block_size):
-    """Each asks as a sequence of its last token alone."""
+    """Checks that each wanted token is a sequence of one token."""
     if len(wanted) == len(inputs.token_ids):
         assert inputs.logit_rows is None
         return
@@ -126,7 +126,7 @@ def _check_sequences(meta, sequences, tables, block_size):
     assert meta.max_context_len == int(meta.context_lens.max())
 
 
-def test_table_updates_change_what_they_name_and_no_more():
+def test_table_updates_change_only_the_entries_that_they_name():
     rows = Rows(num_layer_groups=2, num_rows=3, max_blocks=5)
     rows.update_tables([TableUpdate(1, 0, 0, (7, 8, 9)), TableUpdate(1, 1, 2, (4,))])
     rows.update_tables([TableUpdate(1, 0, 1, (5, 6, 3)), TableUpdate(0, 1, 0, ())])
@@ -134,7 +134,7 @@ def test_table_updates_change_what_they_name_and_no_more():
     assert rows.tables[1].tolist() == [[0] * 5, [0, 0, 4, 0, 0], [0] * 5]
 
 
-def test_element_types_are_those_the_kernels_take():
+def test_element_types_are_those_of_the_kernels():
     rows = Rows(num_layer_groups=1, num_rows=2, max_blocks=4)
     for batch in (
         ScheduledBatch(1, (_chunk(0, [1, 2]),)),
@@ -153,7 +153,7 @@ def test_element_types_are_those_the_kernels_take():
                 assert tensor.is_contiguous()
 
 
-def test_every_step_lies_where_the_one_before_it_lay():
+def test_all_steps_use_the_same_memory():
     rows = Rows(num_layer_groups=2, num_rows=4, max_blocks=6)
     step_inputs = _step_inputs(rows)
     places = set()

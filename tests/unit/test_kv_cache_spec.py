@@ -1,4 +1,4 @@
-"""Block counts of layer groups, against counting one by one."""
+"""Block counts of layer groups, compared with counting one by one."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ def test_layers_are_grouped_by_window(windows: list[int | None]) -> None:
         assert layer_groups.windows.count(kind) == needed
 
 
-def test_one_kind_of_layer_is_one_group() -> None:
+def test_layers_with_one_window_are_one_layer_group() -> None:
     layer_groups = group_layers([None] * 4)
     assert layer_groups.windows == (None,)
     assert layer_groups.slots == ((0, 0), (0, 1), (0, 2), (0, 3))
@@ -53,7 +53,7 @@ def test_overlapped_steps_leave_a_chunk_more_unreleased() -> None:
     assert spec_of(config, (None,)) == KvCacheSpec(8, (None,), 60)
 
 
-def test_groups_of_a_real_pattern() -> None:
+def test_layer_groups_of_a_real_pattern() -> None:
     """Gemma 3: five layers with a window, one without."""
     layer_groups = group_layers(([512] * 5 + [None]) * 2)
     assert layer_groups.windows == (512,) * 5 + (None,)
@@ -81,7 +81,7 @@ def test_the_most_live_blocks_are_those_of_the_worst_chunk(
         worst = max(len(seen_blocks(spec, layer_group, *chunk)) for chunk in chunks)
         most = spec.max_live(layer_group, num_tokens)
         assert most >= worst
-        # Exact where the sequence is long enough for the worst offset to occur.
+        # The count is exact if the sequence is long enough for the worst offset to occur.
         span = (spec.windows[layer_group] or 0) + spec.max_chunk + spec.block_size
         if spec.windows[layer_group] is None or num_tokens >= span:
             assert most == worst
@@ -129,10 +129,10 @@ def test_the_longest_sequence_that_fits(spec: KvCacheSpec, num_blocks: int, limi
 @given(
     spec=SPECS, num_shared=st.integers(0, 12), num_more=st.integers(0, 12), num=st.integers(1, 4)
 )
-def test_branches_need_no_more_than_is_said(
+def test_branches_need_no_more_blocks_than_computed(
     spec: KvCacheSpec, num_shared: int, num_more: int, num: int
 ) -> None:
-    """Each branch with blocks of its own from the first token that it does not share."""
+    """Each branch has its own blocks from the first token that it does not share."""
     num_tokens = num_shared + num_more
     bound = spec.blocks_for_branches(num_shared, num_tokens, num)
     num_common = num_shared // spec.block_size

@@ -21,7 +21,7 @@ def test_too_many_events_become_a_snapshot():
     assert log.take_events() == (BlocksRemoved(4, (b"\0",)),)
 
 
-def test_events_that_fit_are_kept_as_they_are():
+def test_events_within_the_limit_are_kept():
     log = KvEventLog(tuple, max_pending=3)
     log.start_recording()
     log.record_stored([b"a"], None)
@@ -34,7 +34,7 @@ def test_events_that_fit_are_kept_as_they_are():
     )
 
 
-def test_numbers_go_on_after_a_pause():
+def test_sequence_numbers_continue_after_a_pause():
     log = KvEventLog(tuple)
     log.start_recording()
     log.record_cleared()
