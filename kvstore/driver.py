@@ -37,7 +37,7 @@ class ConnectorDriver:
     Args:
         connector: both halves. The driver closes them.
         pool: the tensor `[num_blocks, *layout.block_shape]`.
-        layout: of the pool's blocks.
+        layout: the shape and type of the pool's blocks.
         form: see `KvConnectorWorker.register_pool`.
         share: see there.
         timeout_s: the longest wait for a result.
@@ -194,7 +194,7 @@ class ConnectorDriver:
         """Ends a lease and deletes its blocks; returns when both have happened.
 
         Args:
-            keys: of the saved blocks.
+            keys: one per saved block.
             lease_id: that `start_save` or `save` saved them for.
             timeout_s: the longest wait; None for the driver's own.
 
