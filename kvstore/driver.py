@@ -203,7 +203,8 @@ class ConnectorDriver:
         """
         self.scheduler.end_lease(lease_id)
         self.scheduler.delete(keys)
-        lookup = self.scheduler.lookup(keys)  # answered after earlier deletions
+        self.start_scheduled()
+        lookup = self.scheduler.lookup(keys)  # answered after deletions of earlier work
         self.run_until(
             lambda: self.scheduler.num_found(lookup) is not None and not self._is_lent(lease_id),
             "the removal of blocks",
