@@ -1,4 +1,4 @@
-"""`faulty+`: options, and what each fault does to what is put and fetched."""
+"""`faulty+`: its options, and the effect of each fault on puts and fetches."""
 
 import time
 
@@ -16,7 +16,7 @@ SLOT_BYTES = HEADER_BYTES + 200
 
 
 class DictBackend:
-    """Objects by key; remembers each call of `put`."""
+    """Keeps objects by key, and records each call of `put`."""
 
     takes_frames = True
 
@@ -70,7 +70,7 @@ def faulty(inner=None, seed=0, delay_s=0.0, **probabilities):
 
 
 def fetched(backend, *, are_whole=True):
-    """Each key's state: good, bad, missing, or another size."""
+    """Returns each key's state: good, bad, missing, or another size."""
     slots = [new_slot(is_whole=are_whole) for _ in KEYS]
     statuses = backend.fetch(None, KEYS, slots)
     states = {GetStatus.MISSING: "missing", GetStatus.WRONG_SIZE: "size"}
@@ -224,7 +224,7 @@ def test_faults_go_into_members_and_not_into_all_of_them():
 
 
 class MiscountingBackend(DictBackend):
-    """Gives fewer or more statuses than it was asked for."""
+    """Returns fewer or more statuses than keys."""
 
     def __init__(self, num_more):
         super().__init__()

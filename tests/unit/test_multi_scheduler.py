@@ -1,4 +1,4 @@
-"""`multi://`, the scheduler half: cascades, ways round a member that fails, terms of handoffs."""
+"""`multi://`, the scheduler half: order of members, members that fail, terms of handoffs."""
 
 from dataclasses import replace
 
@@ -305,7 +305,7 @@ def test_params_come_back_and_nothing_else_passes():
 
 
 def test_a_load_in_doubt_goes_to_no_other_member(peer, store):
-    """Who was asked first may still write to its blocks."""
+    """The first member may still write to the blocks."""
     store.objects = set(KEYS)
     both = Members(peer, store)
     job = both.scheduler.load(KEYS, BLOCKS, both.scheduler.make_handoff("h", b"n", KEYS, 5))
