@@ -86,19 +86,15 @@ class ConnectorDriver:
 
     # Steps.
 
-    def start_scheduled(self) -> None:
-        """Passes scheduled jobs to the worker half."""
-        if work := self.scheduler.build_work():
-            self.worker.start(work)
-
     def step(self) -> None:
-        """Starts scheduled jobs, and processes results.
+        """Processes results, then starts scheduled jobs, like a step of an engine.
 
         Raises:
             ContractError: a result is wrong.
         """
-        self.start_scheduled()
         self._process(self.scheduler.update(self.worker.poll()))
+        if work := self.scheduler.build_work():  # results may have scheduled jobs, too
+            self.worker.start(work)
 
     def _process(self, results: TransferResults) -> None:
         for answer in results.lookups:
@@ -203,7 +199,7 @@ class ConnectorDriver:
         """
         self.scheduler.end_lease(lease_id)
         self.scheduler.delete(keys)
-        self.start_scheduled()
+        self.step()
         lookup = self.scheduler.lookup(keys)  # answered after deletions of earlier work
         self.run_until(
             lambda: self.scheduler.num_found(lookup) is not None and not self._is_lent(lease_id),
