@@ -63,7 +63,7 @@ class _PeerRoute(Route):
         self.prefill_url = f"{scheme}://127.0.0.1:{port}?advertise={_OTHER_HOST}&{common}"
         self.decode_url = self.held_decode_url = f"{scheme}://?{common}"
         self.paths = [path]
-        # nixl's blocks do not come this way, unless the peer cannot be read: the first call is held.
+        # Blocks read by nixl do not come this way: the first call is held up.
         self._num_bytes = _SOME_BYTES if scheme == "grpc" else 0
 
     def hold_saves(self) -> None:
