@@ -41,7 +41,7 @@ test-gpu: ## run the Triton kernels' and the device runtime's tests on this mach
 lint: $(VENV)/.dev ## check style, layers, protos, stubs and the Dockerfile
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/lint-imports --no-cache
+	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint protos
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/hadolint Dockerfile

@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from kvstore.connector import (
-    ConnectorWork,
-    KvConnectorScheduler,
-    KvConnectorWorker,
-    LookupResult,
-    TransferResults,
-)
-from kvstore.job_scheduler import JobScheduler
+from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
+from kvstore.jobs import ConnectorWork, LookupResult, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredBackend
 from kvstore.metrics import KvMetrics, TransferMetrics
@@ -188,7 +182,7 @@ def open_peer_connector(url: str) -> tuple[KvConnectorScheduler, KvConnectorWork
         if transport is not None:
             transport.close()
         raise
-    scheduler = JobScheduler(
+    scheduler = KvConnectorScheduler(
         peer_url.scheme,
         lease_s=peer_url.lease_s,
         finds_by_key=False,
