@@ -2,19 +2,21 @@
 
 On the CPU a rate is the better one of torch's and the selected kernels': a ceiling that was
 measured with the slower of the two would be no ceiling for the other.
+
+How many threads the two kinds of kernels compute on, while something is measured.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 import kernels
-from benchmarks.threads import kernel_threads, torch_threads
 
-__all__ = ["Rates", "measure_ceilings"]
+__all__ = ["Rates", "kernel_threads", "measure_ceilings", "torch_threads"]
 
 _LEAST_REPEATS = 9
 _LEAST_SECONDS = 0.25
@@ -129,3 +131,29 @@ def _best_seconds(call: Callable[[], object], device: str) -> float:
 
 def _kind(device: str) -> str:
     return device.partition(":")[0]
+
+
+@contextmanager
+def kernel_threads(num_threads: int) -> Iterator[None]:
+    """The selected kernels compute on this many, and torch as they want it beside them."""
+    with _put_back():
+        kernels.set_num_threads(num_threads)
+        yield
+
+
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Torch computes on this many."""
+    with _put_back():
+        torch.set_num_threads(num_threads)
+        yield
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    of_kernels, of_torch = kernels.num_threads(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        kernels.set_num_threads(of_kernels)
+        torch.set_num_threads(of_torch)

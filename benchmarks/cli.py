@@ -27,7 +27,7 @@ _COMMANDS = {
     "transfer": _Command("benchmarks.transfer.command", "KV connectors beside memcpy, and prefill"),
     "gpu": _Command("benchmarks.gpu.command", "a GPU: its ceilings, kernels, steps, tiers"),
     "compare": _Command("benchmarks.compare_command", "Baton beside other engines"),
-    "scheduling": _Command("benchmarks.scheduling_command", "KV memory and the scheduler"),
+    "scheduling": _Command("benchmarks.scheduling.command", "KV memory and the scheduler"),
 }
 
 

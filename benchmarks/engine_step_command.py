@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from baton.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
+from benchmarks.models import add_offline_args, offline_config
 from benchmarks.offline.cases import Case, make_cases
-from benchmarks.offline.engine_args import add_offline_args, offline_config
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
 

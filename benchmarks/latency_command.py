@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from baton.errors import ConfigurationError
 from benchmarks.machine import in_words
+from benchmarks.models import add_offline_args, offline_config
 from benchmarks.offline.cases import Case, CaseResult, RunTimes, make_cases, run_times, summarize
-from benchmarks.offline.engine_args import add_offline_args, offline_config
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
 

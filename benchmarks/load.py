@@ -1,16 +1,20 @@
-"""`run_load`: sends requests when their time has come, and notes when their tokens arrive."""
+"""`run_load`: sends requests when their time has come, and notes when their tokens arrive.
+
+Requests before a run: as long as the run's first ones, of tokens that no cache will find.
+"""
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 
-from baton.errors import ConfigurationError
-from benchmarks.request import BenchRequest, RequestRecord
-from benchmarks.targets.target import LostRequestError, Target
+from baton.errors import ConfigurationError, UnavailableError
+from benchmarks.request import BenchRequest, LostRequestError, RequestRecord, Target
+from benchmarks.workloads.kind import draw_tokens
 
-__all__ = ["LoadLimits", "run_load"]
+__all__ = ["LoadLimits", "run_load", "warm_up", "warm_up_requests"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +126,35 @@ class _Run:
 
     def _now(self) -> float:
         return time.perf_counter() - self._started_at
+
+
+_SEED = "warm-up"
+
+
+def warm_up_requests(
+    requests: Sequence[BenchRequest], num_warmups: int, vocab_size: int
+) -> list[BenchRequest]:
+    """Stand-ins of the first `num_warmups` requests, to be sent at once."""
+    source = random.Random(_SEED)
+    return [
+        BenchRequest(
+            draw_tokens(source, len(request.prompt_token_ids), vocab_size),
+            request.num_output_tokens,
+        )
+        for request in requests[:num_warmups]
+    ]
+
+
+async def warm_up(
+    target: Target,
+    limits: LoadLimits,
+    requests: Sequence[BenchRequest],
+) -> None:
+    """Sends the requests and forgets their figures.
+
+    Raises:
+        UnavailableError: none of them succeeded; tells why the first one failed.
+    """
+    records = await run_load(requests, target, limits)
+    if records and all(record.error is not None for record in records):
+        raise UnavailableError(f"no warm-up request succeeded: {records[0].error}")

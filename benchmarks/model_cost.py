@@ -5,6 +5,8 @@ as its longest answer allows, a prefix that prompts share is computed once, only
 tokens that draw the next one go through the last layer, and the KV that the others
 leave there, reading KV, norms and the sampler cost nothing. Rates that were
 measured on a machine that drifts are medians: a good round may come below.
+
+How long a decode step takes at least. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,7 @@ from typing import Any
 from benchmarks.request import BenchRequest
 from kvstore.layout import DTYPE_BYTES
 
-__all__ = ["Ceilings", "ModelShape", "floor_s", "step_floor_s", "token_floor_s"]
+__all__ = ["Ceilings", "ModelShape", "decode_floor_s", "floor_s", "step_floor_s", "token_floor_s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +140,25 @@ def _prompt_contexts(requests: Sequence[BenchRequest]) -> list[int]:
                 contexts.append(position + 1)
             parent = node
     return contexts
+
+
+def decode_floor_s(
+    shape: ModelShape,
+    ceilings: Ceilings,
+    *,
+    batch_size: int,
+    context: int,
+    kv_bytes_per_token: int,
+) -> float:
+    """Seconds of a step: weights and all KV are read once, or all operations are done.
+
+    Args:
+        shape: the model's.
+        ceilings: the device's; what it copies per second counts as what it reads.
+        batch_size: sequences.
+        context: tokens of each, whose KV is read.
+        kv_bytes_per_token: of all layers.
+    """
+    kv_s = batch_size * context * kv_bytes_per_token / ceilings.read_bytes_per_s
+    of_bytes = token_floor_s(shape, ceilings) + kv_s
+    return max(of_bytes, step_floor_s(shape, ceilings, batch_size, context))

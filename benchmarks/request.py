@@ -1,9 +1,23 @@
-"""What a load generator sends and notes: plain data shared by workloads, targets and metrics."""
+"""What a load generator sends and notes: plain data shared by workloads, targets and metrics.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+The same requests in other tokens: for engines new, in all that costs time alike. Pure.
 
-__all__ = ["BenchRequest", "RequestRecord", "Workload"]
+What a load generator needs of an endpoint.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+__all__ = [
+    "BenchRequest",
+    "EndpointDescription",
+    "LostRequestError",
+    "RequestRecord",
+    "Target",
+    "Workload",
+    "with_fresh_tokens",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +85,63 @@ class RequestRecord:
     def latency_s(self) -> float:
         """Seconds from sending it to its end: E2E."""
         return self.ended_s - self.sent_s
+
+
+_STRIDE = 7919  # a prime, so that shifts of a few numbers differ whatever the vocabulary
+
+
+def with_fresh_tokens(
+    requests: Sequence[BenchRequest], number: int, vocab_size: int
+) -> list[BenchRequest]:
+    """Shifts every token id by the same amount, another one for each `number`.
+
+    Prompts keep their lengths and share with each other what they shared, but
+    begin otherwise than those of another number: no cache finds them.
+    """
+    shift = number * _STRIDE % vocab_size
+    return [
+        replace(
+            request,
+            prompt_token_ids=tuple((t + shift) % vocab_size for t in request.prompt_token_ids),
+        )
+        for request in requests
+    ]
+
+
+class LostRequestError(Exception):
+    """A request failed, or its stream broke off; the text says why, in a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointDescription:
+    """What an endpoint serves.
+
+    Attributes:
+        model: the name that requests give.
+        vocab_size: token ids are below it; None where the endpoint does not tell.
+    """
+
+    model: str
+    vocab_size: int | None
+
+
+class Target(Protocol):
+    """An endpoint. Made and used in one event loop."""
+
+    async def describe(self) -> EndpointDescription:
+        """Asks what is served.
+
+        Raises:
+            BatonError: nobody answers, or not so.
+        """
+
+    def stream(self, request: BenchRequest) -> AsyncGenerator[int, None]:
+        """Generates greedily past the end of sequence, and yields for each message how many
+        tokens it brings. Closing the generator cancels the request.
+
+        Raises:
+            LostRequestError: the request failed, or the stream ended before its end.
+        """
+
+    async def close(self) -> None:
+        """Closes the connections. Idempotent."""

@@ -11,17 +11,14 @@ from tqdm import tqdm
 from baton.errors import ConfigurationError
 from benchmarks.arrivals import ArrivalProcess, add_arrival_args, arrivals_from_args
 from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
-from benchmarks.latency_panels import latency_panels
-from benchmarks.latency_tables import error_tables, latency_table, throughput_table
-from benchmarks.load import LoadLimits, run_load
+from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table
+from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
 from benchmarks.machine import in_words, name_machine
 from benchmarks.metrics import compute_metrics, distribution_of
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report
-from benchmarks.request import BenchRequest, RequestRecord
+from benchmarks.request import BenchRequest, EndpointDescription, RequestRecord
 from benchmarks.targets.open_target import opened_target
-from benchmarks.targets.target import EndpointDescription
-from benchmarks.warm_up import warm_up, warm_up_requests
 from benchmarks.workloads.registry import add_workload_args, workload_from_args
 
 __all__ = ["add_args", "main"]

@@ -7,16 +7,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.latency_panels import latency_panels
-from benchmarks.latency_tables import error_tables, latency_table, throughput_table
+from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table
+from benchmarks.load import warm_up_requests
 from benchmarks.machine import in_words
 from benchmarks.metrics import Metrics, compute_metrics
 from benchmarks.model_cost import floor_s
-from benchmarks.offline.engine_args import add_offline_args, offline_config
+from benchmarks.models import add_offline_args, offline_config
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
 from benchmarks.request import BenchRequest, RequestRecord, Workload
-from benchmarks.warm_up import warm_up_requests
 from benchmarks.workloads.registry import add_workload_args, workload_from_args
 
 __all__ = ["add_args", "main"]

@@ -13,7 +13,7 @@ from benchmarks.arrivals import add_rated_arrival_args
 from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.load import LoadLimits
 from benchmarks.machine import in_words, name_machine
-from benchmarks.offline.engine_args import add_model_arg, resolve_model
+from benchmarks.models import add_model_arg, resolve_model
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
 from benchmarks.tune.candidate import AXES, Candidate

@@ -8,9 +8,8 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 from benchmarks.gpu.hardware import describe_gpu_machine, find_problem, slug
-from benchmarks.gpu.parts.registry import Part, parts_of
-from benchmarks.gpu.plan import FULL, SMOKE
-from benchmarks.gpu.result_file import write_results
+from benchmarks.gpu.plan import FULL, SMOKE, Part, parts_of
+from benchmarks.report.output import write_results
 
 __all__ = ["add_args", "main"]
 
@@ -58,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
 
     from benchmarks.gpu.run import run_parts
     from benchmarks.gpu.tables import failures_of, make_tables, skipped_of, with_ratios
-    from benchmarks.report.text import format_table
+    from benchmarks.report.report import format_table
 
     plan = SMOKE if args.smoke else FULL
     run = _describe_run(plan.device, is_smoke=args.smoke)

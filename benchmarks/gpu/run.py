@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.parts.rates import ceilings_of
-from benchmarks.gpu.parts.registry import Part, time_for
+from benchmarks.gpu.plan import Part, time_for
 from benchmarks.gpu.record import TimeLeft, read_record
 from benchmarks.model_cost import Ceilings
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 
 import kernels
+from benchmarks.ceilings import kernel_threads, torch_threads
 from benchmarks.kernels.cache import Cycle, make_sweep, plan_cycle
 from benchmarks.kernels.case import Case, Numbers
 from benchmarks.kernels.check import find_difference
 from benchmarks.kernels.cost import Cost
 from benchmarks.kernels.timing import median_call_s
-from benchmarks.threads import kernel_threads, torch_threads
 from kernels import reference
 
 __all__ = ["Outcome", "Setting", "measure"]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
 from benchmarks.peers.peer_messages import PeerRun
-from benchmarks.request import BenchRequest
-from benchmarks.tune.fresh_tokens import with_fresh_tokens
+from benchmarks.request import BenchRequest, with_fresh_tokens
 from benchmarks.workloads.kind import LengthRange
 from benchmarks.workloads.random_lengths import random_lengths
 from benchmarks.workloads.shared_prefixes import shared_prefixes

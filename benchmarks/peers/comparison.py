@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.models import read_config
-from benchmarks.peers.agreement import summarize_agreement
 from benchmarks.peers.cases import Case, build_cases, requests_of_round
 from benchmarks.peers.catalogue import REFERENCE, Setting, launch_of
 from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
 from benchmarks.peers.peer_process import Launch, PeerProcess
 from benchmarks.peers.rounds import Runs, take_turns
+from benchmarks.peers.summary import summarize_agreement
 from benchmarks.request import BenchRequest
 
 __all__ = ["Comparison", "compare"]

@@ -1,4 +1,7 @@
-"""`PeerProcess`: an engine in a process of its own, asked over its standard streams."""
+"""`PeerProcess`: an engine in a process of its own, asked over its standard streams.
+
+Peak memory of a process and its descendants, as Linux tells it.
+"""
 
 import json
 import os
@@ -20,10 +23,9 @@ from benchmarks.peers.peer_messages import (
     parse_answer,
     parse_run,
 )
-from benchmarks.peers.process_memory import peak_memory_bytes
 from benchmarks.request import BenchRequest
 
-__all__ = ["Launch", "PeerProcess"]
+__all__ = ["Launch", "PeerProcess", "peak_memory_bytes"]
 
 _ANSWER_TIMEOUT_S = 1800.0
 _QUIT_TIMEOUT_S = 30.0
@@ -163,3 +165,29 @@ class PeerProcess:
 
     def _ended(self) -> PeerError:
         return PeerError(f"{self.launch.engine} ended unasked; {self.launch.log} says why")
+
+
+def peak_memory_bytes(pid: int, proc: Path = Path("/proc")) -> int:
+    """The sum of the most memory that each living process of the tree ever had resident.
+
+    Pages that processes share, and files that are mapped, count in each.
+
+    Args:
+        pid: the tree's root.
+        proc: where procfs is mounted.
+    """
+    own = _high_water_bytes((proc / str(pid) / "status").read_text())
+    return own + sum(peak_memory_bytes(child, proc) for child in _children(pid, proc))
+
+
+def _children(pid: int, proc: Path) -> list[int]:
+    files = (proc / str(pid) / "task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
+def _high_water_bytes(status: str) -> int:
+    """The `VmHWM` of a process; 0 of one that has ended and waits for its parent."""
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return 0

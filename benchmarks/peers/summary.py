@@ -1,4 +1,11 @@
-"""What the rounds come to: medians, ratios to the best peer, floors. Pure."""
+"""What the rounds come to: medians, ratios to the best peer, floors. Pure.
+
+How far an engine's greedy tokens are those of transformers in float32: a sanity check.
+
+Rounding to bfloat16 moves near-ties, and random weights have many: engines
+that compute rightly part from the reference sooner or later, and from there on
+say something else. One that parts at once on most prompts computes wrongly. Pure.
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -6,9 +13,10 @@ from typing import Any
 
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.peers.cases import Case, Figure
+from benchmarks.peers.peer_messages import PeerAnswer
 from benchmarks.peers.rounds import Runs
 
-__all__ = ["BATON", "summarize"]
+__all__ = ["BATON", "first_difference", "summarize", "summarize_agreement"]
 
 BATON = "baton"
 
@@ -51,3 +59,20 @@ def _ratio(medians: Mapping[str, float], is_less_better: bool) -> dict[str, Any]
         return {}
     best = (min if is_less_better else max)(peers, key=lambda name: medians[name])
     return {"best_peer": best, "baton_to_best_peer": round(medians[BATON] / medians[best], 3)}
+
+
+def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    """How many tokens agree before the first that differs."""
+    pairs = zip(tokens, expected, strict=True)
+    return next((i for i, (token, other) in enumerate(pairs) if token != other), len(tokens))
+
+
+def summarize_agreement(
+    answers: Sequence[PeerAnswer], expected: Sequence[PeerAnswer]
+) -> dict[str, object]:
+    """Of several prompts: tokens until the first difference, and tokens in all, of each."""
+    agreeing = [
+        first_difference(answer.token_ids, other.token_ids)
+        for answer, other in zip(answers, expected, strict=True)
+    ]
+    return {"agreeing": agreeing, "of": [len(answer.token_ids) for answer in answers]}

@@ -1,14 +1,18 @@
-"""`--json`, `--plot`, `--html`: where a report goes beside the terminal."""
+"""`--json`, `--plot`, `--html`: where a report goes beside the terminal.
+
+Writes a run's results so that a reader finds a whole file at any time.
+"""
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from baton.errors import ConfigurationError
-from benchmarks.report.report import Report
-from benchmarks.report.text import format_report
+from benchmarks.report.report import Report, format_report
 
-__all__ = ["add_output_args", "check_output_args", "flags_of", "write_report"]
+__all__ = ["add_output_args", "check_output_args", "flags_of", "write_report", "write_results"]
 
 _NO_FLAGS = ("command", "benchmark", "run", "run_benchmark")
 """What parsed arguments hold beside flags."""
@@ -60,3 +64,10 @@ def flags_of(args: argparse.Namespace) -> dict[str, object]:
     """The flags that were set, for the JSON."""
     values = {name: value for name, value in vars(args).items() if name not in _NO_FLAGS}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def write_results(path: Path, content: Mapping[str, Any]) -> None:
+    """Replaces the file; one that is interrupted here leaves the former as it was."""
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)

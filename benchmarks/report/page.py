@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from benchmarks.report.report import Report, Table
-from benchmarks.report.text import format_cell
+from benchmarks.report.report import Report, Table, format_cell
 
 __all__ = ["render_page"]
 

@@ -13,9 +13,14 @@ import random
 import statistics
 from typing import Any
 
-from benchmarks.scheduling.lengths import SHAREGPT
-from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
-from benchmarks.scheduling.served_load import random_prompt, running_groups, serve
+from benchmarks.scheduling.served_load import (
+    SHAREGPT,
+    NullRunner,
+    new_scheduler,
+    random_prompt,
+    running_groups,
+    serve,
+)
 from engine.batch import DrawParams
 from engine.request import EngineRequest
 from engine.schedule.scheduler import Scheduler

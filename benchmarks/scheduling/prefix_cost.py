@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import make_random_model
-from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
-from benchmarks.scheduling.served_load import random_prompt
+from benchmarks.scheduling.served_load import NullRunner, new_scheduler, random_prompt
 from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore

@@ -17,9 +17,16 @@ import statistics
 from itertools import accumulate
 from typing import Any
 
-from benchmarks.scheduling.lengths import ALPACA, SHAREGPT, Lengths
-from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
-from benchmarks.scheduling.served_load import random_prompt, running_groups, serve
+from benchmarks.scheduling.served_load import (
+    ALPACA,
+    SHAREGPT,
+    Lengths,
+    NullRunner,
+    new_scheduler,
+    random_prompt,
+    running_groups,
+    serve,
+)
 from engine.batch import ChunkOutput, DrawParams
 from engine.request import BeamSearchParams, EngineRequest
 from engine.schedule.scheduler import Scheduler

@@ -1,13 +1,18 @@
-"""`--target URL`: the endpoint that a URL names."""
+"""A Baton router, over gRPC.
+
+`--target URL`: the endpoint that a URL names.
+"""
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from urllib.parse import urlsplit
 
-from baton.errors import ConfigurationError
-from benchmarks.targets.target import Target
+from baton.client import AsyncClient
+from baton.errors import BatonError, ConfigurationError
+from baton.sampling_params import SamplingParams
+from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
 
-__all__ = ["open_target", "opened_target"]
+__all__ = ["BatonTarget", "open_target", "opened_target"]
 
 
 @asynccontextmanager
@@ -32,7 +37,7 @@ def open_target(url: str, model: str) -> Target:
     """
     parts = urlsplit(url)
     if parts.scheme == "grpc" and parts.netloc and not parts.path.strip("/"):
-        from benchmarks.targets.baton_grpc import BatonTarget
+        from benchmarks.targets.open_target import BatonTarget
 
         return BatonTarget(parts.netloc, model)
     if parts.scheme in ("http", "https") and parts.netloc:
@@ -42,3 +47,39 @@ def open_target(url: str, model: str) -> Target:
     raise ConfigurationError(
         f"--target is {url!r}; it must be grpc://HOST:PORT or http://HOST:PORT/v1"
     )
+
+
+_DESCRIBE_TIMEOUT_S = 30.0
+
+
+class BatonTarget:
+    """See `benchmarks.request.Target`.
+
+    Args:
+        address: the router's `host:port`.
+        model: the model to ask for; empty for the served one.
+    """
+
+    def __init__(self, address: str, model: str) -> None:
+        self._client = AsyncClient(address, model=model)
+
+    async def describe(self) -> EndpointDescription:
+        """Asks the router."""
+        model = await self._client.get_model(timeout_s=_DESCRIBE_TIMEOUT_S)
+        return EndpointDescription(model.name, model.vocab_size)
+
+    async def stream(self, request: BenchRequest) -> AsyncGenerator[int, None]:
+        """Streams a completion."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True
+        )
+        try:
+            async with aclosing(self._client.stream(request.prompt_token_ids, params)) as chunks:
+                async for chunk in chunks:
+                    yield len(chunk.token_ids)
+        except BatonError as error:
+            raise LostRequestError(f"{error.code}: {error.message}") from error
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._client.close()

@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from baton.errors import ConfigurationError, UnavailableError
-from benchmarks.request import BenchRequest
-from benchmarks.targets.target import EndpointDescription, LostRequestError
+from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError
 
 try:
     import httpx
@@ -24,7 +23,7 @@ _MAX_REASON_LENGTH = 200
 
 
 class OpenAiTarget:
-    """See `benchmarks.targets.target.Target`.
+    """See `benchmarks.request.Target`.
 
     Args:
         base_url: such as `http://127.0.0.1:8000/v1`.

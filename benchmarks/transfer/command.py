@@ -1,6 +1,7 @@
 """`baton bench transfer`: connectors beside memcpy, and transfers beside prefill."""
 
 import argparse
+import asyncio
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def _backends(
 def _measure_moves(plan: "Plan", backends: Sequence["Backend"]) -> list[dict[str, Any]]:
     from benchmarks.transfer.moves import measure_moves
 
-    return [_told(row, "shape", "num_blocks") for row in measure_moves(plan, backends)]
+    return [_announce(row, "shape", "num_blocks") for row in measure_moves(plan, backends)]
 
 
 def _measure_prompts(
@@ -108,14 +109,17 @@ def _measure_prompts(
 ) -> list[dict[str, Any]]:
     from benchmarks.transfer.prompts import measure_prompts
 
-    if not {"hidden", "ttft"} & set(parts):
-        return []
-    rows = measure_prompts(plan, backends, num_threads, layer_slices, with_whole="ttft" in parts)
-    return [_told(row, "prompt_tokens") for row in rows]
+    async def measure() -> list[dict[str, Any]]:
+        rows = measure_prompts(
+            plan, backends, num_threads, layer_slices, with_whole="ttft" in parts
+        )
+        return [_announce(row, "prompt_tokens") async for row in rows]
+
+    return asyncio.run(measure()) if {"hidden", "ttft"} & set(parts) else []
 
 
-def _told(row: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Tells who waits that a row has been measured."""
+def _announce(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Writes a line to stderr when a row has been measured."""
     what = ", ".join(f"{name} {row[name]}" for name in names)
     sys.stderr.write(f"{row['backend']}: {what}\n")
     return row
@@ -127,11 +131,11 @@ def _report(
     missing: Sequence[str],
     num_threads: int,
 ) -> Report:
-    from benchmarks.transfer import aims, tables
+    from benchmarks.transfer import tables
 
     machine = name_machine() | {"kernel": platform.release()} | _versions()
     moves, prompts = rows["moves"], rows["prompts"]
-    judged = [*aims.judge_moves(moves), *aims.judge_prompts(prompts)]
+    judged = [*tables.judge_moves(moves), *tables.judge_prompts(prompts)]
     shown = [*tables.move_tables(moves), tables.baseline_table(moves)] if moves else []
     if prompts:
         shown.append(tables.hidden_table(prompts))

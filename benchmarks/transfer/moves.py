@@ -5,12 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.transfer.backends import Backend
-from benchmarks.transfer.child import ChildError
-from benchmarks.transfer.cold_memory import ColdMemory
 from benchmarks.transfer.connector_end import RefusedError
-from benchmarks.transfer.ends import Ends, open_ends
+from benchmarks.transfer.ends import ChildError, Ends, open_ends
 from benchmarks.transfer.plan import Plan
-from benchmarks.transfer.raw import RawMoves, open_raw
+from benchmarks.transfer.raw import ColdMemory, RawMoves, open_raw
 from kvstore.layout import KvLayout
 
 __all__ = ["measure_moves"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from kvstore.layout import KvLayout
+from kvstore.layout import DTYPE_BYTES, KvLayout
 
 __all__ = ["FULL", "SMOKE", "Plan", "PromptCase"]
 
@@ -43,6 +43,13 @@ class Plan:
     whole_prompt_tokens: int
     model: Mapping[str, Any]
     chunk_tokens: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Size of a token's keys and values over all layers of the model."""
+        num_features = self.model["num_key_value_heads"] * self.model["head_dim"]
+        dtype_bytes = DTYPE_BYTES[self.model["dtype"]]
+        return int(2 * self.model["num_hidden_layers"] * num_features * dtype_bytes)
 
 
 def _layout(num_layers: int, num_kv_heads: int, head_dim: int) -> KvLayout:

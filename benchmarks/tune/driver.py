@@ -10,17 +10,15 @@ from baton.errors import BatonError
 from baton.up.cluster import ClusterConfig
 from baton.up.run_folder import embedded_store
 from benchmarks.arrivals import ArrivalProcess
+from benchmarks.cluster import running_cluster
 from benchmarks.goodput import ServiceLevel
-from benchmarks.load import LoadLimits, run_load
+from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
 from benchmarks.metrics import compute_metrics
-from benchmarks.running_cluster import running_cluster
+from benchmarks.request import Target, with_fresh_tokens
 from benchmarks.targets.open_target import opened_target
-from benchmarks.targets.target import Target
 from benchmarks.tune.candidate import Candidate
-from benchmarks.tune.fresh_tokens import with_fresh_tokens
 from benchmarks.tune.points import Point
 from benchmarks.tune.search import Trial
-from benchmarks.warm_up import warm_up, warm_up_requests
 from benchmarks.workloads.registry import workload_from_args
 from engine.config import EngineConfig
 from rpc.server_config import ServerConfig

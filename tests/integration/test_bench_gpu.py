@@ -13,8 +13,7 @@ from benchmarks.gpu import run as run_module
 from benchmarks.gpu.parts import kernels as kernels_part
 from benchmarks.gpu.parts import model as model_part
 from benchmarks.gpu.parts import rates, tiers, transformers
-from benchmarks.gpu.parts.registry import Part
-from benchmarks.gpu.plan import SMOKE
+from benchmarks.gpu.plan import SMOKE, Part
 from benchmarks.gpu.record import Record, TimeLeft, read_record
 from benchmarks.model_cost import Ceilings
 from engine.runtime.model_runner import ModelRunner

@@ -8,10 +8,10 @@ import torch
 import kernels
 from baton.cli import main
 from benchmarks import ceilings
+from benchmarks.ceilings import kernel_threads, torch_threads
 from benchmarks.kernels import cache, timing
 from benchmarks.kernels.registry import PRIMITIVES
 from benchmarks.models import RANDOM_MODELS
-from benchmarks.threads import kernel_threads, torch_threads
 from kernels import reference
 
 TINY = {

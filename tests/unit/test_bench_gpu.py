@@ -8,17 +8,15 @@ import pytest
 from benchmarks.cli import _COMMANDS
 from benchmarks.gpu import hardware, timing
 from benchmarks.gpu import record as record_module
-from benchmarks.gpu.floors import decode_floor_s
 from benchmarks.gpu.hardware import slug
 from benchmarks.gpu.models import engine_config, kv_bytes_per_token, shape_of, write_config
 from benchmarks.gpu.parts.rates import ceilings_of
-from benchmarks.gpu.parts.registry import parts_of, time_for
-from benchmarks.gpu.plan import FULL, MODELS, SMOKE
+from benchmarks.gpu.plan import FULL, MODELS, SMOKE, parts_of, time_for
 from benchmarks.gpu.record import Record, TimeLeft, read_record, summary
 from benchmarks.gpu.tables import failures_of, make_tables, skipped_of, with_ratios
 from benchmarks.kernels.cost import Cost
-from benchmarks.model_cost import Ceilings, ModelShape
-from benchmarks.report.text import format_table
+from benchmarks.model_cost import Ceilings, ModelShape, decode_floor_s
+from benchmarks.report.report import format_table
 
 _CEILINGS = Ceilings(read_bytes_per_s=1e12, operations_per_s=1e14)
 

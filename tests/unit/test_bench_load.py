@@ -5,10 +5,8 @@ import asyncio
 import pytest
 
 from baton.errors import ConfigurationError, UnavailableError
-from benchmarks.load import LoadLimits, run_load
-from benchmarks.request import BenchRequest
-from benchmarks.targets.target import LostRequestError
-from benchmarks.warm_up import warm_up, warm_up_requests
+from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
+from benchmarks.request import BenchRequest, LostRequestError
 
 NO_LIMITS = LoadLimits(max_concurrency=None, request_timeout_s=30)
 

@@ -8,12 +8,11 @@ import pytest
 
 from baton.errors import ConfigurationError
 from benchmarks.goodput import ServiceLevel
-from benchmarks.latency_panels import cumulative, in_flight, latency_panels, token_rate
+from benchmarks.latency_report import cumulative, in_flight, latency_panels, token_rate
 from benchmarks.report.figures import panel_svg
 from benchmarks.report.output import add_output_args, check_output_args, write_report
 from benchmarks.report.page import render_page
-from benchmarks.report.report import Panel, Report, Series, Table
-from benchmarks.report.text import format_cell, format_table
+from benchmarks.report.report import Panel, Report, Series, Table, format_cell, format_table
 from benchmarks.request import RequestRecord
 
 STYLES = ("line", "steps", "fill", "points", "marked")

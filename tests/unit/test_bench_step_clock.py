@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.offline.step_clock import StepClock
+from benchmarks.offline.step_profile import StepClock
 
 
 class FakeTime:

@@ -5,9 +5,8 @@ import argparse
 import pytest
 
 from baton.errors import ConfigurationError
-from benchmarks.report.text import format_table
+from benchmarks.report.report import format_table
 from benchmarks.transfer import aims, backends, command, tables
-from benchmarks.transfer.cold_memory import ColdMemory
 from benchmarks.transfer.connector_end import RefusedError
 from benchmarks.transfer.end_host import block_keys
 from benchmarks.transfer.ends import Ends
@@ -19,6 +18,7 @@ from benchmarks.transfer.prompts import (
     hidden_figures,
     token_figures,
 )
+from benchmarks.transfer.raw import ColdMemory
 from benchmarks.transfer.routes import Trace
 
 

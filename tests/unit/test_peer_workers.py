@@ -17,7 +17,7 @@ from benchmarks.peers.peer_messages import (
     parse_answer,
     parse_run,
 )
-from benchmarks.peers.process_memory import peak_memory_bytes
+from benchmarks.peers.peer_process import peak_memory_bytes
 from benchmarks.peers.rounds import take_turns
 from benchmarks.peers.workers.worker_loop import Request, Result, run_stepped, serve
 from benchmarks.request import BenchRequest

@@ -10,10 +10,9 @@ from baton.cli.up import add_args as add_up_args
 from baton.errors import ConfigurationError
 from benchmarks.goodput import ServiceLevel
 from benchmarks.load import LoadLimits
-from benchmarks.request import BenchRequest
+from benchmarks.request import BenchRequest, with_fresh_tokens
 from benchmarks.tune import driver
 from benchmarks.tune.candidate import Candidate
-from benchmarks.tune.fresh_tokens import with_fresh_tokens
 from benchmarks.tune.points import Point, best_points, curve_of
 from benchmarks.tune.search import Trial
 from benchmarks.tune_command import up_command

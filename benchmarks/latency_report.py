@@ -1,4 +1,7 @@
-"""Plots of a run's records, for every command that sends requests. Pure."""
+"""Plots of a run's records, for every command that sends requests. Pure.
+
+Tables of a run's metrics, for every command that sends requests. Pure.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,11 +10,79 @@ from itertools import accumulate
 import numpy as np
 
 from benchmarks.goodput import ServiceLevel
-from benchmarks.metrics import first_tokens_ms, latencies_ms, token_gaps_ms, tokens_per_output_ms
-from benchmarks.report.report import Panel, Series
+from benchmarks.metrics import (
+    Distribution,
+    Metrics,
+    first_tokens_ms,
+    latencies_ms,
+    token_gaps_ms,
+    tokens_per_output_ms,
+)
+from benchmarks.report.report import Panel, Series, Table
 from benchmarks.request import RequestRecord
 
-__all__ = ["cumulative", "in_flight", "latency_panels", "token_rate"]
+__all__ = [
+    "cumulative",
+    "error_tables",
+    "in_flight",
+    "latency_panels",
+    "latency_table",
+    "throughput_table",
+    "token_rate",
+]
+
+_LATENCIES = (
+    ("TTFT", "ttft_ms"),
+    ("ITL", "itl_ms"),
+    ("TPOT", "tpot_ms"),
+    ("E2E", "e2el_ms"),
+)
+_MAX_ERRORS = 10
+
+
+def latency_table(metrics: Metrics) -> Table:
+    """TTFT, ITL, TPOT and E2E."""
+    rows = [(name, *_cells(getattr(metrics, field))) for name, field in _LATENCIES]
+    return Table("Latency, ms", ("", "mean", "p50", "p90", "p99"), rows)
+
+
+def throughput_table(metrics: Metrics) -> Table:
+    """Requests, tokens, rates, concurrency, and goodput if there is a service level."""
+    rows: list[tuple[str, float | int | str]] = [
+        ("requests", metrics.num_requests),
+        ("failed", metrics.num_failed),
+        ("duration, s", metrics.duration_s),
+        ("input tokens", metrics.num_input_tokens),
+        ("output tokens", metrics.num_output_tokens),
+        ("requests/s", metrics.requests_per_s),
+        ("input tokens/s", metrics.input_tokens_per_s),
+        ("output tokens/s", metrics.output_tokens_per_s),
+        ("total tokens/s", metrics.total_tokens_per_s),
+        ("concurrency, mean", metrics.mean_concurrency),
+        ("concurrency, peak", metrics.peak_concurrency),
+    ]
+    if metrics.goodput is not None:
+        rows += [
+            ("goodput, requests/s", metrics.goodput.requests_per_s),
+            ("good requests", f"{100 * metrics.goodput.share:.1f}%"),
+        ]
+    return Table("Throughput", ("", "value"), rows)
+
+
+def error_tables(metrics: Metrics) -> Sequence[Table]:
+    """Why requests failed, the most frequent reasons first; none if none did."""
+    if not metrics.errors:
+        return ()
+    reasons = sorted(metrics.errors.items(), key=lambda item: -item[1])
+    note = f"and {len(reasons) - _MAX_ERRORS} more reasons" if len(reasons) > _MAX_ERRORS else ""
+    return (Table("Failures", ("reason", "requests"), reasons[:_MAX_ERRORS], note),)
+
+
+def _cells(figures: Distribution | None) -> tuple[float | None, ...]:
+    if figures is None:
+        return (None,) * 4
+    return (figures.mean, figures.p50, figures.p90, figures.p99)
+
 
 _MAX_POINTS = 400
 _NUM_BINS = 60
