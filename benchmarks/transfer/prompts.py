@@ -17,7 +17,7 @@ from baton.errors import BatonError
 from benchmarks.cluster import Answer, ServedCluster, served_cluster
 from benchmarks.models import write_dummy_model
 from benchmarks.transfer.backends import Backend
-from benchmarks.transfer.connector_end import RefusedError
+from benchmarks.transfer.end_host import RefusedError
 from benchmarks.transfer.plan import Plan
 from engine.config import EngineConfig
 
