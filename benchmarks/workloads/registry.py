@@ -7,7 +7,6 @@ from baton.errors import ConfigurationError
 from benchmarks.request import Workload
 from benchmarks.workloads import (
     conversations,
-    long_prompts,
     random_lengths,
     shared_prefixes,
     sharegpt,
@@ -18,10 +17,10 @@ from benchmarks.workloads.kind import Flag, Kind, refuse_below
 __all__ = ["KINDS", "add_workload_args", "workload_from_args"]
 
 KINDS: dict[str, Kind] = {
-    "random": random_lengths.KIND,
+    "random": random_lengths.RANDOM,
     "shared-prefix": shared_prefixes.KIND,
     "conversation": conversations.KIND,
-    "long": long_prompts.KIND,
+    "long": random_lengths.LONG,
     "sharegpt": sharegpt.KIND,
     "trace": trace.KIND,
 }
