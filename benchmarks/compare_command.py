@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
     }
     try:
         _measure(args, setting, report)
-    finally:  # what was measured before an error has taken minutes
+    finally:  # figures measured before an error are worth printing
         print_comparison(report)
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -83,7 +83,7 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
     wanted = args.case or (*CASE_NAMES, _SPLIT)
     if cases := [name for name in CASE_NAMES if name in wanted]:
         engines = list(dict.fromkeys(args.engines.split(",")))
-        # Beside each round: what memory gives changes with the neighbours on a shared host.
+        # Measured for each round: on a shared host, memory bandwidth changes.
         machines: list[dict[str, object]] = []
         comparison = compare(
             engines,
@@ -107,7 +107,7 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
 
 
 def _measure_split(setting: Setting, repeats: int) -> dict[str, Any]:
-    """Returns the rates of the mixed requests through servers: two tiers and undivided."""
+    """Returns the rates of the mixed requests through servers: two tiers, and one worker."""
     vocab_size = read_config(setting.model)["vocab_size"]
     case = build_cases(vocab_size)["mixed"]
     rounds = [requests_of_round(case, number, vocab_size) for number in range(1 + repeats)]
@@ -144,7 +144,7 @@ def _write_line(line: str) -> None:
 
 
 def print_comparison(report: dict[str, Any]) -> None:
-    """Prints the machine, the figures beside their floors, what each engine took, and the split."""
+    """Prints the machine, figures with floors, the engines' start and memory, and the split."""
     print(", ".join(f"{name} {value}" for name, value in report["machine"].items()))
     print(
         f"\n{report['model']}, {report['num_weights'] / 1e6:.0f}M weights, bfloat16, "

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     num_threads = args.num_threads or kernels.default_num_threads()
     before = describe_machine(num_threads=num_threads)
     outcomes = _measure(args, num_threads)
-    # Again: a machine that was disturbed at the start would set limits that are none.
+    # Measured twice: a disturbance at the start would make the limits too low.
     machine = with_best_ceilings(before, describe_machine(num_threads=num_threads))
     write_report(_report(args, machine, num_threads, outcomes), args)
     return int(any(outcome.difference is not None for outcome in outcomes))

@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _run_cases(engine: Any, cases: Sequence[Case], repeats: int) -> dict[Case, list[RunTimes]]:
-    """Each case in turn, `repeats` times over, after a round that does not count."""
+    """Runs all cases in turn, `repeats` times, after a round that does not count."""
     vocab_size = engine.core.info.vocab_size
     runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
     rounds = [(number, case) for number in range(1 + repeats) for case in cases]
@@ -122,7 +122,7 @@ def _table(results: Iterable[CaseResult]) -> Table:
 
 
 def _panels(results: Sequence[CaseResult]) -> list[Panel]:
-    """By batch size, a line per length, the floors beside."""
+    """Returns plots over the batch size: a line for each length, and its floor."""
     return [
         _panel("Time per token", "ms per token", results, "step_ms", "step_floor_ms"),
         _panel("Time to all first tokens", "ms", results, "prefill_ms", "prefill_floor_ms"),

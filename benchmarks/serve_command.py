@@ -1,4 +1,4 @@
-"""`baton bench serve`: sends a workload to a running endpoint, and reports what users would see."""
+"""`baton bench serve`: sends a workload to a running endpoint, and reports what users see."""
 
 import argparse
 import asyncio
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What was sent where, and what became of it."""
+    """The endpoint, the requests that were sent, and their records."""
 
     endpoint: EndpointDescription
     workload_name: str
@@ -103,12 +103,14 @@ async def _measure(args: argparse.Namespace) -> _Run:
 def _vocab_size(args: argparse.Namespace, endpoint: EndpointDescription) -> int:
     size = args.vocab_size or endpoint.vocab_size
     if size is None:
-        raise ConfigurationError(f"--vocab-size is missing, and {args.target} does not tell it")
+        raise ConfigurationError(
+            f"--vocab-size is missing, and {args.target} does not report the size"
+        )
     return int(size)
 
 
 def _shown_on(bar: "tqdm[Any]") -> Callable[[RequestRecord], None]:
-    """Counts ended requests, and failures beside them."""
+    """Returns a callback that counts ended and failed requests on a progress bar."""
     num_failed = 0
 
     def show(record: RequestRecord) -> None:
@@ -154,7 +156,7 @@ def _facts(run: _Run, args: argparse.Namespace) -> dict[str, str]:
 
 
 def _delays(run: _Run) -> str:
-    """How long requests whose time had come waited for a place, or for the load generator."""
+    """Returns how long requests waited beyond their time, for a place or the load generator."""
     delays_ms = [
         1000 * (record.sent_s - request.arrival_s)
         for request, record in zip(run.requests, run.records, strict=True)

@@ -31,8 +31,8 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures how fast an engine in this process works off a workload whose requests are all
-    there from the start, but for turns of a conversation, which wait for the turn before.
+    """Measures how fast an engine in this process serves a workload. All requests arrive at the
+    start, except turns of a conversation, which wait for the turn before.
     """
     check_output_args(args)
     config = offline_config(args)

@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def up_command(engine: EngineConfig, candidate: Candidate) -> str:
-    """The command line that runs a candidate."""
+    """Returns the command line that runs a candidate."""
     flags = engine_flags(engine_of(engine, candidate), omit=("role", "kv_connector"))
     tiers = ("--prefill", str(candidate.num_prefill), "--decode", str(candidate.num_decode))
     return shlex.join(["baton", "up", *tiers, *flags])
@@ -159,7 +159,7 @@ def _curve_table(curve: Sequence[Point]) -> Table:
 def _panels(
     points: Sequence[Point], ranked: Sequence[Point], level: ServiceLevel
 ) -> tuple[Panel, ...]:
-    """The best candidates' curves, and that of the one that the search started from."""
+    """Returns the curves of the best candidates and of the first one."""
     curves = {
         f"#{rank}": curve_of(points, best.candidate)
         for rank, best in enumerate(ranked, 1)

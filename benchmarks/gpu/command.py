@@ -14,7 +14,7 @@ from benchmarks.report.output import write_results
 __all__ = ["add_args", "main"]
 
 _RESULTS = Path(__file__).resolve().parents[1] / "results"
-_DEADLINE_S = 450.0  # a little below the eight minutes that the whole may take
+_DEADLINE_S = 450.0  # a little less than the eight minutes that a run may take
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> list[Part]:
-    """The parts asked for, in their order.
+    """Returns the parts that the flags choose, in the order of a run.
 
     Raises:
         ConfigurationError: a flag's value is bad; names it.
@@ -115,9 +115,7 @@ def _content(
     *,
     is_finished: bool,
 ) -> dict[str, Any]:
-    """What is written of the parts so far: first without their results, which follow in one
-    list.
-    """
+    """Returns what the file says: the parts without their results, then all results in one list."""
     return {
         "finished": is_finished,
         "parts": [

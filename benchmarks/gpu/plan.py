@@ -1,7 +1,4 @@
-"""What a run measures, and how large: the whole on a GPU, or everything once, tiny. Pure.
-
-Which parts a run has, in which order, and what share of its time each may take. Pure.
-"""
+"""The sizes and parts of a run: everything on a GPU, or a tiny version on the CPU. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +58,7 @@ _TINY = _LLAMA_8B | {
 MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {"llama-3.1-8b": _LLAMA_8B, "qwen3-0.6b": _QWEN3_06B, "tiny": _TINY}
 )
-"""The fields of a config.json, by the shape's name."""
+"""The fields of a config.json, by the name of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +67,25 @@ class Plan:
 
     Attributes:
         device: torch's name for it.
-        dtype: of weights, KV and activations.
+        dtype: type of weights, KV and activations.
         models: names in `MODELS` whose decoding and prompts are measured.
-        kernels_of: whose shapes the kernels get.
-        copied_bytes: of each buffer that the copy bandwidth is measured with.
-        matrix_size: of the square product that the matrix rate is measured with.
-        rotated_bytes: inputs of one kernel, over all copies: far more than a cache holds.
-        max_copies: of a kernel's inputs.
+        kernels_of: the model whose shapes the kernels get.
+        copied_bytes: size of each buffer that the copy bandwidth is measured with.
+        matrix_size: size of the square product that the matrix rate is measured with.
+        rotated_bytes: size of all copies of a kernel's inputs, far larger than a cache.
+        max_copies: most copies of a kernel's inputs.
         sample_s: seconds to spend on samples of one figure.
         batch_sizes: sequences of a decode step.
-        contexts: tokens of each of them.
+        contexts: tokens of each sequence.
         num_steps: decode steps per figure.
         prompts: (prompts, tokens of each) of a prefill.
         kernel_prompts: (tokens cached, tokens computed) of prefill attention.
-        rows: of pointwise kernels, products and sampling.
-        num_moved_blocks: gathered, or scattered, at once.
+        rows: rows of pointwise kernels, products and sampling.
+        num_moved_blocks: blocks gathered or scattered at once.
         max_batched_tokens: most tokens of a step.
         tier_requests: (requests, prompt tokens, output tokens) of the two tiers.
         served: (requests, prompt tokens, output tokens) beside transformers.
-        num_gpu_blocks: of each pool; None: what memory allows.
+        num_gpu_blocks: blocks of each pool; None for what memory allows.
     """
 
     device: str
@@ -164,10 +161,10 @@ class Part:
     """A part of a run.
 
     Attributes:
-        name: to ask for it.
-        module: whose `measure` it is.
-        weight: of its time, beside the others'.
-        model: the one it measures, if it is about one.
+        name: the name by which `--part` chooses it.
+        module: the module whose `measure` runs it.
+        weight: its share of the time, relative to the other parts.
+        model: the model that it measures, if any.
     """
 
     name: str
@@ -177,18 +174,18 @@ class Part:
 
 
 def parts_of(plan: Plan) -> list[Part]:
-    """Rates first: the others' figures are shares of them. Then what aims are set for."""
+    """Returns the parts in order. Rates come first: the figures of other parts refer to them."""
     package = "benchmarks.gpu.parts"
     served, largest = plan.models, plan.models[0]
     return [
         Part("rates", f"{package}.rates", 25),
         Part("kernels", f"{package}.kernels", 110),
         *(Part(f"model {name}", f"{package}.model", 90, name) for name in plan.models),
-        Part("tiers", f"{package}.tiers", 60, largest),
+        Part("tiers", f"{package}.tiers", 80, largest),
         *(Part(f"transformers {name}", f"{package}.transformers", 50, name) for name in served),
     ]
 
 
 def time_for(parts: Sequence[Part], index: int, seconds_left: float) -> float:
-    """Seconds for a part: what those before it did not need goes to all that follow."""
+    """Returns the seconds for a part. Time that earlier parts left is shared by all later ones."""
     return seconds_left * parts[index].weight / sum(part.weight for part in parts[index:])

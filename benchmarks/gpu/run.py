@@ -105,7 +105,7 @@ def _run_process(task: dict[str, Any], output: Path, seconds: float) -> int | No
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
+            os.killpg(process.pid, signal.SIGKILL)  # with the compilers and servers that it started
             process.wait()
             return None
 

@@ -1,7 +1,4 @@
-"""Where an engine step's time goes: its phases, timed around a real engine's own functions.
-
-`StepClock`: times parts of a step from outside, by wrapping functions. Pure.
-"""
+"""Profiles the steps of an engine, phase by phase, by wrapping the engine's functions."""
 
 import functools
 import statistics
@@ -23,14 +20,14 @@ __all__ = ["PHASES", "StepClock", "StepProfile", "profile_steps"]
 
 
 class StepClock:
-    """Adds up, phase by phase, the time spent in wrapped functions.
+    """Sums the time spent in wrapped functions, phase by phase.
 
-    A wrapped function that calls another does not count the other's time.
+    If a wrapped function calls another one, the other's time counts only for the other.
 
     Args:
-        settle: called before each reading of the clock; waits for a device that
-            works beside its caller.
-        now_ns: the clock.
+        settle: called before each reading of the clock; waits for a device that works
+            asynchronously.
+        now_ns: returns the present time in nanoseconds.
     """
 
     def __init__(
@@ -41,10 +38,10 @@ class StepClock:
         self._settle, self._now_ns = settle, now_ns
         self._spent_ns: dict[str, int] = defaultdict(int)
         self._inner_ns = [0]
-        """Per function that runs now, time that its wrapped callees took."""
+        """A stack: for each running function, the time of the wrapped functions that it called."""
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time counts as `phase`'s."""
+        """Returns `function`, wrapped so that its time counts for `phase`."""
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +57,7 @@ class StepClock:
         return wrapper
 
     def take(self) -> dict[str, int]:
-        """Nanoseconds per phase since the last call."""
+        """Returns the nanoseconds of each phase since the last call."""
         spent, self._spent_ns = self._spent_ns, defaultdict(int)
         return dict(spent)
 
@@ -70,8 +67,8 @@ class StepClock:
 
 
 PHASES = ("schedule", "build inputs", "forward", "logits", "draw", "commit", "rest")
-"""Of a step. Steps that are replayed from a recording compute logits within forward, and all find
-the likeliest tokens there. The rest is what lies between: tables, copies, transfers, deadlines."""
+"""The phases of a step. Replayed steps compute logits within "forward", and all steps find the
+likeliest tokens there. The rest is tables, copies, transfers and deadlines."""
 _STEP = "rest"
 
 
@@ -81,10 +78,10 @@ class StepProfile:
 
     Attributes:
         kind: "prefill": steps that compute prompts; "decode": steps that do not.
-        batch_size: requests.
-        num_steps: how many there were.
+        batch_size: number of requests.
+        num_steps: number of steps.
         total_us: microseconds of a step.
-        phases_us: of each of `PHASES`; medians do not quite add up to the total.
+        phases_us: microseconds of each of `PHASES`. Medians do not exactly add up to the total.
     """
 
     kind: str
@@ -95,9 +92,9 @@ class StepProfile:
 
 
 def profile_steps(engine: OfflineEngine, requests: Sequence[BenchRequest]) -> list[StepProfile]:
-    """Runs requests that begin together, and profiles the steps of each kind.
+    """Runs requests that start together, and profiles the steps of each kind.
 
-    Steps in which some have ended are left out.
+    Steps after the end of a request do not count.
     """
     device = resolve_device(engine.core.config.device)
     steps: dict[str, list[dict[str, int]]] = {"prefill": [], "decode": []}
@@ -113,7 +110,7 @@ def _clocked(
     steps: dict[str, list[dict[str, int]]],
     num_requests: int,
 ) -> Generator[None, None, None]:
-    """The engine with its phases timed; what each step took goes into `steps`."""
+    """Yields the engine with timed phases; the times of each step are appended to `steps`."""
     core: Any = engine.core
     timed_step = clock.timed(_STEP, core.step)
     num_begun = num_ended = 0
@@ -137,7 +134,7 @@ def _clocked(
 
 
 def _timed_functions(core: Any) -> tuple[tuple[Any, str, str], ...]:
-    """(whose, name, phase). A benchmark may look where an engine may not."""
+    """Returns (object, method name, phase) of the functions to time; some are private."""
     runner = core._runner
     recorded = runner._steps._recorded
     return (

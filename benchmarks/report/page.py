@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: tables, and plots as SVG."""
+"""Renders a report as one HTML page that needs no other file."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -31,11 +31,11 @@ figure { margin: 0; }
 
 
 def render_page(report: Report, svgs: Sequence[str]) -> str:
-    """The page.
+    """Returns the page.
 
     Args:
-        report: what to show.
-        svgs: its panels, each an `<svg>` element.
+        report: the report.
+        svgs: its panels, each as an `<svg>` element.
     """
     return "\n".join(
         (

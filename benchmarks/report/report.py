@@ -1,7 +1,4 @@
-"""`Report`: tables and plots of a benchmark as plain data; the writers beside it lay them out.
-
-A report as text for the terminal.
-"""
+"""`Report`: tables and plots of a benchmark as plain data, and its form as text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,18 +6,20 @@ from typing import Any, Literal
 
 __all__ = ["Panel", "Report", "Series", "Table", "format_cell", "format_report", "format_table"]
 
+_SIGNIFICANT_DIGITS = 4
+
 Cell = str | float | int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Figures in rows.
+    """A table.
 
     Attributes:
-        title: above it.
-        columns: their headings, with units.
-        rows: as many cells as there are columns; None is empty.
-        note: below it; empty for none.
+        title: the line above it.
+        columns: the headings, with units.
+        rows: each row has a cell per column; None is an empty cell.
+        note: a text below it; empty for none.
     """
 
     title: str
@@ -34,10 +33,10 @@ class Series:
     """Points of a plot.
 
     Attributes:
-        label: in the legend; empty for none.
-        xs: of the points.
-        ys: of the points.
-        style: how they are drawn; steps hold a value until the next point, fill also
+        label: the text in the legend; empty for none.
+        xs: the points' x coordinates.
+        ys: the points' y coordinates.
+        style: how the points are drawn. "steps" keeps a value until the next point; "fill" also
             colours the area below.
     """
 
@@ -52,12 +51,12 @@ class Panel:
     """One plot.
 
     Attributes:
-        title: above it.
-        x_label: with its unit.
-        y_label: with its unit.
-        series: what is drawn.
-        x_limits: label -> a value that a vertical line marks.
-        y_limits: label -> a value that a horizontal line marks.
+        title: the line above it.
+        x_label: label of the x axis, with the unit.
+        y_label: label of the y axis, with the unit.
+        series: the curves.
+        x_limits: for each label, a value that a vertical line marks.
+        y_limits: for each label, a value that a horizontal line marks.
         x_scale: "linear" or "log".
         y_scale: "linear" or "log".
     """
@@ -74,14 +73,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a benchmark found.
+    """The results of a benchmark.
 
     Attributes:
-        title: names the benchmark and what was measured.
-        facts: what the figures depend on, in words.
-        tables: figures in words.
-        panels: plots.
-        results: everything, for programs: what the JSON holds.
+        title: the name of the benchmark and of what was measured.
+        facts: the conditions of the run, for readers.
+        tables: the figures, for readers.
+        panels: the plots.
+        results: all figures, for programs; the content of the JSON file.
     """
 
     title: str
@@ -91,17 +90,14 @@ class Report:
     results: Mapping[str, Any]
 
 
-_SIGNIFICANT_DIGITS = 4
-
-
 def format_report(report: Report) -> str:
-    """Title, facts and tables, with a line between."""
+    """Returns title, facts and tables, separated by empty lines."""
     facts = "\n".join(f"  {name}: {value}" for name, value in report.facts.items())
     return "\n\n".join([f"{report.title}\n{facts}", *map(format_table, report.tables)])
 
 
 def format_table(table: Table) -> str:
-    """Title, aligned columns, note. The first column is to the left, the others to the right."""
+    """Returns title, aligned columns and note. The first column is left-aligned, others right."""
     rows = [list(table.columns), *([format_cell(cell) for cell in row] for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     heading, *body = (_align(row, widths) for row in rows)
@@ -111,7 +107,9 @@ def format_table(table: Table) -> str:
 
 
 def format_cell(cell: Cell) -> str:
-    """Numbers with four significant digits, and none after the point where there are as many."""
+    """Returns a cell as text. Floats get four significant digits, or all digits of the integer part
+    if those are more.
+    """
     if cell is None:
         return "-"
     if not isinstance(cell, float):

@@ -103,8 +103,8 @@ class SteppedLoad:
         self._num_running = num_running
         self._context = context
         self._pattern = pattern
-        self._shared = tuple(range(context))  # prompts share their integers, not their prefix
-        self._lengths: dict[str, int] = {}  # of the live requests
+        self._shared = tuple(range(context))  # prompts share these objects, but no prefix
+        self._lengths: dict[str, int] = {}  # tokens of each running request
         self._num_made = 0
         self._num_to_add = 0
         for index in range(num_running):

@@ -1,11 +1,10 @@
-"""A Baton router, over gRPC.
-
-`--target URL`: the endpoint that a URL names.
-"""
+"""`--target URL`: opens the endpoint of a URL. A Baton router over gRPC is here."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from urllib.parse import urlsplit
+
+from typing_extensions import override
 
 from baton.client import AsyncClient
 from baton.errors import BatonError, ConfigurationError
@@ -17,7 +16,7 @@ __all__ = ["BatonTarget", "open_target", "opened_target"]
 
 @asynccontextmanager
 async def opened_target(url: str, model: str) -> AsyncGenerator[Target, None]:
-    """`open_target`, closed at the end."""
+    """Opens a target as `open_target` does, and closes it at the end."""
     target = open_target(url, model)
     try:
         yield target
@@ -29,8 +28,8 @@ def open_target(url: str, model: str) -> Target:
     """Opens `grpc://host:port`, a Baton router, or `http://host:port/v1`, OpenAI-style.
 
     Args:
-        url: of the endpoint.
-        model: the model to ask for; empty for the one it serves.
+        url: the endpoint's URL.
+        model: the model to ask for; empty for the served one.
 
     Raises:
         ConfigurationError: the URL is neither, or its client is not installed.
@@ -52,8 +51,8 @@ def open_target(url: str, model: str) -> Target:
 _DESCRIBE_TIMEOUT_S = 30.0
 
 
-class BatonTarget:
-    """See `benchmarks.request.Target`.
+class BatonTarget(Target):
+    """A Baton router.
 
     Args:
         address: the router's `host:port`.
@@ -63,13 +62,13 @@ class BatonTarget:
     def __init__(self, address: str, model: str) -> None:
         self._client = AsyncClient(address, model=model)
 
+    @override
     async def describe(self) -> EndpointDescription:
-        """Asks the router."""
         model = await self._client.get_model(timeout_s=_DESCRIBE_TIMEOUT_S)
         return EndpointDescription(model.name, model.vocab_size)
 
+    @override
     async def stream(self, request: BenchRequest) -> AsyncGenerator[int, None]:
-        """Streams a completion."""
         params = SamplingParams(
             temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True
         )
@@ -80,6 +79,6 @@ class BatonTarget:
         except BatonError as error:
             raise LostRequestError(f"{error.code}: {error.message}") from error
 
+    @override
     async def close(self) -> None:
-        """Closes the channel."""
         await self._client.close()

@@ -56,9 +56,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measures KV transfers: blocks from one process to another by each connector, beside memcpy
-    and beside what the library below does by itself; what of a prompt's transfer prefill hides;
-    and the first tokens of two tiers beside those of one engine. What arrives is compared with
-    what was sent; a figure of other bytes or tokens is not shown, and the exit status is 1.
+    and the library alone; how much of a prompt's transfer prefill hides; and the first tokens of
+    two tiers beside those of one engine. What arrives is compared with what was sent. Wrong bytes
+    or tokens get no figure, and the exit status is 1.
     """
     check_output_args(args)
     if args.num_threads is not None and args.num_threads < 1:

@@ -1,4 +1,4 @@
-"""`--workload KIND`: the kinds there are, their flags, and the workload that flags describe."""
+"""`--workload KIND`: all kinds, their flags, and the workload that parsed flags describe."""
 
 import argparse
 from typing import Any
@@ -42,10 +42,10 @@ def add_workload_args(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_from_args(args: argparse.Namespace, vocab_size: int) -> Workload:
-    """The workload that parsed flags describe; its token ids are below `vocab_size`.
+    """Returns the workload that parsed flags describe. Its token ids are below `vocab_size`.
 
     Raises:
-        ConfigurationError: a value is bad, a flag is missing, or it is of another kind.
+        ConfigurationError: a value is bad, or a flag is missing or belongs to another kind.
     """
     refuse_below(1, vocab_size=vocab_size)
     kind = KINDS[args.workload]
@@ -61,7 +61,7 @@ def workload_from_args(args: argparse.Namespace, vocab_size: int) -> Workload:
 
 
 def _flags() -> dict[str, dict[str, Flag]]:
-    """Per name of a flag: the kinds that have it, and their versions of it."""
+    """Returns, for each flag's name, the kinds that have it and their versions of it."""
     flags: dict[str, dict[str, Flag]] = {}
     for kind_name, kind in KINDS.items():
         for flag in kind.flags:
@@ -70,7 +70,7 @@ def _flags() -> dict[str, dict[str, Flag]]:
 
 
 def _uses(users: dict[str, Flag]) -> str:
-    """The kinds that have a flag, with their defaults, for its help."""
+    """Returns the kinds that have a flag, with their defaults, for its help."""
     return "; ".join(
         f"{kind}: {flag.default}" if flag.default is not None else kind
         for kind, flag in users.items()

@@ -67,7 +67,7 @@ def test_a_wrong_kernel_gets_no_figure(record, monkeypatch, name):
     wrong = [result for result in read_record(record._path) if "failed" in result]
     assert wrong
     for result in wrong:
-        assert result["failed"].startswith("not what the reference gives")
+        assert result["failed"].startswith("the result differs from the reference")
         assert "median_us" not in result
 
 

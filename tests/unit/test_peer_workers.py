@@ -156,15 +156,20 @@ def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count
     log = []
     peers = {name: FakePeer(name, log) for name in ("a", "b")}
     cases = [Case("x", [BenchRequest((1,), 1)], ()), Case("y", [BenchRequest((2,), 1)], ())]
-    told = []
+    lines = []
     runs = take_turns(
-        peers, cases, 1 << 20, repeats=2, tell=told.append, before_round=lambda: log.append("round")
+        peers,
+        cases,
+        1 << 20,
+        repeats=2,
+        write_line=lines.append,
+        before_round=lambda: log.append("round"),
     )
     assert {name: {case: len(r) for case, r in own.items()} for name, own in runs.items()} == {
         "a": {"x": 2, "y": 2},
         "b": {"x": 2, "y": 2},
     }
-    assert len(told) == 12
+    assert len(lines) == 12
     assert [index for index, entry in enumerate(log) if entry == "round"] == [8, 17]
     round_0, round_1, round_2 = log[:8], log[9:17], log[18:]
     assert round_0 == [
