@@ -88,9 +88,9 @@ def _cpu_name() -> str:
 
 def _commit() -> str:
     """Returns the commit that git reports, or BATON_COMMIT for sources without a repository."""
-    told = os.environ.get(_COMMIT_VARIABLE)
-    if told:
-        return told
+    copied = os.environ.get(_COMMIT_VARIABLE)
+    if copied:
+        return copied
     here = str(Path(__file__).parent)
     # Git refuses a repository of another user unless it is named as safe.
     git = ["git", "-C", here, "-c", "safe.directory=*", "describe", "--always", "--dirty"]

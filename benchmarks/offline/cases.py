@@ -40,7 +40,7 @@ class RunTimes:
     Attributes:
         prefill_ms: until every request has its first token.
         step_ms: median gap between tokens while all requests decode.
-        output_tokens_per_s: of the whole run.
+        output_tokens_per_s: output tokens of the whole run over its duration.
     """
 
     prefill_ms: float
@@ -59,7 +59,7 @@ class CaseResult:
             of the weights over the bandwidth.
         step_ms: per token of each request, while all decode.
         step_floor_ms: the same for a step at half the output.
-        output_tokens_per_s: of the whole run.
+        output_tokens_per_s: output tokens of the whole run over its duration.
     """
 
     case: Case

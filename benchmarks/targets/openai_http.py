@@ -152,7 +152,7 @@ class TokenCounter:
             LostRequestError: the stream had no information about token counts.
         """
         if self._num_unproven:
-            raise LostRequestError("the server tells neither token ids nor usage")
+            raise LostRequestError("the server sends neither token ids nor usage")
 
     def _prove(self, num_new: int) -> None:
         if self._num_unproven and num_new:

@@ -76,7 +76,7 @@ async def test_the_key_is_sent(endpoint, monkeypatch):
         ([by_ids(4), "[DONE]"], "1 tokens came, 3 were asked for"),
         ([by_ids(4, 5, 6, 7), "[DONE]"], "4 tokens came, 3 were asked for"),
         ([by_ids(4, 5, 6)], "the stream ended before"),
-        ([TEXT, TEXT, TEXT, "[DONE]"], "the server tells neither token ids nor usage"),
+        ([TEXT, TEXT, TEXT, "[DONE]"], "the server sends neither token ids nor usage"),
         ([TEXT, by_usage(3), "[DONE]"], "1 messages brought 3 tokens"),
         ([{"error": {"message": "out of memory"}}, "[DONE]"], "out of memory"),
         (["<html>", "[DONE]"], "in the stream: <html>"),
