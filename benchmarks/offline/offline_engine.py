@@ -53,7 +53,7 @@ class OfflineEngine:
         """
         run = _Run(self.core, requests, self._numbers, on_end)
         while run.is_unfinished:
-            run.take(self.core.step())
+            run.record_outputs(self.core.step())
             if run.is_unfinished:
                 self.core.wait()
         return run.records
@@ -104,7 +104,7 @@ class _Run:
         """Whether a request has not ended."""
         return self._num_unfinished > 0
 
-    def take(self, outputs: Sequence[RequestOutput]) -> None:
+    def record_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         """Records the outputs of a step."""
         now_s = self._now()
         for output in outputs:
@@ -129,7 +129,7 @@ class _Run:
         except BatonError as error:
             self._end(index, error)
         else:
-            self.take(self._core.add_request(engine_request))
+            self.record_outputs(self._core.add_request(engine_request))
 
     def _end(self, index: int, error: BatonError | None) -> None:
         record, num_asked = self.records[index], self._requests[index].num_output_tokens

@@ -56,7 +56,7 @@ class StepClock:
 
         return wrapper
 
-    def take(self) -> dict[str, int]:
+    def take_times(self) -> dict[str, int]:
         """Returns the nanoseconds of each phase since the last call."""
         spent, self._spent_ns = self._spent_ns, defaultdict(int)
         return dict(spent)
@@ -120,7 +120,7 @@ def _clocked(
         was_prefilling = num_begun < num_requests
         outputs: list[RequestOutput] = timed_step()
         if num_ended == 0:
-            steps["prefill" if was_prefilling else "decode"].append(clock.take())
+            steps["prefill" if was_prefilling else "decode"].append(clock.take_times())
         num_begun += sum(output.timings is not None and not output.is_last for output in outputs)
         num_ended += sum(output.is_last for output in outputs)
         return outputs

@@ -66,7 +66,7 @@ class OpenAiTarget(Target):
                 if response.is_error:
                     raise LostRequestError(_reason(response.status_code, await response.aread()))
                 async for event in read_events(response.aiter_lines()):
-                    yield counter.take(event)
+                    yield counter.count_tokens(event)
         except httpx.HTTPError as error:
             raise LostRequestError(f"{type(error).__name__}: {error}") from error
         counter.check()
@@ -126,7 +126,7 @@ class TokenCounter:
         self._num_tokens = 0
         self._num_unproven = 0
 
-    def take(self, event: dict[str, Any]) -> int:
+    def count_tokens(self, event: dict[str, Any]) -> int:
         """Returns the number of tokens since the event before.
 
         Raises:

@@ -111,7 +111,7 @@ class Ends:
         self._order = random.Random(0).sample(range(num_blocks), num_blocks)
         self._at = 0
 
-    def take(self, count: int) -> list[int]:
+    def take_blocks(self, count: int) -> list[int]:
         """Returns the publisher's blocks for the next move, scattered over the pool.
 
         No cache holds them, and the reader's blocks are empty.

@@ -52,7 +52,7 @@ def _measure(
 
 def _round(ends: Ends, raw: RawMoves, run_id: str, count: int) -> dict[str, float]:
     """Returns the seconds of each move, and deletes what was moved."""
-    block_ids = ends.take(count)
+    block_ids = ends.take_blocks(count)
     save_s, handoff = ends.publisher.call("save", _PUBLISHER, run_id, block_ids)
     load_s = ends.reader.call("load", _READER, handoff, ends.reader_ids(block_ids))
     ends.check_landed(block_ids)

@@ -59,7 +59,7 @@ class _RedisClient(RawMoves):
 
     @override
     def move(self, run_id: str, count: int) -> dict[str, float]:
-        block_ids = self._ends.take(count)
+        block_ids = self._ends.take_blocks(count)
         save_s = self._ends.publisher.call("redis_set", run_id, block_ids)
         load_s, digests = self._ends.reader.call("redis_get", run_id, count)
         self._ends.check(block_ids, digests)
@@ -77,7 +77,7 @@ class _Nixl(RawMoves):
 
     @override
     def move(self, run_id: str, count: int) -> dict[str, float]:
-        sent = self._ends.take(count)
+        sent = self._ends.take_blocks(count)
         landed = self._ends.reader_ids(sent)
         seconds = self._ends.reader.call("read_by_nixl", self._address, sent, landed)
         self._ends.check_landed(sent)

@@ -133,7 +133,7 @@ def test_time_runs_out(monkeypatch):
 
 
 class Mark:
-    """An event that a device comes to when it is told."""
+    """An event that a device reaches when the test says so."""
 
     def __init__(self, reached):
         self._reached = reached
@@ -150,7 +150,7 @@ def test_what_the_host_launches_ahead_is_marked_before_and_after_each_call():
 
 
 def test_a_device_that_catches_up_with_the_host_gives_no_figure():
-    """It comes to the third call while the host still launches that."""
+    """The device reaches the third call while the host still launches it."""
     marks, reached, launched = [], [], []
 
     def mark():
@@ -227,7 +227,7 @@ def test_serving_is_set_beside_transformers_of_the_same_model():
     assert "times_transformers" not in other
 
 
-def test_failures_are_told_with_their_parts():
+def test_failures_are_reported_with_their_parts():
     reports = [
         {"part": "rates", "problem": None, "results": [{"kind": "rate", "name": "copy"}]},
         {"part": "kernels", "problem": "ended with status -9: \nkilled", "results": [

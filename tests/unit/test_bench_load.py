@@ -12,10 +12,10 @@ NO_LIMITS = LoadLimits(max_concurrency=None, request_timeout_s=30)
 
 
 class FakeTarget:
-    """Brings a request's tokens in messages of two; 13 in the prompt is lost, 14 hangs.
+    """Sends a request's tokens in messages of two. A prompt with 13 is lost, one with 14 hangs.
 
     Attributes:
-        began: prompts in the order in which they came.
+        began: prompts in the order in which they arrived.
         ended: prompts in the order in which they ended.
         peak: the most requests at once.
     """
@@ -87,7 +87,7 @@ async def test_what_hangs_counts_as_lost_and_is_cancelled():
     assert target.ended == [(14,)]
 
 
-async def test_every_end_is_told():
+async def test_every_end_is_reported():
     ends = []
     records = await run_load(numbered(3), FakeTarget(), NO_LIMITS, ends.append)
     assert sorted(ends, key=id) == sorted(records, key=id)

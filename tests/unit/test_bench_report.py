@@ -101,7 +101,7 @@ def test_a_panel_is_an_svg_element_that_repeats_itself():
     assert svg == panel_svg(PANEL)
 
 
-def test_a_file_in_no_folder_is_told_before_anything_runs():
+def test_a_file_without_a_folder_is_refused_before_anything_runs():
     with pytest.raises(ConfigurationError, match="--json is /no/where/x; there is no folder"):
         check_output_args(parse("--json", "/no/where/x"))
 

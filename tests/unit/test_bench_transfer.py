@@ -1,4 +1,4 @@
-"""`baton bench transfer`, what of it is pure: what is refused, hidden shares, aims, tables."""
+"""The pure parts of `baton bench transfer`: refusals, hidden shares, aims, tables."""
 
 import argparse
 import asyncio
@@ -30,7 +30,7 @@ from benchmarks.transfer.raw import ColdMemory
 
 
 class FakeHost:
-    """Stands for a process whose pool has these digests."""
+    """A fake of a process whose pool has these digests."""
 
     def __init__(self, digests):
         self.digests = list(digests)
@@ -73,13 +73,13 @@ def test_where_one_process_is_both_its_second_half_is_the_readers():
 
 def test_the_readers_blocks_are_empty_whenever_they_are_taken():
     ends, reader = make_ends([b"0"] * 4)
-    first, second = ends.take(2), ends.take(1)
+    first, second = ends.take_blocks(2), ends.take(1)
     assert not reader.cleared
     assert len({*first, *second}) == 3
-    third = ends.take(2)  # only one was left that nothing had landed in
+    third = ends.take_blocks(2)  # only one empty block was left
     assert reader.cleared == [sorted({*first, *second})]
     assert third == first
-    ends.take(4)
+    ends.take_blocks(4)
     assert reader.cleared[1:] == [sorted(first)]
 
 
@@ -105,7 +105,7 @@ def test_ratios_are_of_the_same_round():
     assert "save_to_raw_save" not in figures
 
 
-def test_buffers_are_gone_round_piece_by_piece():
+def test_calls_use_the_buffers_part_by_part():
     memory = ColdMemory(most_bytes=100, least_bytes=250)
     assert [memory._next(100) for _ in range(4)] == [0, 100, 0, 100]
     assert memory.copy_s(100) > 0
@@ -249,7 +249,7 @@ def test_what_is_refused_has_no_figure_but_a_reason():
         ("multi://nixl://,redis://host", "multi(nixl,redis)", "", True, False),
     ],
 )
-def test_a_url_tells_what_it_is_measured_beside(url, name, raw, is_shared, lends):
+def test_a_url_decides_what_a_connector_is_measured_beside(url, name, raw, is_shared, lends):
     backend = backends.named_backend(url)
     assert (backend.name, backend.raw) == (name, raw)
     assert (backend.is_shared, backend.lends) == (is_shared, lends)

@@ -22,7 +22,7 @@ def ceilings(read=NO_LIMIT, operations=NO_LIMIT):
 
 
 def even_run(requests, first_s, gap_s):
-    """Every request's first token after `first_s`, then one each `gap_s`."""
+    """A run whose requests get a first token after `first_s`, then one every `gap_s`."""
     answers = []
     for request in requests:
         times = tuple(first_s + gap_s * i for i in range(request.num_output_tokens))
