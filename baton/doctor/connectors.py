@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 
 import torch
 
-from baton.doctor.finding import Finding, Level
+from baton.doctor import Finding, Level
 from baton.doctor.stores import check_store, without_password
 from baton.errors import ConfigurationError
 from kvstore.driver import ConnectorDriver, ContractError

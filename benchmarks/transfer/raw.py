@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 from typing_extensions import override
 
-from benchmarks.kernels.cache import last_level_cache_bytes
+from benchmarks.kernels.timing import last_level_cache_bytes
 from benchmarks.transfer.backends import Backend
 from benchmarks.transfer.ends import Ends
 
