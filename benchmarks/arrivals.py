@@ -113,8 +113,8 @@ def add_arrival_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--arrival",
         choices=ARRIVALS,
-        help="how requests arrive (default: trace where the workload has times, poisson where "
-        "there is a --request-rate, else burst: all at once)",
+        help="how requests arrive (default: poisson with a --request-rate, else trace if the "
+        "workload has times, else burst: all at once)",
     )
     group.add_argument("--request-rate", type=float, metavar="R", help="requests per second")
     _add_parameters(group)
@@ -138,10 +138,10 @@ def _add_parameters(group: argparse._ArgumentGroup) -> None:
         "--burstiness",
         type=float,
         metavar="B",
-        help="of gamma: 1 is poisson, less comes in clusters, more is steadier",
+        help="shape of gamma: 1 is poisson, less gives clusters, more is steadier",
     )
     group.add_argument(
-        "--burst-period-s", type=float, metavar="S", help="of bursts: seconds from one to the next"
+        "--burst-period-s", type=float, metavar="S", help="seconds from one burst to the next"
     )
 
 

@@ -33,7 +33,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--engines",
         default="baton,vllm,openvino,transformers",
         metavar="NAME,...",
-        help=f"of {', '.join(ENGINES)} (default: %(default)s)",
+        help=f"engines, of {', '.join(ENGINES)} (default: %(default)s)",
     )
     parser.add_argument(
         "--model",
@@ -48,7 +48,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         help="repeatable; split: Baton's two tiers as servers (default: all)",
     )
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
-    parser.add_argument("--num-threads", type=int, help="of each engine (default: every core)")
+    parser.add_argument(
+        "--num-threads", type=int, help="threads of each engine (default: every core)"
+    )
     parser.add_argument(
         "--peers-folder",
         type=Path,

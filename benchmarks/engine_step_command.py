@@ -28,10 +28,14 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[1, 8, 32],
         metavar="N",
-        help="requests that begin together (default: 1 8 32)",
+        help="requests that start together (default: 1 8 32)",
     )
     parser.add_argument(
-        "--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (%(default)s)"
+        "--input-len",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of a prompt (default: %(default)s)",
     )
     parser.add_argument(
         "--num-steps",

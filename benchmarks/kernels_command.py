@@ -28,13 +28,19 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=list(RANDOM_MODELS),
         default=_DEFAULT_MODEL,
-        help="whose shapes to take (default: %(default)s)",
+        help="the model whose shapes are measured (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", choices=_DTYPES, default=_DTYPES[0], help="of weights and KV (%(default)s)"
+        "--dtype",
+        choices=_DTYPES,
+        default=_DTYPES[0],
+        help="type of weights and KV (default: %(default)s)",
     )
     parser.add_argument(
-        "--num-threads", type=int, metavar="N", help="default: the cores it may use"
+        "--num-threads",
+        type=int,
+        metavar="N",
+        help="threads of the CPU (default: all usable cores)",
     )
     parser.add_argument(
         "--primitive", choices=list(PRIMITIVES), action="append", help="repeatable; all by default"

@@ -35,7 +35,10 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default="", help="model to ask for (default: the served one)")
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="token ids are below it (default: the model's)"
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="every token id is smaller (default: the model's)",
     )
     parser.add_argument(
         "--max-concurrency", type=int, metavar="N", help="most requests in flight (default: any)"
@@ -45,21 +48,21 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4,
         metavar="N",
-        help="requests sent before, which do not count (default: %(default)s)",
+        help="requests sent before the run, which do not count (default: %(default)s)",
     )
     parser.add_argument(
         "--request-timeout-s",
         type=float,
         default=600.0,
         metavar="S",
-        help="after which a request counts as failed (default: %(default)g)",
+        help="seconds after which a request counts as failed (default: %(default)g)",
     )
     add_goodput_arg(parser)
     add_workload_args(parser)
     add_arrival_args(parser)
     add_output_args(parser)
     parser.add_argument(
-        "--save-records", action="store_true", help="put every request's times into the JSON"
+        "--save-records", action="store_true", help="write every request's times to the JSON"
     )
 
 

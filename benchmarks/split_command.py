@@ -26,8 +26,13 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", choices=MODELS, action="append", help="repeatable; all by default"
     )
-    parser.add_argument("--prompt-tokens", type=int, action="append", help="default: 128 and 512")
-    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        action="append",
+        help="length of prompts, repeatable (default: 128 and 512)",
+    )
+    parser.add_argument("--output-tokens", type=int, default=32, help="tokens to generate for each")
     parser.add_argument("--repeats", type=int, default=15, help="requests per figure")
     parser.add_argument("--num-threads", type=int, default=2, help="threads of each worker")
     parser.add_argument("--kv-connector", help="URL (default: a shm:// store for the run)")

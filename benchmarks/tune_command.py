@@ -47,14 +47,14 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="R",
-        help="requests per second to begin with (default: %(default)g)",
+        help="the first request rate, per second (default: %(default)g)",
     )
     parser.add_argument(
         "--time-budget-s",
         type=float,
         default=900.0,
         metavar="S",
-        help="no measurement begins after so many seconds (default: %(default)g)",
+        help="seconds after which no measurement starts (default: %(default)g)",
     )
     add_workload_args(parser)
     add_rated_arrival_args(parser)

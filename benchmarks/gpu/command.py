@@ -20,7 +20,9 @@ _DEADLINE_S = 450.0  # a little less than the eight minutes that a run may take
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument(
-        "--smoke", action="store_true", help="run all of it once, tiny, on the CPU: no figures"
+        "--smoke",
+        action="store_true",
+        help="run everything once, tiny, on the CPU; its figures mean nothing",
     )
     parser.add_argument(
         "--part",
@@ -33,14 +35,14 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEADLINE_S,
         metavar="SECONDS",
-        help="for the whole (default: %(default).0f)",
+        help="time for all parts (default: %(default).0f)",
     )
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help="where the figures go (default: benchmarks/results/gpu_DEVICE.json; "
-        "with --smoke, nowhere)",
+        help="file for the figures (default: benchmarks/results/gpu_DEVICE.json; "
+        "none with --smoke)",
     )
 
 

@@ -31,7 +31,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--connector",
         nargs="+",
         metavar="URL",
-        help="default: every one that this machine has; of redis://, a server of the run's own",
+        help="connectors (default: all that this machine can run, with a Redis server of its own)",
     )
     parser.add_argument(
         "--part", choices=_PARTS, action="append", help="repeatable; all by default"
@@ -40,7 +40,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--num-threads",
         type=int,
         metavar="N",
-        help="that each engine computes on (default: one core less than there are, but one)",
+        help="threads that each worker computes on (default: all cores but one, at least one)",
     )
     parser.add_argument(
         "--layer-slices",
@@ -48,9 +48,11 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="N",
         default=[1],
-        help="--kv-transfer-layer-slices of the two tiers that answer prompts (default: 1)",
+        help="--kv-transfer-layer-slices of the two tiers; each value is measured (default: 1)",
     )
-    parser.add_argument("--smoke", action="store_true", help="all of it once, tiny: no figures")
+    parser.add_argument(
+        "--smoke", action="store_true", help="run everything once, tiny; its figures mean nothing"
+    )
     add_output_args(parser)
 
 
@@ -141,7 +143,7 @@ def _report(
         shown.append(tables.hidden_table(prompts))
     if any("tokens" in row for row in prompts):
         shown.append(tables.token_table(prompts))
-    facts = {"machine": in_words(machine), "threads of each engine": str(num_threads)}
+    facts = {"machine": in_words(machine), "threads of each worker": str(num_threads)}
     if missing:
         facts["not measured"] = "; ".join(missing)
     return Report(

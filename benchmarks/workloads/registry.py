@@ -33,7 +33,9 @@ def add_workload_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workload", choices=KINDS, default="random", help=f"{kinds} (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, default=0, help="of every draw (default: %(default)s)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed of all draws (default: %(default)s)"
+    )
     for name, users in _flags().items():
         flag = next(iter(users.values()))
         group.add_argument(

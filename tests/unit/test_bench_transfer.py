@@ -73,7 +73,7 @@ def test_where_one_process_is_both_its_second_half_is_the_readers():
 
 def test_the_readers_blocks_are_empty_whenever_they_are_taken():
     ends, reader = make_ends([b"0"] * 4)
-    first, second = ends.take_blocks(2), ends.take(1)
+    first, second = ends.take_blocks(2), ends.take_blocks(1)
     assert not reader.cleared
     assert len({*first, *second}) == 3
     third = ends.take_blocks(2)  # only one empty block was left
