@@ -1,4 +1,4 @@
-"""`baton bench transfer --smoke`: all of it, tiny; and that what goes wrong gets no figure."""
+"""`baton bench transfer --smoke`: everything, tiny; and faults get no figures."""
 
 import json
 import shutil

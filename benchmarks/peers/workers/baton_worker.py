@@ -15,7 +15,7 @@ _GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 class BatonEngine:
-    """One `EngineCore` with default flags."""
+    """An `EngineCore` with default flags."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"baton {__version__}"
@@ -29,15 +29,15 @@ class BatonEngine:
         )
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """See `worker_loop.Engine`."""
+        """Runs the requests, step by step."""
         return run_stepped(self, requests)
 
     def reset(self) -> None:
-        """See `worker_loop.Engine`."""
+        """Empties the prefix cache."""
         self._core.reset_prefix_cache()
 
     def add(self, index: int, request: Request) -> None:
-        """See `worker_loop.Stepper`."""
+        """Adds a request to the engine."""
         engine_request = EngineRequest(
             request_id=str(index),
             prompt_token_ids=tuple(request.prompt_token_ids),
@@ -48,7 +48,7 @@ class BatonEngine:
         self._core.add_request(engine_request)
 
     def step(self) -> Iterable[StepOutput]:
-        """See `worker_loop.Stepper`."""
+        """Computes one step; returns its outputs."""
         outputs = self._core.step()
         return [(int(o.request_id), o.token_ids, o.finish_reason is not None) for o in outputs]
 
