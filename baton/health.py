@@ -1,4 +1,4 @@
-"""Asks servers whether they serve (grpc.health.v1)."""
+"""Requests the health of servers (grpc.health.v1)."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ _CHECK_TIMEOUT_S = 5.0
 
 
 async def check_health(address: str, *, service: str = "", timeout_s: float = 5.0) -> str:
-    """The status of a server: "SERVING", "NOT_SERVING", or why there is none.
+    """Returns a server's status, "SERVING" or "NOT_SERVING", or the name of the error.
 
     Args:
         address: `host:port`.
@@ -36,7 +36,7 @@ async def wait_until_serving(address: str, timeout_s: float) -> None:
     """Returns when the server at `address` serves.
 
     Raises:
-        DeadlineExceededError: it does not within `timeout_s`; tells its last status.
+        DeadlineExceededError: it does not within `timeout_s`; names its last status.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -16,7 +16,15 @@ from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
 from kvstore.url import parse_byte_size
 
-__all__ = ["add_engine_args", "engine_config_from_args"]
+__all__ = ["FIXED_FIELDS", "add_engine_args", "engine_config_from_args"]
+
+FIXED_FIELDS = {
+    "prefill": ("role", "kv_load_failure_policy", "kv_publish"),
+    "decode": ("role",),
+}
+"""By role, the fields of `EngineConfig` that have no flag. A prefill engine publishes all prompts
+and computes what it cannot load, so the last two mean nothing to it.
+"""
 
 
 def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = ()) -> None:

@@ -296,7 +296,6 @@ class KvConnectorScheduler(ABC):
         namespace: bytes,
         keys: Sequence[bytes],
         num_tokens: int,
-        kv_form: str = "",
     ) -> KvHandoff:
         """The handoff for blocks of a prompt that are saved, or some of them."""
 

@@ -14,10 +14,10 @@ from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, split_members
 __all__ = [
     "HANDOFF_FORMAT_VERSION",
     "KvHandoff",
+    "brief_digest",
     "connector_name",
     "handoff_from_proto",
     "handoff_to_proto",
-    "in_words",
 ]
 
 HANDOFF_FORMAT_VERSION = 1
@@ -48,9 +48,6 @@ class KvHandoff:
 
     Mirrors `baton.v1.KvHandoff`; see `protos/baton/v1/prefill.proto` for the
     meaning of each field.
-
-    Attributes:
-        kv_form: what the namespace is made of, in words, for whoever reads of a mismatch.
     """
 
     handoff_id: str
@@ -61,22 +58,20 @@ class KvHandoff:
     digest_scheme: str
     lease_ms: int
     connector_params: bytes = b""
-    kv_form: str = ""
     format_version: int = HANDOFF_FORMAT_VERSION
 
-    def check_compatible(self, *, namespace: bytes, connector: str, kv_form: str = "") -> None:
+    def check_compatible(self, *, namespace: bytes, connector: str) -> None:
         """Refuses a handoff that this replica could misread.
 
         Args:
             namespace: this replica's.
             connector: the name of its connector.
-            kv_form: as the attribute, of this replica.
 
         Raises:
             FailedPreconditionError: names both sides.
         """
         if self.namespace != namespace:
-            ours, theirs = in_words(namespace, kv_form), in_words(self.namespace, self.kv_form)
+            ours, theirs = brief_digest(namespace), brief_digest(self.namespace)
             raise FailedPreconditionError(f"KV namespace: decode has {ours}, prefill sent {theirs}")
         ours_and_theirs: tuple[tuple[str, object, object], ...] = (
             ("handoff format version", HANDOFF_FORMAT_VERSION, self.format_version),
@@ -88,9 +83,9 @@ class KvHandoff:
                 raise FailedPreconditionError(f"{name}: decode has {own}, prefill sent {sent}")
 
 
-def in_words(namespace: bytes, kv_form: str) -> str:
-    """A namespace as an error names it: what it is made of, and the digest."""
-    return f"{kv_form or 'unknown'} ({namespace.hex() or 'none'})"
+def brief_digest(namespace: bytes) -> str:
+    """The first 12 hex digits of a namespace, for error texts."""
+    return namespace.hex()[:12] or "none"
 
 
 _LONGEST_LEASE_MS = 2**32 - 1  # what the field takes: 49 days
@@ -108,7 +103,6 @@ def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
         digest_scheme=handoff.digest_scheme,
         lease_ms=min(handoff.lease_ms, _LONGEST_LEASE_MS),
         connector_params=handoff.connector_params,
-        kv_form=handoff.kv_form,
     )
 
 
@@ -138,5 +132,4 @@ def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
         digest_scheme=message.digest_scheme,
         lease_ms=message.lease_ms,
         connector_params=message.connector_params,
-        kv_form=message.kv_form,
     )

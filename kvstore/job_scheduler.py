@@ -111,7 +111,6 @@ class JobScheduler(KvConnectorScheduler):
         namespace: bytes,
         keys: Sequence[bytes],
         num_tokens: int,
-        kv_form: str = "",
     ) -> KvHandoff:
         """See `KvConnectorScheduler.make_handoff`."""
         return KvHandoff(
@@ -123,7 +122,6 @@ class JobScheduler(KvConnectorScheduler):
             digest_scheme=DIGEST_SCHEME,
             lease_ms=self._lease_ms,
             connector_params=self._params,
-            kv_form=kv_form,
         )
 
     def keep(self, handoff: KvHandoff) -> None:

@@ -189,11 +189,10 @@ class MultiScheduler(KvConnectorScheduler):
         namespace: bytes,
         keys: Sequence[bytes],
         num_tokens: int,
-        kv_form: str = "",
     ) -> KvHandoff:
         """See `KvConnectorScheduler.make_handoff`. Its lease is the shortest of the members'."""
         members = [
-            each.scheduler.make_handoff(handoff_id, namespace, keys, num_tokens, kv_form)
+            each.scheduler.make_handoff(handoff_id, namespace, keys, num_tokens)
             for each in self._members
         ]
         return KvHandoff(
@@ -207,7 +206,6 @@ class MultiScheduler(KvConnectorScheduler):
             connector_params=pack_params(
                 [(each.lease_ms, each.connector_params) for each in members]
             ),
-            kv_form=kv_form,
         )
 
     def keep(self, handoff: KvHandoff) -> None:
