@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from benchmarks.models import make_random_model
 from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
 from benchmarks.scheduling.served_load import random_prompt
-from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest
@@ -33,7 +34,6 @@ _ALONE_ROUNDS = 300
 _MODEL_ROUNDS = 7
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 4096
-_DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 Tokens = dict[str, list[int]]
 Serve = Callable[[list[EngineRequest]], Tokens]
@@ -90,10 +90,11 @@ def _make_requests(seed: int) -> list[EngineRequest]:
     draw = random.Random(seed)
     return [
         EngineRequest(
-            request_id=f"request-{seed}-{index}",
-            prompt_token_ids=random_prompt(draw, _PROMPT_TOKENS, vocab_size=1 << 14),
-            draw=_DRAW,
-            max_tokens=_OUTPUT_TOKENS,
+            spec=RequestSpec(
+                request_id=f"request-{seed}-{index}",
+                prompt_token_ids=random_prompt(draw, _PROMPT_TOKENS, vocab_size=1 << 14),
+                params=SamplingParams(temperature=0.0, seed=0, max_tokens=_OUTPUT_TOKENS),
+            )
         )
         for index in range(_NUM_REQUESTS)
     ]

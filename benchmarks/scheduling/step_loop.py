@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine.batch import DrawParams
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from engine.config import EngineConfig
 from engine.request import EngineRequest
 from engine.runner import ModelInfo
@@ -43,7 +44,6 @@ _WARM_UP_STEPS = 2 * BLOCK_SIZE
 _MEASURED_STEPS = 30 * BLOCK_SIZE
 _MAX_MODEL_LEN = 1 << 14
 _VOCAB_SIZE = 1 << 15
-_DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 NewScheduler = Callable[[int, int], Any]
 """Makes a scheduler for at most so many sequences and so many blocks."""
@@ -155,7 +155,11 @@ class SteppedLoad:
         request_id = f"request-{number}"
         self._lengths[request_id] = len(prompt)
         return EngineRequest(
-            request_id=request_id, prompt_token_ids=prompt, draw=_DRAW, max_tokens=max_tokens
+            spec=RequestSpec(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                params=SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens),
+            )
         )
 
     def _note_first_tokens(self) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from benchmarks.transfer.child import ChildError, start_process
 from benchmarks.transfer.tier import Add, Event, Prefetch, Release, serve_tier
-from engine.batch import DrawParams
 from engine.request import CandidateProgress, EngineRequest, FinishReason, RequestOutput
 
 __all__ = ["Route", "Trace", "TwoTiers", "Undivided"]
@@ -17,7 +18,6 @@ __all__ = ["Route", "Trace", "TwoTiers", "Undivided"]
 _ANSWER_S = 300.0
 _STOP_S = 20.0
 _NUM_TOKENS = 3
-_GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 @dataclass(slots=True)
@@ -79,10 +79,11 @@ class Route(ABC):
         """
         self._num_sent += 1
         request = EngineRequest(
-            request_id=f"prompt {self._num_sent}",
-            prompt_token_ids=tuple(prompt),
-            draw=_GREEDY,
-            max_tokens=_NUM_TOKENS,
+            spec=RequestSpec(
+                request_id=f"prompt {self._num_sent}",
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(temperature=0.0, seed=0, max_tokens=_NUM_TOKENS),
+            )
         )
         self._handle_until_idle(request, Trace())  # loading, or what an earlier prompt left
         trace = Trace()

@@ -277,9 +277,7 @@ def test_a_handoff_carries_each_members_own_terms(peer, store):
     for reading, publishing in zip(reader.members, (peer, store), strict=True):
         own = publishing.scheduler.make_handoff("h", b"n", KEYS, 20)
         assert reading.told == [("kept", own), ("dropped", "h")]
-    assert reader.members[0].pending[0].handoff == peer.scheduler.make_handoff(
-        "h", b"n", KEYS, 20, "words"
-    )
+    assert reader.members[0].pending[0].handoff == peer.scheduler.make_handoff("h", b"n", KEYS, 20)
 
 
 @pytest.mark.parametrize("params", [b"", b"x", pack_params([(1, b"a")])])

@@ -12,12 +12,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from benchmarks.gpu.models import engine_config, write_config
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.record import Record
 from benchmarks.model_cost import Ceilings
 from benchmarks.offline.cases import Case
-from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import CandidateProgress, EngineRequest, RequestOutput
@@ -25,7 +26,6 @@ from kvstore.handoff import KvHandoff
 
 __all__ = ["measure"]
 
-_GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 _CONNECTOR = "memory://bench-gpu?max_bytes={}"
 _STORE_BYTES = 16 * 2**30
 _SHARE_OF_EACH = 0.27  # of the card's memory: three engines, and room for what they leave over
@@ -62,10 +62,13 @@ def _measure(engines: "_Undivided | _TwoTiers", case: Case, seeds: Sequence[int]
         prompts = case.requests(engines.vocab_size, seed)
         requests = [
             EngineRequest(
-                request_id=f"{seed}-{index}",
-                prompt_token_ids=tuple(request.prompt_token_ids),
-                draw=_GREEDY,
-                max_tokens=request.num_output_tokens,
+                spec=RequestSpec(
+                    request_id=f"{seed}-{index}",
+                    prompt_token_ids=tuple(request.prompt_token_ids),
+                    params=SamplingParams(
+                        temperature=0.0, seed=0, max_tokens=request.num_output_tokens
+                    ),
+                )
             )
             for index, request in enumerate(prompts)
         ]
@@ -124,7 +127,7 @@ class _TwoTiers:
     def run(self, requests: Sequence[EngineRequest]) -> dict[str, _Times]:
         """When the requests' tokens came, from either tier."""
         clock = _Clock(requests)
-        by_id = {request.request_id: request for request in requests}
+        by_id = {request.spec.request_id: request for request in requests}
         first_tokens: dict[str, tuple[int, ...]] = {}
         handed_over: SimpleQueue[EngineRequest] = SimpleQueue()
 
@@ -163,7 +166,7 @@ class _Clock:
     """Notes when tokens come."""
 
     def __init__(self, requests: Sequence[EngineRequest]) -> None:
-        self.times = {request.request_id: _Times() for request in requests}
+        self.times = {request.spec.request_id: _Times() for request in requests}
         self._started_at = time.perf_counter()
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
@@ -181,7 +184,9 @@ def _serve(
     while num_ended < num_requests and time.monotonic() < gives_up_at:
         outputs: list[RequestOutput] = []
         while not requests.empty():
-            outputs += core.add_request(replace(requests.get(), deadline=gives_up_at))
+            request = requests.get()
+            spec = replace(request.spec, deadline=gives_up_at)
+            outputs += core.add_request(replace(request, spec=spec))
         outputs += core.step()
         num_ended += sum(output.is_last for output in outputs)
         take(outputs)
