@@ -33,7 +33,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from baton.errors import ConfigurationError
-from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory, LoadJob, SaveJob
+from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
+from kvstore.jobs import LoadJob, SaveJob
 from kvstore.mover.backend import Backend
 from kvstore.slot import Slot
 from kvstore.store import GetStatus, StoreUnavailableError

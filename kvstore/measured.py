@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connector import ConnectorWork, KvConnectorWorker, LoadJob, SaveJob, TransferResults
+from kvstore.connector import KvConnectorWorker
+from kvstore.jobs import ConnectorWork, LoadJob, SaveJob, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import Direction, KvMetrics, TransferMetrics
 from kvstore.slot import Slot

@@ -18,10 +18,14 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from baton.errors import ConfigurationError
-from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
+from kvstore.connector import (
+    Connector,
+    ConnectorCapabilities,
+    ConnectorFactory,
+    KvConnectorScheduler,
+)
 from kvstore.faults import FaultyFactory
 from kvstore.handoff import connector_name
-from kvstore.job_scheduler import JobScheduler
 from kvstore.multi.worker import MultiFactory
 from kvstore.store import KvStore, StoreCapabilities
 from kvstore.store_connector import StoreConnectorWorker
@@ -212,7 +216,7 @@ class _StoreFactory:
     def open(self, url: str) -> Connector:
         store = self.store_class.from_url(url)
         # Only blocks that need no copy can be saved while their step runs.
-        scheduler = JobScheduler(
+        scheduler = KvConnectorScheduler(
             connector_name(url),
             lease_s=store.ttl_s,
             saves_ahead=store.capabilities.takes_frames,

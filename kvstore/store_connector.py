@@ -7,15 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstore.breaker import BreakerStore, log_level_of
-from kvstore.connector import (
-    ConnectorWork,
-    KvConnectorWorker,
-    LoadJob,
-    LookupJob,
-    LookupResult,
-    SaveJob,
-    TransferResults,
-)
+from kvstore.connector import KvConnectorWorker
+from kvstore.jobs import ConnectorWork, LoadJob, LookupJob, LookupResult, SaveJob, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredBackend
 from kvstore.metrics import KvMetrics
@@ -101,7 +94,7 @@ class StoreConnectorWorker(KvConnectorWorker):
         for job_id in work.cancelled_lookups:
             self._open_lookups.pop(job_id, None)
         if work.deletes:
-            self._delete_later(work.deletes)
+            self._delete_later(tuple(work.deletes))
         self._mover.start(work.loads, work.saves, work.cancelled_loads)
 
     def layers_computed(self, step: int, num_layers: int) -> None:

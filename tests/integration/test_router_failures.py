@@ -111,7 +111,7 @@ async def test_losing_the_last_decode_replica_is_unavailable_in_time():
         await decode.stop()
         error = await failed_call(task)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert "no other can go on" in error.details()
+        assert "no other can continue" in error.details()
         # New requests need not wait to know.
         error = await failed_call(router.generate(request()))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -174,7 +174,7 @@ async def test_begun_stream_that_none_takes_in_time_is_unavailable():
     async with running_workers(*workers), running_router(*workers, resume_timeout_s=0.1) as router:
         error = await failed_call(router.generate(request(max_tokens=6)))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "no other can go on" in error.details()
+    assert "no other can continue" in error.details()
 
 
 async def test_engines_that_keep_stopping_under_a_request_abort_it():

@@ -14,14 +14,7 @@ import torch
 from kvstore import store_connector as store_worker
 from kvstore.breaker import BreakerStore
 from kvstore.codec import HEADER_BYTES
-from kvstore.connector import (
-    LoadJob,
-    LoadResult,
-    LookupJob,
-    LookupResult,
-    SaveJob,
-    SaveResult,
-)
+from kvstore.jobs import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError
 from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from kvstore.connector import LoadJob, LoadResult, SaveJob
+from kvstore.jobs import LoadJob, LoadResult, SaveJob
 from kvstore.mover.backend import Backend
 from kvstore.registry import open_store
 from kvstore.slot import Slot

@@ -5,7 +5,7 @@ import pytest
 from engine.batch import StepOutput
 from engine.group import GroupState
 from engine.schedule.step_plan import StepPlan
-from kvstore.connector import SaveJob
+from kvstore.jobs import SaveJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.fake_model import fake_info
 from tests.support.requests import engine_request

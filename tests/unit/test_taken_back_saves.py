@@ -1,6 +1,6 @@
 """What a request has published and nobody may load, or nobody will, leaves the store."""
 
-from kvstore.connector import ConnectorWork, SaveJob
+from kvstore.jobs import ConnectorWork, SaveJob
 from tests.support.driven_scheduler import DrivenScheduler, handed_over
 
 PUBLISHES = {"with_connector": True, "role": "decode", "kv_publish": "1"}
