@@ -1,8 +1,8 @@
 """Baton: large language models served by separate prefill and decode tiers.
 
-The public Python face. `Client` and `AsyncClient` speak to a running router;
+The public Python interface. `Client` and `AsyncClient` call a running router;
 `LLM` runs the same engine in this process. Importing this package is cheap:
-torch is loaded when `LLM` is first used, grpc when a client is.
+torch is loaded when `LLM` is first used, grpc when a client is first used.
 """
 
 from importlib import import_module

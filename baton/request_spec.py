@@ -55,13 +55,13 @@ class RequestSpec:
         cache_salt: str = "",
         deadline: float | None = None,
     ) -> "RequestSpec":
-        """Makes a spec from what a user asked for.
+        """Makes a spec from a user's parameters.
 
         A missing seed is drawn here, so that every replica that continues the request uses
         the same random noise. Greedy decoding uses no noise and gets seed 0.
 
         Args:
-            request_id: as in the attributes, like the other arguments.
+            request_id: unique among the engine's live requests.
             prompt_token_ids: the prompt.
             params: the user's; `seed` may be None.
             eos_token_ids: the model's end-of-sequence ids.

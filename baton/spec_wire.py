@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.errors import InvalidArgumentError
+from baton.errors import FailedPreconditionError, InvalidArgumentError
 from baton.request_spec import RequestSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, request_pb2
@@ -105,12 +105,13 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
         now: `time.monotonic()`, from which the message's timeout counts.
 
     Raises:
-        InvalidArgumentError: a field is unknown, missing or out of range; names the
-            field, its value and the limit.
+        FailedPreconditionError: the router set a field that this build does not know.
+        InvalidArgumentError: a field is missing or out of range; names the field, its
+            value and the limit.
     """
     unknown = ", ".join(_unknown_fields(message, "spec"))
     if unknown:
-        raise InvalidArgumentError(
+        raise FailedPreconditionError(
             f"this worker does not know {unknown}; the router is newer: update the worker"
         )
     if not message.request_id:

@@ -1,4 +1,4 @@
-"""What scheduler and runner exchange: frozen plain data, no tensors.
+"""The data that scheduler and runner exchange: frozen and plain, no tensors.
 
 The runner keeps one *row* per running sequence: its block tables, its
 position, its `DrawParams` and the token drawn last. A batch lists changes, so

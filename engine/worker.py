@@ -27,7 +27,7 @@ class EngineWorker:
         role: the tier that it serves.
 
     Attributes:
-        info: what the worker serves; its worker id is drawn here.
+        info: the description of what it serves; the worker id in it is drawn here.
     """
 
     def __init__(self, engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType") -> None:

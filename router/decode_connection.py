@@ -82,7 +82,7 @@ class DecodeConnection:
     """Commands and outputs of all requests on one replica.
 
     Args:
-        stub: of the replica's channel.
+        stub: the replica's DecodeService.
         name: the replica's name in error messages.
 
     Attributes:

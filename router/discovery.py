@@ -51,7 +51,7 @@ class Discovery:
     the end of the process.
 
     Args:
-        targets: as given on the command line.
+        targets: the values of the command line's flag.
 
     Raises:
         ConfigurationError: a target is malformed.

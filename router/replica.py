@@ -43,7 +43,7 @@ class Replica:
 
     Attributes:
         address: its `host:port`.
-        info: what it serves.
+        info: its description of what it serves.
         load: its last report.
         lost: set once the connection is lost. A worker that comes back is a new replica.
     """

@@ -64,7 +64,7 @@ async def prepare_request(
         params: the message's parameters.
         tokenizer: the model's.
         model: the served model.
-        limits: of the decode replicas.
+        limits: the decode replicas' limits.
         deadline: `time.monotonic()` at which the request must have ended.
 
     Raises:

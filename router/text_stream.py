@@ -1,7 +1,7 @@
 """`TextStream`: token ids in, text out, up to a stop string; the router and `LLM` use it.
 
 `IncrementalDetokenizer` turns token ids into text piece by piece, never half a
-character. The text of a token depends on its neighbours: a character may be spread
+character. The text of a token depends on the tokens beside it: a character may be spread
 over several tokens, and the first word of a text loses its leading space. Therefore a
 short window is decoded twice, without and with the new tokens, and the difference is
 the new text. (Text Generation Inference and vLLM call its bounds prefix and read

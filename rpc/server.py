@@ -107,7 +107,7 @@ class RpcServer:
     """A grpc.aio server with health, reflection and Baton's interceptor.
 
     Args:
-        config: where to listen.
+        config: the address to listen on.
         service_names: full names of the services that will be added, for example
             `baton.v1.WorkerService`; health and reflection know them at once.
 
@@ -137,7 +137,7 @@ class RpcServer:
 
         Args:
             add_to_server: the generated `add_…Servicer_to_server`.
-            servicer: what it adds.
+            servicer: the servicer to add.
         """
         add_to_server(servicer, self._handlers)
 

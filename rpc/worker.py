@@ -54,7 +54,7 @@ class Worker(Protocol):
 
     @property
     def info(self) -> worker_pb2.GetInfoResponse:
-        """What the worker serves, which never changes."""
+        """The description of what the worker serves; it never changes."""
 
     def load(self) -> worker_pb2.WorkerLoad:
         """Returns the load now. Must be cheap."""

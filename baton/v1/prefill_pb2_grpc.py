@@ -59,8 +59,9 @@ class PrefillServiceServicer(object):
         message is `end`, or `result` if the generation ended with the first
         tokens. A slow reader gets several `saved` events as one. Cancelling frees
         the request. Idempotent: a repeat computes the same tokens.
-        FAILED_PRECONDITION: the namespace is not this replica's.
-        INVALID_ARGUMENT: a field is out of range or unknown to this replica.
+        FAILED_PRECONDITION: the namespace is not this replica's, or the spec has a
+        field that this replica does not know.
+        INVALID_ARGUMENT: a field is out of range.
         RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
         full. UNAVAILABLE: the replica drains.
         """

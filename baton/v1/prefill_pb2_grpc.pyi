@@ -38,8 +38,9 @@ class PrefillServiceStub:
     message is `end`, or `result` if the generation ended with the first
     tokens. A slow reader gets several `saved` events as one. Cancelling frees
     the request. Idempotent: a repeat computes the same tokens.
-    FAILED_PRECONDITION: the namespace is not this replica's.
-    INVALID_ARGUMENT: a field is out of range or unknown to this replica.
+    FAILED_PRECONDITION: the namespace is not this replica's, or the spec has a
+    field that this replica does not know.
+    INVALID_ARGUMENT: a field is out of range.
     RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
     full. UNAVAILABLE: the replica drains.
     """
@@ -61,8 +62,9 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     message is `end`, or `result` if the generation ended with the first
     tokens. A slow reader gets several `saved` events as one. Cancelling frees
     the request. Idempotent: a repeat computes the same tokens.
-    FAILED_PRECONDITION: the namespace is not this replica's.
-    INVALID_ARGUMENT: a field is out of range or unknown to this replica.
+    FAILED_PRECONDITION: the namespace is not this replica's, or the spec has a
+    field that this replica does not know.
+    INVALID_ARGUMENT: a field is out of range.
     RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
     full. UNAVAILABLE: the replica drains.
     """
@@ -87,8 +89,9 @@ class PrefillServiceServicer(metaclass=abc.ABCMeta):
         message is `end`, or `result` if the generation ended with the first
         tokens. A slow reader gets several `saved` events as one. Cancelling frees
         the request. Idempotent: a repeat computes the same tokens.
-        FAILED_PRECONDITION: the namespace is not this replica's.
-        INVALID_ARGUMENT: a field is out of range or unknown to this replica.
+        FAILED_PRECONDITION: the namespace is not this replica's, or the spec has a
+        field that this replica does not know.
+        INVALID_ARGUMENT: a field is out of range.
         RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
         full. UNAVAILABLE: the replica drains.
         """

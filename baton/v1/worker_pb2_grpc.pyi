@@ -47,7 +47,7 @@ class WorkerServiceStub:
     ended or the timeout has passed.
     """
     ResetPrefixCache: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ResetPrefixCacheRequest, baton.v1.worker_pb2.ResetPrefixCacheResponse]
-    """Forgets every cached prefix. Running requests go on."""
+    """Empties the prefix cache. Running requests continue."""
     WatchKvEvents: grpc.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchKvEventsRequest, baton.v1.worker_pb2.WatchKvEventsResponse]
     """Streams changes of the prefix cache. The stream begins with its present
     content, as `cleared` and then `stored`. A reader that lags too far behind
@@ -76,7 +76,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     ended or the timeout has passed.
     """
     ResetPrefixCache: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ResetPrefixCacheRequest, baton.v1.worker_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Forgets every cached prefix. Running requests go on."""
+    """Empties the prefix cache. Running requests continue."""
     WatchKvEvents: grpc.aio.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchKvEventsRequest, baton.v1.worker_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
     """Streams changes of the prefix cache. The stream begins with its present
     content, as `cleared` and then `stored`. A reader that lags too far behind
@@ -138,7 +138,7 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.worker_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.worker_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[baton.v1.worker_pb2.ResetPrefixCacheResponse]]:
-        """Forgets every cached prefix. Running requests go on."""
+        """Empties the prefix cache. Running requests continue."""
 
     @abc.abstractmethod
     def WatchKvEvents(
