@@ -10,15 +10,14 @@ from types import TracebackType
 from typing import Self
 
 from baton.errors import BatonError
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from benchmarks.request import BenchRequest, RequestRecord
-from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput
 
 __all__ = ["OfflineEngine", "peak_memory_bytes"]
-
-_GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 class OfflineEngine:
@@ -118,10 +117,13 @@ class _Run:
         index = self._indices[request_id]
         request = self._requests[index]
         engine_request = EngineRequest(
-            request_id=request_id,
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            draw=_GREEDY,
-            max_tokens=request.num_output_tokens,
+            spec=RequestSpec(
+                request_id=request_id,
+                prompt_token_ids=tuple(request.prompt_token_ids),
+                params=SamplingParams(
+                    temperature=0.0, seed=0, max_tokens=request.num_output_tokens
+                ),
+            )
         )
         self.records[index].sent_s = self._now()
         try:

@@ -16,12 +16,12 @@ from typing import Any
 from benchmarks.scheduling.served_load import (
     SHAREGPT,
     NullRunner,
+    greedy_request,
     new_scheduler,
     random_prompt,
     running_groups,
     serve,
 )
-from engine.batch import DrawParams
 from engine.request import EngineRequest
 from engine.schedule.scheduler import Scheduler
 
@@ -31,7 +31,6 @@ _BLOCK_SIZES = (8, 16, 32)
 _NUM_REQUESTS = 1000
 _MAX_NUM_SEQS = 64
 _MAX_NUM_BATCHED_TOKENS = 512
-_DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 def measure_kv_waste() -> list[dict[str, Any]]:
@@ -51,9 +50,10 @@ def _measure(block_size: int) -> dict[str, Any]:
     requests = _make_requests(lengths)
     outputs = serve(scheduler, NullRunner(), requests, lambda: samples.append(_sample(scheduler)))
     for request in requests:
-        num_tokens = sum(len(output.token_ids) for output in outputs[request.request_id])
-        if num_tokens != request.max_tokens:
-            raise RuntimeError(f"{num_tokens} tokens came, {request.max_tokens} were asked for")
+        max_tokens = request.spec.params.max_tokens
+        num_tokens = sum(len(output.token_ids) for output in outputs[request.spec.request_id])
+        if num_tokens != max_tokens:
+            raise RuntimeError(f"{num_tokens} tokens came, {max_tokens} were asked for")
     known, computed = zip(*samples, strict=True)
     return {
         "block_size": block_size,
@@ -71,12 +71,7 @@ def _measure(block_size: int) -> dict[str, Any]:
 def _make_requests(lengths: list[tuple[int, int]]) -> list[EngineRequest]:
     draw = random.Random(1)
     return [
-        EngineRequest(
-            request_id=f"request-{index}",
-            prompt_token_ids=random_prompt(draw, num_prompt),
-            draw=_DRAW,
-            max_tokens=num_output,
-        )
+        greedy_request(f"request-{index}", random_prompt(draw, num_prompt), num_output)
         for index, (num_prompt, num_output) in enumerate(lengths)
     ]
 

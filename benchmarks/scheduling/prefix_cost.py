@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import make_random_model
-from benchmarks.scheduling.served_load import NullRunner, new_scheduler, random_prompt
-from engine.batch import DrawParams
+from benchmarks.scheduling.served_load import (
+    NullRunner,
+    greedy_request,
+    new_scheduler,
+    random_prompt,
+)
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest
@@ -31,7 +35,6 @@ _ALONE_ROUNDS = 300
 _MODEL_ROUNDS = 7
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 4096
-_DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 Tokens = dict[str, list[int]]
 Serve = Callable[[list[EngineRequest]], Tokens]
@@ -87,11 +90,10 @@ def _take_turns(new_server: Callable[[bool], Serve], num_rounds: int) -> Seconds
 def _make_requests(seed: int) -> list[EngineRequest]:
     draw = random.Random(seed)
     return [
-        EngineRequest(
-            request_id=f"request-{seed}-{index}",
-            prompt_token_ids=random_prompt(draw, _PROMPT_TOKENS, vocab_size=1 << 14),
-            draw=_DRAW,
-            max_tokens=_OUTPUT_TOKENS,
+        greedy_request(
+            f"request-{seed}-{index}",
+            random_prompt(draw, _PROMPT_TOKENS, vocab_size=1 << 14),
+            _OUTPUT_TOKENS,
         )
         for index in range(_NUM_REQUESTS)
     ]

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from engine.batch import ChunkOutput, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.config import EngineConfig
 from engine.group import GroupState, SequenceGroup
@@ -24,6 +26,7 @@ __all__ = [
     "VOCAB_SIZE",
     "Lengths",
     "NullRunner",
+    "greedy_request",
     "new_scheduler",
     "random_prompt",
     "running_groups",
@@ -35,6 +38,16 @@ VOCAB_SIZE = 1 << 15
 _MAX_MODEL_LEN = 1 << 14
 _TOKEN_ID = 7
 _COSTS = StepCosts(prompt_token_s=1e-4, swapped_block_s=1e-4)
+
+
+def greedy_request(
+    request_id: str, prompt_token_ids: tuple[int, ...], max_tokens: int
+) -> EngineRequest:
+    """Returns a request without stop tokens that always takes the likeliest token."""
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+    return EngineRequest(
+        spec=RequestSpec(request_id=request_id, prompt_token_ids=prompt_token_ids, params=params)
+    )
 
 
 @dataclass(frozen=True, slots=True)

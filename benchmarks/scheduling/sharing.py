@@ -14,6 +14,8 @@ import statistics
 from itertools import accumulate
 from typing import Any
 
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from benchmarks.scheduling.served_load import (
     ALPACA,
     SHAREGPT,
@@ -24,8 +26,8 @@ from benchmarks.scheduling.served_load import (
     running_groups,
     serve,
 )
-from engine.batch import ChunkOutput, DrawParams
-from engine.request import BeamSearchParams, EngineRequest
+from engine.batch import ChunkOutput
+from engine.request import EngineRequest
 from engine.schedule.scheduler import Scheduler
 
 __all__ = ["PAPER", "measure_sharing"]
@@ -71,10 +73,11 @@ def _measure(method: str, lengths: Lengths, width: int, peak: float | None) -> d
     requests = _make_requests(lengths.draw(num_requests, seed=0), width, is_beam=method == "beam")
     outputs = serve(scheduler, NullRunner(reports), requests, watch.look)
     for request in requests:
-        own = outputs[request.request_id]
+        own = outputs[request.spec.request_id]
+        max_tokens = request.spec.params.max_tokens
         num_tokens = sum(len(output.token_ids) for output in own)
-        if num_tokens != request.max_tokens * width or not own[-1].is_last:
-            raise RuntimeError(f"{num_tokens} tokens came of {width} x {request.max_tokens}")
+        if num_tokens != max_tokens * width or not own[-1].is_last:
+            raise RuntimeError(f"{num_tokens} tokens came of {width} x {max_tokens}")
     return {
         "method": method,
         "lengths": lengths.name,
@@ -109,13 +112,16 @@ def _make_requests(
     draw = random.Random(1)
     return [
         EngineRequest(
-            request_id=f"request-{index}",
-            prompt_token_ids=random_prompt(draw, num_prompt),
-            draw=DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=index),
-            max_tokens=num_output,
-            num_candidates=width,
-            num_returned=width,
-            beam_search=BeamSearchParams() if is_beam else None,
+            spec=RequestSpec(
+                request_id=f"request-{index}",
+                prompt_token_ids=random_prompt(draw, num_prompt),
+                params=SamplingParams(
+                    seed=index,
+                    max_tokens=num_output,
+                    n=width,
+                    beam_width=width if is_beam else None,
+                ),
+            )
         )
         for index, (num_prompt, num_output) in enumerate(lengths)
     ]

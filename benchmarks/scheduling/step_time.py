@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from benchmarks.scheduling.served_load import BLOCK_SIZE, VOCAB_SIZE, NullRunner, new_scheduler
-from engine.batch import DrawParams, ScheduledBatch
+from benchmarks.scheduling.served_load import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    NullRunner,
+    greedy_request,
+    new_scheduler,
+)
+from engine.batch import ScheduledBatch
 from engine.request import EngineRequest, RequestOutput
 from engine.schedule.scheduler import Scheduler
 
@@ -36,7 +42,6 @@ _MEASURED_STEPS = 30 * BLOCK_SIZE
 _PROFILED_STEPS = 320
 _PROFILED_RUNNING = 1024
 _PROFILED_LINES = 16
-_DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +163,7 @@ class SteppedLoad:
         prompt = (number % VOCAB_SIZE, *self._shared[1 : self._context - shift])
         request_id = f"request-{number}"
         self._lengths[request_id] = len(prompt)
-        return EngineRequest(
-            request_id=request_id, prompt_token_ids=prompt, draw=_DRAW, max_tokens=max_tokens
-        )
+        return greedy_request(request_id, prompt, max_tokens)
 
     def _note_first_tokens(self) -> None:
         for request_id in self._lengths:

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from worker_loop import Request, Result, StepOutput, run_stepped, work
 
 from baton import __version__
-from engine.batch import DrawParams
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest
-
-_GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 class BatonEngine:
@@ -39,10 +38,13 @@ class BatonEngine:
     def add(self, index: int, request: Request) -> None:
         """Adds a request to the engine."""
         engine_request = EngineRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            draw=_GREEDY,
-            max_tokens=request.num_output_tokens,
+            spec=RequestSpec(
+                request_id=str(index),
+                prompt_token_ids=tuple(request.prompt_token_ids),
+                params=SamplingParams(
+                    temperature=0.0, seed=0, max_tokens=request.num_output_tokens
+                ),
+            )
         )
         self._core.check(engine_request)
         self._core.add_request(engine_request)
