@@ -32,7 +32,7 @@ def check_connector(url: str) -> Iterator[Finding]:
     Of a `multi://` URL, each member is tried, and then all of them as one.
 
     Args:
-        url: as for `--kv-connector`; findings leave its passwords out.
+        url: the value of `--kv-connector`; findings leave its passwords out.
     """
     if scheme_of(url) in known_stores():
         yield from check_store(url)
