@@ -21,7 +21,7 @@ from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.redis_server import RedisServer
 from tests.support.requests import engine_request
 
-BACKENDS = ("memory", "shm", "file", "redis", "grpc", "nixl pull", "nixl push", "multi")
+BACKENDS = ("memory", "shm", "file", "redis", "grpc", "nixl", "multi")
 # Every backend and every fault meets both.
 POLICIES = ("recompute", "fail")
 CELLS = [

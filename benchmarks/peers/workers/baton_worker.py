@@ -14,7 +14,7 @@ from engine.request import EngineRequest
 
 
 class BatonEngine:
-    """One `EngineCore` with default flags."""
+    """An `EngineCore` with default flags."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"baton {__version__}"
@@ -28,15 +28,15 @@ class BatonEngine:
         )
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """See `worker_loop.Engine`."""
+        """Runs the requests, step by step."""
         return run_stepped(self, requests)
 
     def reset(self) -> None:
-        """See `worker_loop.Engine`."""
+        """Empties the prefix cache."""
         self._core.reset_prefix_cache()
 
     def add(self, index: int, request: Request) -> None:
-        """See `worker_loop.Stepper`."""
+        """Adds a request to the engine."""
         engine_request = EngineRequest(
             spec=RequestSpec(
                 request_id=str(index),
@@ -50,7 +50,7 @@ class BatonEngine:
         self._core.add_request(engine_request)
 
     def step(self) -> Iterable[StepOutput]:
-        """See `worker_loop.Stepper`."""
+        """Computes one step; returns its outputs."""
         outputs = self._core.step()
         return [(int(o.request_id), o.token_ids, o.finish_reason is not None) for o in outputs]
 

@@ -1,12 +1,49 @@
-"""Prints what was measured, each figure beside the paper's, the former scheduler's or its bound."""
+"""`baton bench scheduling`: KV memory and the scheduler; prints tables, can write JSON."""
 
+import argparse
+import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks.scheduling.sharing import PAPER
+from benchmarks.machine import name_machine
+from benchmarks.scheduling.block_ops import measure_block_ops
+from benchmarks.scheduling.kv_waste import measure_kv_waste
+from benchmarks.scheduling.prefix_cost import measure_prefix_cost
+from benchmarks.scheduling.sharing import PAPER, measure_sharing
+from benchmarks.scheduling.step_time import measure_step_time
 
-__all__ = ["print_report"]
+__all__ = ["add_args", "main", "print_report"]
+
+_PARTS: dict[str, Callable[[], Any]] = {
+    "kv_waste": measure_kv_waste,
+    "sharing": measure_sharing,
+    "step_time": measure_step_time,
+    "block_ops": measure_block_ops,
+    "prefix_cost": measure_prefix_cost,
+}
+
+
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument("--part", choices=_PARTS, action="append", help="repeatable; default: all")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measures KV memory and the scheduler: waste, sharing, step times, block operations,
+    and what prefix caching costs.
+    """
+    report: dict[str, Any] = {"machine": name_machine()}
+    for part in args.part or _PARTS:
+        sys.stderr.write(f"{part} ...\n")
+        report[part] = _PARTS[part]()
+    print_report(report)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
 
 Rows = Iterable[Sequence[object]]
 
@@ -56,46 +93,30 @@ def _print_sharing(results: list[dict[str, Any]]) -> None:
 
 
 def _print_step_time(result: dict[str, Any]) -> None:
-    former = {_case(r): r for r in result["former_steps"]}
     _print_table(
-        f"Microseconds of a scheduler step, median (99th percentile); former: "
-        f"{result['former_commit']}",
-        ("running", "context", "pattern", "schedule", "commit", "step", "former step", "ratio"),
-        (_step_row(r, former.get(_case(r))) for r in result["steps"] if r["pattern"] != "aligned"),
+        "Microseconds of a scheduler step, median (99th percentile)",
+        ("running", "context", "pattern", "schedule", "commit", "step"),
+        (_step_row(r) for r in result["steps"] if r["pattern"] != "aligned"),
     )
     _print_table(
-        "Microseconds of schedule(), by what is due",
-        ("running", "context", "nothing due", "all due", "for each due", "former, nothing due"),
-        (_growth_row(r, former) for r in result["growth"]),
+        "Microseconds of schedule(), by the number of blocks that begin",
+        ("running", "context", "none", "one per sequence", "for each block"),
+        (
+            (
+                *(r["num_running"], r["context"], r["schedule_us_nothing_due"]),
+                *(r["schedule_us_all_due"], r["schedule_us_per_due"]),
+            )
+            for r in result["growth"]
+        ),
     )
 
 
-def _case(result: dict[str, Any]) -> tuple[int, int, str]:
-    return result["num_running"], result["context"], result["pattern"]
-
-
-def _step_row(result: dict[str, Any], former: dict[str, Any] | None) -> Sequence[object]:
-    def both(name: str) -> str:
-        return f"{result[f'{name}_us']:.0f} ({result[f'{name}_p99_us']:.0f})"
-
-    baseline: tuple[object, object] = ("", "")
-    if former is not None:
-        ratio = result["step_us"] / former["step_us"]
-        baseline = (f"{former['step_us']:.0f} ({former['step_p99_us']:.0f})", f"{ratio:.2f}")
-    return (*_case(result), both("schedule"), both("commit"), both("step"), *baseline)
-
-
-def _growth_row(result: dict[str, Any], former: dict[Any, dict[str, Any]]) -> Sequence[object]:
-    # Of the aligned pattern's steps most have nothing due: so has the median one.
-    before = former.get((result["num_running"], result["context"], "aligned"))
-    return (
-        result["num_running"],
-        result["context"],
-        result["schedule_us_nothing_due"],
-        result["schedule_us_all_due"],
-        result["schedule_us_per_due"],
-        before["schedule_us"] if before else "",
+def _step_row(result: dict[str, Any]) -> Sequence[object]:
+    times = (
+        f"{result[f'{name}_us']:.0f} ({result[f'{name}_p99_us']:.0f})"
+        for name in ("schedule", "commit", "step")
     )
+    return (result["num_running"], result["context"], result["pattern"], *times)
 
 
 def _print_block_ops(results: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Plots of a run's records, for every command that sends requests. Pure."""
+"""Tables and plots of latencies, for the commands that send requests. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,22 +7,88 @@ from itertools import accumulate
 import numpy as np
 
 from benchmarks.goodput import ServiceLevel
-from benchmarks.metrics import first_tokens_ms, latencies_ms, token_gaps_ms, tokens_per_output_ms
-from benchmarks.report.report import Panel, Series
+from benchmarks.metrics import (
+    Distribution,
+    Metrics,
+    first_tokens_ms,
+    latencies_ms,
+    token_gaps_ms,
+    tokens_per_output_ms,
+)
+from benchmarks.report.report import Panel, Series, Table
 from benchmarks.request import RequestRecord
 
-__all__ = ["cumulative", "in_flight", "latency_panels", "token_rate"]
+__all__ = [
+    "cumulative",
+    "error_tables",
+    "in_flight",
+    "latency_panels",
+    "latency_table",
+    "throughput_table",
+    "token_rate",
+]
 
+_LATENCIES = (
+    ("TTFT", "ttft_ms"),
+    ("ITL", "itl_ms"),
+    ("TPOT", "tpot_ms"),
+    ("E2E", "e2el_ms"),
+)
+_MAX_ERRORS = 10
 _MAX_POINTS = 400
 _NUM_BINS = 60
 _WIDE = 10
-"""Where the longest latency is so many medians, the scale is logarithmic."""
+"""If the longest latency is more than so many medians, the scale is logarithmic."""
+
+
+def latency_table(metrics: Metrics) -> Table:
+    """Returns the table of TTFT, ITL, TPOT and E2E."""
+    rows = [(name, *_cells(getattr(metrics, field))) for name, field in _LATENCIES]
+    return Table("Latency, ms", ("", "mean", "p50", "p90", "p99"), rows)
+
+
+def throughput_table(metrics: Metrics) -> Table:
+    """Returns the table of counts, rates, concurrency, and goodput with a service level."""
+    rows: list[tuple[str, float | int | str]] = [
+        ("requests", metrics.num_requests),
+        ("failed", metrics.num_failed),
+        ("duration, s", metrics.duration_s),
+        ("input tokens", metrics.num_input_tokens),
+        ("output tokens", metrics.num_output_tokens),
+        ("requests/s", metrics.requests_per_s),
+        ("input tokens/s", metrics.input_tokens_per_s),
+        ("output tokens/s", metrics.output_tokens_per_s),
+        ("total tokens/s", metrics.total_tokens_per_s),
+        ("concurrency, mean", metrics.mean_concurrency),
+        ("concurrency, peak", metrics.peak_concurrency),
+    ]
+    if metrics.goodput is not None:
+        rows += [
+            ("goodput, requests/s", metrics.goodput.requests_per_s),
+            ("good requests", f"{100 * metrics.goodput.share:.1f}%"),
+        ]
+    return Table("Throughput", ("", "value"), rows)
+
+
+def error_tables(metrics: Metrics) -> Sequence[Table]:
+    """Returns a table of why requests failed, the most frequent reason first, or no table."""
+    if not metrics.errors:
+        return ()
+    reasons = sorted(metrics.errors.items(), key=lambda item: -item[1])
+    note = f"and {len(reasons) - _MAX_ERRORS} more reasons" if len(reasons) > _MAX_ERRORS else ""
+    return (Table("Failures", ("reason", "requests"), reasons[:_MAX_ERRORS], note),)
+
+
+def _cells(figures: Distribution | None) -> tuple[float | None, ...]:
+    if figures is None:
+        return (None,) * 4
+    return (figures.mean, figures.p50, figures.p90, figures.p99)
 
 
 def latency_panels(
     records: Sequence[RequestRecord], level: ServiceLevel | None
 ) -> tuple[Panel, ...]:
-    """Distributions of the latencies, and throughput, requests in flight and TTFT over time."""
+    """Returns plots of the latencies, and of throughput, concurrency and TTFT over time."""
     done = [record for record in records if record.error is None]
     limits = level or ServiceLevel()
     ttft, itl, tpot = first_tokens_ms(done), token_gaps_ms(done), tokens_per_output_ms(done)
@@ -47,7 +113,7 @@ def latency_panels(
 
 
 def cumulative(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Of a distribution: values, and the share that is at most as large."""
+    """Returns values of a distribution, and the share that is at most as large as each."""
     if not values:
         return [], []
     shares = np.linspace(0, 1, min(_MAX_POINTS, max(2, len(values))))
@@ -55,7 +121,7 @@ def cumulative(values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def token_rate(records: Iterable[RequestRecord]) -> tuple[list[float], list[float]]:
-    """Bins of time, and the tokens per second that came in each; the last bin ends at 0."""
+    """Returns bins of time, and the tokens per second in each. The last rate is 0."""
     times = [time_s for record in records for time_s in record.token_times_s]
     if not times:
         return [], []
@@ -67,7 +133,7 @@ def token_rate(records: Iterable[RequestRecord]) -> tuple[list[float], list[floa
 
 
 def in_flight(records: Iterable[RequestRecord]) -> tuple[list[float], list[float]]:
-    """Times at which a request is sent or ends, and how many are in flight from then on."""
+    """Returns times at which requests are sent or end, and how many are in flight after each."""
     changes = sorted(
         change for record in records for change in ((record.sent_s, 1), (record.ended_s, -1))
     )
@@ -94,12 +160,12 @@ def _distribution(
 
 
 def _is_wide(values: Sequence[float]) -> bool:
-    """Whether they are better seen on a logarithmic scale."""
+    """Returns whether a logarithmic scale shows the values better."""
     return bool(values) and max(values) > _WIDE * float(np.median(values)) > 0
 
 
 def _cut(xs: list[float], shares: list[float], is_wide: bool) -> tuple[list[float], list[float]]:
-    """Without what a logarithmic scale cannot show: tokens that came at almost the same time."""
+    """Removes values near 0, which a logarithmic scale cannot show: tokens of one message."""
     least = xs[len(xs) // 2] / _WIDE if is_wide and xs else 0.0
     first = next((index for index, x in enumerate(xs) if x >= least), 0)
     return xs[first:], shares[first:]
@@ -116,6 +182,6 @@ def _first_tokens_over_time(done: Sequence[RequestRecord], limit_ms: float | Non
 
 
 def _round_up(width_s: float) -> float:
-    """The next of 1, 2 or 5 times a power of ten."""
+    """Returns the next larger 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(width_s))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= width_s)
