@@ -384,7 +384,7 @@ class ManagerMachine(RuleBasedStateMachine):
     # Invariants.
 
     def _check_span(self, seq: Seq, start: int, end: int) -> None:
-        """Checks that rows and table agree on live blocks, and that blocks to write are unshared."""
+        """Checks that rows and table agree on live blocks, and blocks to write are unshared."""
         size, owners = self.spec.block_size, self._owners()
         for layer_group, row in enumerate(seq.rows):
             first = self.spec.first_live(layer_group, start)

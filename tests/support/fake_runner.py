@@ -129,10 +129,10 @@ class FakeRunner:
         self._broken_rows = {work.row_id for work in (*chunks, *decodes)}
         fault, self.fault = (self.fault, None) if batch.num_tokens else (None, self.fault)
         self._raise_if(fault == "raise")
-        self._tell_layers(batch, 1)
+        self._report_layers(batch, 1)
         self._run([*chunks, *decodes])
         self._broken_rows = set()
-        self._tell_layers(batch, self.info.layout.num_layers)
+        self._report_layers(batch, self.info.layout.num_layers)
         if fault == "not finite":
             (chunks + decodes)[0].is_broken = True
         return StepOutput(
@@ -163,7 +163,7 @@ class FakeRunner:
     def watch_layers(self, tell: LayersComputed) -> None:
         self.tell_layers = tell
 
-    def _tell_layers(self, batch: ScheduledBatch, num_layers: int) -> None:
+    def _report_layers(self, batch: ScheduledBatch, num_layers: int) -> None:
         if self.tell_layers is not None and batch.chunks:
             self.tell_layers(batch.step, num_layers)
 

@@ -1,4 +1,4 @@
-"""`python -m tests.support.turn_taker FOLDER`: takes turns as an engine does, on commands from stdin.
+"""`python -m tests.support.turn_taker FOLDER`: takes turns as an engine, on commands from stdin.
 
 take            waits for a turn and says "taken"
 give            ends the turn and says "given"
