@@ -421,5 +421,5 @@ def test_costs_are_measured(runner):
 
 
 def test_swapping_without_a_host_pool_is_refused():
-    with pytest.raises(ConfigurationError, match="--preemption-mode swap needs room"):
+    with pytest.raises(ConfigurationError, match="--preemption-mode swap needs at least one block"):
         make_runner(_config(swap_space=0, preemption_mode="swap"))
