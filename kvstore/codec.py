@@ -23,7 +23,7 @@ import struct
 from collections.abc import Iterable, Sequence
 
 from kvstore.memory_runs import digest_runs
-from kvstore.store import Frame
+from kvstore.store import KvObject
 
 __all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "make_headers", "seal", "verify"]
 
@@ -36,22 +36,21 @@ _DIGEST_SCHEME_ID = 1
 _PREAMBLE = struct.Struct("<8sHHIQ24x")
 
 
-def seal(frames: Sequence[Frame], keys: Sequence[bytes]) -> None:
+def seal(objects: Sequence[KvObject], keys: Sequence[bytes]) -> None:
     """Writes the headers for payloads that are there already.
 
     Args:
-        frames: of each object a header, contiguous writable bytes, and the block's bytes,
-            contiguous.
+        objects: each with a writable header, and a block's bytes as payload.
         keys: the key that each will be stored under.
 
     Raises:
-        ValueError: there is not room for a header, or more.
+        ValueError: a header does not have `HEADER_BYTES` bytes.
     """
-    for header, _ in frames:
+    for header, _ in objects:
         if len(header) != HEADER_BYTES:
             raise ValueError(f"a header has {HEADER_BYTES} bytes, not {len(header)}")
-    made = make_headers([payload for _, payload in frames], keys)
-    for (header, _), content in zip(frames, made, strict=True):
+    made = make_headers([payload for _, payload in objects], keys)
+    for (header, _), content in zip(objects, made, strict=True):
         header[:] = content
 
 
@@ -67,17 +66,17 @@ def make_headers(payloads: Sequence[memoryview], keys: Sequence[bytes]) -> list[
     return [preamble + digest for preamble, digest in zip(preambles, digests, strict=True)]
 
 
-def verify(frames: Sequence[Frame], keys: Sequence[bytes]) -> int:
+def verify(objects: Sequence[KvObject], keys: Sequence[bytes]) -> int:
     """How many leading objects are exactly what was sealed for their keys.
 
     Args:
-        frames: as in `seal`, as read from a store; the length of a payload is what the reader
-            expects of the block.
+        objects: as read from a store; the length of a payload is what the reader expects of the
+            block.
         keys: the key that each was read from.
     """
-    wanted = make_headers([payload for _, payload in frames], keys)
-    are_whole = (header == content for (header, _), content in zip(frames, wanted, strict=True))
-    return next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(frames))
+    wanted = make_headers([payload for _, payload in objects], keys)
+    are_whole = (header == content for (header, _), content in zip(objects, wanted, strict=True))
+    return next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(objects))
 
 
 def _preamble(num_payload_bytes: int) -> bytes:

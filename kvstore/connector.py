@@ -353,7 +353,7 @@ class KvConnectorWorker(ABC):
         Args:
             pool: the tensor.
             layout: of its blocks.
-            form: in which blocks come and go; None: as they are in the pool. `PoolCut.of`
+            form: in which blocks come and go; None: as they are in the pool. `BlockSlicing.of`
                 tells what that means for this pool.
             share: which of the model's KV heads the pool has.
 

@@ -33,10 +33,10 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from baton.errors import ConfigurationError
+from kvstore.codec import HEADER_BYTES
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory, LoadJob, SaveJob
 from kvstore.mover.backend import Backend
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 from kvstore.url import FAULTY_PREFIX, scheme_of
 
 __all__ = [
@@ -90,10 +90,10 @@ class FaultyBackend:
             num_held += 1
         return num_held
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> None:
         """See `Backend.put`. The slots are left as they are: they may be a pool's."""
         self._delay("put", keys)
-        kept: list[tuple[bytes, Slot]] = []
+        kept: list[tuple[bytes, KvObject]] = []
         for key, slot in zip(keys, slots, strict=True):
             if not self._dice.draw("drop", "put", key):
                 kept.append((key, self._altered(key, slot)))
@@ -104,7 +104,9 @@ class FaultyBackend:
             put_keys, values = zip(*kept, strict=True)
             self._backend.put(job, put_keys, values)
 
-    def fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> list[GetStatus]:
+    def fetch(
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[KvObject]
+    ) -> list[GetStatus]:
         """See `Backend.fetch`."""
         self._delay("fetch", keys)
         drawn = {key: self._dice.draw("fail_load", "fetch", key) for key in keys}
@@ -125,7 +127,7 @@ class FaultyBackend:
 
     # What is put.
 
-    def _altered(self, key: bytes, slot: Slot) -> Slot:
+    def _altered(self, key: bytes, slot: KvObject) -> KvObject:
         """The slot, or a copy with faults."""
         corrupt = self._dice.draw("corrupt", "put", key)
         truncate = self._dice.draw("truncate", "put", key)
@@ -136,9 +138,9 @@ class FaultyBackend:
             _flip(copy, corrupt)
         if truncate:
             del copy[truncate.randrange(len(copy)) :]
-        return Slot.of(memoryview(copy))
+        return KvObject.split(memoryview(copy), HEADER_BYTES)
 
-    def _swap_last(self, kept: list[tuple[bytes, Slot]]) -> None:
+    def _swap_last(self, kept: list[tuple[bytes, KvObject]]) -> None:
         """By chance, the last two objects change places, and their keys do not."""
         if len(kept) > 1 and self._dice.draw("reorder", "put", kept[-1][0]):
             (key, slot), (last_key, last_slot) = kept[-2:]
@@ -146,7 +148,7 @@ class FaultyBackend:
 
     # What was fetched.
 
-    def _spoil(self, key: bytes, slots: Sequence[Slot], index: int) -> GetStatus:
+    def _spoil(self, key: bytes, slots: Sequence[KvObject], index: int) -> GetStatus:
         """Puts faults into a slot that was filled."""
         slot = slots[index]
         self._offer_stale(key, slot)
@@ -167,7 +169,7 @@ class FaultyBackend:
         slot.fill(spoiled)
         return truncate.choice([GetStatus.HIT, GetStatus.WRONG_SIZE]) if truncate else GetStatus.HIT
 
-    def _offer_stale(self, key: bytes, slot: Slot) -> None:
+    def _offer_stale(self, key: bytes, slot: KvObject) -> None:
         """By chance, an object that came before, under another key or this, comes again."""
         if not self._dice.may_strike("duplicate"):
             return

@@ -12,7 +12,6 @@ Third parties name theirs in their package's metadata, without a line here:
 From a URL to both halves of a KV connector, or to what it can do without opening it.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -20,11 +19,9 @@ from typing import Any
 from baton.errors import ConfigurationError
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
 from kvstore.faults import FaultyFactory
-from kvstore.handoff import connector_name
-from kvstore.job_scheduler import JobScheduler
 from kvstore.multi.worker import MultiFactory
 from kvstore.store import KvStore, StoreCapabilities
-from kvstore.store_connector import StoreConnectorWorker
+from kvstore.store_connector import StoreFactory
 from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, scheme_of, split_members
 
 __all__ = [
@@ -173,7 +170,7 @@ def _factory_of(url: str) -> ConnectorFactory:
     if scheme in _PEERS:
         return _PeerFactory()
     if scheme in known_stores():
-        return _StoreFactory(find_store(url))
+        return StoreFactory(find_store(url))
     factory = find_connector(scheme)
     if factory is None:
         raise ConfigurationError(_unknown(scheme))
@@ -192,32 +189,6 @@ def _unknown(scheme: str) -> str:
     if not scheme:
         return f"a KV connector's URL begins with one of {known}"
     return f"unknown KV connector scheme {scheme!r}; known are {known}"
-
-
-@dataclass(frozen=True, slots=True)
-class _StoreFactory:
-    """A store's connector."""
-
-    store_class: type[KvStore]
-
-    @property
-    def capabilities(self) -> ConnectorCapabilities:
-        store = self.store_class.capabilities
-        return ConnectorCapabilities(
-            shared_between_processes=store.shared_between_processes,
-            shared_between_hosts=store.shared_between_hosts,
-            keeps_leases=store.keeps_leases,
-        )
-
-    def open(self, url: str) -> Connector:
-        store = self.store_class.from_url(url)
-        # Only blocks that need no copy can be saved while their step runs.
-        scheduler = JobScheduler(
-            connector_name(url),
-            lease_s=store.ttl_s,
-            saves_ahead=store.capabilities.takes_frames,
-        )
-        return scheduler, StoreConnectorWorker(store)
 
 
 class _PeerFactory:

@@ -22,7 +22,7 @@ from baton.errors import ConfigurationError
 from kvstore.block_key import derive_namespace, describe_namespace, slice_key
 from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout
 
-__all__ = ["WHOLE", "HeadShare", "PoolCut", "RangeError", "TransferForm", "object_runs"]
+__all__ = ["WHOLE", "BlockSlicing", "HeadShare", "RangeError", "TransferForm", "object_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class RangeError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class PoolCut:
+class BlockSlicing:
     """How one pool is cut into objects.
 
     Objects of the pool are numbered: pool block by pool block, within it transfer block by
@@ -113,7 +113,7 @@ class PoolCut:
     @classmethod
     def of(
         cls, layout: KvLayout, form: TransferForm | None = None, share: HeadShare = WHOLE
-    ) -> "PoolCut":
+    ) -> "BlockSlicing":
         """The cut into `form`; None: blocks go as they are, a share of heads as a slice."""
         native = TransferForm(layout.block_size, layout.dtype, share.degree)
         return cls(layout, form or native, share)
@@ -199,12 +199,14 @@ class PoolCut:
         )
 
 
-def object_runs(cut: PoolCut, object_id: int) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+def object_runs(
+    cut: BlockSlicing, object_id: int
+) -> tuple[int, tuple[tuple[int, int], ...]] | None:
     """Where an object's bytes lie in the pool, for peers that read them there.
 
     Args:
         cut: how the pool is cut.
-        object_id: as `PoolCut` numbers them.
+        object_id: as `BlockSlicing` numbers them.
 
     Returns:
         The pool block, and (offset, number of bytes) within it of runs that, one behind the
@@ -217,7 +219,7 @@ def object_runs(cut: PoolCut, object_id: int) -> tuple[int, tuple[tuple[int, int
 
 
 @lru_cache(maxsize=1024)
-def _runs_in_block(cut: PoolCut, index: int) -> tuple[tuple[int, int], ...]:
+def _runs_in_block(cut: BlockSlicing, index: int) -> tuple[tuple[int, int], ...]:
     """Runs of one of a block's objects, those that touch put together."""
     layout, part = cut.layout, cut.object_layout
     sub_block, index = divmod(index, cut.objects_per_block)

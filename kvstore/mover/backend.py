@@ -1,11 +1,10 @@
-"""`Backend`: where a `kvstore.mover.mover.StagedMover` brings blocks, and takes them from."""
+"""`Backend`: where a `kvstore.mover.mover.BlockMover` brings blocks, and takes them from."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstore.connector import LoadJob, SaveJob
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 
 __all__ = ["Backend", "InDoubtError"]
 
@@ -32,21 +31,20 @@ class Backend(Protocol):
 
     @property
     def takes_frames(self) -> bool:
-        """Whether the parts of a slot may lie apart, the payload in a pool.
+        """Whether payloads may lie in a pool.
 
-        Then nothing reads or writes slots after a call, also if it fails, unless it raises
-        `InDoubtError`; and a slot whose object is put is left as it is. Otherwise each slot has
-        its `whole`.
+        Then nothing reads or writes objects' memory after a call, also if it fails, unless it
+        raises `InDoubtError`; and an object that is put is not written to.
         """
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks need not be put, for others have done so."""
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
         """Takes sealed blocks of a job; the slots are the caller's again afterwards."""
 
     def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]
+        self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
     ) -> Sequence[GetStatus]:
         """Fills slots with sealed blocks; nothing writes to them afterwards.
 

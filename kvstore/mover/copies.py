@@ -14,7 +14,7 @@ import torch
 
 from kvstore.mover.pool_objects import PoolObjects, as_objects, open_pool
 from kvstore.mover.staging import Segment
-from kvstore.transfer_form import PoolCut, RangeError
+from kvstore.transfer_form import BlockSlicing, RangeError
 
 __all__ = ["BlockCopier", "ConvertingCopier", "Copy", "HostCopier", "make_copier"]
 
@@ -43,7 +43,7 @@ class BlockCopier(ABC):
         """Copies objects of the pool into the payloads of the first slots.
 
         Args:
-            object_ids: as `PoolCut` numbers them; where blocks go as they are, blocks.
+            object_ids: as `BlockSlicing` numbers them; where blocks go as they are, blocks.
             segment: has a slot for each.
 
         Returns:
@@ -115,7 +115,7 @@ class ConvertingCopier(BlockCopier):
         cut: how it is cut.
     """
 
-    def __init__(self, pool: torch.Tensor, cut: PoolCut) -> None:
+    def __init__(self, pool: torch.Tensor, cut: BlockSlicing) -> None:
         self._objects = open_pool(pool, cut)
 
     def gather(self, object_ids: Sequence[int], segment: Segment) -> Copy:
@@ -159,7 +159,7 @@ def _check_range(overflowed: torch.Tensor | None) -> None:
         raise RangeError
 
 
-def make_copier(pool: torch.Tensor, cut: PoolCut) -> BlockCopier:
+def make_copier(pool: torch.Tensor, cut: BlockSlicing) -> BlockCopier:
     """What copies objects of this pool."""
     if pool.device.type == "cuda":
         from kvstore.mover.side_streams import SideStreamCopier

@@ -1,4 +1,4 @@
-"""`StagedMover`: moves blocks between the pool and a backend.
+"""`BlockMover`: moves blocks between the pool and a backend.
 
 What moves are objects (`kvstore.transfer_form`): where blocks go as they are, the blocks.
 
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
+from kvstore.metrics import TransferMetrics
 from kvstore.mover.backend import Backend
 from kvstore.mover.io_threads import IoThreads
 from kvstore.mover.piece_io import PieceIo, run_part
@@ -47,13 +48,13 @@ from kvstore.mover.pieces import (
     take_results,
 )
 from kvstore.store import DEFAULT_TIMEOUT_S
-from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier, Copy
     from kvstore.mover.staging import StagingBuffers
 
-__all__ = ["StagedMover"]
+__all__ = ["BlockMover"]
 
 _NUM_IO_THREADS = 2
 # One brings bytes while the other verifies what it brought. More would be in each other's way, and
@@ -69,13 +70,13 @@ _logger = logging.getLogger("baton.kvstore")
 _News = PieceRead | PieceEnd | JobHeld
 
 
-def _copier_for(pool: Any, cut: PoolCut) -> "BlockCopier":
+def _copier_for(pool: Any, cut: BlockSlicing) -> "BlockCopier":
     from kvstore.mover.copies import make_copier
 
     return make_copier(pool, cut)
 
 
-class StagedMover:
+class BlockMover:
     """Pieces of jobs, and I/O threads. Methods are of the engine's thread.
 
     Args:
@@ -91,7 +92,7 @@ class StagedMover:
         self,
         backend: Backend,
         wake: Callable[[], None],
-        make_copier: "Callable[[Any, PoolCut], BlockCopier] | None" = None,
+        make_copier: "Callable[[Any, BlockSlicing], BlockCopier] | None" = None,
         num_threads: int = _NUM_IO_THREADS,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -110,11 +111,15 @@ class StagedMover:
         self._doubted: list[int] = []  # jobs of these that were not told yet
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
-        self._cut: PoolCut
+        self._cut: BlockSlicing
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
         """Puts something between the mover and its backend. Before the first job."""
         self._pieces.backend = wrap(self._pieces.backend)
+
+    def measure(self, metrics: TransferMetrics) -> None:
+        """Counts the backend's calls. Before the first job."""
+        self._pieces.metrics = metrics
 
     def register_pool(
         self,
@@ -126,7 +131,7 @@ class StagedMover:
         """See `KvConnectorWorker.register_pool`."""
         from kvstore.mover.staging import StagingBuffers
 
-        self._cut = PoolCut.of(layout, form, share)
+        self._cut = BlockSlicing.of(layout, form, share)
         self._staging = StagingBuffers(self._cut.object_layout, device=pool.device)
         self._pool = pool
         self._copier = self._make_copier(pool, self._cut)

@@ -1,4 +1,4 @@
-"""`PieceIo`: what I/O threads do with a `StagedMover`'s pieces.
+"""`PieceIo`: what I/O threads do with a `BlockMover`'s pieces.
 
 Of the pool they touch what pieces move in place, and nothing else. That is safe,
 for the blocks are held until the job has its result, also where nobody waits
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from kvstore.breaker import log_level_of
 from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.connector import LoadJob, SaveJob
+from kvstore.metrics import Direction, TransferMetrics
 from kvstore.mover.backend import Backend, InDoubtError
 from kvstore.mover.pieces import JobState, Piece, PieceEnd, PieceRead
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 from kvstore.transfer_form import RangeError
 
 if TYPE_CHECKING:
@@ -56,11 +56,13 @@ class PieceIo:
     Attributes:
         backend: where they come from and go to.
         rows: where objects lie in the pool; see `BlockCopier.rows`.
+        metrics: counts the backend's calls; None if they are not measured.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.rows: Callable[[Sequence[int]], list[memoryview] | None] = lambda object_ids: None
+        self.metrics: TransferMetrics | None = None
 
     def moves_in_place(self, job: JobState) -> bool:
         """Whether a job's pieces need no segment. A tail does: what lies behind it must not
@@ -72,7 +74,10 @@ class PieceIo:
     def num_held(self, keys: Sequence[bytes]) -> int:
         """See `Backend.num_held`; 0 where that is not known."""
         try:
-            return self.backend.num_held(keys)
+            num_held = self.backend.num_held(keys)
+            if self.metrics is not None:
+                self.metrics.skipped(num_held)
+            return num_held
         except StoreUnavailableError:
             pass  # the put will say so
         except Exception:
@@ -94,8 +99,8 @@ class PieceIo:
         for tail in piece.tail_slots:
             piece.staged_in.trusted.clear_after(tail, piece.job.num_tail_tokens)
         slots = piece.trusted_slots if piece.segment is not None else self._slots_in_pool(piece)
-        seal([slot.frame for slot in slots], piece.keys)
-        self.backend.put(job, piece.keys, slots)
+        seal(slots, piece.keys)
+        self._put(job, piece.keys, slots)
         return PieceEnd(piece, len(piece.keys))
 
     def read(self, job: LoadJob, piece: Piece) -> PieceRead:
@@ -107,7 +112,7 @@ class PieceIo:
         """
         if piece.job.error:  # cancelled, or of a piece before it, while it waited for its turn
             return PieceRead(piece, 0)
-        statuses = self.backend.fetch(job, piece.keys, piece.slots)
+        statuses = self._fetch(job, piece.keys, piece.slots)
         piece.staged_in.secure(len(piece.keys))
         return PieceRead(piece, *self._check(piece, piece.trusted_slots, statuses))
 
@@ -123,7 +128,7 @@ class PieceIo:
         slots = self._slots_in_pool(piece)
         num_good = 0
         try:
-            statuses = self.backend.fetch(job, piece.keys, slots)
+            statuses = self._fetch(job, piece.keys, slots)
             num_good, error = self._check(piece, slots, statuses)
         finally:
             _clear(slots[num_good:])
@@ -133,18 +138,46 @@ class PieceIo:
         """Zeroes where a piece shall be in the pool: something else may have been written there."""
         _clear(self._slots_in_pool(piece))
 
-    def _slots_in_pool(self, piece: Piece) -> list[Slot]:
+    def _put(self, job: SaveJob, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        num_put, began_at = 0, time.perf_counter()
+        try:
+            self.backend.put(job, keys, objects)
+            num_put = len(keys)
+        finally:  # a call that timed out is counted, too
+            self._count("save", began_at, objects[:num_put])
+
+    def _fetch(
+        self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
+    ) -> Sequence[GetStatus]:
+        hits: list[KvObject] = []
+        began_at = time.perf_counter()
+        try:
+            statuses = self.backend.fetch(job, keys, objects)
+            pairs = zip(statuses, objects, strict=False)
+            hits = [one for status, one in pairs if status is GetStatus.HIT]
+        finally:
+            self._count("load", began_at, hits)
+        return statuses
+
+    def _count(self, direction: Direction, began_at: float, moved: Sequence[KvObject]) -> None:
+        """Counts a call of the backend that has ended."""
+        if self.metrics is not None:
+            num_bytes = len(moved) * moved[0].nbytes if moved else 0
+            seconds = time.perf_counter() - began_at
+            self.metrics.called(direction, seconds, len(moved), num_bytes)
+
+    def _slots_in_pool(self, piece: Piece) -> list[KvObject]:
         rows = self.rows(piece.object_ids)
         assert rows is not None
         headers = memoryview(bytearray(HEADER_BYTES * len(rows)))
         starts = range(0, len(headers), HEADER_BYTES)
         return [
-            Slot(headers[start : start + HEADER_BYTES], row)
+            KvObject(headers[start : start + HEADER_BYTES], row)
             for start, row in zip(starts, rows, strict=True)
         ]
 
     def _check(
-        self, piece: Piece, slots: Sequence[Slot], statuses: Sequence[GetStatus]
+        self, piece: Piece, slots: Sequence[KvObject], statuses: Sequence[GetStatus]
     ) -> tuple[int, str]:
         """Verifies what came, up to the first that cannot be used; and why not, if there is one."""
         # A third party's backend may tell of too many; and of too few: the others are missing.
@@ -152,8 +185,7 @@ class PieceIo:
         told = [*statuses, *[GetStatus.MISSING] * num_objects][:num_objects]
         are_hits = (status is GetStatus.HIT for status in told)
         num_hits = next((index for index, hit in enumerate(are_hits) if not hit), num_objects)
-        frames = [slot.frame for slot in slots[:num_hits]]
-        num_good = verify(frames, piece.keys[:num_hits])
+        num_good = verify(slots[:num_hits], piece.keys[:num_hits])
         if num_good == num_objects:
             return num_good, ""
         if told[num_good] is GetStatus.MISSING:
@@ -164,7 +196,9 @@ class PieceIo:
         return num_good, "corrupt"
 
     def _discard(self, key: bytes) -> None:
-        """Has a corrupt object removed, as far as the backend can."""
+        """Has the backend remove a corrupt object."""
+        if self.metrics is not None:
+            self.metrics.verify_failed()
         try:
             self.backend.discard(key)
         except StoreUnavailableError as cause:
@@ -173,7 +207,7 @@ class PieceIo:
             _logger.exception("KV object %s stays", key.hex())
 
 
-def _clear(slots: Sequence[Slot]) -> None:
+def _clear(slots: Sequence[KvObject]) -> None:
     """Zeroes slots of a pool that nothing good came to.
 
     Kernels may touch positions behind a sequence's end, and multiply what lies there by 0. That

@@ -1,4 +1,4 @@
-"""What a `StagedMover` remembers of its jobs. Pure.
+"""What a `BlockMover` remembers of its jobs. Pure.
 
 `AheadPieces`: what of saves waits for a step to compute it. Pure.
 """
@@ -11,8 +11,8 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
-from kvstore.slot import Slot
-from kvstore.transfer_form import PoolCut
+from kvstore.store import KvObject
+from kvstore.transfer_form import BlockSlicing
 
 if TYPE_CHECKING:
     from kvstore.mover.staging import Segment
@@ -189,12 +189,12 @@ class Piece:
         return self.segment
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[KvObject]:
         """The segment's slots in use: where it is fetched to."""
         return self.staged_in.slots[: len(self.keys)]
 
     @property
-    def trusted_slots(self) -> list[Slot]:
+    def trusted_slots(self) -> list[KvObject]:
         """The same where nobody else writes to them; see `Segment.trusted`."""
         return self.staged_in.trusted.slots[: len(self.keys)]
 
@@ -249,12 +249,12 @@ def take_results(jobs: dict[int, JobState]) -> tuple[list[LoadResult], list[Save
     return loads, [result for result in results if isinstance(result, SaveResult)]
 
 
-def in_objects(jobs: Sequence[LoadJob | SaveJob], cut: PoolCut) -> Sequence[LoadJob | SaveJob]:
+def in_objects(jobs: Sequence[LoadJob | SaveJob], cut: BlockSlicing) -> Sequence[LoadJob | SaveJob]:
     """Jobs whose keys and ids are those of objects instead of transfer blocks."""
     return [_in_objects(job, cut) for job in jobs]
 
 
-def _in_objects(job: LoadJob | SaveJob, cut: PoolCut) -> LoadJob | SaveJob:
+def _in_objects(job: LoadJob | SaveJob, cut: BlockSlicing) -> LoadJob | SaveJob:
     keys, ids = cut.object_keys(job.keys), cut.object_ids(job.block_ids)
     if isinstance(job, LoadJob):
         return replace(job, keys=keys, block_ids=ids)

@@ -15,7 +15,7 @@ from kernels import gather_blocks, scatter_blocks
 from kernels.reference.cache import quantize_kv
 from kvstore.block_views import BlockViews, view_blocks
 from kvstore.layout import DTYPE_BYTES, FP8, KvLayout
-from kvstore.transfer_form import PoolCut
+from kvstore.transfer_form import BlockSlicing
 
 __all__ = [
     "ConvertedObjects",
@@ -30,7 +30,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class PoolObjects(Protocol):
-    """Reads and writes objects of a pool, as `PoolCut` numbers them."""
+    """Reads and writes objects of a pool, as `BlockSlicing` numbers them."""
 
     def read(
         self, object_ids: Sequence[int] | torch.Tensor, payload: torch.Tensor
@@ -52,7 +52,7 @@ class PoolObjects(Protocol):
         """Puts payloads into the pool; as `read`. The ids are all different."""
 
 
-def open_pool(pool: torch.Tensor, cut: PoolCut) -> PoolObjects:
+def open_pool(pool: torch.Tensor, cut: BlockSlicing) -> PoolObjects:
     """The pool as objects.
 
     Args:
@@ -62,7 +62,7 @@ def open_pool(pool: torch.Tensor, cut: PoolCut) -> PoolObjects:
     return PlainObjects(as_objects(pool, cut)) if cut.is_native else ConvertedObjects(pool, cut)
 
 
-def as_objects(pool: torch.Tensor, cut: PoolCut) -> torch.Tensor:
+def as_objects(pool: torch.Tensor, cut: BlockSlicing) -> torch.Tensor:
     """The pool object by object, `[num_objects, *cut.object_layout.block_shape]`; a view.
 
     Args:
@@ -99,7 +99,7 @@ class ConvertedObjects:
         cut: how it is cut.
     """
 
-    def __init__(self, pool: torch.Tensor, cut: PoolCut) -> None:
+    def __init__(self, pool: torch.Tensor, cut: BlockSlicing) -> None:
         self._device = pool.device
         self._cut = cut
         self._word = _word_of(cut)
@@ -194,7 +194,7 @@ def _overflowed(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor | None
     return (narrow.isinf() & wide.isfinite()).any()
 
 
-def _word_of(cut: PoolCut) -> torch.dtype | None:
+def _word_of(cut: BlockSlicing) -> torch.dtype | None:
     """The widest integers that heads' rows are made of here and in objects; None where the type
     changes.
     """
@@ -208,7 +208,7 @@ def _word_of(cut: PoolCut) -> torch.dtype | None:
     return _WORDS[math.gcd(8, row, *heads)]
 
 
-def _cut_up(states: torch.Tensor, cut: PoolCut) -> torch.Tensor:
+def _cut_up(states: torch.Tensor, cut: BlockSlicing) -> torch.Tensor:
     """`[blocks, num_layers, 2, heads, tokens, ...]` with layers and heads as `slices, those of
     one` and tokens as `transfer blocks, tokens of one`.
     """

@@ -29,7 +29,7 @@ from kvstore.codec import HEADER_BYTES
 from kvstore.mover.copies import BlockCopier, Copy
 from kvstore.mover.pool_objects import open_pool
 from kvstore.mover.staging import Segment
-from kvstore.transfer_form import PoolCut, RangeError
+from kvstore.transfer_form import BlockSlicing, RangeError
 
 __all__ = ["SideStreamCopier"]
 
@@ -98,7 +98,7 @@ class SideStreamCopier(BlockCopier):
         cut: how it is cut into objects.
     """
 
-    def __init__(self, pool: torch.Tensor, cut: PoolCut) -> None:
+    def __init__(self, pool: torch.Tensor, cut: BlockSlicing) -> None:
         self._num_objects = len(pool) * cut.transfer_blocks * cut.objects_per_block
         self._objects = open_pool(pool, cut)
         segment = Segment(cut.object_layout, pinned=pool.is_cuda)

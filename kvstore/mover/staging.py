@@ -20,7 +20,7 @@ from kvstore.block_views import view_blocks
 from kvstore.codec import HEADER_BYTES
 from kvstore.layout import KvLayout
 from kvstore.quarantine import Quarantine
-from kvstore.slot import Slot
+from kvstore.store import KvObject
 
 __all__ = ["Segment", "StagingBuffers", "slots_per_segment"]
 
@@ -41,7 +41,7 @@ class Segment:
     """Some slots, each a header and one object.
 
     Args:
-        layout: of an object; see `PoolCut.object_layout`.
+        layout: of an object; see `BlockSlicing.object_layout`.
         pinned: for a device's copies.
         num_slots: objects that shall fit; None: one call's worth.
 
@@ -64,8 +64,10 @@ class Segment:
         self.object_ids = torch.zeros(self.num_slots, dtype=torch.int64, pin_memory=pinned)
         self.overflowed = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
         whole = self.frames.view(-1).numpy().data
-        starts = range(0, len(whole), shape[1])
-        self.slots = [Slot.of(whole[start : start + shape[1]]) for start in starts]
+        self.slots = [
+            KvObject.split(whole[start : start + shape[1]], HEADER_BYTES)
+            for start in range(0, len(whole), shape[1])
+        ]
         self.is_doubtful = False
         self._layout = layout
         self._pinned = pinned

@@ -35,7 +35,7 @@ class LentBlock:
     Attributes:
         key: what it is found by.
         header: the codec's, for its bytes under this key.
-        object_id: its place in the pool, as `kvstore.transfer_form.PoolCut` numbers them.
+        object_id: its place in the pool, as `kvstore.transfer_form.BlockSlicing` numbers them.
         tail_slot: where a copy of it lies that is lent in its stead; None if it is lent itself.
     """
 

@@ -4,7 +4,7 @@ In a host pool nothing is copied but tails: I/O threads hash blocks in place.
 ADR 3 keeps such threads away from the pool; these only read, and only what a
 job holds, which nobody writes to (docs/adr/0019-peer-connectors.md).
 
-Where blocks must be gathered first, a `StagedMover` brings them to `put`.
+Where blocks must be gathered first, a `BlockMover` brings them to `put`.
 """
 
 import logging
@@ -20,9 +20,8 @@ from kvstore.connector import SaveJob, SaveResult
 from kvstore.mover.pieces import CANCELLED
 from kvstore.peer.leases import LeaseTable, LentBlock
 from kvstore.peer.lent_memory import HostMemory, LentMemory
-from kvstore.slot import Slot
-from kvstore.store import StoreUnavailableError
-from kvstore.transfer_form import PoolCut
+from kvstore.store import KvObject, StoreUnavailableError
+from kvstore.transfer_form import BlockSlicing
 
 __all__ = ["Lender"]
 
@@ -49,9 +48,9 @@ class Lender:
         self._telling = threading.Lock()
         self._gathered: dict[int, list[LentBlock]] = {}  # of jobs under way
         self._memory: LentMemory
-        self._cut: PoolCut
+        self._cut: BlockSlicing
 
-    def register(self, memory: LentMemory, cut: PoolCut) -> None:
+    def register(self, memory: LentMemory, cut: BlockSlicing) -> None:
         """Says where blocks are, and what is lent of them. Called once, before any job."""
         self._memory = memory
         self._cut = cut
@@ -99,7 +98,7 @@ class Lender:
 
     # I/O threads.
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> None:
         """Takes sealed objects of a job that were gathered; see `kvstore.mover.backend.Backend`.
 
         Raises:

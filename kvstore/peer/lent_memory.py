@@ -47,7 +47,7 @@ class TailSlots:
     """A fixed number of slots for copies of partial tails. Thread-safe.
 
     Args:
-        layout: of an object; see `PoolCut.object_layout`.
+        layout: of an object; see `BlockSlicing.object_layout`.
         num_objects: of the pool; there are never more tails than that.
 
     Attributes:

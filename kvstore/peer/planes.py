@@ -10,7 +10,7 @@ nobody writes to a slot that has been given to another load is `InDoubtError`'s
 matter. Where this process moves the bytes itself, slots may be a pool's; a peer
 that writes them may be late, and gets segments alone to write to.
 
-`PeerBackend`: peers as a `StagedMover` sees them; see `kvstore.mover.backend.Backend`.
+`PeerBackend`: peers as a `BlockMover` sees them; see `kvstore.mover.backend.Backend`.
 """
 
 import ctypes
@@ -36,8 +36,7 @@ from kvstore.peer.peers import GenerationGoneError, Peer, PeerRefusedError, Peer
 from kvstore.peer.renewals import Renewals
 from kvstore.peer.settlements import Settlements
 from kvstore.peer.transport import PeerTransport, RangeTable, TransferError, make_ranges
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 
 __all__ = ["DataPlane", "GrpcPlane", "PeerBackend", "PullPlane", "PushPlane"]
 
@@ -52,7 +51,7 @@ class DataPlane(ABC):
     takes_frames: ClassVar[bool]
     """See `Backend.takes_frames`."""
 
-    def fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+    def fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
         """Fills the slots of the leading blocks that the peer has; returns how many.
 
         Raises:
@@ -63,7 +62,7 @@ class DataPlane(ABC):
         return peer.ask(lambda: self._fetch(peer, request, slots))
 
     @abstractmethod
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
         """As `fetch`; what grpc raises is for `Peer.ask`."""
 
 
@@ -72,7 +71,7 @@ class GrpcPlane(DataPlane):
 
     takes_frames = True
 
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
         return _read_answer(peer, request, slots)
 
 
@@ -94,7 +93,7 @@ class PullPlane(DataPlane):
         self._settlements = settlements
         self._reads = reads
 
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
         if not peer.is_added:
             _add(self._transport, peer, request)
             peer.is_added = True
@@ -111,7 +110,7 @@ class PullPlane(DataPlane):
         self,
         peer: Peer,
         locations: BlockLocations,
-        slots: Sequence[Slot],
+        slots: Sequence[KvObject],
         timeout_s: float,
     ) -> int:
         """Reads the leading blocks that can be reached so; returns how many."""
@@ -154,7 +153,7 @@ class PushPlane(DataPlane):
         self._transport, self._settlements = transport, settlements
         self._peers, self._generation = peers, generation
 
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
         is_first = not peer.is_added
         if is_first:  # for nothing but `_has_settled`
             _add(self._transport, peer, request)
@@ -231,9 +230,9 @@ def _add(transport: PeerTransport, peer: Peer, request: BlockRequest) -> None:
         raise StoreUnavailableError(f"{peer.address.endpoint}: {error}") from error
 
 
-def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
     """Has the leading blocks sent; returns how many came whole."""
-    filler = FrameFiller(list(chain.from_iterable(slot.frame for slot in slots)))
+    filler = FrameFiller(list(chain.from_iterable(slots)))
     message = pb.ReadBlocksRequest(blocks=request.to_proto(peer.address))
     call = peer.read_blocks(message, timeout=request.remaining_s)
     try:
@@ -244,7 +243,7 @@ def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> in
     return filler.num_full // 2
 
 
-def _write_headers(headers: bytes, slots: Sequence[Slot]) -> int:
+def _write_headers(headers: bytes, slots: Sequence[KvObject]) -> int:
     """Puts headers into the leading slots; returns how many."""
     num_blocks, rest = divmod(len(headers), HEADER_BYTES)
     if rest or num_blocks > len(slots):
@@ -255,7 +254,7 @@ def _write_headers(headers: bytes, slots: Sequence[Slot]) -> int:
     return num_blocks
 
 
-def _payload_ranges(slots: Sequence[Slot]) -> RangeTable:
+def _payload_ranges(slots: Sequence[KvObject]) -> RangeTable:
     """Where the slots' blocks go."""
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(slot.payload)) for slot in slots]
     return make_ranges(addresses, [slot.payload.nbytes for slot in slots])
@@ -300,12 +299,12 @@ class PeerBackend:
         """See `Backend.num_held`. Each lease has its own."""
         return 0
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> None:
         """See `Backend.put`."""
         self._lender.put(job, keys, slots)
 
     def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[KvObject]
     ) -> Sequence[GetStatus]:
         """See `Backend.fetch`. What a peer does not lend, or lends no longer, is missing."""
         num_blocks = self._fetch(job, keys, slots)
@@ -315,7 +314,7 @@ class PeerBackend:
     def discard(self, key: bytes) -> None:
         """See `Backend.discard`. The bytes came to harm on the way: nothing is to be removed."""
 
-    def _fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> int:
+    def _fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> int:
         handoff = job.handoff
         if handoff is None or self._renewals.is_lost(handoff.handoff_id):
             return 0

@@ -17,7 +17,7 @@ from kvstore.peer.lending import describe_layout
 from kvstore.peer.locations import ranges_to_proto
 from kvstore.peer.transport import TransferError, make_ranges
 from kvstore.quarantine import QUARANTINE_S
-from kvstore.slot import Slot
+from kvstore.store import KvObject
 from kvstore.transfer_form import TransferForm
 from tests.support.connector_rig import keys
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig
@@ -80,7 +80,7 @@ def test_protobuf_reads_what_is_framed_by_hand(prefill: PeerRig, reader: Reader)
     assert len(stream) == 3 * frame_bytes
     for index, key in enumerate(keys(3)):
         frame = memoryview(stream)[index * frame_bytes :][:frame_bytes]
-        assert verify([Slot.of(frame).frame], [key])
+        assert verify([KvObject.split(frame, HEADER_BYTES)], [key])
         assert frame[HEADER_BYTES:] == prefill.pool[1 + index].numpy().tobytes()
 
 

@@ -56,7 +56,7 @@ def test_memory_is_made_ready_for_the_next_put(monkeypatch):
         _await_ahead(store)
         assert contents.table.header.spare_bytes == 1 << 20
         for byte, key in enumerate((first, second, third), 1):
-            assert read(store, key, 1 << 20) == bytes(filled(byte, 1 << 20))
+            assert read(store, key, 1 << 20) == filled(byte, 1 << 20).to_bytes()
 
 
 def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
@@ -91,7 +91,7 @@ def test_what_is_being_made_ready_takes_no_room_of_objects(monkeypatch):
 
         def fill():
             with closing(open_store(url)) as other:
-                other.put_many(keys, [filled(1, 1 << 20)] * 16)
+                other.put(keys, [filled(1, 1 << 20)] * 16)
             held.append(store.stats().num_bytes)
             held.append(contents.header.spare_bytes)
 
@@ -111,10 +111,10 @@ def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
     with opened() as (store, contents, _):
         arena = store._objects
         monkeypatch.setattr(store._ahead, "ask", lambda: None)
-        store.put_many(keys[:2], [filled(1, 1 << 20), filled(1, 4 << 20)])
+        store.put(keys[:2], [filled(1, 1 << 20), filled(1, 4 << 20)])
         store.delete(keys[:2])
         spare = contents.extents(State.FREE)
-        store.put_many(keys[3:], [filled(2, size << 20) for size in (8, 8, 8)])
+        store.put(keys[3:], [filled(2, size << 20) for size in (8, 8, 8)])
         arena._sizes_ahead = [1 << 20, 4 << 20, 4 << 20]
         provided = []
         monkeypatch.setattr(arena, "_provide", lambda extent: provided.append(extent.room))
@@ -221,7 +221,7 @@ def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkey
         open_store(url).close()  # lists
         assert not contents.extents(State.AHEAD)
         contents.check()
-        assert read(store, key, 1 << 20) == bytes(filled(1, 1 << 20))
+        assert read(store, key, 1 << 20) == filled(1, 1 << 20).to_bytes()
 
 
 def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
@@ -236,7 +236,7 @@ def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
             assert store._ahead._is_closing.wait(30)
 
         monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", close_meanwhile)
-        store.put_many(random_keys(3), [filled(1, 1 << 20)] * 3)
+        store.put(random_keys(3), [filled(1, 1 << 20)] * 3)
         _await_closed(store)
         closer.join()
         assert provided == [1 << 20]
@@ -342,7 +342,7 @@ def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
 
         monkeypatch.setattr(os, "posix_fallocate", allocate_if_none_is_spare)
         put(store, second, 2, 2 << 20)
-        assert read(store, second, 2 << 20) == bytes(filled(2, 2 << 20))
+        assert read(store, second, 2 << 20) == filled(2, 2 << 20).to_bytes()
         assert spare.resident_bytes == 0
         assert contents.memory_bytes() == 3 << 20
         contents.check()
@@ -366,7 +366,7 @@ def test_a_put_that_finds_memory_full_looks_behind_what_may_still_be_read(monkey
 
         monkeypatch.setattr(os, "posix_fallocate", allocate_if_there_is_some)
         put(store, new, 2, 3 << 20)
-        assert read(store, new, 3 << 20) == bytes(filled(2, 3 << 20))
+        assert read(store, new, 3 << 20) == filled(2, 3 << 20).to_bytes()
         assert kept.resident_bytes == 1 << 20
         assert given_back.resident_bytes == 0
         contents.check()
@@ -394,7 +394,7 @@ def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_a
         contents.check()
         spare.touched_ns = 0
         put(store, second, 2, 8 << 20)
-        assert read(store, second, 8 << 20) == bytes(filled(2, 8 << 20))
+        assert read(store, second, 8 << 20) == filled(2, 8 << 20).to_bytes()
         assert spare.resident_bytes == 0
         put(store, third, 3, 4 << 20)
         assert contents.objects()[third].index == spare.index

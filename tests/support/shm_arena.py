@@ -7,7 +7,7 @@ import uuid
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from kvstore.conformance.objects import filled
+from kvstore.conformance.objects import blank, filled
 from kvstore.registry import open_store
 from kvstore.stores.shm.extent_table import ExtentTable, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
@@ -43,9 +43,9 @@ class ArenaContents:
 
     def bytes_at(self, extent):
         """An object's."""
-        value = memoryview(bytearray(extent.num_bytes))
-        self.memory.read([(extent.offset, [value])])
-        return bytes(value)
+        found = blank(extent.num_bytes)
+        self.memory.read([(extent.offset, found)])
+        return found.to_bytes()
 
     def memory_bytes(self):
         """What the objects' file really takes."""
@@ -98,7 +98,7 @@ def opened(**options):
 
 def put(store, key, byte, num_bytes):
     """An object of one byte."""
-    store.put_many([key], [filled(byte, num_bytes)])
+    store.put([key], [filled(byte, num_bytes)])
 
 
 def interposed(monkeypatch, name, act):

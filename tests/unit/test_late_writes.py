@@ -14,7 +14,7 @@ from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover.backend import InDoubtError
 from kvstore.mover.copies import HostCopier
-from kvstore.mover.mover import StagedMover
+from kvstore.mover.mover import BlockMover
 from kvstore.quarantine import QUARANTINE_S
 from kvstore.store import GetStatus
 from tests.support.connector_rig import keys
@@ -69,7 +69,7 @@ class Rig:
     def __init__(self, make_copier=None, num_threads=2):
         self.peer = Peer()
         self.woken = threading.Event()
-        self.mover = StagedMover(self.peer, self.woken.set, make_copier, num_threads)
+        self.mover = BlockMover(self.peer, self.woken.set, make_copier, num_threads)
         self.pool = torch.zeros(16, *LAYOUT.block_shape)
         self.mover.register_pool(self.pool, LAYOUT)
         self.results = []

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.store import GetStatus
-from kvstore.stores.base import Parts, batches, total_bytes
+from kvstore.store import GetStatus, KvObject
+from kvstore.stores.base import batches
 from kvstore.stores.file.folder_space import FolderSpace, ReservedFile
 from kvstore.stores.files import read_all, status_of, sync_folder, touch, write_all
 
@@ -36,7 +36,7 @@ class _NewObject:
     """An object on its way: the name it shall have, and where it is until then."""
 
     path: str
-    parts: Parts
+    content: KvObject
     file: ReservedFile
 
 
@@ -60,25 +60,25 @@ class ObjectFolder:
         return self._space.oldest_age_s
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `PartsObjects.count_prefix`. Takes no lock."""
+        """See `StoredObjects.count_prefix`. Takes no lock."""
         paths = map(self._path, keys)
         missing = (i for i, path in enumerate(paths) if not self._touch_if_alive(path))
         return next(missing, len(keys))
 
-    def read_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> list[GetStatus]:
-        """See `PartsObjects.read_many`. Takes no lock."""
-        pairs = zip(map(self._path, keys), values, strict=True)
-        return [self._read_into(path, parts) for path, parts in pairs]
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
+        """See `StoredObjects.get_into`. Takes no lock."""
+        pairs = zip(map(self._path, keys), objects, strict=True)
+        return [self._read_into(path, there) for path, there in pairs]
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
-        """See `PartsObjects.put_many`."""
-        named = zip(map(self._path, keys), values, strict=True)
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        """See `StoredObjects.put`."""
+        named = zip(map(self._path, keys), objects, strict=True)
         new = (pair for pair in named if not self._touch_if_alive(pair[0]))
         for batch in batches(new, self._space.max_bytes):
             self._put_batch(batch)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """See `PartsObjects.remove`."""
+        """See `StoredObjects.remove`."""
         with self._space.locked():
             return sum(self._space.remove(self._path(key)) for key in keys)
 
@@ -87,18 +87,18 @@ class ObjectFolder:
         return self._space.num_bytes()
 
     def close(self) -> None:
-        """See `PartsObjects.close`."""
+        """See `StoredObjects.close`."""
         self._space.close()
 
     def _path(self, key: bytes) -> str:
         name = key.hex()
         return f"{self._space.objects_folder}/{name[:2]}/{name}"
 
-    def _read_into(self, path: str, parts: Parts) -> GetStatus:
+    def _read_into(self, path: str, there: KvObject) -> GetStatus:
         with _opened(path) as fd:
             if fd is None or not self._space.is_alive(status := os.fstat(fd)):
                 return GetStatus.MISSING
-            if status.st_size != total_bytes(parts) or not read_all(fd, parts):
+            if status.st_size != there.nbytes or not read_all(fd, there):
                 return GetStatus.WRONG_SIZE
             # One that was evicted just now is no hit: that would promise a lease.
             return GetStatus.HIT if _touch(path) else GetStatus.MISSING
@@ -106,7 +106,7 @@ class ObjectFolder:
     def _touch_if_alive(self, path: str) -> bool:
         return self._space.is_alive(status_of(path)) and _touch(path)
 
-    def _put_batch(self, batch: Sequence[tuple[str, Parts]]) -> None:
+    def _put_batch(self, batch: Sequence[tuple[str, KvObject]]) -> None:
         """Writes objects that did not exist a moment ago."""
         opened: list[_NewObject] = []
         try:
@@ -129,16 +129,16 @@ class ObjectFolder:
         for path in late:
             self._touch_if_alive(path)
 
-    def _reserve(self, batch: Sequence[tuple[str, Parts]], opened: list[_NewObject]) -> None:
+    def _reserve(self, batch: Sequence[tuple[str, KvObject]], opened: list[_NewObject]) -> None:
         """Makes room and files for a batch."""
         with self._space.locked():
-            self._space.make_room(sum(total_bytes(parts) for _, parts in batch))
-            for path, parts in batch:
-                file = self._space.reserve(total_bytes(parts))
-                opened.append(_NewObject(path, parts, file))
+            self._space.make_room(sum(content.nbytes for _, content in batch))
+            for path, content in batch:
+                file = self._space.reserve(content.nbytes)
+                opened.append(_NewObject(path, content, file))
 
     def _write(self, new: _NewObject) -> None:
-        write_all(new.file.fd, new.parts)
+        write_all(new.file.fd, new.content)
         touch(new.file.fd)
         if self._syncs:
             os.fsync(new.file.fd)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from kvstore.store import StoreCapabilities
-from kvstore.stores.base import PartsStore
+from kvstore.stores.base import SharedStore
 from kvstore.stores.file.folder_space import FolderSpace
 from kvstore.stores.file.object_folder import ObjectFolder
 from kvstore.url import LIMIT_OPTIONS, StoreUrl, usable_folder
@@ -17,7 +17,7 @@ __all__ = ["FileStore"]
 _DEFAULT_MAX_BYTES = 16 << 30
 
 
-class FileStore(PartsStore):
+class FileStore(SharedStore):
     """`file:///path`: objects on a disk."""
 
     capabilities = StoreCapabilities(
@@ -26,7 +26,6 @@ class FileStore(PartsStore):
         survives_restart=True,
         takes_max_bytes=True,
         keeps_leases=True,
-        takes_frames=True,
     )
 
     @classmethod

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from redis import RedisError
 
-from kvstore.store import GetStatus
+from kvstore.store import GetStatus, KvObject
 from kvstore.stores.redis.pipeline import Command
 from kvstore.stores.redis.reply import Reply
 
@@ -44,7 +44,7 @@ def object_name(key: bytes) -> bytes:
     return b"baton:kv:{" + key.hex().encode() + b"}"
 
 
-def set_command(name: bytes, value: memoryview, ttl_ms: int) -> Command | None:
+def set_command(name: bytes, value: KvObject, ttl_ms: int) -> Command | None:
     """Stores a small object, unless there is one; None for one that needs parts."""
     if value.nbytes > _MAX_VALUE_BYTES:
         return None
@@ -59,7 +59,7 @@ class StagedObject:
         value: its bytes.
     """
 
-    def __init__(self, name: bytes, value: memoryview) -> None:
+    def __init__(self, name: bytes, value: KvObject) -> None:
         self._name = name
         self._parts = _parts(value)
         random_bytes = os.urandom(_NUM_RANDOM_BYTES)
@@ -71,28 +71,31 @@ class StagedObject:
 
         Each part renews it, as an eviction meanwhile leaves a new hash without any.
         """
-        for field, value in ((_HEAD, self._head), *enumerate(self._parts)):
+        fields: dict[bytes | int, bytes | KvObject] = {_HEAD: self._head}
+        fields.update(enumerate(self._parts))
+        for field, value in fields.items():
             yield Command(self._name, ("HSET", self._staged_name, field, value))
             yield Command(self._name, ("PEXPIRE", self._staged_name, expire_ms))
 
     def commit_command(self, ttl_ms: int) -> Command:
         """Once all parts are there: 1, or 0 if some were evicted meanwhile."""
-        keys_and_arguments = (2, self._staged_name, self._name, 1 + len(self._parts), ttl_ms)
-        return Command(self._name, ("EVAL", _COMMIT, *keys_and_arguments))
+        num_fields = 1 + len(self._parts)
+        arguments = ("EVAL", _COMMIT, 2, self._staged_name, self._name, num_fields, ttl_ms)
+        return Command(self._name, arguments)
 
 
-def read_commands(name: bytes, buffer: memoryview, ttl_ms: int) -> list[Command]:
-    """Reads an object of the buffer's size into it, and touches it."""
-    if buffer.nbytes <= _MAX_VALUE_BYTES:
-        return [Command(name, ("GETEX", name, "PX", ttl_ms), into=buffer)]
+def read_commands(name: bytes, there: KvObject, ttl_ms: int) -> list[Command]:
+    """Returns the commands that read an object into memory of its size, and touch it."""
+    if there.nbytes <= _MAX_VALUE_BYTES:
+        return [Command(name, ("GETEX", name, "PX", ttl_ms), into=there)]
     head = Command(name, ("HGET", name, _HEAD))
     parts = [
-        Command(name, ("HGET", name, index), into=part) for index, part in enumerate(_parts(buffer))
+        Command(name, ("HGET", name, index), into=part) for index, part in enumerate(_parts(there))
     ]
     return [Command(name, ("PEXPIRE", name, ttl_ms)), head, *parts, head]
 
 
-def get_status(buffer: memoryview, replies: Sequence[Reply]) -> GetStatus:
+def get_status(there: KvObject, replies: Sequence[Reply]) -> GetStatus:
     """What became of a read, from the replies to its commands.
 
     Raises:
@@ -103,13 +106,13 @@ def get_status(buffer: memoryview, replies: Sequence[Reply]) -> GetStatus:
             if str(reply).startswith("WRONGTYPE"):  # small where a large one was asked for
                 return GetStatus.WRONG_SIZE
             raise reply
-    if buffer.nbytes <= _MAX_VALUE_BYTES:
-        return _status(None if replies[0] is None else replies[0] == buffer.nbytes)
+    if there.nbytes <= _MAX_VALUE_BYTES:
+        return _status(None if replies[0] is None else replies[0] == there.nbytes)
     _, head, *sizes, last_head = replies
     if not isinstance(head, bytes) or head != last_head or None in sizes:
         return GetStatus.MISSING
-    is_whole = sizes == [part.nbytes for part in _parts(buffer)]
-    return _status(is_whole and int.from_bytes(head[:_SIZE_BYTES], "little") == buffer.nbytes)
+    is_whole = sizes == [part.nbytes for part in _parts(there)]
+    return _status(is_whole and int.from_bytes(head[:_SIZE_BYTES], "little") == there.nbytes)
 
 
 def _status(has_size: bool | None) -> GetStatus:
@@ -118,8 +121,15 @@ def _status(has_size: bool | None) -> GetStatus:
     return GetStatus.HIT if has_size else GetStatus.WRONG_SIZE
 
 
-def _parts(view: memoryview) -> list[memoryview]:
-    """Equal parts but for the last, as few as can be."""
-    num_parts = -(-view.nbytes // _MAX_VALUE_BYTES)
-    part_bytes = -(-view.nbytes // num_parts)
-    return [view[start : start + part_bytes] for start in range(0, view.nbytes, part_bytes)]
+def _parts(whole: KvObject) -> list[KvObject]:
+    """Cuts an object into as few parts as possible, of equal size but for the last."""
+    num_parts = -(-whole.nbytes // _MAX_VALUE_BYTES)
+    part_bytes = -(-whole.nbytes // num_parts)
+    starts = range(0, whole.nbytes, part_bytes)
+    return [_part(whole, start, start + part_bytes) for start in starts]
+
+
+def _part(whole: KvObject, start: int, end: int) -> KvObject:
+    header, payload = whole
+    split = header.nbytes
+    return KvObject(header[start:end], payload[max(0, start - split) : max(0, end - split)])

@@ -14,6 +14,8 @@ from redis import ConnectionError as RedisConnectionError
 from redis import ConnectionPool, ReadOnlyError, RedisError
 from redis.exceptions import AskError, MovedError
 
+from kvstore.store import KvObject
+from kvstore.stores.redis.connection import Argument, pack
 from kvstore.stores.redis.reply import Reply
 from kvstore.stores.redis.servers import RedisServers, borrowed
 
@@ -30,21 +32,21 @@ class Command:
 
     Attributes:
         name: the key that decides which server gets it.
-        arguments: all of it, the command's own name first. Views are sent from where they lie.
+        arguments: the command's own name first. Objects are sent from where they lie.
         into: where a bulk reply goes; see `ReplyReader.read_reply`.
-        num_bytes: of large values, in either direction.
-        is_asking: it follows a redirection to where its key is on the way to.
+        num_bytes: of objects, in either direction.
+        is_asking: whether it follows a redirection to the server that its key is migrating to.
     """
 
     name: bytes
-    arguments: tuple[Any, ...]
-    into: memoryview | None = None
+    arguments: tuple[Argument, ...]
+    into: KvObject | None = None
     num_bytes: int = field(init=False)
     is_asking: bool = False
 
     def __post_init__(self) -> None:
         values = (*self.arguments, self.into)
-        num_bytes = sum(value.nbytes for value in values if isinstance(value, memoryview))
+        num_bytes = sum(value.nbytes for value in values if isinstance(value, KvObject))
         object.__setattr__(self, "num_bytes", num_bytes)
 
 
@@ -113,12 +115,12 @@ def _exchange(commands: Sequence[Command], pools: Sequence[ConnectionPool]) -> l
 
 
 def _send(connection: Any, commands: Iterable[Command]) -> None:
-    arguments: list[tuple[Any, ...]] = []
+    arguments: list[tuple[Argument, ...]] = []
     for command in commands:
         if command.is_asking:
             arguments.append(("ASKING",))
         arguments.append(command.arguments)
-    connection.send_packed_command(connection.pack_commands(arguments))
+    connection.send(pack(arguments))
 
 
 def _read(connection: Any, command: Command) -> Reply:

@@ -12,6 +12,8 @@ from redis import ConnectionError as RedisConnectionError
 from redis import InvalidResponse, RedisError
 from redis.connection import DefaultParser
 
+from kvstore.store import KvObject
+
 __all__ = ["Reply", "ReplyReader"]
 
 Reply: TypeAlias = "bytes | int | list[Any] | RedisError | None"
@@ -65,13 +67,13 @@ class ReplyReader:
             raise reply
         return reply
 
-    def read_reply(self, into: memoryview | None = None, depth: int = 0) -> Reply:
+    def read_reply(self, into: KvObject | None = None, depth: int = 0) -> Reply:
         """The next reply.
 
         Args:
-            into: where a bulk value goes if it has the buffer's size; one of
-                another size is read and dropped. The reply is then its size.
-            depth: of arrays around it.
+            into: where a bulk value goes if it has the same size; one of another
+                size is read and dropped. Either way the reply is the value's size.
+            depth: number of arrays around the reply.
 
         Raises:
             redis.ConnectionError, redis.InvalidResponse, TimeoutError: see `read_response`.
@@ -96,7 +98,7 @@ class ReplyReader:
             return None
         return [self.read_reply(depth=depth) for _ in range(_bounded(length))]
 
-    def _read_bulk(self, num_bytes: int, into: memoryview | None) -> Reply:
+    def _read_bulk(self, num_bytes: int, into: KvObject | None) -> Reply:
         if num_bytes < 0:
             return None
         value: bytes | int = num_bytes
@@ -105,7 +107,8 @@ class ReplyReader:
             self._fill(memoryview(body))
             value = bytes(body)
         elif num_bytes == into.nbytes:
-            self._fill(into)
+            for view in into:
+                self._fill(view)
         else:
             self._drop(num_bytes)
         if self._read_line():

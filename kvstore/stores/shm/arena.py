@@ -30,8 +30,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
 
-from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.base import Parts, batches, total_bytes
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
+from kvstore.stores.base import batches
 from kvstore.stores.files import FileLock
 from kvstore.stores.shm.arena_space import ArenaSpace, whole_pages
 from kvstore.stores.shm.extent_table import Extent, ExtentTable, SeenObject
@@ -80,9 +80,9 @@ class Arena:
         """See `BoundedSpace.oldest_age_s`."""
         return self._space.oldest_age_s
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
-        """See `PartsObjects.put_many`."""
-        for batch in batches(zip(keys, values, strict=True), self._space.max_bytes):
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        """See `StoredObjects.put`."""
+        for batch in batches(zip(keys, objects, strict=True), self._space.max_bytes):
             self._put_batch(batch)
 
     @property
@@ -114,36 +114,36 @@ class Arena:
                 while reserved:
                     self._space.free(reserved.popleft())
 
-    def read_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> list[GetStatus]:
-        """See `PartsObjects.read_many`."""
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
+        """See `StoredObjects.get_into`."""
         with self._locked():
-            sizes = map(total_bytes, values)
+            sizes = (there.nbytes for there in objects)
             found = [self._look_up(*pair) for pair in zip(keys, sizes, strict=True)]
         hits = [
-            (self._table[one.extent_index], parts)
-            for one, parts in zip(found, values, strict=True)
+            (self._table[one.extent_index], there)
+            for one, there in zip(found, objects, strict=True)
             if isinstance(one, SeenObject)
         ]
-        self._memory.read([(extent.offset, parts) for extent, parts in hits])
+        self._memory.read([(extent.offset, there) for extent, there in hits])
         return [self._still(one) if isinstance(one, SeenObject) else one for one in found]
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `PartsObjects.count_prefix`."""
+        """See `StoredObjects.count_prefix`."""
         with self._locked():
             missing = (i for i, key in enumerate(keys) if not self._touch_if_alive(key))
             return next(missing, len(keys))
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """See `PartsObjects.remove`."""
+        """See `StoredObjects.remove`."""
         with self._locked():
             return sum(map(self._space.remove, keys))
 
     def num_bytes(self) -> int:
-        """See `PartsObjects.num_bytes`; counts expired ones until a listing removes them."""
+        """See `StoredObjects.num_bytes`; counts expired ones until a listing removes them."""
         return self._table.header.object_bytes
 
     def close(self) -> None:
-        """See `PartsObjects.close`."""
+        """See `StoredObjects.close`."""
         if self._abandoned:
             with suppress(StoreUnavailableError, OSError), self._locked():
                 pass  # which frees them
@@ -184,11 +184,11 @@ class Arena:
                 self._abandoned.extend(reserved)
                 raise
 
-    def _put_batch(self, batch: Sequence[tuple[bytes, Parts]]) -> None:
+    def _put_batch(self, batch: Sequence[tuple[bytes, KvObject]]) -> None:
         with self._writing() as reserved:
             with self._locked():
-                new = [(key, parts) for key, parts in batch if not self._touch_if_alive(key)]
-                sizes = [total_bytes(parts) for _, parts in new]
+                new = [pair for pair in batch if not self._touch_if_alive(pair[0])]
+                sizes = [one.nbytes for _, one in new]
                 self._space.make_room(sum(sizes))
                 for num_bytes in sizes:
                     reserved.append(self._space.reserve(num_bytes))
@@ -196,7 +196,7 @@ class Arena:
                 return
             self._provide_for_objects(reserved)
             self._memory.write(
-                [(extent.offset, parts) for extent, (_, parts) in zip(reserved, new, strict=True)]
+                [(extent.offset, one) for extent, (_, one) in zip(reserved, new, strict=True)]
             )
             with self._locked():
                 for key, _ in new:

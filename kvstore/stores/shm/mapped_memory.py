@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 
 from kvstore.memory_runs import copy_runs
-from kvstore.stores.base import Parts
+from kvstore.store import KvObject
 
 __all__ = ["MappedMemory", "Place"]
 
@@ -23,8 +23,8 @@ _MADV_POPULATE_WRITE = 23  # of Linux 5.14; the mmap module does not name it
 
 _LIBC = CDLL(None, use_errno=True)
 
-Place = tuple[int, Parts]
-"""Where an object's bytes begin, and its parts, which lie there one after the other."""
+Place = tuple[int, KvObject]
+"""The offset of an object in the file, and the memory that its bytes are copied from or to."""
 
 
 class MappedMemory:
@@ -108,14 +108,12 @@ class MappedMemory:
     def _pairs(self, places: Sequence[Place]) -> tuple[list[memoryview], list[memoryview]]:
         """Where each part lies here, and the parts."""
         spans: list[tuple[int, int]] = []
-        for begin, parts in places:
-            end = begin
-            for part in parts:
-                start, end = end, end + part.nbytes
-                spans.append((start, end))
+        for start, (header, payload) in places:
+            split = start + header.nbytes
+            spans += ((start, split), (split, split + payload.nbytes))
         mapped = self._mapped(max([end for _, end in spans], default=0))
         there = [mapped[start:end] for start, end in spans]
-        return there, [part for _, parts in places for part in parts]
+        return there, [view for _, views in places for view in views]
 
     def _mapped(self, end: int) -> memoryview:
         """The file, mapped at least up to there.

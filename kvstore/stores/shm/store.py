@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from kvstore.store import StoreCapabilities
-from kvstore.stores.base import Parts, PartsStore
+from typing_extensions import override
+
+from kvstore.store import KvObject, StoreCapabilities
+from kvstore.stores.base import SharedStore
 from kvstore.stores.files import status_of
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
@@ -21,7 +23,7 @@ _DEFAULT_MAX_BYTES = 4 << 30
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
 
 
-class ShmStore(PartsStore):
+class ShmStore(SharedStore):
     """`shm://NAME`: objects in the machine's shared memory, `/dev/shm/baton-NAME`."""
 
     capabilities = StoreCapabilities(
@@ -30,7 +32,6 @@ class ShmStore(PartsStore):
         survives_restart=False,
         takes_max_bytes=True,
         keeps_leases=True,
-        takes_frames=True,
     )
 
     _objects: Arena
@@ -70,8 +71,9 @@ class ShmStore(PartsStore):
         with usable_folder(parts, folder):
             return cls(Arena(folder, limits), limits)
 
-    def _put(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
-        super()._put(keys, values)
+    @override
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        super().put(keys, objects)
         self._ahead.ask()
 
 
