@@ -1,53 +1,90 @@
-"""The KV connector interface: how KV blocks leave and enter an engine.
+"""The KV connector contract: how KV blocks leave and enter an engine.
 
-A connector has two halves, as in vLLM's KVConnectorBase_V1. The *scheduler
-half* is pure bookkeeping: it decides what to look up, load and save, in plain
-data. The *worker half* owns buffers and threads and moves the bytes. Between
-them go only `ConnectorWork` (down, once per step) and `TransferResults` (up).
+A connector has two halves, as in vLLM's KVConnectorBase_V1:
 
-Who owns what:
+- `KvConnectorScheduler` runs beside the engine's scheduler. It does bookkeeping on plain data:
+  it numbers jobs and gathers them. The class is complete; most connectors use it as it is.
+- `KvConnectorWorker` runs beside the model runner. It owns buffers and threads and moves the
+  bytes. A connector's author writes this half.
 
-- Blocks named in a `LoadJob` or `SaveJob` stay referenced in the engine's
-  pool until the job's result comes back, whatever happens to the request. So
-  a peer may read or write them at any time in between.
-- The device is done with them: what a `SaveJob` names was computed by steps
-  whose outputs the engine has, and no step in flight touches what a `LoadJob`
-  names. So bytes may move beside the steps, without waiting for any. A
-  connector that `saves_ahead` also gets jobs that name a step to come, and
-  hears which layers of the blocks are computed (docs/adr/0024-saved-by-layer.md).
-- Every job ends in exactly one result, within the connector's own deadline; but for a load to
-  whose blocks something may still write, which is told of by then (`TransferResults.doubted`).
-- Cancelling a load only makes its result come sooner.
+In each step the engine passes one `ConnectorWork` from the scheduler half to the worker half, and
+one `TransferResults` back. Nothing else passes between them. `kvstore.jobs` defines both.
 
-There are two families. A *store* has copies of what was saved: the blocks are
-free once the save's result is in. A *peer* lends the blocks themselves: the
-save's result says `is_held`, and they stay referenced until `released` names
-the job. What is lent belongs to a lease, whose time begins when it is offered:
-when all that it is for is saved, and others are told. From then on whoever loads
-renews it, and it ends when it is released or has run out.
+Life of a block:
 
-Block lists are half-open prefixes: job item `i` moves `block_ids[i]` under
-`keys[i]`. What they name are *transfer blocks*, as `kvstore.transfer_form` cuts
-them out of the pool's: with `n` in each, pool block `b` has `b * n` to
-`b * n + n - 1`. Where an engine's blocks go as they are, these are the pool's.
-In how many objects the heads of a block go is the worker half's matter.
+1. A prefill engine computes blocks of a prompt and calls `save`. The worker half copies the
+   blocks to a store, or lends them where they lie.
+2. When all blocks of the prompt are saved, the engine calls `make_handoff`, sends the handoff to
+   a decode engine and calls `offer`.
+3. The decode engine calls `keep` when it receives the handoff, `load` when it has free blocks for
+   the KV, and `drop` when the KV is in its pool. An engine may also call `lookup` with the keys
+   of a prompt, and load what that finds without a handoff.
+4. The prefill engine calls `end_lease` when the handoff is over.
 
-What a connector of its own is made from, and what it can do.
+There are two families of connectors. A *store* keeps copies: the saved blocks are free again when
+the save's result is in. A *peer* lends the blocks themselves: the save's result has `is_held`,
+and the blocks stay as they are until `TransferResults.released` names the job.
 
-A third party names such an object in its package's metadata:
+Rules for the engine:
+
+- Blocks that a `LoadJob` or a `SaveJob` names stay referenced in the pool until the job's result
+  is in, even if the request ends before. So bytes may move at any time in between.
+- The device has finished with these blocks: a `SaveJob` names blocks that completed steps have
+  computed, and no step in flight touches the blocks of a `LoadJob`. So bytes may move while steps
+  run, without waiting for one. The exception are connectors with `saves_ahead`: their jobs may
+  name a step to come (`SaveJob.step`), and the engine reports which layers of it are computed
+  (docs/adr/0024-saved-by-layer.md).
+- For each lease that blocks were saved under, the engine calls either `offer` or `end_lease`.
+
+Rules for the connector:
+
+- Each job has exactly one result, which comes within the connector's own deadline. The exception
+  is a load to whose blocks something may still write: `TransferResults.doubted` names it within
+  the deadline, and its result comes when nothing writes any more.
+- The connector calls the engine's `wake` for each result, from any thread.
+- A load's result counts leading blocks with verified bytes. Nothing writes to the job's blocks
+  after it.
+- A cancelled load ends sooner if that is possible; its result comes nevertheless.
+- The slots behind the valid tokens of a partial tail never leave the process.
+- Lent blocks belong to a lease, whose id is the handoff's. Its time begins with `offer`. Engines
+  that have the handoff renew it between `keep` and `drop`. It ends with `end_lease` or when its
+  time is over. No block is read after that, and an ended lease never begins again.
+
+Blocks and keys: job item `i` moves block `block_ids[i]` under `keys[i]`. Block ids are those of
+*transfer blocks* (`kvstore.transfer_form`). If the pool's blocks are cut into `n` transfer blocks
+each, pool block `b` holds the transfer blocks `b * n` to `b * n + n - 1`; with `n` = 1, transfer
+blocks are the pool's blocks. The worker half alone decides in how many objects it stores a block.
+
+An installed package adds a connector by naming a `ConnectorFactory` in its metadata:
 
     [project.entry-points."baton.kv_connectors"]
     myscheme = "my_package.my_module:MyConnector"
 
-A store needs none: see `kvstore.registry`.
+Then `--kv-connector myscheme://...` opens it. A backend that keeps objects by key needs no
+connector of its own: it is a store (`kvstore.store`). docs/connectors.md shows both in full, and
+`kvstore.conformance` tests them.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from typing_extensions import override
+
+from kvstore.codec import DIGEST_SCHEME
 from kvstore.handoff import KvHandoff
+from kvstore.jobs import (
+    ConnectorWork,
+    LoadJob,
+    LoadResult,
+    LookupJob,
+    LookupResult,
+    SaveJob,
+    SaveResult,
+    TransferResults,
+)
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
@@ -56,218 +93,91 @@ __all__ = [
     "Connector",
     "ConnectorCapabilities",
     "ConnectorFactory",
-    "ConnectorWork",
     "KvConnectorScheduler",
     "KvConnectorWorker",
-    "LoadJob",
-    "LoadResult",
-    "LookupJob",
-    "LookupResult",
-    "SaveJob",
-    "SaveResult",
-    "TransferResults",
-    "WorkBuffer",
+    "null_connector",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class LookupJob:
-    """Asks how many of these keys, from the first, can be loaded."""
+class KvConnectorScheduler:
+    """The half beside the engine's scheduler: numbers jobs and gathers them. No I/O, no torch.
 
-    job_id: int
-    keys: tuple[bytes, ...]
+    Stores and peers use it as it is. A connector over several others overrides it.
 
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """Fill these blocks of the pool, converted to its type.
-
-    Attributes:
-        handoff: the terms under which a prefill engine offers them; None for
-            what a look-up found.
-    """
-
-    job_id: int
-    keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-    handoff: KvHandoff | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """Publish these blocks of the pool.
+    Args:
+        scheme: the connector's name, which both tiers must share. Handoffs carry it.
+        lease_s: seconds that the blocks of a handoff can be loaded after `offer`, or after the
+            last renewal.
+        finds_by_key: whether `lookup` finds blocks that other engines saved. If not, only a
+            handoff leads to blocks.
+        params: what a reader must know about this process; every handoff carries it.
+        saves_ahead: whether the worker half takes jobs of steps to come (`save_ahead`).
 
     Attributes:
-        num_tail_tokens: valid tokens in the last block if it is a partial
-            tail, whose other slots must not leave this process; 0 if all
-            blocks are full.
-        num_found: the first so many blocks were not computed for this job but
-            found in the engine's cache: others may have saved them before.
-        lease_id: the handoff that the blocks are saved for; empty if none.
-        step: that computes what is missing of the blocks, and begins after the job; 0 if they
-            are computed. Only full blocks are saved so.
+        scheme: see above.
+        finds_by_key: see above.
+        saves_ahead: see above.
     """
 
-    job_id: int
-    keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-    num_tail_tokens: int = 0
-    num_found: int = 0
-    lease_id: str = ""
-    step: int = 0
+    def __init__(
+        self,
+        scheme: str,
+        *,
+        lease_s: float,
+        finds_by_key: bool = True,
+        params: bytes = b"",
+        saves_ahead: bool = False,
+    ) -> None:
+        self.scheme = scheme
+        self.finds_by_key = finds_by_key
+        self.saves_ahead = saves_ahead
+        self._lease_ms = int(lease_s * 1000)
+        self._params = params
+        self._work = ConnectorWork()
+        self._job_ids = itertools.count()
+        # Look-ups by job: None while open, else the number of blocks that were found.
+        self._found: dict[int, int | None] = {}
 
+    # Look-ups.
 
-@dataclass(frozen=True, slots=True)
-class LookupResult:
-    """The first `num_blocks` keys of the look-up can be loaded now."""
-
-    job_id: int
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """The first `num_blocks` blocks hold verified bytes; the rest must not be read.
-
-    `error` says why, where fewer than asked arrived: "missing", "corrupt",
-    "unavailable", "cancelled", "failed". `seconds` is how long the bytes took to
-    come, and says more than the time until the engine asks; 0 if nobody measured
-    it. It is no part of what makes results equal.
-    """
-
-    job_id: int
-    num_blocks: int
-    error: str = ""
-    seconds: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class SaveResult:
-    """Whether every block of the job can now be loaded by others.
-
-    `is_held`: they are read where they lie, until `TransferResults.released` names the job.
-    `error` says why it is not committed, where that is known, and `seconds` how long the
-    save took: both as in `LoadResult`. For `waited` seconds more nobody was at it,
-    as layers of its step were not computed.
-    """
-
-    job_id: int
-    committed: bool
-    is_held: bool = False
-    error: str = ""
-    seconds: float = field(default=0.0, compare=False)
-    waited: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorWork:
-    """What the worker half shall start in this step.
-
-    Attributes:
-        kept: handoffs to others' blocks, whose leases are to be renewed until `dropped`.
-        dropped: ids of handoffs of `kept`.
-        offered: leases on own blocks whose handoffs are told: from now on they may run out.
-        ended: leases on own blocks that nobody needs any longer. They never begin again.
-    """
-
-    lookups: tuple[LookupJob, ...] = ()
-    loads: tuple[LoadJob, ...] = ()
-    saves: tuple[SaveJob, ...] = ()
-    cancelled_lookups: tuple[int, ...] = ()
-    cancelled_loads: tuple[int, ...] = ()
-    deletes: tuple[bytes, ...] = ()
-    kept: tuple[KvHandoff, ...] = ()
-    dropped: tuple[str, ...] = ()
-    offered: tuple[str, ...] = ()
-    ended: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in self.__slots__)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResults:
-    """What has ended since the last poll.
-
-    Attributes:
-        released: save jobs that were held, whose blocks nobody reads any more.
-        doubted: load jobs that have failed, whose results come when nothing can write to their
-            blocks any more, however long that is. Nobody should wait for one.
-    """
-
-    lookups: tuple[LookupResult, ...] = ()
-    loads: tuple[LoadResult, ...] = ()
-    saves: tuple[SaveResult, ...] = ()
-    released: tuple[int, ...] = ()
-    doubted: tuple[int, ...] = ()
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in self.__slots__)
-
-
-@dataclass(slots=True)
-class WorkBuffer:
-    """Jobs gathered during one step, drained into a `ConnectorWork`."""
-
-    lookups: list[LookupJob] = field(default_factory=list)
-    loads: list[LoadJob] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
-    cancelled_lookups: list[int] = field(default_factory=list)
-    cancelled_loads: list[int] = field(default_factory=list)
-    deletes: list[bytes] = field(default_factory=list)
-    kept: list[KvHandoff] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    offered: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-
-    def drain(self) -> ConnectorWork:
-        """Returns what was gathered and empties the buffer."""
-        jobs = {name: getattr(self, name) for name in self.__slots__}
-        work = ConnectorWork(**{name: tuple(items) for name, items in jobs.items()})
-        for items in jobs.values():
-            items.clear()
-        return work
-
-
-class KvConnectorScheduler(ABC):
-    """The half beside the scheduler: pure, no I/O, no torch."""
-
-    scheme: str
-    """The URL scheme, as `KvHandoff.connector` names it."""
-    finds_by_key: bool
-    """Whether look-ups find what others saved; else only a handoff leads to blocks."""
-    saves_ahead: bool = False
-    """Whether it has `save_ahead`."""
-
-    @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> int:
         """Schedules a look-up; returns its job id."""
+        job = LookupJob(next(self._job_ids), tuple(keys))
+        self._work.lookups.append(job)
+        self._found[job.job_id] = None
+        return job.job_id
 
-    @abstractmethod
     def num_found(self, job_id: int) -> int | None:
-        """How many leading keys a look-up found; None means ask again next step."""
+        """Returns how many leading keys a look-up found; None while it has no answer."""
+        return self._found[job_id]
 
-    @abstractmethod
     def forget_lookup(self, job_id: int) -> None:
-        """Drops a look-up, answered or open. Exactly once for each."""
+        """Drops a look-up, answered or open. The engine calls it exactly once for each."""
+        if self._found.pop(job_id) is None:
+            self._work.cancelled_lookups.append(job_id)
 
-    @abstractmethod
+    # Loads.
+
     def load(
         self, keys: Sequence[bytes], block_ids: Sequence[int], handoff: KvHandoff | None = None
     ) -> int:
-        """Schedules a load; returns its job id. The blocks stay until its result.
+        """Schedules a load; returns its job id.
 
         Args:
             keys: of the blocks to load.
-            block_ids: where to.
-            handoff: see `LoadJob`.
+            block_ids: the blocks to write to. They stay referenced until the result is in.
+            handoff: the terms under which the blocks are offered; None if a look-up found them.
         """
+        job = LoadJob(next(self._job_ids), tuple(keys), tuple(block_ids), handoff)
+        self._work.loads.append(job)
+        return job.job_id
 
-    @abstractmethod
     def cancel_load(self, job_id: int) -> None:
-        """The load's bytes are no longer wanted. Its result still comes."""
+        """Asks for the early end of a load. Its result still comes. Finished loads are fine."""
+        self._work.cancelled_loads.append(job_id)
 
-    @abstractmethod
+    # Saves.
+
     def save(
         self,
         keys: Sequence[bytes],
@@ -277,19 +187,36 @@ class KvConnectorScheduler(ABC):
         num_found: int = 0,
         lease_id: str = "",
     ) -> int:
-        """Schedules a save; returns its job id. The blocks stay until its result, and
-        where that says so until they are released. See `SaveJob` for the arguments.
+        """Schedules a save; returns its job id. `SaveJob` describes the arguments.
+
+        The blocks stay referenced until the result is in, or until they are released if the
+        result says that they are held.
         """
+        job_id = next(self._job_ids)
+        self._work.saves.append(
+            SaveJob(job_id, tuple(keys), tuple(block_ids), num_tail_tokens, num_found, lease_id)
+        )
+        return job_id
 
     def save_ahead(
         self, keys: Sequence[bytes], block_ids: Sequence[int], step: int, *, lease_id: str = ""
     ) -> int:
-        """As `save`, of full blocks that a step computes which begins after the job: what is
-        computed of them is saved meanwhile. Only where the connector `saves_ahead`.
-        """
-        raise NotImplementedError
+        """Schedules a save of full blocks that a step to come computes; returns its job id.
 
-    @abstractmethod
+        The worker half saves the first layers while the step computes the others. Only
+        connectors with `saves_ahead` support it.
+        """
+        job_id = next(self._job_ids)
+        blocks = tuple(keys), tuple(block_ids)
+        self._work.saves.append(SaveJob(job_id, *blocks, lease_id=lease_id, step=step))
+        return job_id
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Schedules the removal of blocks that must not be loaded any more."""
+        self._work.deletes.extend(keys)
+
+    # Handoffs and leases.
+
     def make_handoff(
         self,
         handoff_id: str,
@@ -298,45 +225,61 @@ class KvConnectorScheduler(ABC):
         num_tokens: int,
         kv_form: str = "",
     ) -> KvHandoff:
-        """The handoff for blocks of a prompt that are saved, or some of them."""
+        """Returns the handoff for some or all blocks of a prompt. `KvHandoff` has the arguments."""
+        return KvHandoff(
+            handoff_id=handoff_id,
+            namespace=namespace,
+            block_keys=tuple(keys),
+            num_tokens=num_tokens,
+            connector=self.scheme,
+            digest_scheme=DIGEST_SCHEME,
+            lease_ms=self._lease_ms,
+            connector_params=self._params,
+            kv_form=kv_form,
+        )
 
-    @abstractmethod
     def keep(self, handoff: KvHandoff) -> None:
-        """A request waits to load what others offer: its lease is to be renewed."""
+        """Starts the renewal of another engine's lease: a request waits to load its blocks."""
+        self._work.kept.append(handoff)
 
-    @abstractmethod
     def drop(self, handoff_id: str) -> None:
-        """Ends `keep`: what the request needed is loaded, or nobody waits any more."""
+        """Ends `keep`: the blocks are loaded, or not needed any more. Unknown ids are fine."""
+        self._work.dropped.append(handoff_id)
 
-    def offer(self, lease_id: str) -> None:  # noqa: B027 - who lends nothing may do nothing
-        """A handoff is told, all of whose saves have ended: its lease may run out from now on."""
+    def offer(self, lease_id: str) -> None:
+        """Starts the time of a lease on own blocks: all saves have ended, the handoff is sent."""
+        self._work.offered.append(lease_id)
 
-    @abstractmethod
     def end_lease(self, lease_id: str) -> None:
-        """Nobody needs any longer what was saved for a handoff alone. Unknown ids are fine.
+        """Ends a lease on own blocks. Unknown and ended ids are fine."""
+        self._work.ended.append(lease_id)
 
-        One of this and `offer` is owed for each lease that something was saved for.
-        """
+    # Once per step.
 
-    @abstractmethod
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Schedules the removal of blocks that nobody must load any more."""
-
-    @abstractmethod
     def build_work(self) -> ConnectorWork:
-        """What this step must start; empties the buffer."""
+        """Returns what was scheduled since the last call. The caller owns it."""
+        work, self._work = self._work, ConnectorWork()
+        return work
 
-    @abstractmethod
     def update(self, results: TransferResults) -> TransferResults:
-        """Takes in what the worker half reports; called before the scheduler handles it.
+        """Processes the worker half's results; the engine calls it before it uses them.
 
         Returns:
-            What the scheduler shall handle: where one job became several, their results in one.
+            The results in terms of the engine's own jobs. A connector that splits a job into
+            several reports one result for all of them.
         """
+        for result in results.lookups:
+            if result.job_id in self._found:  # else it was forgotten
+                self._found[result.job_id] = result.num_blocks
+        return results
 
 
 class KvConnectorWorker(ABC):
-    """The half beside the model runner: buffers, threads, bytes."""
+    """The half beside the model runner: owns buffers and threads, and moves the bytes.
+
+    The engine's thread calls all methods. The order is `register_pool`, `set_waker`, `measure`,
+    then `start` and `poll` in any order, then `close`.
+    """
 
     @abstractmethod
     def register_pool(
@@ -346,83 +289,132 @@ class KvConnectorWorker(ABC):
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
     ) -> None:
-        """Hands over the KV pool tensor `[num_blocks, *layout.block_shape]`.
-
-        Called once, before `start`.
+        """Receives the KV pool. Called once, before the first job.
 
         Args:
-            pool: the tensor.
-            layout: of its blocks.
-            form: in which blocks come and go; None: as they are in the pool. `BlockSlicing.of`
-                tells what that means for this pool.
+            pool: the tensor `[num_blocks, *layout.block_shape]`.
+            layout: of the pool's blocks.
+            form: how blocks look between engines; None if they look as in the pool.
+                `kvstore.transfer_form.BlockSlicing.of` computes how the pool is cut for it.
             share: which of the model's KV heads the pool has.
 
         Raises:
-            ConfigurationError: the pool cannot be cut so; names the flag.
+            ConfigurationError: the pool cannot be cut that way; names the flag.
         """
 
     @abstractmethod
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """`wake` is to be called, from any thread, when `poll` has news."""
+        """Receives the function to call, from any thread, when `poll` has new results."""
 
-    def measure(self, metrics: KvMetrics, backend: str) -> None:  # noqa: B027 - may do nothing
-        """Counts what the backend does from now on, for Prometheus.
+    def measure(self, metrics: KvMetrics, backend: str) -> None:  # noqa: B027 - optional
+        """Counts the backend's calls from now on, for Prometheus. Called at most once.
 
-        Called once, before `start`. The engine counts jobs by itself.
+        The engine counts jobs itself.
 
         Args:
             metrics: where to count.
-            backend: what to call it there; a connector of several adds to the name.
+            backend: the connector's name there. A connector of several uses one name for each.
         """
 
     @abstractmethod
     def start(self, work: ConnectorWork) -> None:
-        """Starts jobs; returns without waiting for them. Engine thread only.
+        """Starts jobs; returns without waiting for them. `work` is not empty.
 
-        Called while steps may be in flight, but not those that computed the saved blocks; see
-        `SaveJob.step` for the exception.
+        Steps may be in flight, but not those that computed the blocks to save, except for jobs
+        with a `SaveJob.step`.
         """
 
-    def layers_computed(self, step: int, num_layers: int) -> None:  # noqa: B027 - may do nothing
-        """The first `num_layers` layers of what a step computes lie in its blocks.
+    def layers_computed(self, step: int, num_layers: int) -> None:  # noqa: B027 - optional
+        """The first `num_layers` layers of a step's blocks are computed.
 
-        The engine's thread tells it in the midst of the step. Not told of all layers, nor of all
-        steps: `step_ended` makes up for it.
+        Called while the step runs. The engine may leave out layers, and whole steps:
+        `step_ended` is what a save can rely on.
         """
 
-    def step_ended(self, step: int, *, computed: bool) -> None:  # noqa: B027 - may do nothing
-        """A step is over that saves may wait for. Engine thread only.
+    def step_ended(self, step: int, *, computed: bool) -> None:  # noqa: B027 - optional
+        """A step that saves may wait for is over.
 
         Args:
             step: its number.
-            computed: whether it left in its blocks what it should have; else what is not
-                saved yet must not be.
+            computed: whether the step's blocks hold what they should. If not, the layers that
+                are not saved yet must not be saved.
         """
 
     @abstractmethod
     def poll(self) -> TransferResults:
-        """What has ended since the last call. Engine thread only; does not block."""
+        """Returns what has ended since the last call. Must not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stops threads and closes the backend; jobs under way are given up. Idempotent."""
+        """Stops threads, closes the backend and gives up unfinished jobs. Idempotent."""
 
 
 Connector = tuple[KvConnectorScheduler, KvConnectorWorker]
 """Both halves."""
 
 
+def null_connector() -> Connector:
+    """Returns the connector of an engine that has none: it saves nothing and finds nothing.
+
+    Look-ups find 0 blocks, loads bring none, and saves are not committed.
+    """
+    return KvConnectorScheduler("", lease_s=0, finds_by_key=False), _NullWorker()
+
+
+class _NullWorker(KvConnectorWorker):
+    """Ends every job at the next poll, and moves nothing."""
+
+    def __init__(self) -> None:
+        self._results = TransferResults()
+        self._wake: Callable[[], None] = lambda: None
+
+    @override
+    def register_pool(
+        self,
+        pool: Any,
+        layout: KvLayout,
+        form: TransferForm | None = None,
+        share: HeadShare = WHOLE,
+    ) -> None:
+        pass
+
+    @override
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    @override
+    def start(self, work: ConnectorWork) -> None:
+        before = self._results
+        lookups = (LookupResult(job.job_id, 0) for job in work.lookups)
+        loads = (LoadResult(job.job_id, 0, "missing") for job in work.loads)
+        saves = (SaveResult(job.job_id, committed=False) for job in work.saves)
+        self._results = TransferResults(
+            (*before.lookups, *lookups), (*before.loads, *loads), (*before.saves, *saves)
+        )
+        if self._results:
+            self._wake()
+
+    @override
+    def poll(self) -> TransferResults:
+        results, self._results = self._results, TransferResults()
+        return results
+
+    @override
+    def close(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorCapabilities:
-    """What a connector can do, declared and not guessed.
+    """What a connector can do. The connector declares it, and the conformance suite tests it.
 
     Attributes:
-        shared_between_processes: what one process of a host saves, others that
-            open the same URL can load.
-        shared_between_hosts: so can processes of other hosts.
+        shared_between_processes: processes of one host that open the same URL can load what one
+            of them saves.
+        shared_between_hosts: processes of other hosts can, too.
         finds_by_key: look-ups find what others saved; else only a handoff leads to blocks.
-        keeps_leases: what a handoff names stays until its lease ends; else it may be evicted.
-        lends_blocks: what is saved stays in the engine's pool until its lease ends.
+        keeps_leases: the blocks of a handoff stay until its lease ends; else they may be evicted.
+        lends_blocks: saved blocks stay in the engine's pool until their lease ends.
     """
 
     shared_between_processes: bool
@@ -438,10 +430,10 @@ class ConnectorFactory(Protocol):
 
     @property
     def capabilities(self) -> ConnectorCapabilities:
-        """What its connectors can do. A plain attribute will do."""
+        """What its connectors can do. A plain attribute fulfils this."""
 
     def open(self, url: str) -> Connector:
-        """Opens both halves. That others are not there yet is no reason to fail.
+        """Opens both halves. Must not fail because a server or peer is unreachable.
 
         Raises:
             ConfigurationError: the URL is wrong; names the option.

@@ -34,7 +34,8 @@ from typing import Protocol, runtime_checkable
 
 from baton.errors import ConfigurationError
 from kvstore.codec import HEADER_BYTES
-from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory, LoadJob, SaveJob
+from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
+from kvstore.jobs import LoadJob, SaveJob
 from kvstore.mover.backend import Backend
 from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 from kvstore.url import FAULTY_PREFIX, scheme_of

@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstore.connector import ConnectorWork, KvConnectorWorker, TransferResults
+from kvstore.connector import KvConnectorWorker
+from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import Direction, KvMetrics, TransferMetrics
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm

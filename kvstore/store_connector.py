@@ -17,16 +17,11 @@ from kvstore.breaker import Breaker, log_level_of
 from kvstore.connector import (
     Connector,
     ConnectorCapabilities,
-    ConnectorWork,
+    KvConnectorScheduler,
     KvConnectorWorker,
-    LoadJob,
-    LookupJob,
-    LookupResult,
-    SaveJob,
-    TransferResults,
 )
 from kvstore.handoff import connector_name
-from kvstore.job_scheduler import JobScheduler
+from kvstore.jobs import ConnectorWork, LoadJob, LookupJob, LookupResult, SaveJob, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics
 from kvstore.mover.backend import Backend
@@ -115,7 +110,7 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
         for job_id in work.cancelled_lookups:
             self._open_lookups.pop(job_id, None)
         if work.deletes:
-            self._submit_delete(work.deletes)
+            self._submit_delete(tuple(work.deletes))
         self._mover.start(work.loads, work.saves, work.cancelled_loads)
 
     @override
@@ -248,5 +243,5 @@ class StoreFactory:
             ConfigurationError: the store refuses the URL.
         """
         store = self.store_class.from_url(url)
-        scheduler = JobScheduler(connector_name(url), lease_s=store.ttl_s, saves_ahead=True)
+        scheduler = KvConnectorScheduler(connector_name(url), lease_s=store.ttl_s, saves_ahead=True)
         return scheduler, StoreConnectorWorker(store)

@@ -1,18 +1,16 @@
-"""Whether a KV connector hands blocks over, as far as one process can tell."""
+"""Checks that a KV connector hands blocks over, as far as one process can see."""
 
 import secrets
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
+from contextlib import closing, suppress
 
 import torch
 
 from baton.doctor.finding import Finding, Level
 from baton.doctor.stores import check_store, without_password
 from baton.errors import ConfigurationError
-from kvstore.connector import Connector
+from kvstore.driver import ConnectorDriver, ContractError
 from kvstore.layout import KvLayout
 from kvstore.registry import known_stores, open_connector
 from kvstore.url import MULTI_SCHEME, scheme_of, split_members
@@ -21,19 +19,19 @@ __all__ = ["check_connector"]
 
 _TOPIC = "kv connector"
 _LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, block_size=16, head_dim=16, dtype="float32")
+# Blocks of the pool.
 _SAVED, _LOADED = (0, 1), (2, 3)
-"""Blocks of the pool."""
 _LIMIT_S = 30.0
 _CLEAN_UP_S = 5.0
 
 
 def check_connector(url: str) -> Iterator[Finding]:
-    """Tries a store by itself, and has another connector hand blocks over to this process.
+    """Tries a store with one object, and any other connector with a hand-over of blocks.
 
-    Of several connectors in one URL each is tried, and then all of them as one.
+    Of a `multi://` URL, each member is tried, and then all of them as one.
 
     Args:
-        url: as for `--kv-connector`; its passwords are not told.
+        url: as for `--kv-connector`; findings leave its passwords out.
     """
     if scheme_of(url) in known_stores():
         yield from check_store(url)
@@ -48,9 +46,13 @@ def _check_handing_over(url: str) -> Finding:
     name = without_password(url)
     started = time.perf_counter()
     try:
-        problem = _try(open_connector(url))
+        problem = _hand_over(url)
     except ConfigurationError as error:
         problem = error.message
+    except TimeoutError:
+        problem = f"not done within {_LIMIT_S:g} s"
+    except ContractError as error:
+        problem = str(error)
     elapsed_ms = (time.perf_counter() - started) * 1000
     facts = {"url": name, "elapsed_ms": round(elapsed_ms, 2)}
     if problem:
@@ -62,83 +64,27 @@ def _check_handing_over(url: str) -> Finding:
     return Finding(_TOPIC, Level.OK, text, facts)
 
 
-def _try(connector: Connector) -> str:
-    """What went wrong; empty for nothing. Closes the connector."""
-    tiny = _TinyEngine(connector)
-    try:
-        tiny.open()
-        return tiny.hand_over()
-    except TimeoutError:
-        return f"not done within {_LIMIT_S:g} s"
-    finally:
-        tiny.close()
+def _hand_over(url: str) -> str:
+    """Saves blocks, loads them again and removes them; returns what went wrong, or nothing.
 
-
-class _TinyEngine:
-    """Drives both halves of a connector over a pool of four blocks."""
-
-    def __init__(self, connector: Connector) -> None:
-        self._scheduler, self._worker = connector
-        num_blocks = len(_SAVED) + len(_LOADED)
-        self._pool = torch.randn(num_blocks, *_LAYOUT.block_shape)
-        self._woken = threading.Event()
-
-    def open(self) -> None:
-        """Gives the connector its pool."""
-        self._worker.set_waker(self._woken.set)
-        self._worker.register_pool(self._pool, _LAYOUT)
-
-    def hand_over(self) -> str:
-        """Saves blocks and loads them, and removes them; returns what went wrong."""
-        keys = tuple(secrets.token_bytes(32) for _ in _SAVED)
-        lease_id = secrets.token_hex(16)
+    Raises:
+        ConfigurationError: the connector cannot be opened.
+        ContractError: the connector broke its contract.
+        TimeoutError: a job did not end in time.
+    """
+    pool = torch.randn(len(_SAVED) + len(_LOADED), *_LAYOUT.block_shape)
+    keys = tuple(secrets.token_bytes(32) for _ in _SAVED)
+    lease_id = secrets.token_hex(16)
+    with closing(ConnectorDriver(open_connector(url), pool, _LAYOUT, timeout_s=_LIMIT_S)) as driver:
         try:
-            return self._hand_over(keys, lease_id)
+            saved = driver.save(keys, _SAVED, lease_id=lease_id)
+            if not saved.committed:
+                return f"blocks cannot be saved ({saved.error or 'not taken'})"
+            loaded = driver.load(driver.make_handoff(keys, lease_id), _LOADED)
         finally:
-            self._clean_up(keys, lease_id)
-
-    def _hand_over(self, keys: tuple[bytes, ...], lease_id: str) -> str:
-        saved = self._result_of(self._scheduler.save(keys, _SAVED, lease_id=lease_id), _LIMIT_S)
-        if not saved.committed:
-            return f"blocks cannot be saved ({saved.error or 'not taken'})"
-        num_tokens = len(_SAVED) * _LAYOUT.block_size
-        handoff = self._scheduler.make_handoff(lease_id, bytes(32), keys, num_tokens)
-        loaded = self._result_of(self._scheduler.load(keys, _LOADED, handoff), _LIMIT_S)
-        if loaded.num_blocks < len(_LOADED):
-            return f"blocks that were saved cannot be loaded ({loaded.error})"
-        is_same = torch.equal(self._pool[list(_SAVED)], self._pool[list(_LOADED)])
-        return "" if is_same else "blocks that were loaded are not those that were saved"
-
-    def close(self) -> None:
-        """Closes the connector."""
-        self._worker.close()
-
-    def _clean_up(self, keys: tuple[bytes, ...], lease_id: str) -> None:
-        """Leaves nothing behind: a look-up is answered after what was deleted before it."""
-        self._scheduler.delete(keys)
-        self._scheduler.end_lease(lease_id)
-        self._start()
-        with suppress(TimeoutError):
-            self._result_of(self._scheduler.lookup(keys), _CLEAN_UP_S)
-
-    def _start(self) -> None:
-        if work := self._scheduler.build_work():
-            self._worker.start(work)
-
-    def _result_of(self, job_id: int, limit_s: float) -> Any:
-        """A job's `LookupResult`, `LoadResult` or `SaveResult`.
-
-        Raises:
-            TimeoutError: it did not come in time.
-        """
-        give_up_at = time.monotonic() + limit_s
-        while (remaining_s := give_up_at - time.monotonic()) > 0:
-            self._start()
-            results = self._scheduler.update(self._worker.poll())
-            ended: list[Any] = [*results.lookups, *results.loads, *results.saves]
-            for result in ended:
-                if result.job_id == job_id:
-                    return result
-            self._woken.wait(min(0.1, remaining_s))
-            self._woken.clear()
-        raise TimeoutError
+            with suppress(TimeoutError):
+                driver.forget(keys, lease_id, _CLEAN_UP_S)
+    if loaded.num_blocks < len(_LOADED):
+        return f"blocks that were saved cannot be loaded ({loaded.error})"
+    is_same = torch.equal(pool[list(_SAVED)], pool[list(_LOADED)])
+    return "" if is_same else "blocks that were loaded are not those that were saved"

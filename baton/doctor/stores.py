@@ -1,4 +1,4 @@
-"""Whether a KV store answers."""
+"""Checks that a KV store answers."""
 
 import secrets
 import time
@@ -19,10 +19,10 @@ _PROBE = b"baton doctor"
 
 
 def check_store(url: str) -> Iterator[Finding]:
-    """Writes an object under a key of its own, reads it back and removes it.
+    """Writes an object under a new key, reads it back and removes it.
 
     Args:
-        url: the store's, as for `--kv-connector`; its password is not told.
+        url: the store's, as for `--kv-connector`; findings leave its password out.
     """
     name = without_password(url)
     started = time.perf_counter()
@@ -43,7 +43,7 @@ def check_store(url: str) -> Iterator[Finding]:
 
 
 def _try(store: KvStore) -> str:
-    """What went wrong; empty for nothing."""
+    """Returns what went wrong, or an empty text."""
     key = secrets.token_bytes(_KEY_BYTES)
     written = KvObject.split(memoryview(_PROBE), 0)
     found = KvObject.split(memoryview(bytearray(len(_PROBE))), 0)
@@ -56,7 +56,7 @@ def _try(store: KvStore) -> str:
 
 
 def without_password(url: str) -> str:
-    """A connector's URL, or several in one, without what only its owner should see."""
+    """Returns a connector's URL without users, passwords and options, also of `multi://`."""
     if scheme_of(url) == MULTI_SCHEME:
         return f"{MULTI_SCHEME}://{','.join(map(without_password, split_members(url)))}"
     parts = urlsplit(url)

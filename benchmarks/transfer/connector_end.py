@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvstore.connector import LoadResult, SaveResult
 from kvstore.handoff import KvHandoff
+from kvstore.jobs import LoadResult, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.registry import open_connector
 

@@ -15,16 +15,9 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput
-from kvstore.connector import (
-    ConnectorWork,
-    KvConnectorWorker,
-    LoadJob,
-    LoadResult,
-    SaveJob,
-    SaveResult,
-    TransferResults,
-)
+from kvstore.connector import KvConnectorWorker
 from kvstore.handoff import KvHandoff
+from kvstore.jobs import ConnectorWork, LoadJob, LoadResult, SaveJob, SaveResult, TransferResults
 from kvstore.measured import MeasuredWorker
 from kvstore.metrics import TransferMetrics
 from kvstore.multi.jobs import MultiResults, MultiWork

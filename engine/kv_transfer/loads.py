@@ -15,7 +15,8 @@ from engine.group import SequenceGroup
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.blocks import TransferBlocks, held_by
 from engine.kv_transfer.prefetches import Prefetches
-from kvstore.connector import KvConnectorScheduler, LoadResult, LookupResult
+from kvstore.connector import KvConnectorScheduler
+from kvstore.jobs import LoadResult, LookupResult
 
 __all__ = ["FinishedLoad", "GivenUp", "Loads"]
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.blocks import TransferBlocks
-from kvstore.connector import KvConnectorScheduler, LoadResult
+from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
+from kvstore.jobs import LoadResult
 
 __all__ = ["Prefetches", "PromptBlock", "PromptParts"]
 

@@ -21,8 +21,9 @@ from itertools import chain
 from engine.group import Sequence, SequenceGroup, new_handoff_id
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_transfer.blocks import TransferBlocks, TransferItem, held_by
-from kvstore.connector import KvConnectorScheduler, SaveResult
+from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
+from kvstore.jobs import SaveResult
 
 __all__ = ["SavePolicy", "Saves"]
 

@@ -19,14 +19,9 @@ from engine.kv_transfer.costs import LoadCosts
 from engine.kv_transfer.loads import FinishedLoad, GivenUp, Loads
 from engine.kv_transfer.prefetches import Prefetches
 from engine.kv_transfer.saves import SavePolicy, Saves
-from kvstore.connector import (
-    ConnectorWork,
-    KvConnectorScheduler,
-    LoadResult,
-    SaveResult,
-    TransferResults,
-)
+from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
+from kvstore.jobs import ConnectorWork, LoadResult, SaveResult, TransferResults
 from kvstore.metrics import TransferMetrics
 
 __all__ = ["FinishedLoad", "Transfers", "overlap"]

@@ -41,8 +41,9 @@ from engine.schedule.queues import GroupQueues
 from engine.schedule.step_plan import StepPlan, StepRecord
 from engine.validation import num_blocks_needed
 from kvstore.block_key import BlockKeyChain
-from kvstore.connector import ConnectorWork, KvConnectorScheduler, TransferResults
+from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
+from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.metrics import TransferMetrics
 
 __all__ = ["Deadlines", "Scheduler"]

@@ -1,5 +1,6 @@
-"""Fixtures of the conformance suite: the store or connector under test, opened as a test
-needs it. Tests of stores are collected for stores alone, tests of connectors for all.
+"""Fixtures of the conformance suite: the store or connector under test.
+
+Tests of connectors are collected for every URL, tests of stores only if the URL names a store.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ _CONNECTOR_TESTS = "test_connector_"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Passes over the tests of stores where the connector is none."""
+    """Leaves out the tests of stores if the connector is not a store."""
     url = config.getoption("--kv-connector")
     is_for_stores = collection_path.name.startswith("test_") and not (
         collection_path.name.startswith(_CONNECTOR_TESTS)
@@ -44,7 +45,7 @@ def kv_connector_url(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture
 def make_url(kv_connector_url: str) -> Callable[..., str]:
-    """The URL with options added: generous ones and no leases, unless the test names others."""
+    """Returns a function that adds options to the URL; by default long times and no leases."""
     defaults = {"ttl_s": 600, "timeout_s": 30}
     if store_capabilities(kv_connector_url).keeps_leases:
         defaults["lease_s"] = 0
@@ -58,7 +59,7 @@ def make_url(kv_connector_url: str) -> Callable[..., str]:
 
 @pytest.fixture
 def open_kv_store(make_url: Callable[..., str]) -> Iterator[StoreOpener]:
-    """Opens the store with options; closes what it opened."""
+    """Returns a function that opens the store with options. All are closed in the end."""
     with ExitStack() as opened:
         yield lambda **options: opened.enter_context(closing(open_store(make_url(**options))))
 
@@ -70,13 +71,13 @@ def store(open_kv_store: StoreOpener) -> KvStore:
 
 @pytest.fixture
 def capabilities(kv_connector_url: str) -> ConnectorCapabilities:
-    """What the connector says that it can do."""
+    """The capabilities that the connector declares."""
     return connector_capabilities(kv_connector_url)
 
 
 @pytest.fixture
 def open_engine(kv_connector_url: str) -> Iterator[EngineOpener]:
-    """Opens engines on the connector; closes them."""
+    """Returns a function that opens engines on the connector. All are closed in the end."""
     with ExitStack() as opened:
 
         def open_one(*args: Any, url: str = kv_connector_url, **options: Any) -> TinyEngine:
@@ -97,7 +98,7 @@ def reader(open_engine: EngineOpener) -> TinyEngine:
 
 @pytest.fixture
 def short_lease_url(kv_connector_url: str) -> str:
-    """The URL with a lease of a second, for each member that keeps leases."""
+    """The URL with a lease of one second for each member that keeps leases."""
     return joined(
         [
             with_option(url, "lease_s=1") if connector_capabilities(url).keeps_leases else url

@@ -1,4 +1,4 @@
-"""Leases: what is lent is given back once, and not read afterwards."""
+"""Leases: lent blocks are released once, and not read afterwards."""
 
 import time
 
@@ -20,7 +20,7 @@ def lends(capabilities: ConnectorCapabilities) -> None:
 @pytest.fixture
 def only_lends(capabilities: ConnectorCapabilities) -> None:
     if not capabilities.lends_blocks or capabilities.finds_by_key:
-        pytest.skip("others have copies of what is saved")
+        pytest.skip("copies of the saved blocks exist elsewhere")
 
 
 def test_what_is_lent_is_declared(
@@ -39,11 +39,11 @@ def test_what_is_lent_is_given_back_when_its_lease_is_ended(publisher: TinyEngin
     ]
     publisher.run_until(lambda: all(job in publisher.saves for job in jobs), "two saves")
     publisher.run_for(_AWHILE_S)
-    assert not publisher.released, "nobody has ended the lease"
+    assert not publisher.released, "the lease has not ended"
 
     publisher.scheduler.end_lease("l")
     publisher.scheduler.end_lease("l")
-    publisher.run_until(lambda: len(publisher.released) == 2, "giving back")
+    publisher.run_until(lambda: len(publisher.released) == 2, "the release")
     publisher.run_for(_AWHILE_S)
     assert sorted(publisher.released) == sorted(jobs)
 
@@ -53,10 +53,10 @@ def test_nothing_is_read_after_the_end_of_a_lease(
     publisher: TinyEngine, reader: TinyEngine
 ) -> None:
     keys = random_prompt(4)
-    handoff = publisher.publish(keys, range(4))
+    handoff = publisher.hand_over(keys, range(4))
     assert reader.load(handoff, range(4)).num_blocks == 4
     publisher.scheduler.end_lease(handoff.handoff_id)
-    publisher.run_until(lambda: bool(publisher.released), "giving back")
+    publisher.run_until(lambda: bool(publisher.released), "the release")
     publisher.block_bytes[:] = 7
     before = reader.block_bytes.clone()
 
@@ -71,9 +71,9 @@ def test_one_leases_end_leaves_another_on_the_same_blocks(
     publisher: TinyEngine, reader: TinyEngine
 ) -> None:
     keys = random_prompt(4)
-    first, second = publisher.publish(keys, range(4)), publisher.publish(keys, range(4))
+    first, second = publisher.hand_over(keys, range(4)), publisher.hand_over(keys, range(4))
     publisher.scheduler.end_lease(first.handoff_id)
-    publisher.run_until(lambda: bool(publisher.released), "giving back")
+    publisher.run_until(lambda: bool(publisher.released), "the release")
 
     assert len(publisher.released) == 1
     assert reader.load(second, range(4)).num_blocks == 4
@@ -81,11 +81,9 @@ def test_one_leases_end_leaves_another_on_the_same_blocks(
 
 
 @pytest.mark.usefixtures("only_lends")
-def test_a_lease_that_nobody_renews_runs_out(
-    open_engine: EngineOpener, short_lease_url: str
-) -> None:
+def test_a_lease_without_renewals_runs_out(open_engine: EngineOpener, short_lease_url: str) -> None:
     publisher, reader = open_engine(url=short_lease_url), open_engine(url=short_lease_url)
-    handoff = publisher.publish(random_prompt(4), range(4))
+    handoff = publisher.hand_over(random_prompt(4), range(4))
     assert handoff.lease_ms == 1000, "`lease_s` of the URL is the lease of handoffs"
     publisher.run_until(lambda: bool(publisher.released), "a lease of a second")
     before = reader.block_bytes.clone()
@@ -98,7 +96,7 @@ def test_a_lease_that_nobody_renews_runs_out(
 def test_a_lease_that_was_not_offered_does_not_run_out(
     open_engine: EngineOpener, short_lease_url: str
 ) -> None:
-    """However long the rest of its prompt takes."""
+    """Its time must not begin while the rest of the prompt is computed."""
     publisher, reader = open_engine(url=short_lease_url), open_engine(url=short_lease_url)
     keys = random_prompt(4)
     publisher.save(keys[:2], range(2), lease_id="slow")
@@ -118,7 +116,7 @@ def test_a_lease_that_has_ended_does_not_begin_again(
     keys = random_prompt(4)
     publisher.save(keys[:2], range(2), lease_id="over")
     publisher.scheduler.end_lease("over")
-    publisher.run_until(lambda: bool(publisher.released), "giving back")
+    publisher.run_until(lambda: bool(publisher.released), "the release")
 
     result = publisher.save(keys[2:], range(2, 4), lease_id="over")
     assert not result.committed
@@ -131,7 +129,7 @@ def test_a_lease_that_is_kept_lasts_until_it_is_dropped(
     open_engine: EngineOpener, short_lease_url: str
 ) -> None:
     publisher, reader = open_engine(url=short_lease_url), open_engine(url=short_lease_url)
-    handoff = publisher.publish(random_prompt(4), range(4))
+    handoff = publisher.hand_over(random_prompt(4), range(4))
     reader.scheduler.keep(handoff)
     give_up_at = time.monotonic() + 3.0
     while time.monotonic() < give_up_at:
@@ -145,22 +143,22 @@ def test_a_lease_that_is_kept_lasts_until_it_is_dropped(
     publisher.run_until(lambda: bool(publisher.released), "a lease that was dropped")
 
 
-def test_ending_and_dropping_what_nobody_knows_is_nothing(
+def test_ending_and_dropping_unknown_leases_has_no_effect(
     publisher: TinyEngine, reader: TinyEngine
 ) -> None:
     publisher.scheduler.end_lease("unknown")
     reader.scheduler.drop("unknown")
-    assert reader.load(publisher.publish(random_prompt(2), range(2)), range(2)).num_blocks == 2
+    assert reader.load(publisher.hand_over(random_prompt(2), range(2)), range(2)).num_blocks == 2
 
 
 def test_the_end_of_a_lease_leaves_copies(
     publisher: TinyEngine, reader: TinyEngine, capabilities: ConnectorCapabilities
 ) -> None:
-    """What can be found by key serves other requests, whatever becomes of a handoff."""
+    """Blocks that are found by key serve other requests when their handoff is over."""
     if not capabilities.finds_by_key:
-        pytest.skip("nothing is found by its key")
+        pytest.skip("the connector does not find blocks by key")
     keys = random_prompt(3)
-    handoff = publisher.publish(keys, range(3))
+    handoff = publisher.hand_over(keys, range(3))
     publisher.scheduler.end_lease(handoff.handoff_id)
     publisher.run_for(_AWHILE_S)
 
@@ -168,10 +166,8 @@ def test_the_end_of_a_lease_leaves_copies(
 
 
 @pytest.mark.usefixtures("only_lends")
-def test_a_publisher_that_is_gone_costs_a_bounded_time(
-    publisher: TinyEngine, reader: TinyEngine
-) -> None:
-    handoff = publisher.publish(random_prompt(3), range(3))
+def test_a_closed_publisher_costs_a_bounded_time(publisher: TinyEngine, reader: TinyEngine) -> None:
+    handoff = publisher.hand_over(random_prompt(3), range(3))
     publisher.close()
     publisher.block_bytes[:] = 7
     before = reader.block_bytes.clone()

@@ -1,4 +1,4 @@
-"""What a connector declares, and which URLs it takes."""
+"""The capabilities that a connector declares, and its URL's options."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_capabilities_agree_with_each_other(capabilities: ConnectorCapabilities)
     if capabilities.shared_between_hosts:
         assert capabilities.shared_between_processes
     if capabilities.lends_blocks:
-        assert capabilities.keeps_leases, "what is lent is lent for a time"
+        assert capabilities.keeps_leases, "lent blocks have a lease"
 
 
 def test_handoffs_bear_the_connectors_name(kv_connector_url: str, publisher: TinyEngine) -> None:

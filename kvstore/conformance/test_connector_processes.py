@@ -1,4 +1,4 @@
-"""Two processes: what one saves the other loads, and the death of one harms no other."""
+"""Two processes: one loads what the other saved, and survives its death."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def _shared(capabilities: ConnectorCapabilities) -> None:
 
 @contextmanager
 def _publishing(url: str) -> Iterator[tuple[BaseProcess, Connection]]:
-    """A process that has published, until the end of the block."""
+    """Runs a process that hands a prompt over, until the end of the block."""
     ours, theirs = _SPAWN.Pipe()
     arguments = (url, random_prompt(_NUM_BLOCKS), theirs)
     process = _SPAWN.Process(target=publish_and_wait, args=arguments)
@@ -66,7 +66,7 @@ def test_a_killed_publisher_leaves_good_blocks_or_none(
 
     num_good = result.num_blocks
     assert torch.equal(reader.block_bytes[2 : 2 + num_good], expected[:num_good])
-    if capabilities.lends_blocks:  # and of several connectors, one may have copies elsewhere
-        assert num_good == _NUM_BLOCKS or result.error, "what was lent is gone with who lent it"
+    if capabilities.lends_blocks:  # one of several connectors may have copies elsewhere
+        assert num_good == _NUM_BLOCKS or result.error, "lent blocks end with their process"
     elif capabilities.finds_by_key:
-        assert num_good == _NUM_BLOCKS, "copies outlive who made them"
+        assert num_good == _NUM_BLOCKS, "copies outlive the process that saved them"

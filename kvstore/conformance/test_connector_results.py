@@ -1,4 +1,4 @@
-"""What does not come: results say how much is good, and nothing else is touched."""
+"""Loads and saves that fail: results count the good blocks, and no other block is touched."""
 
 import threading
 from dataclasses import replace
@@ -15,7 +15,7 @@ from kvstore.conformance.engines import (
     random_prompt,
 )
 
-# What a cancelled or failed job still did would show within it.
+# A job that still writes after its end would be seen within this time.
 _AFTERWARDS_S = 0.3
 
 
@@ -59,11 +59,11 @@ def test_an_unknown_handoff_brings_nothing(
     assert reader.has_nothing_new(before)
 
 
-def test_blocks_of_another_shape_are_not_taken(open_engine: EngineOpener) -> None:
+def test_blocks_of_another_shape_are_refused(open_engine: EngineOpener) -> None:
     publisher, reader = open_engine(LAYOUTS[0]), open_engine(LAYOUTS[2])
     before = reader.block_bytes.clone()
 
-    result = reader.load(publisher.publish(random_prompt(3), range(3)), range(3))
+    result = reader.load(publisher.hand_over(random_prompt(3), range(3)), range(3))
     assert result.num_blocks == 0
     assert result.error
     assert reader.has_nothing_new(before)
@@ -72,7 +72,7 @@ def test_blocks_of_another_shape_are_not_taken(open_engine: EngineOpener) -> Non
 def test_a_cancelled_load_ends_once_and_writes_nothing_afterwards(
     publisher: TinyEngine, reader: TinyEngine
 ) -> None:
-    handoff = publisher.publish(random_prompt(NUM_BLOCKS), range(NUM_BLOCKS))
+    handoff = publisher.hand_over(random_prompt(NUM_BLOCKS), range(NUM_BLOCKS))
     for num_steps in range(4):
         job = reader.start_load(handoff, range(NUM_BLOCKS))
         for _ in range(num_steps):
@@ -89,15 +89,17 @@ def test_a_cancelled_load_ends_once_and_writes_nothing_afterwards(
         assert reader.block_bytes.eq(num_steps).all(), "a load wrote after its result"
 
 
-def test_cancelling_what_has_ended_is_nothing(publisher: TinyEngine, reader: TinyEngine) -> None:
-    handoff = publisher.publish(random_prompt(2), range(2))
+def test_cancelling_a_finished_load_has_no_effect(
+    publisher: TinyEngine, reader: TinyEngine
+) -> None:
+    handoff = publisher.hand_over(random_prompt(2), range(2))
     job = reader.start_load(handoff, range(2))
     reader.run_until(lambda: job in reader.loads, "a load")
     reader.scheduler.cancel_load(job)
     assert reader.load(handoff, range(2, 4)).num_blocks == 2
 
 
-def test_a_look_up_that_is_taken_back_is_nothing(reader: TinyEngine) -> None:
+def test_forgetting_a_look_up_has_no_effect_on_others(reader: TinyEngine) -> None:
     for num_steps in range(3):
         job = reader.scheduler.lookup(random_prompt(2))
         for _ in range(num_steps):
@@ -107,7 +109,7 @@ def test_a_look_up_that_is_taken_back_is_nothing(reader: TinyEngine) -> None:
 
 
 def test_others_see_blocks_whole_or_not_at_all(publisher: TinyEngine, reader: TinyEngine) -> None:
-    """A reader that does not wait for the save loads a good prefix, or nothing."""
+    """A reader that does not wait for the save loads a good prefix or nothing."""
     keys = random_prompt(60)
     handoff = publisher.make_handoff(keys, "early")
     save = publisher.start_save(keys, range(60), lease_id="early")
@@ -120,9 +122,9 @@ def test_others_see_blocks_whole_or_not_at_all(publisher: TinyEngine, reader: Ti
     assert reader.load(handoff, range(60)).num_blocks == 60
 
 
-def test_closing_ends_what_is_under_way(open_engine: EngineOpener) -> None:
+def test_closing_ends_unfinished_jobs(open_engine: EngineOpener) -> None:
     publisher, reader = open_engine(), open_engine()
-    handoff = publisher.publish(random_prompt(NUM_BLOCKS), range(NUM_BLOCKS))
+    handoff = publisher.hand_over(random_prompt(NUM_BLOCKS), range(NUM_BLOCKS))
     reader.start_load(handoff, range(NUM_BLOCKS))
     publisher.start_save(random_prompt(NUM_BLOCKS), range(NUM_BLOCKS), lease_id="late")
     for engine in (reader, publisher):

@@ -1,4 +1,4 @@
-"""From one engine's pool to another's: the same bytes, in the right blocks, and no others."""
+"""Transfers from one engine's pool to another's: right bytes, right blocks, nothing else."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _LONGEST_NAP_S = 10.0
 
 
 def _blocks(count: int, seed: int) -> list[int]:
-    """Blocks of a pool in no order."""
+    """Returns ids of blocks in random order."""
     return random.Random(seed).sample(range(NUM_BLOCKS), count)
 
 
@@ -33,7 +33,7 @@ def test_blocks_arrive_as_they_were_and_nothing_else_changes(
     expected[targets] = publisher.block_bytes[sources]
     published = publisher.block_bytes.clone()
 
-    handoff = publisher.publish(random_prompt(num_blocks), sources)
+    handoff = publisher.hand_over(random_prompt(num_blocks), sources)
     result = reader.load(handoff, targets)
 
     assert (result.num_blocks, result.error) == (num_blocks, "")
@@ -47,7 +47,7 @@ def test_what_lies_behind_a_tail_stays_where_it_is(
     open_engine: EngineOpener, layout: KvLayout, num_tail_tokens: int
 ) -> None:
     publisher, reader = open_engine(layout), open_engine(layout)
-    handoff = publisher.publish(random_prompt(3), [4, 5, 6], num_tail_tokens)
+    handoff = publisher.hand_over(random_prompt(3), [4, 5, 6], num_tail_tokens)
 
     assert reader.load(handoff, [7, 8, 9]).num_blocks == 3
     assert torch.equal(reader.block_bytes[[7, 8]], publisher.block_bytes[[4, 5]])
@@ -57,11 +57,11 @@ def test_what_lies_behind_a_tail_stays_where_it_is(
         first, behind = slice(0, num_tail_tokens), slice(num_tail_tokens, None)
         assert torch.equal(_tokens(ours, first), _tokens(theirs, first))
         share = (_tokens(ours, behind) == _tokens(theirs, behind)).float().mean()
-        assert share < 1 / 2, "what an earlier request left in the block has left the engine"
+        assert share < 1 / 2, "KV of an earlier request has left the engine"
 
 
 def _tokens(block: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """The bytes of some tokens of a block `[layers, 2, heads, tokens, ...]`."""
+    """Returns the bytes of some tokens of a block `[layers, 2, heads, tokens, ...]`."""
     return block[:, :, :, tokens].contiguous().view(torch.uint8)
 
 
@@ -85,7 +85,7 @@ def test_blocks_may_be_saved_again_for_another_handoff(
     publisher: TinyEngine, reader: TinyEngine
 ) -> None:
     keys = random_prompt(6)
-    publisher.publish(keys, range(6))
+    publisher.hand_over(keys, range(6))
     job = publisher.scheduler.save(keys, range(6), num_found=4, lease_id="again")
     publisher.run_until(lambda: job in publisher.saves, "a save of known blocks")
 
@@ -114,13 +114,13 @@ def test_many_jobs_at_once_each_end_once(publisher: TinyEngine, reader: TinyEngi
 
 
 def test_one_engine_saves_and_loads(publisher: TinyEngine) -> None:
-    handoff = publisher.publish(random_prompt(5), range(5))
+    handoff = publisher.hand_over(random_prompt(5), range(5))
     assert publisher.load(handoff, range(50, 55)).num_blocks == 5
     assert torch.equal(publisher.block_bytes[50:55], publisher.block_bytes[:5])
 
 
 def test_what_is_not_held_may_be_overwritten(publisher: TinyEngine, reader: TinyEngine) -> None:
-    """A result that does not say `is_held` says that the blocks are the engine's again."""
+    """Without `is_held`, the blocks are free once the result is in."""
     keys = random_prompt(8)
     saved = publisher.save(keys, range(8), lease_id="l")
     before = publisher.block_bytes[:8].clone()
@@ -131,8 +131,8 @@ def test_what_is_not_held_may_be_overwritten(publisher: TinyEngine, reader: Tiny
     assert torch.equal(reader.block_bytes[:8], before)
 
 
-def test_somebody_is_woken_for_each_result(publisher: TinyEngine, reader: TinyEngine) -> None:
-    """Without it an engine that sleeps never learns of the result."""
+def test_the_engine_is_woken_for_each_result(publisher: TinyEngine, reader: TinyEngine) -> None:
+    """An engine that sleeps would otherwise never process the result."""
     keys = random_prompt(2)
     save = publisher.start_save(keys, [0, 1], lease_id="wake")
     _wait_for_news(publisher, lambda: save in publisher.saves)
@@ -141,10 +141,10 @@ def test_somebody_is_woken_for_each_result(publisher: TinyEngine, reader: TinyEn
 
 
 def _wait_for_news(engine: TinyEngine, is_over: Callable[[], bool]) -> None:
-    """Steps as an engine does that has nothing else to do: only when it is woken."""
-    engine.step()
+    """Steps only when woken, like an engine without requests to compute."""
+    engine.start_scheduled()
     while not is_over():
-        assert engine.woken.wait(_LONGEST_NAP_S), "nobody was woken for a result"
+        assert engine.woken.wait(_LONGEST_NAP_S), "the engine was not woken for a result"
         engine.woken.clear()
         engine.step()
 
@@ -154,8 +154,8 @@ def test_look_ups_find_what_was_saved_and_stop_at_a_hole(
 ) -> None:
     assert publisher.scheduler.finds_by_key == capabilities.finds_by_key
     keys = random_prompt(6)
-    publisher.publish(keys[:3], range(3))
-    publisher.publish(keys[4:], range(4, 6))
+    publisher.hand_over(keys[:3], range(3))
+    publisher.hand_over(keys[4:], range(4, 6))
 
     expected = 3 if capabilities.finds_by_key else 0
     assert reader.look_up(keys) == expected
@@ -167,12 +167,12 @@ def test_look_ups_find_what_was_saved_and_stop_at_a_hole(
         assert torch.equal(reader.block_bytes[:3], publisher.block_bytes[:3])
 
 
-def test_what_was_deleted_is_not_found(
+def test_deleted_blocks_are_not_found(
     publisher: TinyEngine, reader: TinyEngine, capabilities: ConnectorCapabilities
 ) -> None:
     if not capabilities.finds_by_key:
-        pytest.skip("nothing is found by its key")
+        pytest.skip("the connector does not find blocks by key")
     keys = random_prompt(4)
-    publisher.publish(keys, range(4))
+    publisher.hand_over(keys, range(4))
     publisher.scheduler.delete(keys[1:2])
     publisher.run_until(lambda: reader.look_up(keys) == 1, "a deletion")

@@ -1,4 +1,4 @@
-"""What the conformance suite runs in other processes. Importable, so that they can be spawned."""
+"""Functions that the conformance suite runs in other processes, which import this module."""
 
 import hashlib
 from collections.abc import Iterator
@@ -34,9 +34,9 @@ def write_until_killed(url: str, seed: bytes, num_bytes: int) -> None:
 
 
 def publish_and_wait(url: str, keys: Prompt, pipe: Connection) -> None:
-    """Hands a prompt over, tells how and what, and lives until it is killed."""
+    """Hands a prompt over, sends its handoff and bytes through the pipe, and steps until killed."""
     with closing(TinyEngine(url)) as engine:
-        handoff = engine.publish(keys, range(len(keys)))
+        handoff = engine.hand_over(keys, range(len(keys)))
         pipe.send((handoff, engine.block_bytes[: len(keys)].numpy().tobytes()))
         while not pipe.poll(0.02):
             engine.step()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvstore.connector import LoadJob, SaveJob
+from kvstore.jobs import LoadJob, SaveJob
 from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 
 __all__ = ["Backend", "InDoubtError"]

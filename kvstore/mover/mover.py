@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.metrics import TransferMetrics
 from kvstore.mover.backend import Backend

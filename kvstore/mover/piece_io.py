@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.breaker import log_level_of
 from kvstore.codec import HEADER_BYTES, seal, verify
-from kvstore.connector import LoadJob, SaveJob
+from kvstore.jobs import LoadJob, SaveJob
 from kvstore.metrics import Direction, TransferMetrics
 from kvstore.mover.backend import Backend, InDoubtError
 from kvstore.mover.pieces import JobState, Piece, PieceEnd, PieceRead

@@ -1,5 +1,5 @@
-"""Several connectors as one: load from the first that has a block, save to all.
+"""Several connectors as one: loads from the first that has a block, saves to all.
 
-`scheduler.py` decides who is asked for what, with the states of `jobs.py`;
-`worker.py` hands each member its share. Both are made by `factory.py`.
+`scheduler.py` decides which member gets which job, with the job states of `jobs.py`. `worker.py`
+passes each member its work, and opens `multi://` URLs.
 """

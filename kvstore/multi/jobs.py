@@ -1,20 +1,16 @@
-"""Jobs of a connector over several members, each of which became jobs of members. Pure.
+"""What the halves of a connector over several members exchange and keep. Pure.
 
-What a handoff says of each member: the `connector_params` of a connector over several. Pure.
-
-    for each member: | lease in ms, uint64 | length, uint32 | its connector_params |
-
-All numbers are little-endian.
-
-What goes between the halves of a connector over several others. Pure.
+`MultiWork` and `MultiResults` go between the halves. `MemberParams` are what a handoff carries
+for each member. `Lookup`, `Load` and `Save` are the states of jobs, each of which becomes jobs
+of members.
 """
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore.connector import ConnectorWork, LoadResult, SaveResult, TransferResults
 from kvstore.handoff import KvHandoff
+from kvstore.jobs import ConnectorWork, LoadResult, SaveResult, TransferResults
 
 __all__ = [
     "Load",
@@ -27,19 +23,44 @@ __all__ = [
     "unpack_params",
 ]
 
+
+@dataclass(slots=True)
+class MultiWork(ConnectorWork):
+    """The work of each member, in the members' order. The inherited lists stay empty."""
+
+    members: list[ConnectorWork] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any(self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class MultiResults(TransferResults):
+    """The results of each member, about jobs that the members' scheduler halves numbered.
+
+    The inherited tuples stay empty.
+    """
+
+    members: tuple[TransferResults, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any(self.members)
+
+
 MemberParams = tuple[int, bytes]
 """A member's lease in milliseconds, and its `connector_params`."""
 
+# In front of each member's connector_params: lease in ms, length in bytes; little-endian.
 _HEAD = struct.Struct("<QI")
 
 
 def pack_params(members: Sequence[MemberParams]) -> bytes:
-    """Writes all members' parameters, in order."""
+    """Returns the `connector_params` of a handoff that carries these parameters, in order."""
     return b"".join(_HEAD.pack(lease_ms, len(params)) + params for lease_ms, params in members)
 
 
 def unpack_params(packed: bytes, num_members: int) -> list[MemberParams] | None:
-    """Reads what `pack_params` wrote for so many members; None if it is anything else."""
+    """Reads what `pack_params` wrote for `num_members`; returns None if it is anything else."""
     members: list[MemberParams] = []
     start = 0
     for _ in range(num_members):
@@ -51,39 +72,21 @@ def unpack_params(packed: bytes, num_members: int) -> list[MemberParams] | None:
     return members if start == len(packed) else None
 
 
-@dataclass(frozen=True, slots=True)
-class MultiWork(ConnectorWork):
-    """What each member shall start."""
-
-    members: tuple[ConnectorWork, ...] = ()
-
-    def __bool__(self) -> bool:
-        return any(self.members)
-
-
-@dataclass(frozen=True, slots=True)
-class MultiResults(TransferResults):
-    """What each member reports, about jobs that the members' scheduler halves numbered."""
-
-    members: tuple[TransferResults, ...] = ()
-
-    def __bool__(self) -> bool:
-        return any(self.members)
-
-
 _MISSING = "missing"
-# The member answered, and may have what comes after the block that it could not give.
+# With these errors the member answered, and may have the blocks after the one that it lacked.
 _ANSWERS = ("", _MISSING, "corrupt")
 
 
 @dataclass(slots=True)
 class Lookup:
-    """Members are asked in turn for what those before them lack.
+    """A look-up: members are asked in turn for the keys that those before them lack.
 
     Attributes:
-        members: those to be asked, in this order.
-        jobs: of the members asked so far.
+        keys: of the blocks that are looked up.
+        members: indices of the members to ask, in order.
+        jobs: look-ups of the members asked so far.
         num_found: leading keys found by members that have answered.
+        is_answered: whether `num_found` is final.
     """
 
     keys: tuple[bytes, ...]
@@ -95,17 +98,21 @@ class Lookup:
 
 @dataclass(slots=True)
 class Load:
-    """One member at a time brings what those before it could not.
+    """A load: one member at a time loads the blocks that those before it could not.
 
     Attributes:
-        sources: members that may have the blocks, in order of preference.
-        member: who is at it.
+        keys: of the blocks to load.
+        block_ids: the blocks to write to.
+        handoff: the terms of all members; None for blocks that a look-up found.
+        sources: indices of the members that may have the blocks, in order of preference.
+        member: index of the member that loads now.
         member_job: its job.
         num_good: leading blocks that have arrived.
-        lacking: members that cannot give the next block.
+        lacking: members that cannot load the next block.
         given_up: members that did not answer; they are not asked again.
-        error: why somebody could not give a block.
+        error: why a member could not load a block.
         seconds: how long the members took, one after the other.
+        is_cancelled: whether no further member is asked.
     """
 
     keys: tuple[bytes, ...]
@@ -122,18 +129,18 @@ class Load:
     is_cancelled: bool = False
 
     def next_source(self) -> int | None:
-        """Whom to ask for the next block; None if it is no use to ask anybody."""
+        """Returns the member to ask for the next block; None if the load is over."""
         if self.is_cancelled or self.num_good == len(self.keys):
             return None
         refused = self.lacking | self.given_up
         return next((member for member in self.sources if member not in refused), None)
 
-    def take(self, result: LoadResult) -> None:
-        """Takes in what the member brought that was at it."""
+    def add(self, result: LoadResult) -> None:
+        """Adds the result of the member that loads now."""
         self.num_good += result.num_blocks
         self.seconds += result.seconds
         if result.num_blocks:
-            self.lacking.clear()  # who lacked that block may have the next
+            self.lacking.clear()  # a member that lacked that block may have the next
         self.lacking.add(self.member)
         if result.error not in _ANSWERS:
             self.given_up.add(self.member)
@@ -141,7 +148,7 @@ class Load:
             self.error = result.error or self.error
 
     def result(self, job_id: int) -> LoadResult:
-        """What has become of it."""
+        """Returns the load's result, under its own number."""
         error = "cancelled" if self.is_cancelled else self.error or _MISSING
         if self.num_good == len(self.keys):
             error = ""
@@ -150,15 +157,15 @@ class Load:
 
 @dataclass(slots=True)
 class Save:
-    """All members save the same blocks.
+    """A save: several members save the same blocks.
 
     Attributes:
         open_members: members whose result is not in.
-        committed: members that offer all blocks.
+        committed: members from which all blocks can be loaded.
         held: those of them that lend the blocks themselves.
-        error: why one of the others does not.
+        error: why another member's save is not committed.
         seconds: how long the slowest member took.
-        is_reported: whether its result has been made.
+        is_reported: whether the engine has the save's result.
     """
 
     open_members: set[int]
@@ -168,8 +175,8 @@ class Save:
     seconds: float = 0.0
     is_reported: bool = False
 
-    def take(self, member: int, result: SaveResult) -> None:
-        """Takes in a member's result."""
+    def add(self, member: int, result: SaveResult) -> None:
+        """Adds a member's result."""
         self.open_members.discard(member)
         self.error = self.error or result.error
         self.seconds = max(self.seconds, result.seconds)
@@ -179,16 +186,16 @@ class Save:
             self.held.add(member)
 
     def release(self, member: int) -> None:
-        """A member lends the blocks no longer."""
+        """Notes that a member does not lend the blocks any more."""
         self.held.discard(member)
         self.committed.discard(member)
 
     def result(self, job_id: int, carriers: frozenset[int]) -> SaveResult:
-        """What has become of it, once all members' results are in.
+        """Returns the save's result. All members' results must be in.
 
         Args:
-            job_id: its number.
-            carriers: members through which a handoff reaches its reader.
+            job_id: the save's number.
+            carriers: members from which the reader of a handoff can load.
         """
         is_committed = bool(self.committed & carriers or self.held)
         error = "" if is_committed else self.error

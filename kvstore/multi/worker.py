@@ -1,26 +1,25 @@
-"""The worker half over several members: each gets its own work and reports its own results.
+"""The worker half over several members, and the factory of `multi://URL,URL,...`."""
 
-Opens `multi://URL,URL,...`: several connectors as one.
-"""
-
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from baton.errors import ConfigurationError
 from kvstore.connector import (
     Connector,
     ConnectorCapabilities,
     ConnectorFactory,
-    ConnectorWork,
     KvConnectorScheduler,
     KvConnectorWorker,
 )
+from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
-from kvstore.measured import MeasuredWorker
-from kvstore.metrics import KvMetrics
+from kvstore.metrics import Direction, KvMetrics, TransferMetrics
 from kvstore.multi.jobs import MultiResults, MultiWork
 from kvstore.multi.scheduler import MultiMember, MultiScheduler
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
@@ -30,17 +29,26 @@ __all__ = ["MultiFactory", "MultiWorker"]
 
 
 class MultiWorker(KvConnectorWorker):
-    """Hands work to members. What a member makes wait for makes only its own jobs wait.
+    """Passes each member its own work and collects its results.
 
     Args:
         members: in the order of the scheduler half's.
-        names: what to call them in metrics; the second of a name gets a number.
+        names: what metrics call the members. The second member of a name gets a number.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, members: Sequence[KvConnectorWorker], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        members: Sequence[KvConnectorWorker],
+        names: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._members = tuple(members)
         self._names = _distinct(names)
+        self._clock = clock
+        self._counts: list[_JobCounts] = []  # per member; empty while nothing is measured
 
+    @override
     def register_pool(
         self,
         pool: Any,
@@ -48,42 +56,85 @@ class MultiWorker(KvConnectorWorker):
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
     ) -> None:
-        """See `KvConnectorWorker.register_pool`."""
         for member in self._members:
             member.register_pool(pool, layout, form, share)
 
+    @override
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """See `KvConnectorWorker.set_waker`."""
         for member in self._members:
             member.set_waker(wake)
 
+    @override
     def measure(self, metrics: KvMetrics, backend: str) -> None:
-        """See `KvConnectorWorker.measure`. The jobs of members are not the engine's: they are
-        counted here.
-        """
+        """Counts each member's calls and jobs under the member's name."""
         for member, name in zip(self._members, self._names, strict=True):
             member.measure(metrics, name)
-        self._members = tuple(
-            MeasuredWorker(member, metrics.of(name))
-            for member, name in zip(self._members, self._names, strict=True)
-        )
+        self._counts = [_JobCounts(metrics.of(name), self._clock) for name in self._names]
 
+    @override
     def start(self, work: ConnectorWork) -> None:
-        """See `KvConnectorWorker.start`."""
-        assert isinstance(work, MultiWork), "the halves belong together"
+        assert isinstance(work, MultiWork), "the scheduler half must be a MultiScheduler"
+        for counts, share in zip(self._counts, work.members, strict=False):
+            counts.start(share)
         for member, share in zip(self._members, work.members, strict=True):
             if share:
                 member.start(share)
 
+    @override
     def poll(self) -> MultiResults:
-        """See `KvConnectorWorker.poll`."""
-        return MultiResults(members=tuple(member.poll() for member in self._members))
+        members = tuple(member.poll() for member in self._members)
+        for counts, results in zip(self._counts, members, strict=False):
+            counts.end(results)
+        return MultiResults(members=members)
 
+    @override
     def close(self) -> None:
-        """See `KvConnectorWorker.close`. One that fails to close keeps no other open."""
+        """Closes all members, even if one of them fails to close."""
         with ExitStack() as members:
             for member in reversed(self._members):
                 members.enter_context(closing(member))
+
+
+class _JobCounts:
+    """Counts the jobs of one member, from their start to their result.
+
+    Args:
+        metrics: where to count.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, metrics: TransferMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._lookups: dict[int, tuple[float, int]] = {}  # started at, number of keys
+        self._started_at: dict[tuple[Direction, int], float] = {}
+
+    def start(self, work: ConnectorWork) -> None:
+        """Notes when the jobs of `work` start."""
+        now = self._clock()
+        self._lookups.update((job.job_id, (now, len(job.keys))) for job in work.lookups)
+        self._started_at.update((("load", job.job_id), now) for job in work.loads)
+        self._started_at.update((("save", job.job_id), now) for job in work.saves)
+        for job_id in work.cancelled_lookups:
+            self._lookups.pop(job_id, None)  # its answer may never come
+
+    def end(self, results: TransferResults) -> None:
+        """Counts the jobs that have ended."""
+        now, metrics = self._clock(), self._metrics
+        for lookup in results.lookups:
+            if lookup.job_id in self._lookups:
+                started_at, num_keys = self._lookups.pop(lookup.job_id)
+                metrics.looked_up(now - started_at, num_keys, lookup.num_blocks)
+        for job_id in results.doubted:
+            metrics.job_ended("load", now - self._started_at.pop(("load", job_id)), "unavailable")
+        for load in results.loads:
+            job = "load", load.job_id
+            if job in self._started_at:  # otherwise it was counted as doubted
+                metrics.job_ended("load", now - self._started_at.pop(job), load.error)
+        for save in results.saves:
+            started_at = self._started_at.pop(("save", save.job_id))
+            error = "" if save.committed else save.error or "failed"
+            metrics.job_ended("save", now - started_at, error)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -97,7 +148,11 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class MultiFactory:
-    """See `ConnectorFactory`. One factory per member, in the URL's order."""
+    """Opens a connector over several members.
+
+    Attributes:
+        members: one factory per member, in the URL's order.
+    """
 
     members: tuple[ConnectorFactory, ...]
 
@@ -107,14 +162,18 @@ class MultiFactory:
 
     @property
     def capabilities(self) -> ConnectorCapabilities:
-        """What at least one of the members can do."""
+        """Everything that at least one member can do."""
         names = ConnectorCapabilities.__slots__
         members = [member.capabilities for member in self.members]
         able = {name: any(getattr(each, name) for each in members) for name in names}
         return ConnectorCapabilities(**able)
 
     def open(self, url: str) -> Connector:
-        """See `ConnectorFactory`."""
+        """Opens all members, or none.
+
+        Raises:
+            ConfigurationError: the URL of a member is wrong; names the option.
+        """
         with ExitStack() as on_failure:
             halves = []
             for member, member_url in zip(self.members, split_members(url), strict=True):
@@ -126,7 +185,7 @@ class MultiFactory:
         return MultiScheduler(self._with_roles(schedulers)), MultiWorker(workers, names)
 
     def _with_roles(self, schedulers: Sequence[KvConnectorScheduler]) -> list[MultiMember]:
-        """Where processes share any member, those that they do not share carry no handoffs."""
+        """Members that processes do not share carry handoffs only if processes share none."""
         are_shared = [member.capabilities.shared_between_processes for member in self.members]
         return [
             MultiMember(scheduler, carries_handoffs=is_shared or not any(are_shared))

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from kvstore.codec import make_headers
-from kvstore.connector import SaveJob, SaveResult
+from kvstore.jobs import SaveJob, SaveResult
 from kvstore.mover.pieces import CANCELLED
 from kvstore.peer.leases import LeaseTable, LentBlock
 from kvstore.peer.lent_memory import HostMemory, LentMemory

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connector import ConnectorWork, SaveJob, SaveResult
+from kvstore.jobs import ConnectorWork, SaveJob, SaveResult
 from kvstore.layout import LAYOUT_VERSION, KvLayout
 from kvstore.metrics import TransferMetrics
 from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port

@@ -1,7 +1,6 @@
 """`open_peer_connector`: from a `grpc://` or `nixl://` URL to both halves of the connector."""
 
 from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
-from kvstore.job_scheduler import JobScheduler
 from kvstore.peer.address import PeerUrl
 from kvstore.peer.transport import PeerTransport
 from kvstore.peer.worker import PeerConnectorWorker
@@ -23,7 +22,7 @@ def open_peer_connector(url: str) -> tuple[KvConnectorScheduler, KvConnectorWork
         if transport is not None:
             transport.close()
         raise
-    scheduler = JobScheduler(
+    scheduler = KvConnectorScheduler(
         peer_url.scheme,
         lease_s=peer_url.lease_s,
         finds_by_key=False,

@@ -25,7 +25,7 @@ import grpc
 
 from baton.v1 import kv_peer_pb2 as pb
 from kvstore.codec import HEADER_BYTES
-from kvstore.connector import LoadJob, SaveJob
+from kvstore.jobs import LoadJob, SaveJob
 from kvstore.mover.backend import InDoubtError
 from kvstore.peer.address import PeerAddress
 from kvstore.peer.framing import FrameFiller

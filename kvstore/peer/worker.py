@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connector import ConnectorWork, KvConnectorWorker, LookupResult, TransferResults
+from kvstore.connector import KvConnectorWorker
+from kvstore.jobs import ConnectorWork, LookupResult, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import KvMetrics, TransferMetrics
 from kvstore.mover.backend import Backend

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover.copies import ConvertingCopier
 from kvstore.mover.side_streams import SideStreamCopier

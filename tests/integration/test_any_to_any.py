@@ -16,7 +16,7 @@ from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
 from kernels.reference.cache import quantize_kv
 from kvstore.block_views import view_blocks
-from kvstore.job_scheduler import JobScheduler
+from kvstore.connector import KvConnectorScheduler
 from tests.support.checkpoints import prompt_of, reference_greedy, reference_model, tiny_checkpoint
 from tests.support.halved_worker import HalvedWorker
 from tests.support.real_engines import (
@@ -257,7 +257,7 @@ def build_halved(path: Path, role: str, url: str, **flags: object) -> EngineCore
     }
     config = EngineConfig(model=str(path), role=role, kv_connector=url, **(settings | flags))
     config = with_device_defaults(config)
-    connector = (JobScheduler("memory", lease_s=30, saves_ahead=True), HalvedWorker(url))
+    connector = (KvConnectorScheduler("memory", lease_s=30, saves_ahead=True), HalvedWorker(url))
     return EngineCore(config, ModelRunner(config), connector)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.registry import open_store
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
 from tests.support.held_copier import HeldCopier, HeldCopy

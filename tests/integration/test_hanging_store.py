@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvstore import store_connector as store_worker
-from kvstore.connector import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
+from kvstore.jobs import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover import io_threads
 from kvstore.registry import open_store

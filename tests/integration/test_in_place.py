@@ -10,8 +10,8 @@ import torch
 
 from kvstore.codec import HEADER_BYTES, seal
 from kvstore.conformance.objects import as_object, blank
-from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.faults import FAULTS, FaultPlan, FaultyBackend
+from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover import io_threads
 from kvstore.mover import mover as staged_mover

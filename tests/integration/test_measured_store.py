@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.codec import HEADER_BYTES
 from kvstore.conformance.objects import blank
-from kvstore.connector import LoadJob, SaveJob
+from kvstore.jobs import LoadJob, SaveJob
 from kvstore.metrics import KvMetrics
 from kvstore.registry import open_store
 from kvstore.store import KvStore, StoreUnavailableError

@@ -41,7 +41,7 @@ def test_what_one_member_cannot_give_the_other_does(open_engine, tmp_path):
     publisher, reader = open_engine(url), open_engine(url)
     for index in range(10):
         keys, blocks = random_prompt(20), range(20 * (index % 4), 20 * (index % 4) + 20)
-        result = reader.load(publisher.publish(keys, blocks), blocks)
+        result = reader.load(publisher.hand_over(keys, blocks), blocks)
         assert (result.num_blocks, result.error) == (20, "")
         assert torch.equal(reader.block_bytes[blocks], publisher.block_bytes[blocks])
 
@@ -52,7 +52,7 @@ def test_a_member_that_hangs_costs_its_own_deadline_and_then_nothing(open_engine
         publisher, reader = open_engine(url), open_engine(url)
         keys = random_prompt(8)
         began_at = time.monotonic()
-        handoff = publisher.publish(keys, range(8))
+        handoff = publisher.hand_over(keys, range(8))
         assert reader.load(handoff, range(8)).num_blocks == 8
         assert reader.look_up(keys) == 8
         assert time.monotonic() - began_at < 20 * _TIMEOUT_S
@@ -65,7 +65,7 @@ def test_a_member_that_hangs_costs_its_own_deadline_and_then_nothing(open_engine
 
 def _seconds_of(publisher, reader):
     began_at = time.monotonic()
-    assert reader.load(publisher.publish(random_prompt(8), range(8)), range(8)).num_blocks == 8
+    assert reader.load(publisher.hand_over(random_prompt(8), range(8)), range(8)).num_blocks == 8
     return time.monotonic() - began_at
 
 
@@ -80,7 +80,7 @@ def test_a_member_that_lends_gives_back_while_the_other_keeps(open_engine, tmp_p
     url = f"multi://grpc://,memory://{tmp_path.name}"
     publisher, reader = open_engine(url), open_engine(url)
     keys = random_prompt(6)
-    handoff = publisher.publish(keys, range(6))
+    handoff = publisher.hand_over(keys, range(6))
     assert handoff.connector == "multi(grpc,memory)"
     expected = publisher.block_bytes[:6].clone()
     publisher.scheduler.end_lease(handoff.handoff_id)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connector import ConnectorWork, LoadResult, SaveResult
+from kvstore.jobs import ConnectorWork, LoadResult, SaveResult
 from kvstore.layout import FP8, KvLayout
 from kvstore.peer.planes import DataPlane
 from kvstore.peer.service import PeerServicer
@@ -195,7 +195,7 @@ def test_a_load_of_many_pieces_asks_once_and_outlives_its_lease(
     prefill = make_rig("pull", layout=layout, num_blocks=12)
     pool = torch.zeros(12, *layout.block_shape)
     # No piece is read before the lease has ended.
-    transport = MemoryTransport(lambda: prefill.worker.start(ConnectorWork(ended=("lease",))))
+    transport = MemoryTransport(lambda: prefill.worker.start(ConnectorWork(ended=["lease"])))
     decode = make_rig("pull", layout=layout, pool=pool, transport=transport)
     job_id = prefill.publish(range(12))
     handoff = prefill.handoff(12)

@@ -10,7 +10,7 @@ import pytest
 from baton.v1 import kv_peer_pb2 as pb
 from baton.v1 import kv_peer_pb2_grpc
 from kvstore.codec import HEADER_BYTES, verify
-from kvstore.connector import LoadResult
+from kvstore.jobs import LoadResult
 from kvstore.layout import KvLayout
 from kvstore.peer import worker
 from kvstore.peer.lending import describe_layout
@@ -141,7 +141,7 @@ def test_a_reader_that_never_closes_holds_blocks_for_a_bounded_time(
     prefill.end("lease")
 
     assert opened.timeout_ms == 1000 * READ_S
-    prefill.run_until(lambda: prefill.released == [job_id], 4 * READ_S)
+    prefill.run_until(lambda: prefill.released == [job_id], timeout_s=4 * READ_S)
 
 
 def test_a_stalled_stream_is_cut_off_and_its_blocks_come_back() -> None:
@@ -153,7 +153,7 @@ def test_a_stalled_stream_is_cut_off_and_its_blocks_come_back() -> None:
         stream = reader.stub.ReadBlocks(message, timeout=TIMEOUT_S)
         received = [len(next(stream).data)]
         prefill.end("lease")
-        prefill.run_until(lambda: prefill.released == [job_id], 4 * READ_S)
+        prefill.run_until(lambda: prefill.released == [job_id], timeout_s=4 * READ_S)
         prefill.pool.zero_()  # it is somebody else's now
 
         with pytest.raises(grpc.RpcError) as failed:

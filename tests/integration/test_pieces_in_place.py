@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from kvstore.connector import LoadJob, LoadResult
+from kvstore.jobs import LoadJob, LoadResult
 from kvstore.layout import KvLayout
 from kvstore.mover.pieces import JobState
 from kvstore.registry import open_store

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvstore.connector import SaveJob, SaveResult
+from kvstore.jobs import SaveJob, SaveResult
 from kvstore.registry import open_store
 from kvstore.store import StoreUnavailableError
 from kvstore.transfer_form import BlockSlicing, TransferForm

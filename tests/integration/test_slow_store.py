@@ -12,7 +12,7 @@ from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
-from kvstore.job_scheduler import JobScheduler
+from kvstore.connector import KvConnectorScheduler
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvObject
 from kvstore.store_connector import StoreConnectorWorker
@@ -56,7 +56,7 @@ class Decode:
                 enable_prefix_caching=False,
             )
         )
-        connector = JobScheduler("memory", lease_s=60), StoreConnectorWorker(store)
+        connector = KvConnectorScheduler("memory", lease_s=60), StoreConnectorWorker(store)
         self.core = EngineCore(config, ModelRunner(config), connector, self._clock)
         self.metrics = self.core.kv_metrics.of("memory")
 

@@ -12,7 +12,7 @@ import pytest
 
 from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason
-from kvstore.connector import ConnectorWork
+from kvstore.jobs import ConnectorWork
 from tests.support.checkpoints import FAMILIES, VARIANTS, reference_greedy, tiny_checkpoint
 from tests.support.real_engines import GREEDY, SplitRun, build_core, run_all, tokens_of
 from tests.support.redis_server import RedisServer

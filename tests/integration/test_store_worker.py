@@ -11,14 +11,7 @@ import torch
 
 from kvstore.codec import HEADER_BYTES
 from kvstore.conformance.objects import as_object, blank
-from kvstore.connector import (
-    LoadJob,
-    LoadResult,
-    LookupJob,
-    LookupResult,
-    SaveJob,
-    SaveResult,
-)
+from kvstore.jobs import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
 from kvstore.store_connector import StoreConnectorWorker

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvstore.conformance.objects import filled
-from kvstore.connector import LoadJob, LoadResult, SaveJob
+from kvstore.jobs import LoadJob, LoadResult, SaveJob
 from kvstore.mover.backend import Backend
 from kvstore.mover.copies import make_copier
 from kvstore.registry import open_store

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore.connector import LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
+from kvstore.jobs import LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover import mover as staged_mover
 from kvstore.mover import staging

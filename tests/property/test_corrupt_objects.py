@@ -218,7 +218,7 @@ def test_nothing_that_is_spoiled_on_the_wire_is_used(
         open_engine(closing, f"{url}{separator}timeout_s=30", SMALL) for _ in range(2)
     )
     keys = random_prompt(NUM_BLOCKS)
-    handoff = publisher.publish(keys, range(NUM_BLOCKS))
+    handoff = publisher.hand_over(keys, range(NUM_BLOCKS))
     assert reader.load(handoff, range(NUM_BLOCKS)).num_blocks == NUM_BLOCKS
 
     spoiler = Spoiler()

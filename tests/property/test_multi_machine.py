@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.connector import LoadJob, LookupJob, SaveJob
+from kvstore.jobs import LoadJob, LookupJob, SaveJob
 from tests.support.fake_members import FakeMember, Members
 
 _ALL = tuple(bytes([number]) * 32 for number in range(6))

@@ -10,8 +10,8 @@ from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
+from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
-from kvstore.job_scheduler import JobScheduler
 from tests.support.fake_connector import FakeWorker, Store
 from tests.support.fake_model import fake_config
 from tests.support.fake_runner import FakeRunner
@@ -116,7 +116,9 @@ class CheckedEngine:
             max_rows=self.config.max_running,
             submits=submits,
         )
-        scheduler = JobScheduler("fake", lease_s=1, finds_by_key=not lends, saves_ahead=not lends)
+        scheduler = KvConnectorScheduler(
+            "fake", lease_s=1, finds_by_key=not lends, saves_ahead=not lends
+        )
         connector = (scheduler, self.worker)
         self.core = EngineCore(
             self.config, self.runner, connector if store is not None else None, clock

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 
-__all__ = ["SUITE_DEADLINE_S", "install_stores", "start_suite"]
+__all__ = ["SUITE_DEADLINE_S", "install_stores", "start_suite", "with_python_path"]
 
 SUITE_DEADLINE_S = 110
 
@@ -29,11 +29,17 @@ def start_suite(url, folder, *arguments, python_path=""):
     return subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(python_path)},
+        env=with_python_path(python_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def with_python_path(folder):
+    """This process's environment, with a folder in front of where Python looks for modules."""
+    folders = [str(folder), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def install_stores(folder, source, class_names, group="baton.kv_stores"):

@@ -1,20 +1,13 @@
-"""A store connector's worker with a pool of random blocks, driven as an engine does."""
+"""A store connector's worker with a pool of random blocks, given jobs that tests number."""
 
-import threading
-import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from kvstore.connector import (
-    ConnectorWork,
-    LoadJob,
-    LoadResult,
-    LookupResult,
-    SaveJob,
-    SaveResult,
-    TransferResults,
-)
+from kvstore.connector import KvConnectorScheduler
+from kvstore.driver import ConnectorDriver
+from kvstore.jobs import ConnectorWork, LoadJob, LoadResult, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover.copies import BlockCopier, make_copier
 from kvstore.store import KvStore
@@ -33,17 +26,20 @@ def keys(count: int, first: int = 0) -> tuple[bytes, ...]:
 
 
 class ConnectorRig:
-    """The worker, its pool of 64 blocks, and who is woken when it has news.
+    """The worker half and its pool of 64 blocks.
 
     Args:
         store: where it saves to and loads from.
-        copier_of: what copies its blocks.
+        copier_of: makes what copies its blocks.
         device: of its pool.
         pool: its pool; None for one of random blocks in `LAYOUT`.
         layout: of a pool that is given.
         form: see `KvConnectorWorker.register_pool`.
-        share: as `form`.
+        share: see there.
         clock: of the breakers.
+
+    Attributes:
+        woken: set whenever the worker half reports that it has results.
     """
 
     def __init__(
@@ -63,23 +59,26 @@ class ConnectorRig:
         if pool is None:
             pool = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(device)
         self.pool = pool
-        self.woken = threading.Event()
-        self.worker.register_pool(self.pool, layout, form, share)
-        self.worker.set_waker(self.woken.set)
+        self._driver = ConnectorDriver(
+            (KvConnectorScheduler("store", lease_s=0), self.worker),
+            pool,
+            layout,
+            form,
+            share,
+            timeout_s=TIMEOUT_S,
+        )
+        self.woken = self._driver.woken
 
-    def start(self, **work: object) -> None:
-        self.worker.start(ConnectorWork(**work))
+    def start(self, **work: Sequence[Any]) -> None:
+        self.worker.start(ConnectorWork(**{name: list(jobs) for name, jobs in work.items()}))
 
     def results(self, count: int) -> list[LookupResult | LoadResult | SaveResult]:
-        """The next `count` results, in a bounded time."""
-        found: list[LookupResult | LoadResult | SaveResult] = []
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(found) < count:
-            assert time.monotonic() < deadline, f"only {found}"
-            self.woken.wait(0.05)
-            self.woken.clear()
-            polled: TransferResults = self.worker.poll()
-            found += (*polled.lookups, *polled.loads, *polled.saves)
+        """Waits for `count` results, and returns all that have come since the last call."""
+        kinds = (self._driver.lookups, self._driver.loads, self._driver.saves)
+        self._driver.run_until(lambda: sum(map(len, kinds)) >= count, f"{count} results")
+        found = [result for results in kinds for result in results.values()]
+        for results in kinds:
+            results.clear()
         return found
 
     def save(self, block_ids: Sequence[int], first_key: int = 0, num_tail_tokens: int = 0) -> None:

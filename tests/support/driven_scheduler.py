@@ -8,7 +8,9 @@ from engine.batch import ScheduledBatch
 from engine.request import EngineRequest, RequestOutput
 from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
-from kvstore.connector import (
+from kvstore.connector import KvConnectorScheduler
+from kvstore.handoff import KvHandoff
+from kvstore.jobs import (
     ConnectorWork,
     LoadJob,
     LoadResult,
@@ -16,8 +18,6 @@ from kvstore.connector import (
     SaveResult,
     TransferResults,
 )
-from kvstore.handoff import KvHandoff
-from kvstore.job_scheduler import JobScheduler
 from kvstore.metrics import TransferMetrics
 from tests.support.fake_model import GREEDY, fake_config, fake_info
 from tests.support.fake_runner import FakeRunner
@@ -91,7 +91,7 @@ class DrivenScheduler:
             num_host_blocks=num_host_blocks,
             costs=self.runner.costs,
             namespace=NAMESPACE,
-            connector=JobScheduler("fake", lease_s=60) if with_connector else None,
+            connector=KvConnectorScheduler("fake", lease_s=60) if with_connector else None,
             metrics=self.metrics,
             clock=lambda: self.now,
         )

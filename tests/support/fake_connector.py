@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.connector import (
+from kvstore.connector import KvConnectorWorker
+from kvstore.jobs import (
     ConnectorWork,
-    KvConnectorWorker,
     LoadJob,
     LoadResult,
     LookupJob,

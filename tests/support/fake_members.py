@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from kvstore.connector import (
+from kvstore.connector import KvConnectorScheduler
+from kvstore.jobs import (
     ConnectorWork,
     LoadJob,
     LoadResult,
@@ -12,7 +13,6 @@ from kvstore.connector import (
     SaveResult,
     TransferResults,
 )
-from kvstore.job_scheduler import JobScheduler
 from kvstore.multi.jobs import MultiResults
 from kvstore.multi.scheduler import MultiMember, MultiScheduler
 
@@ -45,7 +45,7 @@ class FakeMember:
     doubted: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = JobScheduler(
+        self.scheduler = KvConnectorScheduler(
             self.name,
             lease_s=self.lease_s,
             finds_by_key=self.finds_by_key,

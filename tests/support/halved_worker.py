@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvstore.connector import (
+from kvstore.connector import KvConnectorWorker
+from kvstore.jobs import (
     ConnectorWork,
-    KvConnectorWorker,
     LoadJob,
     LoadResult,
     LookupResult,

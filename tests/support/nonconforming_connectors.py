@@ -10,15 +10,8 @@ import uuid
 import torch
 
 from kvstore.block_views import view_blocks
-from kvstore.connector import (
-    ConnectorCapabilities,
-    KvConnectorWorker,
-    LoadResult,
-    LookupResult,
-    SaveResult,
-    TransferResults,
-)
-from kvstore.job_scheduler import JobScheduler
+from kvstore.connector import ConnectorCapabilities, KvConnectorScheduler, KvConnectorWorker
+from kvstore.jobs import LoadResult, LookupResult, SaveResult, TransferResults
 from kvstore.url import StoreUrl, scheme_of
 
 _lenders = {}  # open workers, by what their handoffs carry
@@ -139,7 +132,7 @@ class GoodConnector:
         parts = StoreUrl.parse(url, cls.known_options)
         lease_s = parts.seconds("lease_s", 30.0)
         worker = cls.worker_class(lease_s)
-        scheduler = JobScheduler(
+        scheduler = KvConnectorScheduler(
             scheme_of(url), lease_s=lease_s, finds_by_key=False, params=worker.params
         )
         return scheduler, worker

@@ -1,15 +1,13 @@
-"""One end of a peer connector with a pool of random blocks, driven as an engine does."""
+"""One end of a peer connector with a pool of random blocks, and a transport in memory."""
 
 import ctypes
-import threading
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from kvstore.connector import LoadResult, SaveResult, TransferResults
+from kvstore.connector import KvConnectorScheduler
+from kvstore.driver import ConnectorDriver
 from kvstore.handoff import KvHandoff
-from kvstore.job_scheduler import JobScheduler
 from kvstore.layout import KvLayout
 from kvstore.peer.address import PeerUrl
 from kvstore.peer.open import open_peer_connector
@@ -34,8 +32,8 @@ def random_pool(num_blocks: int, layout: KvLayout, seed: int = 0) -> torch.Tenso
     return torch.randn(shape, generator=generator).to(getattr(torch, layout.dtype))
 
 
-class PeerRig:
-    """Both halves of a connector over one URL, and the pool."""
+class PeerRig(ConnectorDriver):
+    """A driver of one end of a peer connector. Keys are numbered."""
 
     def __init__(
         self,
@@ -47,38 +45,9 @@ class PeerRig:
         pool: torch.Tensor | None = None,
     ) -> None:
         opened = open_peer_connector(url) if transport is None else _open(url, transport)
-        self.scheduler, self.worker = opened
-        self.pool = random_pool(num_blocks, layout) if pool is None else pool
-        self.woken = threading.Event()
-        self.worker.set_waker(self.woken.set)
-        self.worker.register_pool(self.pool, layout, form)
-        self.saves: dict[int, SaveResult] = {}
-        self.loads: dict[int, LoadResult] = {}
-        self.released: list[int] = []
-
-    def step(self) -> None:
-        """Starts what the scheduler half has gathered, and takes results in."""
-        if work := self.scheduler.build_work():
-            self.worker.start(work)
-        results: TransferResults = self.worker.poll()
-        self.scheduler.update(results)
-        for save in results.saves:
-            assert self.saves.setdefault(save.job_id, save) is save, "one result"
-        for load in results.loads:
-            assert self.loads.setdefault(load.job_id, load) is load, "one result"
-        for job_id in results.released:
-            assert self.saves[job_id].is_held, "only what is held, and after its result"
-            assert job_id not in self.released, "once"
-            self.released.append(job_id)
-
-    def run_until(self, is_over: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        give_up_at = time.monotonic() + timeout_s
-        self.step()
-        while not is_over():
-            assert time.monotonic() < give_up_at, (self.saves, self.loads, self.released)
-            self.woken.wait(0.02)
-            self.woken.clear()
-            self.step()
+        if pool is None:
+            pool = random_pool(num_blocks, layout)
+        super().__init__(opened, pool, layout, form, timeout_s=TIMEOUT_S)
 
     def publish(
         self,
@@ -88,10 +57,10 @@ class PeerRig:
         num_tail_tokens: int = 0,
     ) -> int:
         """Lends blocks and offers them; returns the job."""
-        job_id = self.scheduler.save(
-            keys(len(block_ids), first_key), block_ids, num_tail_tokens, lease_id=lease_id
+        job_id = self.start_save(
+            keys(len(block_ids), first_key), block_ids, num_tail_tokens, lease_id
         )
-        self.run_until(lambda: job_id in self.saves)
+        self.run_until(lambda: job_id in self.saves, "a save")
         self.scheduler.offer(lease_id)
         self.step()
         return job_id
@@ -101,26 +70,18 @@ class PeerRig:
             lease_id, NAMESPACE, keys(num_blocks, first_key), num_blocks * LAYOUT.block_size
         )
 
-    def start_load(self, handoff: KvHandoff, block_ids: Sequence[int]) -> int:
-        return self.scheduler.load(handoff.block_keys[: len(block_ids)], block_ids, handoff)
-
-    def load(self, handoff: KvHandoff, block_ids: Sequence[int]) -> LoadResult:
-        job_id = self.start_load(handoff, block_ids)
-        self.run_until(lambda: job_id in self.loads)
-        return self.loads[job_id]
-
     def end(self, *lease_ids: str) -> None:
         for lease_id in lease_ids:
             self.scheduler.end_lease(lease_id)
         self.step()
 
 
-def _open(url: str, transport: PeerTransport) -> tuple[JobScheduler, PeerConnectorWorker]:
+def _open(url: str, transport: PeerTransport) -> tuple[KvConnectorScheduler, PeerConnectorWorker]:
     peer_url = PeerUrl.parse(url)
     worker = PeerConnectorWorker(peer_url, transport)
     params = worker.address.to_params(peer_url.scheme)
     lease_s = peer_url.lease_s
-    return JobScheduler("nixl", lease_s=lease_s, finds_by_key=False, params=params), worker
+    return KvConnectorScheduler("nixl", lease_s=lease_s, finds_by_key=False, params=params), worker
 
 
 class MemoryTransport(PeerTransport):

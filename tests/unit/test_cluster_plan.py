@@ -146,8 +146,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 
 def use_as_shared_memory(monkeypatch, folder):
-    for module in ("run_folder", "embedded_store"):
-        monkeypatch.setattr(f"baton.up.{module}.SHARED_MEMORY", folder)
+    monkeypatch.setattr("baton.up.run_folder.SHARED_MEMORY", folder)
 
 
 def test_the_embedded_store_goes_with_the_cluster(shared_memory):

@@ -28,7 +28,7 @@ from baton.errors import ConfigurationError
 from baton.machine_limits import Memory
 from kernels.native.library import Library, Selection
 from kernels.native.variants import Variant
-from kvstore.connector import TransferResults
+from kvstore.jobs import TransferResults
 from kvstore.peer.worker import PeerConnectorWorker
 from kvstore.registry import open_store
 from kvstore.store_connector import StoreConnectorWorker

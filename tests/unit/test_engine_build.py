@@ -6,7 +6,7 @@ import engine.runtime.model_runner
 import kvstore.registry
 from baton.errors import ConfigurationError
 from engine.core import EngineCore
-from kvstore.job_scheduler import JobScheduler
+from kvstore.connector import KvConnectorScheduler
 from tests.support.fake_connector import FakeWorker
 from tests.support.fake_model import fake_config, fake_info
 from tests.support.fake_runner import FakeRunner
@@ -44,8 +44,8 @@ def test_what_was_opened_is_closed(fails_at: str, monkeypatch: pytest.MonkeyPatc
             raise ConfigurationError("no such model")
         return ClosedRunner(closed)
 
-    connector = (JobScheduler("fake", lease_s=1), RefusingWorker(closed))
-    monkeypatch.setattr(kvstore.open_connector, "open_connector", lambda _: connector)
+    connector = (KvConnectorScheduler("fake", lease_s=1), RefusingWorker(closed))
+    monkeypatch.setattr(kvstore.registry, "open_connector", lambda _: connector)
     monkeypatch.setattr(engine.runtime.model_runner, "ModelRunner", load_model)
     with pytest.raises(ConfigurationError, match="no"):
         EngineCore.build(fake_config(block_size=4, device="cpu", kv_connector="fake://"))

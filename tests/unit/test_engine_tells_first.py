@@ -9,8 +9,8 @@ from engine.batch import DrawParams, ScheduledBatch, StepOutput
 from engine.core import EngineCore
 from engine.engine_thread import EngineThread
 from engine.request import EngineRequest, FinishReason, RequestOutput
-from kvstore.connector import SaveJob
-from kvstore.job_scheduler import JobScheduler
+from kvstore.connector import KvConnectorScheduler
+from kvstore.jobs import SaveJob
 from tests.support.fake_connector import FakeWorker
 from tests.support.fake_runner import FakeRunner, fake_config, fake_info
 
@@ -41,7 +41,7 @@ class Prefill:
             max_num_batched_tokens=BLOCK_SIZE,
             async_scheduling=False,
         )
-        scheduler = JobScheduler("fake", lease_s=60, finds_by_key=False)
+        scheduler = KvConnectorScheduler("fake", lease_s=60, finds_by_key=False)
         self.core = EngineCore(config, self.runner, (scheduler, self.worker))
 
     def add(self, request_id: str, prompt: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvstore.codec import make_headers
-from kvstore.connector import LoadJob, LoadResult, SaveJob, SaveResult
+from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover.backend import InDoubtError
 from kvstore.mover.copies import HostCopier

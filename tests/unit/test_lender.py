@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvstore.connector import SaveJob
+from kvstore.jobs import SaveJob
 from kvstore.peer.leases import LeaseTable
 from kvstore.peer.lender import Lender
 from kvstore.peer.lent_memory import HostMemory, TailSlots

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.connector import (
+from kvstore.jobs import (
     ConnectorWork,
     LoadJob,
     LoadResult,
@@ -14,8 +14,6 @@ from kvstore.connector import (
 )
 from kvstore.measured import MeasuredWorker
 from kvstore.metrics import KvMetrics, TransferMetrics
-from kvstore.multi.jobs import MultiWork
-from kvstore.multi.worker import MultiWorker
 from tests.support.fake_connector import FakeWorker
 
 LOAD = LoadJob(1, (b"a", b"b"), (0, 1))
@@ -142,24 +140,6 @@ def test_the_rest_is_passed_on():
     assert not rig.inner.pending
 
 
-def test_members_of_several_are_told_apart():
-    members = [ScriptedWorker(), ScriptedWorker(), ScriptedWorker()]
-    metrics = KvMetrics()
-    worker = MultiWorker(members, ["shm", "redis", "redis"])
-    worker.measure(metrics, "multi(shm,redis,redis)")
-    names = ["shm", "redis", "redis-2"]
-    assert [member.measured for member in members] == [[(metrics, name)] for name in names]
-
-    worker.start(
-        MultiWork(members=(ConnectorWork(), ConnectorWork(loads=(LOAD,)), ConnectorWork()))
-    )
-    members[1].results = TransferResults(loads=(LoadResult(1, 0, "missing"),))
-    worker.poll()
-    failures = {
-        name: metrics.of(name).snapshot()[0]["baton_kv_failures", "load", "missing"]
-        for name in names
-    }
-    assert failures == {"shm": 0, "redis": 1, "redis-2": 0}
 
 
 def test_a_load_in_doubt_is_counted_when_that_is_told():

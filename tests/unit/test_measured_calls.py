@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore.codec import HEADER_BYTES, seal
-from kvstore.connector import LoadJob, SaveJob
+from kvstore.jobs import LoadJob, SaveJob
 from kvstore.metrics import TransferMetrics
 from kvstore.mover.piece_io import PieceIo
 from kvstore.mover.pieces import JobState

@@ -4,14 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.connector import (
-    LoadJob,
-    LoadResult,
-    LookupResult,
-    SaveJob,
-    SaveResult,
-    TransferResults,
-)
+from kvstore.jobs import LoadJob, LoadResult, LookupResult, SaveJob, SaveResult, TransferResults
 from kvstore.multi.jobs import pack_params, unpack_params
 from tests.support.fake_members import FakeMember, Members
 

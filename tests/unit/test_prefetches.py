@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from engine.kv_cache.events import BlocksStored
-from kvstore.connector import LoadJob, LoadResult, TransferResults
 from kvstore.handoff import KvHandoff
+from kvstore.jobs import LoadJob, LoadResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 
 
@@ -35,7 +35,7 @@ def test_blocks_enter_the_cache_and_the_request_loads_the_rest() -> None:
     assert early.keys == asked.handoff.block_keys[:1]
     driven.add(asked)
     driven.step()
-    assert driven.work().loads == (), "it waits for what is on its way"
+    assert driven.work().loads == [], "it waits for what is on its way"
     driven.end_load(early, asked.prompt_token_ids)
     driven.step()
     (rest,) = driven.work().loads
@@ -54,7 +54,7 @@ def test_what_is_cached_or_on_its_way_is_not_asked_for_again() -> None:
         TransferResults(loads=(LoadResult(first.job_id, 1), LoadResult(second.job_id, 1)))
     )
     driven.scheduler.prefetch(_first_blocks(handoff, 2))
-    assert driven.work().loads == ()
+    assert driven.work().loads == []
     assert driven.num_free == 32
 
 
@@ -89,7 +89,7 @@ def test_only_what_there_is_room_for_is_loaded_ahead() -> None:
     driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 2),)))
     last = replace(handoff, block_keys=handoff.block_keys[3:])
     driven.scheduler.prefetch(last)
-    assert driven.work().loads == (), "nobody would find what lies behind the gap"
+    assert driven.work().loads == [], "nobody would find what lies behind the gap"
 
 
 def test_what_is_cached_of_a_prompt_is_not_evicted_for_its_rest() -> None:
@@ -100,7 +100,7 @@ def test_what_is_cached_of_a_prompt_is_not_evicted_for_its_rest() -> None:
     driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 2),)))
     again = replace(handoff, handoff_id="again")
     driven.scheduler.prefetch(_first_blocks(again, 4))
-    assert driven.work().loads == ()
+    assert driven.work().loads == []
     assert driven.scheduler.kv.pool.cached_keys() == handoff.block_keys[:2]
 
 
@@ -140,7 +140,7 @@ def test_one_that_is_given_up_is_cancelled() -> None:
     (load,) = driven.work().loads
     driven.now = 5.0
     driven.scheduler.expire()
-    assert driven.work().cancelled_loads == (load.job_id,)
+    assert driven.work().cancelled_loads == [load.job_id]
     driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 0, "cancelled"),)))
     assert driven.num_free == 32
 
@@ -154,7 +154,7 @@ def test_nothing_is_loaded_behind_what_did_not_come(num_good: int) -> None:
     result = LoadResult(load.job_id, num_good, "unavailable")
     driven.scheduler.apply(TransferResults(loads=(result,)))
     driven.scheduler.prefetch(replace(handoff, block_keys=handoff.block_keys[2:4], num_tokens=16))
-    assert driven.work().loads == ()
+    assert driven.work().loads == []
 
 
 def test_a_key_that_comes_twice_does_no_harm() -> None:

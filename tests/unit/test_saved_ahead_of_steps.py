@@ -6,7 +6,7 @@ from engine.batch import StepOutput
 from engine.group import GroupState
 from engine.request import EngineRequest
 from engine.schedule.step_plan import StepPlan
-from kvstore.connector import SaveJob
+from kvstore.jobs import SaveJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.fake_model import GREEDY, fake_info
 

@@ -130,7 +130,7 @@ def test_the_last_candidate_that_loads_ends_the_request() -> None:
 
     assert output.finish_reason is FinishReason.ABORTED
     assert driven.scheduler.num_unfinished == 0
-    assert driven.work().cancelled_loads == (load.job_id,)
+    assert driven.work().cancelled_loads == [load.job_id]
     assert driven.end_load(load, asked.prompt_token_ids) == []
     assert driven.num_free == 32
 

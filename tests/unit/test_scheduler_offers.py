@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from kvstore.connector import LookupResult, SaveResult, TransferResults
+from kvstore.jobs import LookupResult, SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, request
 
 
@@ -127,9 +127,9 @@ class TestTails:
         saves = driven.work().saves
         (tail,) = [save for save in saves if save.num_tail_tokens]
         driven.scheduler.abort(["a"])
-        assert driven.work().deletes == ()
+        assert driven.work().deletes == []
         driven.end_saves([save.job_id for save in saves])
-        assert driven.work().deletes == tail.keys
+        assert driven.work().deletes == list(tail.keys)
 
     def test_so_is_that_of_a_handoff_of_which_a_save_failed(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill")
@@ -140,7 +140,7 @@ class TestTails:
         full, tail = driven.work().saves
         driven.end_saves([tail.job_id])
         driven.end_saves([full.job_id], committed=False)
-        assert driven.work().deletes == tail.keys
+        assert driven.work().deletes == list(tail.keys)
 
     def test_one_that_comes_late_is_deleted_again(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill", kv_transfer_timeout_s=5.0)
@@ -149,9 +149,9 @@ class TestTails:
         (tail,) = driven.work().saves
         driven.now = 5.0
         driven.scheduler.expire()
-        assert driven.work().deletes == tail.keys
+        assert driven.work().deletes == list(tail.keys)
         driven.end_saves([tail.job_id])
-        assert driven.work().deletes == tail.keys
+        assert driven.work().deletes == list(tail.keys)
 
     def test_a_whole_block_stays_for_others(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill")
@@ -162,4 +162,4 @@ class TestTails:
         (full,) = driven.work().saves
         driven.scheduler.abort(["a"])
         driven.end_saves([full.job_id])
-        assert driven.work().deletes == ()
+        assert driven.work().deletes == []

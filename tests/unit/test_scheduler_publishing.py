@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import ConfigurationError
 from engine.request import RequestOutput
-from kvstore.connector import SaveResult, TransferResults
+from kvstore.jobs import SaveResult, TransferResults
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 from tests.support.fake_model import fake_config
 from tests.support.reference_decoding import progress_of
@@ -69,7 +69,7 @@ class TestGeneratedBlocks:
     def test_or_not_at_all(self) -> None:
         driven = decode_engine(kv_publish="off")
         run_handed_over(driven, 40, max_tokens=12)
-        assert driven.work().saves == ()
+        assert driven.work().saves == []
 
     def test_one_that_is_told_to_have_finished_counts_as_ended(self) -> None:
         """The router has found a stop text: more tokens than it wants may be under way."""
@@ -99,7 +99,7 @@ class TestGeneratedBlocks:
         driven = decode_engine(kv_publish="finish")
         run_handed_over(driven, 8, max_tokens=12)
         driven.scheduler.abort(["a"])
-        assert driven.work().saves == ()
+        assert driven.work().saves == []
 
     def test_behind_windows_they_are_published_before_they_are_gone(self) -> None:
         driven = DrivenScheduler(
@@ -124,19 +124,19 @@ class TestLeases:
         driven = decode_engine()
         asked = handed_over("a")
         driven.add(asked)
-        assert driven.work().kept == (asked.handoff,)
+        assert driven.work().kept == [asked.handoff]
         driven.step()
         work = driven.work()
-        assert work.dropped == ()
+        assert work.dropped == []
         driven.end_load(work.loads[0], asked.prompt_token_ids)
-        assert driven.work().dropped == (asked.handoff.handoff_id,)
+        assert driven.work().dropped == [asked.handoff.handoff_id]
 
     def test_or_until_nobody_waits_any_more(self) -> None:
         driven = decode_engine()
         asked = handed_over("a")
         driven.add(asked)
         driven.scheduler.abort(["a"])
-        assert driven.work().dropped == (asked.handoff.handoff_id,)
+        assert driven.work().dropped == [asked.handoff.handoff_id]
 
     def test_lent_blocks_stay_until_they_are_released(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill")
@@ -151,7 +151,7 @@ class TestLeases:
         assert outputs[-1].handoff.handoff_id == saves[0].lease_id
         assert (driven.num_free, driven.scheduler.num_transfers) == (32 - 3, 0)
         driven.scheduler.release_handoff(saves[0].lease_id)
-        assert driven.work().ended == (saves[0].lease_id,)
+        assert driven.work().ended == [saves[0].lease_id]
         driven.scheduler.apply(TransferResults(released=tuple(save.job_id for save in saves)))
         assert driven.num_free == 32
 
@@ -163,7 +163,7 @@ class TestLeases:
         driven.step()
         (save,) = driven.work().saves
         driven.scheduler.abort(["a"])
-        assert driven.work().ended == (save.lease_id,)
+        assert driven.work().ended == [save.lease_id]
 
     def test_blocks_found_in_the_cache_are_named_as_such(self) -> None:
         driven = DrivenScheduler(with_connector=True, role="prefill")

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import AbortedError, FailedPreconditionError, InternalError, InvalidArgumentError
 from engine.request import BeamSearchParams, EngineRequest, FinishReason
 from engine.validation import check_request
-from kvstore.connector import LoadResult, LookupResult, TransferResults
+from kvstore.jobs import LoadResult, LookupResult, TransferResults
 from tests.support.driven_scheduler import NAMESPACE, DrivenScheduler, handed_over, request
 from tests.support.fake_model import expected_tokens, fake_config, fake_info
 from tests.support.reference_decoding import first_beams
@@ -43,7 +43,7 @@ def test_a_lookup_that_never_reports_is_given_up(caplog: pytest.LogCaptureFixtur
 
     assert "a: a KV look-up has not reported" in caplog.text
     assert driven.shares == {"a": 9}
-    assert driven.work().cancelled_lookups == (lookup.job_id,)
+    assert driven.work().cancelled_lookups == [lookup.job_id]
     assert driven.scheduler.next_deadline is None
 
 
@@ -150,7 +150,7 @@ def test_blocks_of_an_aborted_load_stay_held_until_its_result() -> None:
     (load,) = driven.work().loads
 
     driven.scheduler.abort(["a"])
-    assert driven.work().cancelled_loads == (load.job_id,)
+    assert driven.work().cancelled_loads == [load.job_id]
     assert driven.num_free == 32 - 3
     assert driven.scheduler.num_unfinished == 0
 
@@ -203,7 +203,7 @@ def test_prefill_hands_over_when_every_block_is_committed() -> None:
     assert output.handoff.handoff_id == told.saved.handoff_id
     assert output.handoff.block_keys == (*full.keys, *tail.keys)
     driven.scheduler.release_handoff(output.handoff.handoff_id)
-    assert driven.work().deletes == tail.keys
+    assert driven.work().deletes == list(tail.keys)
 
 
 def test_prefill_hands_every_candidates_first_token_over() -> None:
@@ -251,7 +251,7 @@ def test_a_late_answer_does_not_reach_a_request_of_the_same_id() -> None:
     driven.step()
     (old,) = driven.work().lookups
     driven.scheduler.abort(["a"])
-    assert driven.work().cancelled_lookups == (old.job_id,)
+    assert driven.work().cancelled_lookups == [old.job_id]
 
     driven.add(request("a", 6))
     driven.step()
@@ -278,7 +278,7 @@ def test_kv_of_a_poisoned_request_is_found_by_nobody() -> None:
     assert isinstance(output.error, InternalError)
     assert not driven.work().deletes, "the save is still under way"
     driven.end_saves([save.job_id])
-    assert driven.work().deletes == save.keys
+    assert driven.work().deletes == list(save.keys)
 
     driven.add(request("b", 11))
     driven.step()

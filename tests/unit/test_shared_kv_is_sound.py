@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.connector import SaveJob
+from kvstore.jobs import SaveJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.driven_scheduler import DrivenScheduler, request
 from tests.support.fake_connector import Store

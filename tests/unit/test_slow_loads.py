@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import AbortedError
 from engine.request import FinishReason
-from kvstore.connector import LoadJob
+from kvstore.jobs import LoadJob
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 from tests.support.fake_model import expected_tokens
 
@@ -81,7 +81,7 @@ def test_a_load_slower_than_computing_is_given_up_and_its_blocks_stay_fenced():
     assert driven.scheduler.expire() == []
     driven.step()
     assert driven.shares == {"r1": 11}
-    assert driven.work().cancelled_loads == (load.job_id,)
+    assert driven.work().cancelled_loads == [load.job_id]
     assert store.count("baton_kv_loads_given_up", "loading") == 1
     assert store.count("baton_kv_failures", "load", "timed_out") == 0
     driven.run()

@@ -1,7 +1,7 @@
 """What a request has published and nobody may load, or nobody will, leaves the store."""
 
 from engine.batch import DrawParams
-from kvstore.connector import ConnectorWork, SaveJob
+from kvstore.jobs import ConnectorWork, SaveJob
 from tests.support.driven_scheduler import DrivenScheduler, handed_over
 
 WARM = DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=1)
