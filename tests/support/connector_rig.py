@@ -1,5 +1,6 @@
 """A store connector's worker with a pool of random blocks, given jobs that tests number."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
