@@ -1,6 +1,6 @@
-r"""The frame around a stored KV block: a header that makes the object verify itself.
+r"""The header of a stored KV block, by which a reader verifies the object.
 
-    slot: | header, 64 bytes | payload: the block's bytes |
+    object: | header, 64 bytes | payload: the block's bytes |
 
     offset  bytes  field
          0      8  magic "BATONKV\0"
@@ -11,12 +11,12 @@ r"""The frame around a stored KV block: a header that makes the object verify it
         24     24  zero
         48     16  digest of the 48 bytes above, the key, and the payload
 
-The digest is bound to the key: an object found under a key that it was not
-sealed for is refused, as is any torn, truncated or changed one. xxh3 finds
-accidents, not attackers: who may write to the store is the store's matter.
+The digest covers the key: an object under a key that it was not sealed for is
+refused, as is any torn, truncated or changed one. xxh3 detects accidents, not
+attacks: access control is the store's task.
 
-Header and payload may lie apart. Objects come in lists, to be digested together
-(`kvstore.memory_runs`). All functions work in place on preallocated memory.
+The functions take lists of objects, which are digested together
+(`kvstore.memory_runs`), and work in place on preallocated memory.
 """
 
 import struct
@@ -37,7 +37,7 @@ _PREAMBLE = struct.Struct("<8sHHIQ24x")
 
 
 def seal(objects: Sequence[KvObject], keys: Sequence[bytes]) -> None:
-    """Writes the headers for payloads that are there already.
+    """Writes the headers of objects whose payloads are complete.
 
     Args:
         objects: each with a writable header, and a block's bytes as payload.
@@ -55,11 +55,11 @@ def seal(objects: Sequence[KvObject], keys: Sequence[bytes]) -> None:
 
 
 def make_headers(payloads: Sequence[memoryview], keys: Sequence[bytes]) -> list[bytes]:
-    """The headers for payloads, for who has no place for them yet.
+    """Returns the headers for payloads.
 
     Args:
         payloads: each a block's bytes, contiguous.
-        keys: as in `seal`.
+        keys: see `seal`.
     """
     preambles = [_preamble(len(payload)) for payload in payloads]
     digests = digest_runs(_prefixes(preambles, keys), payloads)
@@ -67,7 +67,7 @@ def make_headers(payloads: Sequence[memoryview], keys: Sequence[bytes]) -> list[
 
 
 def verify(objects: Sequence[KvObject], keys: Sequence[bytes]) -> int:
-    """How many leading objects are exactly what was sealed for their keys.
+    """Returns how many leading objects are exactly what was sealed for their keys.
 
     Args:
         objects: as read from a store; the length of a payload is what the reader expects of the
@@ -80,13 +80,13 @@ def verify(objects: Sequence[KvObject], keys: Sequence[bytes]) -> int:
 
 
 def _preamble(num_payload_bytes: int) -> bytes:
-    """Everything of the header but the digest. Equal lengths have equal preambles."""
+    """Returns the header without the digest. It depends on the payload's length only."""
     return _PREAMBLE.pack(_MAGIC, _FORMAT_VERSION, _DIGEST_SCHEME_ID, 0, num_payload_bytes)
 
 
 def _prefixes(preambles: Iterable[bytes], keys: Iterable[bytes]) -> list[bytes]:
-    """What is digested before each payload. The key's length goes in as well, so that key and
-    payload cannot trade bytes.
+    """Returns the bytes that are digested before each payload. They include the key's length, so
+    that bytes cannot move between key and payload.
     """
     return [
         preamble + len(key).to_bytes(8, "little") + key

@@ -78,11 +78,6 @@ class FaultyBackend:
         self._delay_s = plan.delay_s
         self._stale: bytes | None = None  # an object that was fetched before
 
-    @property
-    def takes_frames(self) -> bool:
-        """See `Backend.takes_frames`."""
-        return self._backend.takes_frames
-
     def num_held(self, keys: Sequence[bytes]) -> int:
         """See `Backend.num_held`."""
         self._delay("ask", keys)

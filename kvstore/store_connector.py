@@ -159,11 +159,6 @@ class StoreConnectorWorker(KvConnectorWorker, Backend):
 
     # The mover's backend. I/O threads.
 
-    @property
-    @override
-    def takes_frames(self) -> bool:
-        return True
-
     @override
     def num_held(self, keys: Sequence[bytes]) -> int:
         return self._reads.call(lambda: self._store.contains_prefix(keys))

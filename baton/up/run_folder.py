@@ -23,13 +23,17 @@ _FOLDER_NAME = re.compile(r"baton-up-(\d+)-\w+")
 
 
 @contextmanager
-def run_folder() -> Iterator[Path]:
-    """An empty folder for processes of this user and machine, removed at the end.
+def run_folder(least_free_bytes: int = 0) -> Iterator[Path]:
+    """Yields an empty folder for processes of this user and machine, which is removed at the end.
 
-    It lies in shared memory, or among temporary files where there is none.
-    What clusters that were killed left there is removed too.
+    It lies in shared memory if that can be written and has so many bytes left, otherwise among
+    temporary files. Folders that killed clusters left there are removed first.
     """
-    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    parent = Path(tempfile.gettempdir())
+    if os.access(SHARED_MEMORY, os.W_OK):
+        _remove_leftovers(SHARED_MEMORY)
+        if shutil.disk_usage(SHARED_MEMORY).free >= least_free_bytes:
+            parent = SHARED_MEMORY
     _remove_leftovers(parent)
     folder = Path(tempfile.mkdtemp(prefix=f"baton-up-{os.getpid()}-", dir=parent))
     try:
@@ -71,7 +75,12 @@ def taking_turns(config: ClusterConfig) -> Iterator[ClusterConfig]:
 
 @contextmanager
 def embedded_store() -> Iterator[str]:
-    """The URL of a KV store for processes of this machine, removed at the end."""
-    with run_folder() as folder:
+    """Yields the URL of a KV store for processes of this machine, which is removed at the end.
+
+    The store lies in shared memory, or in a temporary folder if shared memory has too little left.
+    """
+    from kvstore.stores.shm.store import LEAST_FREE_BYTES  # brings numpy, which plans do without
+
+    with run_folder(LEAST_FREE_BYTES) as folder:
         is_shared = folder.parent == SHARED_MEMORY
         yield f"shm://{folder.name.removeprefix('baton-')}" if is_shared else folder.as_uri()

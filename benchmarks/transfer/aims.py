@@ -8,7 +8,7 @@ __all__ = ["judge_moves", "judge_prompts"]
 _LEAST_TO_MEMCPY = 0.7
 _LEAST_TO_RAW_CLIENT = 0.8
 _LEAST_HIDDEN = 0.9
-_BESIDE_MEMCPY = ("shm", "nixl", "nixl push")
+_BESIDE_MEMCPY = ("shm", "nixl")
 _BESIDE_CLIENT = ("redis",)
 
 Row = Mapping[str, Any]

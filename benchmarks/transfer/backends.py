@@ -42,7 +42,7 @@ class Backend:
     url: str
     is_shared: bool
     lends: bool
-    raw: Literal["", "redis", "read", "write"] = ""
+    raw: Literal["", "redis", "nixl"] = ""
 
 
 def named_backend(url: str) -> Backend:
@@ -52,14 +52,13 @@ def named_backend(url: str) -> Backend:
         ConfigurationError: the scheme is unknown, or its package is missing.
     """
     can, scheme = connector_capabilities(url), scheme_of(url)
-    is_push = scheme == "nixl" and "mode=push" in url
-    raw: dict[str, Literal["redis", "read", "write"]] = {
+    raw: dict[str, Literal["redis", "nixl"]] = {
         "redis": "redis",
         "rediss": "redis",
-        "nixl": "write" if is_push else "read",
+        "nixl": "nixl",
     }
     return Backend(
-        name=connector_name(url) + (" push" if is_push else ""),
+        name=connector_name(url),
         url=url,
         is_shared=can.shared_between_processes,
         lends=can.lends_blocks and scheme != MULTI_SCHEME,
@@ -91,7 +90,7 @@ def machine_backends(most_bytes: int) -> Iterator[tuple[list[Backend], list[str]
         urls += _redis_urls(opened, missing)
         urls.append(f"grpc://?{_TIMEOUT}")
         urls += _nixl_urls(missing)
-        members = [url for url in urls if scheme_of(url) in ("nixl", "redis") and "push" not in url]
+        members = [url for url in urls if scheme_of(url) in ("nixl", "redis")]
         if len(members) > 1:
             urls.append(f"{MULTI_SCHEME}://{','.join(reversed(members))}")
         yield [named_backend(url) for url in urls], missing
@@ -112,7 +111,7 @@ def _nixl_urls(missing: list[str]) -> Sequence[str]:
     except ConfigurationError as error:
         missing.append(f"nixl: {error}")
         return ()
-    return f"nixl://?{_TIMEOUT}", f"nixl://?{_TIMEOUT}&mode=push"
+    return (f"nixl://?{_TIMEOUT}",)
 
 
 @contextmanager

@@ -139,23 +139,19 @@ class EndHost:
 
     def connect_nixl(self, metadata: bytes) -> None:
         """Reaches the other side."""
-        self._nixl.add_peer(_NIXL_PEER, metadata)
+        self._nixl.add_peer(_NIXL_PEER, metadata, _TRANSFER_S)
 
-    def move_by_nixl(
-        self, operation: str, address: int, theirs: Sequence[int], ours: Sequence[int]
-    ) -> float:
-        """Moves blocks between the pools; how long it took.
+    def read_by_nixl(self, address: int, theirs: Sequence[int], ours: Sequence[int]) -> float:
+        """Reads blocks of the other pool into this one; returns the seconds that it took.
 
         Args:
-            operation: "read" or "write".
             address: where the other pool begins.
             theirs: blocks of the other pool.
             ours: blocks of this one.
         """
-        own, other = self._ranges(self._pool.data_ptr(), ours), self._ranges(address, theirs)
-        sources, targets = (other, own) if operation == "read" else (own, other)
+        targets, sources = self._ranges(self._pool.data_ptr(), ours), self._ranges(address, theirs)
         began_at = time.perf_counter()
-        getattr(self._nixl, operation)(_NIXL_PEER, sources, targets, _TRANSFER_S)
+        self._nixl.read(_NIXL_PEER, sources, targets, _TRANSFER_S)
         return time.perf_counter() - began_at
 
     def close(self) -> None:

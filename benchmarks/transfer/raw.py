@@ -28,7 +28,7 @@ def open_raw(backend: Backend, ends: Ends) -> RawMoves:
     if backend.raw == "redis":
         return _RedisClient(ends, backend.url)
     if backend.raw:
-        return _Nixl(ends, backend.raw)
+        return _Nixl(ends)
     return _Nothing()
 
 
@@ -54,25 +54,17 @@ class _RedisClient(RawMoves):
 
 
 class _Nixl(RawMoves):
-    """From pool to pool: the reader reads, or the publisher writes."""
+    """The reader reads from the publisher's pool into its own."""
 
-    def __init__(self, ends: Ends, operation: str) -> None:
+    def __init__(self, ends: Ends) -> None:
         self._ends = ends
-        self._operation = operation
-        published, read = ends.publisher.call("open_nixl"), ends.reader.call("open_nixl")
-        mover, other = (ends.reader, published) if self._reads else (ends.publisher, read)
-        mover.call("connect_nixl", other[0])
-        self._mover, self._address = mover, other[1]
-
-    @property
-    def _reads(self) -> bool:
-        return self._operation == "read"
+        metadata, self._address = ends.publisher.call("open_nixl")
+        ends.reader.call("open_nixl")
+        ends.reader.call("connect_nixl", metadata)
 
     def move(self, run_id: str, count: int) -> dict[str, float]:
         sent = self._ends.take(count)
         landed = self._ends.reader_ids(sent)
-        theirs, ours = (sent, landed) if self._reads else (landed, sent)
-        arguments = (self._operation, self._address, theirs, ours)
-        seconds = self._mover.call("move_by_nixl", *arguments)
+        seconds = self._ends.reader.call("read_by_nixl", self._address, sent, landed)
         self._ends.check_landed(sent)
         return {"raw_load": seconds}

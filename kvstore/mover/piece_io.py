@@ -1,10 +1,9 @@
-"""`PieceIo`: what I/O threads do with a `BlockMover`'s pieces.
+"""`PieceIo`: what I/O threads do with the pieces of a `BlockMover`'s jobs.
 
-Of the pool they touch what pieces move in place, and nothing else. That is safe,
-for the blocks are held until the job has its result, also where nobody waits
-for it any more, and it has none before the last call for it has ended. What a
-save reads is computed and full, and shared with the job, so nobody writes to
-it; what a load writes is in no cache, and nobody else writes or reads it.
+The threads access only those blocks of the pool whose pieces move in place. That is safe: the
+blocks are held until the job has its result, and the result comes after the job's last call, also
+if the request has ended. A save reads blocks that are computed and full and shared with the job,
+so nothing writes to them. A load writes to blocks that are in no cache, so nothing else uses them.
 """
 
 import logging
@@ -31,31 +30,31 @@ _logger = logging.getLogger("baton.kvstore")
 
 
 def run_part(move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> PieceRead | PieceEnd:
-    """Does a thread's part of a piece. Whatever happens, there is something to tell."""
-    news: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
+    """Runs a thread's part of a piece; returns a report, also if the part raises."""
+    report: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
     began_at = time.monotonic()
     try:
-        news = move()
+        report = move()
     except StoreUnavailableError as cause:
         has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
-        news = PieceEnd(piece, 0, "unavailable", has_settled)
+        report = PieceEnd(piece, 0, "unavailable", has_settled)
         _logger.log(log_level_of(cause), "KV transfer: %s", cause)
     except RangeError as cause:
         _logger.warning("KV transfer: %s", cause)
     except Exception:
         _logger.exception("KV transfer failed")
-    piece.job.told_at = time.monotonic()
-    if isinstance(news, PieceEnd):
-        return replace(news, seconds=piece.job.told_at - began_at)
-    return news
+    piece.job.last_moved_at = time.monotonic()
+    if isinstance(report, PieceEnd):
+        return replace(report, seconds=piece.job.last_moved_at - began_at)
+    return report
 
 
 class PieceIo:
-    """Moves bytes between segments, or the pool itself, and a backend. Any thread may call it.
+    """Moves pieces between their segment, or the pool itself, and a backend. Any thread.
 
     Attributes:
-        backend: where they come from and go to.
-        rows: where objects lie in the pool; see `BlockCopier.rows`.
+        backend: stores and fetches objects.
+        rows: returns where objects lie in the pool; see `BlockCopier.rows`.
         metrics: counts the backend's calls; None if they are not measured.
     """
 
@@ -65,108 +64,82 @@ class PieceIo:
         self.metrics: TransferMetrics | None = None
 
     def moves_in_place(self, job: JobState) -> bool:
-        """Whether a job's pieces need no segment. A tail does: what lies behind it must not
-        leave the process, nor be cleared where a sequence may still use it.
+        """Whether a job's pieces need no segment.
+
+        A partial tail needs one: the slots behind its tokens must be cleared before they leave the
+        process, but not in the pool, where a sequence may still use them.
         """
-        has_rows = self.rows(()) is not None
-        return has_rows and self.backend.takes_frames and not job.num_tail_tokens
+        return self.rows(()) is not None and not job.num_tail_tokens
 
     def num_held(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.num_held`; 0 where that is not known."""
+        """Returns how many leading objects the backend has; 0 if it does not answer."""
         try:
             num_held = self.backend.num_held(keys)
-            if self.metrics is not None:
-                self.metrics.skipped(num_held)
-            return num_held
         except StoreUnavailableError:
-            pass  # the put will say so
+            return 0  # the put that follows fails and is logged
         except Exception:
             _logger.exception("KV look-up failed")
-        return 0
+            return 0
+        if self.metrics is not None:
+            self.metrics.skipped(num_held)
+        return num_held
 
     def put(self, job: SaveJob, piece: Piece, copy: "Copy | None" = None) -> PieceEnd:
-        """Seals a piece and puts it; if it was copied into a segment, once it is.
+        """Seals a piece and puts it, after its copy into a segment if there is one.
 
         Raises:
-            RangeError: the form of the segment cannot hold what was copied.
+            RangeError: the objects' type cannot hold the pool's numbers.
             RuntimeError: the device failed.
-            StoreUnavailableError: not all was put.
+            StoreUnavailableError: not all objects were put.
         """
         if copy is not None:
             copy.wait()
-        if piece.job.error:  # of a piece before it: the save cannot be committed
+        if piece.job.error:  # another piece failed, so the save cannot be committed
             return PieceEnd(piece, 0)
         for tail in piece.tail_slots:
-            piece.staged_in.trusted.clear_after(tail, piece.job.num_tail_tokens)
-        slots = piece.trusted_slots if piece.segment is not None else self._slots_in_pool(piece)
-        seal(slots, piece.keys)
-        self._put(job, piece.keys, slots)
+            piece.staged_in.clear_after(tail, piece.job.num_tail_tokens)
+        in_place = piece.segment is None
+        objects = self._objects_in_pool(piece) if in_place else piece.staged_objects
+        seal(objects, piece.keys)
+        self._put(job, piece.keys, objects)
         return PieceEnd(piece, len(piece.keys))
 
     def read(self, job: LoadJob, piece: Piece) -> PieceRead:
-        """Fetches a piece into its segment, and verifies it.
+        """Fetches a piece into its segment and verifies it.
 
         Raises:
-            StoreUnavailableError: it did not come.
-            InDoubtError: so, and something may still write to the slots.
+            InDoubtError: the fetch failed, and something may still write to the segment.
+            StoreUnavailableError: the fetch failed.
         """
-        if piece.job.error:  # cancelled, or of a piece before it, while it waited for its turn
+        if piece.job.error:  # the load was cancelled, or another piece failed
             return PieceRead(piece, 0)
-        statuses = self._fetch(job, piece.keys, piece.slots)
-        piece.staged_in.secure(len(piece.keys))
-        return PieceRead(piece, *self._check(piece, piece.trusted_slots, statuses))
+        objects = piece.staged_objects
+        statuses = self._fetch(job, piece.keys, objects)
+        return PieceRead(piece, *self._check(piece, objects, statuses))
 
     def read_in_place(self, job: LoadJob, piece: Piece) -> PieceEnd:
-        """Fetches a piece to where it shall be in the pool, and verifies it there.
+        """Fetches a piece into the pool and verifies it there. Blocks that failed are zeroed.
 
         Raises:
-            StoreUnavailableError: it did not come.
-            InDoubtError: so, and something may still write there.
+            InDoubtError: the fetch failed, and something may still write to the pool.
+            StoreUnavailableError: the fetch failed.
         """
         if piece.job.error:
             return PieceEnd(piece, 0)
-        slots = self._slots_in_pool(piece)
+        objects = self._objects_in_pool(piece)
         num_good = 0
         try:
-            statuses = self._fetch(job, piece.keys, slots)
-            num_good, error = self._check(piece, slots, statuses)
+            statuses = self._fetch(job, piece.keys, objects)
+            num_good, error = self._check(piece, objects, statuses)
         finally:
-            _clear(slots[num_good:])
+            _clear(objects[num_good:])
         return PieceEnd(piece, num_good, error)
 
     def clear(self, piece: Piece) -> None:
-        """Zeroes where a piece shall be in the pool: something else may have been written there."""
-        _clear(self._slots_in_pool(piece))
+        """Zeroes a piece's blocks in the pool, after something may have written there."""
+        _clear(self._objects_in_pool(piece))
 
-    def _put(self, job: SaveJob, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
-        num_put, began_at = 0, time.perf_counter()
-        try:
-            self.backend.put(job, keys, objects)
-            num_put = len(keys)
-        finally:  # a call that timed out is counted, too
-            self._count("save", began_at, objects[:num_put])
-
-    def _fetch(
-        self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
-    ) -> Sequence[GetStatus]:
-        hits: list[KvObject] = []
-        began_at = time.perf_counter()
-        try:
-            statuses = self.backend.fetch(job, keys, objects)
-            pairs = zip(statuses, objects, strict=False)
-            hits = [one for status, one in pairs if status is GetStatus.HIT]
-        finally:
-            self._count("load", began_at, hits)
-        return statuses
-
-    def _count(self, direction: Direction, began_at: float, moved: Sequence[KvObject]) -> None:
-        """Counts a call of the backend that has ended."""
-        if self.metrics is not None:
-            num_bytes = len(moved) * moved[0].nbytes if moved else 0
-            seconds = time.perf_counter() - began_at
-            self.metrics.called(direction, seconds, len(moved), num_bytes)
-
-    def _slots_in_pool(self, piece: Piece) -> list[KvObject]:
+    def _objects_in_pool(self, piece: Piece) -> list[KvObject]:
         rows = self.rows(piece.object_ids)
         assert rows is not None
         headers = memoryview(bytearray(HEADER_BYTES * len(rows)))
@@ -176,19 +149,42 @@ class PieceIo:
             for start, row in zip(starts, rows, strict=True)
         ]
 
+    def _put(self, job: SaveJob, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        num_put, began_at = 0, time.perf_counter()
+        try:
+            self.backend.put(job, keys, objects)
+            num_put = len(keys)
+        finally:  # a call that timed out is counted, too
+            if self.metrics is not None:
+                _count_call(self.metrics, "save", began_at, objects[:num_put])
+
+    def _fetch(
+        self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
+    ) -> Sequence[GetStatus]:
+        statuses: Sequence[GetStatus] = ()
+        began_at = time.perf_counter()
+        try:
+            statuses = self.backend.fetch(job, keys, objects)
+        finally:
+            if self.metrics is not None:
+                pairs = zip(statuses, objects, strict=False)
+                hits = [found for status, found in pairs if status is GetStatus.HIT]
+                _count_call(self.metrics, "load", began_at, hits)
+        return statuses
+
     def _check(
-        self, piece: Piece, slots: Sequence[KvObject], statuses: Sequence[GetStatus]
+        self, piece: Piece, objects: Sequence[KvObject], statuses: Sequence[GetStatus]
     ) -> tuple[int, str]:
-        """Verifies what came, up to the first that cannot be used; and why not, if there is one."""
-        # A third party's backend may tell of too many; and of too few: the others are missing.
+        """Verifies fetched objects; returns how many leading ones are good, and why not all."""
+        # A third party's backend may return a wrong number of statuses: lacking ones are MISSING.
         num_objects = len(piece.keys)
-        told = [*statuses, *[GetStatus.MISSING] * num_objects][:num_objects]
-        are_hits = (status is GetStatus.HIT for status in told)
+        padded = [*statuses, *[GetStatus.MISSING] * num_objects][:num_objects]
+        are_hits = (status is GetStatus.HIT for status in padded)
         num_hits = next((index for index, hit in enumerate(are_hits) if not hit), num_objects)
-        num_good = verify(slots[:num_hits], piece.keys[:num_hits])
+        num_good = verify(objects[:num_hits], piece.keys[:num_hits])
         if num_good == num_objects:
             return num_good, ""
-        if told[num_good] is GetStatus.MISSING:
+        if padded[num_good] is GetStatus.MISSING:
             return num_good, "missing"
         key = piece.keys[num_good]
         _logger.error("KV object %s is corrupt", key.hex())
@@ -196,7 +192,7 @@ class PieceIo:
         return num_good, "corrupt"
 
     def _discard(self, key: bytes) -> None:
-        """Has the backend remove a corrupt object."""
+        """Removes a corrupt object from the backend if that is possible."""
         if self.metrics is not None:
             self.metrics.verify_failed()
         try:
@@ -207,11 +203,18 @@ class PieceIo:
             _logger.exception("KV object %s stays", key.hex())
 
 
-def _clear(slots: Sequence[KvObject]) -> None:
-    """Zeroes slots of a pool that nothing good came to.
+def _count_call(
+    metrics: TransferMetrics, direction: Direction, began_at: float, moved: Sequence[KvObject]
+) -> None:
+    num_bytes = len(moved) * moved[0].nbytes if moved else 0
+    metrics.called(direction, time.perf_counter() - began_at, len(moved), num_bytes)
 
-    Kernels may touch positions behind a sequence's end, and multiply what lies there by 0. That
-    makes nothing of any number, but these bytes may be none.
+
+def _clear(objects: Sequence[KvObject]) -> None:
+    """Zeroes the payloads of objects in a pool.
+
+    Kernels may read positions behind a sequence's end and multiply them by 0, which gives 0 for
+    every number, but not for the NaNs that arbitrary bytes may be.
     """
-    for slot in slots:
-        slot.payload[:] = bytes(slot.payload.nbytes)
+    for cleared in objects:
+        cleared.payload[:] = bytes(cleared.payload.nbytes)

@@ -56,11 +56,11 @@ def test_every_part_runs(tmp_path, capsys, shm_url):
 def test_every_connector_of_a_machine_is_measured(tmp_path):
     status, report = run(tmp_path)
     assert report["not_measured"] == []
-    names = ["memory", "shm", "file", "redis", "grpc", "nixl", "nixl push", "multi(nixl,redis)"]
+    names = ["memory", "shm", "file", "redis", "grpc", "nixl", "multi(nixl,redis)"]
     check_moves(report["moves"], names)
     check_prompts(report["prompts"], names[1:])
     for row in report["moves"]:
-        has_raw = row["backend"] in ("redis", "nixl", "nixl push")
+        has_raw = row["backend"] in ("redis", "nixl")
         assert ("load_to_raw_load" in row) == has_raw
     assert status == 0
 

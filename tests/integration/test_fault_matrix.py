@@ -20,7 +20,7 @@ from tests.support.kv_urls import fresh_shm_name, kv_urls, with_faults
 from tests.support.real_engines import GREEDY, SplitRun, build_core, run_all, tokens_of
 from tests.support.redis_server import RedisServer
 
-BACKENDS = ("memory", "shm", "file", "redis", "grpc", "nixl pull", "nixl push", "multi")
+BACKENDS = ("memory", "shm", "file", "redis", "grpc", "nixl", "multi")
 # Every backend and every fault meets both.
 POLICIES = ("recompute", "fail")
 CELLS = [

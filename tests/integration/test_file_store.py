@@ -17,7 +17,8 @@ from kvstore.conformance.objects import as_object, blank, filled, random_keys, r
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores import files as file_io
-from kvstore.stores.file import folder_space, object_folder
+from kvstore.stores.file import folder_space
+from kvstore.stores.file import store as file_store
 from tests.support.store_folder import object_path, used_bytes
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -96,7 +97,7 @@ def test_an_object_that_is_cut_while_it_is_read_has_the_wrong_size(folder, monke
             os.truncate(object_path(folder, key), num_bytes)
             return file_io.read_all(fd, parts)
 
-        monkeypatch.setattr(object_folder, "read_all", cut_then_read)
+        monkeypatch.setattr(file_store, "read_all", cut_then_read)
         assert store.get_into([key], [blank(100)]) == [GetStatus.WRONG_SIZE]
 
 
@@ -109,7 +110,7 @@ def test_an_object_that_goes_while_it_is_read_is_missing(folder, monkeypatch):
             store.delete([key])
             return file_io.read_all(fd, parts)
 
-        monkeypatch.setattr(object_folder, "read_all", delete_then_read)
+        monkeypatch.setattr(file_store, "read_all", delete_then_read)
         assert store.get_into([key], [blank(100)]) == [GetStatus.MISSING], "it has no lease"
 
 
@@ -180,7 +181,7 @@ def _write_and_never_finish(folder, has_begun):
         has_begun.set()
         time.sleep(60)
 
-    object_folder.write_all = write_half
+    file_store.write_all = write_half
     with opened(folder) as store:
         store.put([b"k" * 32], [filled(1, 1000)])
 
@@ -211,7 +212,7 @@ def test_a_full_disk_is_unavailable_and_leaves_nothing(folder, monkeypatch):
 
     with opened(folder) as store:
         with monkeypatch.context() as patched:
-            patched.setattr(object_folder, "write_all", write_until_full)
+            patched.setattr(file_store, "write_all", write_until_full)
             with pytest.raises(StoreUnavailableError, match="No space left"):
                 store.put(keys[:1], [filled(1, 100)])
         assert used_bytes(folder) == store.stats().num_bytes == 0

@@ -347,8 +347,6 @@ def test_a_save_of_which_a_part_cannot_be_put_is_not_committed(
 class FailingPuts:
     """A backend whose puts fail when `fail` is released; counts those that have begun."""
 
-    takes_frames = True
-
     def __init__(self) -> None:
         self.begun, self.fail = threading.Semaphore(0), threading.Semaphore(0)
 

@@ -20,7 +20,7 @@ def _await_ahead(store):
     """Until what was to be made ready is, or was refused."""
     ahead = store._ahead
     with ahead._changed:
-        assert ahead._changed.wait_for(lambda: not (ahead._is_asked or ahead._is_busy), 30)
+        assert ahead._changed.wait_for(lambda: not (ahead._is_requested or ahead._is_busy), 30)
 
 
 def _await_closed(store):
@@ -110,7 +110,7 @@ def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
     keys = random_keys(6)
     with opened() as (store, contents, _):
         arena = store._objects
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         store.put(keys[:2], [filled(1, 1 << 20), filled(1, 4 << 20)])
         store.delete(keys[:2])
         spare = contents.extents(State.FREE)
@@ -249,7 +249,7 @@ def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
 def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full):
     deadlines = []
     with opened() as (store, _, _):
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         put(store, random_keys(1)[0], 1, 1 << 20)
         locked = file_lock.FileLock.locked
 
@@ -301,7 +301,7 @@ def test_after_a_failure_memory_is_not_asked_for_with_each_put(
         assert [record.exc_info[1] for record in logged] == [error] * num_logged
 
 
-def test_memory_is_asked_for_again_when_no_thread_was_to_be_had(monkeypatch):
+def test_memory_is_requested_for_again_when_no_thread_was_to_be_had(monkeypatch):
     *others, last = random_keys(9)
     asked = []
     with opened() as (store, contents, _):
@@ -330,7 +330,7 @@ def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
     with opened() as (store, contents, _):
         put(store, first, 1, 1 << 20)
         _await_ahead(store)
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         [spare] = contents.extents(State.FREE)
         assert spare.resident_bytes == 1 << 20
         allocate = os.posix_fallocate
@@ -351,7 +351,7 @@ def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
 def test_a_put_that_finds_memory_full_looks_behind_what_may_still_be_read(monkeypatch):
     read_just_now, old, new = random_keys(3)
     with opened() as (store, contents, _):
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         put(store, read_just_now, 1, 1 << 20)
         put(store, old, 1, 4 << 20)
         kept, given_back = contents.objects()[read_just_now], contents.objects()[old]
@@ -375,7 +375,7 @@ def test_a_put_that_finds_memory_full_looks_behind_what_may_still_be_read(monkey
 def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_anew(monkeypatch):
     first, second, third = random_keys(3)
     with opened() as (store, contents, _):
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         put(store, first, 1, 4 << 20)
         [spare] = contents.extents()
         store.delete([first])
@@ -405,7 +405,7 @@ def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_a
 def test_what_a_dead_process_was_making_ready_is_no_ones_for_long(monkeypatch, is_full):
     keys = random_keys(40)
     with opened(max_bytes=32 << 20) as (store, contents, url):
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         dying = open_store(url)
         arena = dying._objects
         with arena._locked():

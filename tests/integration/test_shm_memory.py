@@ -198,14 +198,44 @@ print("survived")
 """
 
 
-def test_full_memory_kills_nobody(tmp_path):
-    """In a file system of 8 MB: whoever touches a mapped page that cannot be had is killed."""
+_LIVE_IN_A_CONTAINER = """
+import sys
+from pathlib import Path
+from kvstore.conformance.objects import filled, random_keys, read
+from kvstore.registry import open_store
+from kvstore.stores.shm import store as shm_store
+
+shm_store._SHARED_MEMORY = Path(sys.argv[1])
+store = open_store("shm://small?lease_s=0")
+keys = random_keys(100)
+for number, key in enumerate(keys):
+    store.put([key], [filled(number, 1 << 20)])
+alive = [key for key in keys if store.contains_prefix([key])]
+assert alive == keys[-len(alive):], "a younger one went before an older one"
+assert 24 <= len(alive) <= 32, len(alive)
+assert read(store, keys[-1], 1 << 20) == filled(99, 1 << 20).to_bytes()
+print("survived")
+"""
+
+
+def run_in_memory_of(size, tmp_path, program):
+    """Runs a program that gets a folder of that size; skips where none can be mounted."""
     enter = ["unshare", "--map-root-user", "--mount"]
     if not shutil.which("unshare") or subprocess.run([*enter, "true"], check=False).returncode:
         pytest.skip("no namespace of mounts can be made")
-    mount = 'mount -t tmpfs -o size=8m tmpfs "$1" && exec "$0" -c "$2" "$1"'
-    command = [*enter, "sh", "-c", mount, sys.executable, tmp_path, _FILL_AND_GO_ON]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    mount = f'mount -t tmpfs -o size={size} tmpfs "$1" && exec "$0" -c "$2" "$1"'
+    command = [*enter, "sh", "-c", mount, sys.executable, tmp_path, program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_full_memory_kills_nobody(tmp_path):
+    """In a file system of 8 MB: whoever touches a mapped page that cannot be had is killed."""
+    done = run_in_memory_of("8m", tmp_path, _FILL_AND_GO_ON)
+    assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
+
+
+def test_a_container_with_dockers_default_has_a_store_of_half_of_it(tmp_path):
+    done = run_in_memory_of("64m", tmp_path, _LIVE_IN_A_CONTAINER)
     assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
 
 

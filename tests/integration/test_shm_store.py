@@ -253,3 +253,17 @@ def test_a_machine_without_shared_memory_is_told_what_to_use(tmp_path, monkeypat
 def test_memory_cannot_be_synced():
     with pytest.raises(ConfigurationError, match="fsync has no meaning in memory"):
         open_store("shm://never-made?fsync=commit")
+
+
+def test_little_free_memory_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(shm_store, "_SHARED_MEMORY", tmp_path)
+    mib = 1 << 20
+    usage = shutil._ntuple_diskusage(64 * mib, 50 * mib, 14 * mib)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigurationError) as raised:
+        open_store("shm://little")
+    for told in (str(tmp_path), "14.0 MiB", "16 MiB", "--shm-size", "max_bytes=", "file:///path"):
+        assert told in raised.value.message
+    assert not list(tmp_path.iterdir())
+    open_store("shm://little?max_bytes=1MiB").close()
+    open_store("shm://little").close()  # the folder is there

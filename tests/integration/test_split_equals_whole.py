@@ -32,7 +32,6 @@ def connector_url(
         "redis": redis_server.url,
         "grpc": "grpc://?timeout_s=20",
         "nixl": "nixl://?timeout_s=20",
-        "nixl by pushes": "nixl://?timeout_s=20&mode=push",
     }
     yield urls[request.param]
     if request.param == "shm":
@@ -59,7 +58,7 @@ def test_split_equals_transformers(variant: str, connector_url: str, block_size:
     check_split(variant, connector_url, block_size)
 
 
-@pytest.mark.parametrize("connector_url", [*CONNECTORS, "nixl by pushes"], indirect=True)
+@pytest.mark.parametrize("connector_url", CONNECTORS, indirect=True)
 @pytest.mark.parametrize(
     ("variant", "overlapped"),
     [
@@ -77,7 +76,7 @@ def test_split_by_layers_equals_transformers(
     assert any(steps_saved) == (moves_in_place and not overlapped)
 
 
-@pytest.mark.parametrize("connector_url", ["memory", "nixl by pushes"], indirect=True)
+@pytest.mark.parametrize("connector_url", ["memory", "nixl"], indirect=True)
 @pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(FAMILIES)))
 def test_split_equals_transformers_for_variants(variant: str, connector_url: str) -> None:
     check_split(variant, connector_url, 8)

@@ -23,7 +23,6 @@ class TellingBackend:
 
     def __init__(self, inner: Backend, tell: Tell) -> None:
         self._inner, self._tell = inner, tell
-        self.takes_frames = True
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         return self._inner.num_held(keys)

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.cache import quantize_kv, write_kv
-from kvstore.block_views import view_blocks
 from kvstore.layout import FP8, KvLayout
 from kvstore.mover import staging
 from kvstore.mover.copies import ConvertingCopier, HostCopier, make_copier
-from kvstore.mover.pool_objects import ConvertedObjects
+from kvstore.mover.pool_objects import ConvertedObjects, view_blocks
 from kvstore.mover.staging import Segment
 from kvstore.transfer_form import BlockSlicing, HeadShare, RangeError, TransferForm, object_runs
 

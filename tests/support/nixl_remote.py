@@ -1,19 +1,22 @@
-"""A process with a `NixlTransport` and some bytes, that others read and write."""
+"""A process with a `NixlTransport` and some bytes, which others read."""
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import signal
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvstore.peer.nixl.transport import NixlTransport
-from kvstore.peer.transport import RangeTable, make_ranges
+from kvstore.peer.transport import RangeTable, UnreadablePeerError, make_ranges
+from tests.support.confinement import forbid_process_vm_calls
 
-__all__ = ["NixlRemote", "Pool", "ranges"]
+__all__ = ["NixlRemote", "Pool", "needs_process_vm_readv", "ranges"]
 
 _LIMIT_S = 60.0
 
@@ -41,7 +44,8 @@ class NixlRemote:
     Args:
         num_bytes: of its memory.
         seed: of what lies there.
-        transports: UCX's, for it alone; None for all.
+        transports: its UCX_TLS; None to leave that unset.
+        is_confined: whether the kernel refuses it to read others' memory.
 
     Attributes:
         metadata: of its transport.
@@ -49,12 +53,19 @@ class NixlRemote:
         bytes: what they are at first.
     """
 
-    def __init__(self, num_bytes: int, seed: int = 1, transports: str | None = None) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        seed: int = 1,
+        transports: str | None = None,
+        *,
+        is_confined: bool = False,
+    ) -> None:
         # Forked from a process in which nothing has begun; it has another environment than ours.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["kvstore.peer.nixl.transport"])
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, num_bytes, seed, transports)
+        arguments = (theirs, num_bytes, seed, transports, is_confined)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -76,6 +87,11 @@ class NixlRemote:
         """Has it read all bytes of another one again and again; returns once it has begun."""
         self._pipe.send(("read", other.metadata, other.address, other.bytes.nbytes))
         self._answer()
+
+    def try_to_add(self, other: "NixlRemote") -> str:
+        """Has it add another one as a peer; returns why that failed."""
+        self._pipe.send(("add", other.metadata))
+        return self._answer()
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
@@ -101,9 +117,13 @@ class NixlRemote:
         return self._pipe.recv()
 
 
-def _serve(pipe: Connection, num_bytes: int, seed: int, transports: str | None) -> None:
+def _serve(
+    pipe: Connection, num_bytes: int, seed: int, transports: str | None, is_confined: bool
+) -> None:
     if transports is not None:
         os.environ["UCX_TLS"] = transports
+    if is_confined:
+        forbid_process_vm_calls()
     transport = NixlTransport()
     pool = Pool(num_bytes, seed)
     pool.register(transport)
@@ -111,16 +131,42 @@ def _serve(pipe: Connection, num_bytes: int, seed: int, transports: str | None) 
     while (command := pipe.recv())[0] != "close":
         if command[0] == "bytes":
             pipe.send(ctypes.string_at(pool.address, num_bytes))
+        elif command[0] == "add":
+            pipe.send(_try_to_add(transport, command[1]))
         else:
             _read_for_ever(transport, pool, pipe, *command[1:])
     transport.close()
 
 
+def _try_to_add(transport: NixlTransport, metadata: bytes) -> str:
+    try:
+        transport.add_peer("other", metadata, _LIMIT_S)
+    except UnreadablePeerError as error:
+        return str(error)
+    return ""
+
+
 def _read_for_ever(transport, pool, pipe, metadata, address, num_bytes) -> None:
-    transport.add_peer("other", metadata)
+    transport.add_peer("other", metadata, _LIMIT_S)
     source = make_ranges([address], num_bytes)
     target = make_ranges([pool.address], num_bytes)
     transport.read("other", source, target, _LIMIT_S)
     pipe.send("begun")
     while True:
         transport.read("other", source, target, _LIMIT_S)
+
+
+def needs_process_vm_readv() -> None:
+    """Skips the test on a machine where nixl cannot read another process's memory."""
+    if reason := _why_not():
+        pytest.skip(f"needs to read another process's memory (process_vm_readv): {reason}")
+
+
+@functools.cache
+def _why_not() -> str:
+    with closing(NixlRemote(4096)) as remote, closing(NixlTransport()) as transport:
+        try:
+            transport.add_peer("remote", remote.metadata, _LIMIT_S)
+        except UnreadablePeerError as error:
+            return str(error)
+    return ""

@@ -14,7 +14,7 @@ from tests.support.tcp_proxy import TcpProxy, running_proxy
 
 __all__ = ["HELD_S", "LEASE_S", "ROUTES", "Route", "open_route"]
 
-ROUTES = ("redis", "shm", "grpc", "nixl pull", "nixl push")
+ROUTES = ("redis", "shm", "grpc", "nixl")
 LEASE_S = 5
 HELD_S = 30.0
 """A `timeout_s` so long that what is held up stays so until the test lets it go."""
@@ -150,8 +150,6 @@ async def open_route(
             yield route
             route.release()
     else:
-        scheme, _, mode = name.partition(" ")
-        options += f"&mode={mode}" if mode else ""
         port = free_port()
         async with running_proxy(("127.0.0.1", port), _OTHER_HOST, port) as path:
-            yield _PeerRoute(scheme, options, port, path)
+            yield _PeerRoute(name, options, port, path)

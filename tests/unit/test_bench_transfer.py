@@ -173,7 +173,7 @@ def test_aims_are_of_the_most_blocks_and_of_what_moves():
         move_row("nixl", lends=True, save_to_memcpy=0.1),
         move_row("redis", save_to_raw_save=0.8, load_to_raw_load=0.79),
         move_row("grpc", lends=True),
-        {"shape": "s", "backend": "nixl push", "num_blocks": 256, "refused": "why"},
+        {"shape": "s", "backend": "nixl", "num_blocks": 256, "refused": "why"},
     ]
     judged = {aim["what"]: aim["is_met"] for aim in aims.judge_moves(rows)}
     assert judged == {
@@ -229,8 +229,7 @@ def test_what_is_refused_has_no_figure_but_a_reason():
         ("shm://x", "shm", "", True, False),
         ("redis://user:secret@host", "redis", "redis", True, False),
         ("grpc://", "grpc", "", True, True),
-        ("nixl://", "nixl", "read", True, True),
-        ("nixl://?mode=push", "nixl push", "write", True, True),
+        ("nixl://", "nixl", "nixl", True, True),
         ("multi://nixl://,redis://host", "multi(nixl,redis)", "", True, False),
     ],
 )

@@ -274,7 +274,7 @@ def test_an_answering_redis(redis_server):
     assert finding.level is Level.OK
 
 
-@pytest.mark.parametrize("url", ["grpc://", "nixl://", "nixl://?mode=push", "faulty+grpc://"])
+@pytest.mark.parametrize("url", ["grpc://", "nixl://", "faulty+grpc://"])
 def test_a_peer_connector_hands_blocks_over_to_this_process(url):
     (finding,) = connectors.check_connector(url)
     assert finding.level is Level.OK, finding.text

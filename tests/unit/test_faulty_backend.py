@@ -17,8 +17,6 @@ SLOT_BYTES = HEADER_BYTES + 200
 class DictBackend:
     """Objects by key; remembers each call of `put`."""
 
-    takes_frames = True
-
     def __init__(self):
         self.objects = {}
         self.puts = []
@@ -94,12 +92,6 @@ def test_without_faults_everything_passes():
     assert inner.puts == [list(KEYS)]
     backend.discard(KEYS[0])
     assert KEYS[0] not in inner.objects
-
-
-def test_whether_slots_may_be_in_two_parts_is_passed_on():
-    inner = DictBackend()
-    for inner.takes_frames in (True, False):
-        assert faulty(inner).takes_frames == inner.takes_frames
 
 
 @pytest.mark.parametrize(

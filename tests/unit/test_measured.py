@@ -140,8 +140,6 @@ def test_the_rest_is_passed_on():
     assert not rig.inner.pending
 
 
-
-
 def test_a_load_in_doubt_is_counted_when_that_is_told():
     rig = Rig()
     rig.worker.start(ConnectorWork(loads=(LOAD,)))

@@ -15,8 +15,6 @@ OBJECT_BYTES = HEADER_BYTES + BLOCK_BYTES
 
 
 class FakeBackend:
-    takes_frames = True
-
     def __init__(self) -> None:
         self.fails = False
         self.is_corrupt = False

@@ -5,9 +5,9 @@ from itertools import permutations
 import pytest
 import torch
 
-from kvstore.block_views import view_blocks
 from kvstore.codec import seal, verify
 from kvstore.layout import KvLayout
+from kvstore.mover.pool_objects import view_blocks
 from kvstore.mover.staging import StagingBuffers, slots_per_segment
 from kvstore.store import KvObject
 

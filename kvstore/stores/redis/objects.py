@@ -1,13 +1,13 @@
-"""How objects lie in Redis, as the commands that put and read them.
+"""How objects are stored in Redis: the commands that put and read them.
 
-An object of up to 4 MiB is one value. A larger one is a hash: equal parts of
-at most 4 MiB, and a head with the object's size and random bytes. Being one
-key, it is touched, expires, is evicted and deleted as a whole. Its parts are
-put under a key that nobody reads, and a script then gives it its name unless
-that is taken: so it appears whole, and the first writer wins.
+An object of up to 4 MiB is one value. A larger one is a hash: equal parts of at
+most 4 MiB, and a head with the object's size and random bytes. As it is one
+key, Redis touches, expires, evicts and deletes it as a whole. Its parts are put
+under a temporary key, and a script renames that to the object's name unless the
+name exists: so the object appears whole, and the first writer wins.
 
-A hash is read part by part between two looks at its head. The random bytes
-tell whether it was deleted and put again meanwhile.
+A hash is read part by part, after one read of its head and before another. If
+the random bytes differ, the object was deleted and put again meanwhile.
 """
 
 import os
@@ -40,22 +40,22 @@ return 1
 
 
 def object_name(key: bytes) -> bytes:
-    """The server's key of an object. The braces keep what belongs together on one server."""
+    """Returns the server's key of an object. The braces keep its keys on one server."""
     return b"baton:kv:{" + key.hex().encode() + b"}"
 
 
 def set_command(name: bytes, value: KvObject, ttl_ms: int) -> Command | None:
-    """Stores a small object, unless there is one; None for one that needs parts."""
+    """Returns the command that puts a small object unless it exists; None if it needs parts."""
     if value.nbytes > _MAX_VALUE_BYTES:
         return None
     return Command(name, ("SET", name, value, "NX", "PX", ttl_ms))
 
 
 class StagedObject:
-    """A large object on its way to a server.
+    """A large object that is being put.
 
     Args:
-        name: the object's, from `object_name`.
+        name: from `object_name`.
         value: its bytes.
     """
 
@@ -67,9 +67,10 @@ class StagedObject:
         self._head = value.nbytes.to_bytes(_SIZE_BYTES, "little") + random_bytes
 
     def put_commands(self, expire_ms: int) -> Iterator[Command]:
-        """Puts the parts where nobody reads them; what is left there goes in that time.
+        """Yields the commands that put the parts under the temporary key.
 
-        Each part renews it, as an eviction meanwhile leaves a new hash without any.
+        Each part sets the key's expiry, because after an eviction the next part makes a new hash
+        without one.
         """
         fields: dict[bytes | int, bytes | KvObject] = {_HEAD: self._head}
         fields.update(enumerate(self._parts))
@@ -78,7 +79,7 @@ class StagedObject:
             yield Command(self._name, ("PEXPIRE", self._staged_name, expire_ms))
 
     def commit_command(self, ttl_ms: int) -> Command:
-        """Once all parts are there: 1, or 0 if some were evicted meanwhile."""
+        """Returns the command that commits the parts; its reply is 0 if some were evicted."""
         num_fields = 1 + len(self._parts)
         arguments = ("EVAL", _COMMIT, 2, self._staged_name, self._name, num_fields, ttl_ms)
         return Command(self._name, arguments)
@@ -96,14 +97,15 @@ def read_commands(name: bytes, there: KvObject, ttl_ms: int) -> list[Command]:
 
 
 def get_status(there: KvObject, replies: Sequence[Reply]) -> GetStatus:
-    """What became of a read, from the replies to its commands.
+    """Returns the status of a read from the replies to its commands.
 
     Raises:
-        redis.RedisError: an error that is no property of the object.
+        redis.RedisError: an error that is not about the object.
     """
     for reply in replies:
         if isinstance(reply, RedisError):
-            if str(reply).startswith("WRONGTYPE"):  # small where a large one was asked for
+            # The object is small, and a large one was expected.
+            if str(reply).startswith("WRONGTYPE"):
                 return GetStatus.WRONG_SIZE
             raise reply
     if there.nbytes <= _MAX_VALUE_BYTES:
@@ -122,7 +124,7 @@ def _status(has_size: bool | None) -> GetStatus:
 
 
 def _parts(whole: KvObject) -> list[KvObject]:
-    """Cuts an object into as few parts as possible, of equal size but for the last."""
+    """Cuts an object into as few parts as possible, of equal size except the last."""
     num_parts = -(-whole.nbytes // _MAX_VALUE_BYTES)
     part_bytes = -(-whole.nbytes // num_parts)
     starts = range(0, whole.nbytes, part_bytes)

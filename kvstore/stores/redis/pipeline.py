@@ -1,7 +1,7 @@
-"""Pipelines of Redis commands: bounded bytes under way, replies into their buffers.
+"""Pipelines of Redis commands, with a bounded number of bytes under way.
 
-Nothing is repeated but what a cluster sends elsewhere. Where one server fails,
-the connections to all that the pipeline went to are closed: their replies were
+Commands are repeated only if a cluster redirects them. If one server fails, the
+connections to all servers of the pipeline are closed, because their replies were
 not read to the end.
 """
 
@@ -31,7 +31,7 @@ class Command:
     """One command.
 
     Attributes:
-        name: the key that decides which server gets it.
+        name: the key that selects the server.
         arguments: the command's own name first. Objects are sent from where they lie.
         into: where a bulk reply goes; see `ReplyReader.read_reply`.
         num_bytes: of objects, in either direction.
@@ -51,10 +51,10 @@ class Command:
 
 
 def run_commands(servers: RedisServers, commands: Iterable[Command]) -> list[Reply]:
-    """The replies to commands, in their order; errors that a command met are values.
+    """Runs commands; returns their replies in order. An error of a command is a reply.
 
     Raises:
-        redis.RedisError, OSError: a server did not answer, or is none to ask.
+        redis.RedisError, OSError: a server did not answer, or cannot serve.
     """
     replies: list[Reply] = []
     for batch in _batches(commands):
@@ -99,7 +99,7 @@ def _run_batch(servers: RedisServers, batch: Sequence[Command]) -> list[Reply]:
 
 
 def _exchange(commands: Sequence[Command], pools: Sequence[ConnectionPool]) -> list[Reply]:
-    """Sends each server its commands, and only then reads: the servers work side by side."""
+    """Sends all servers their commands and then reads, so that the servers work in parallel."""
     shares: dict[ConnectionPool, list[int]] = {}
     for index, pool in enumerate(pools):
         shares.setdefault(pool, []).append(index)

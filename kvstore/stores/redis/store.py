@@ -79,7 +79,7 @@ class RedisStore(KvStore):
         `cert_file`, `key_file`; for sentinels `sentinel_user`, `sentinel_password`.
 
         Raises:
-            ConfigurationError: no host; a bad port, path or option.
+            ConfigurationError: the host is missing, or a port, the path or an option is wrong.
         """
         return cls(RedisUrl.parse(url))
 

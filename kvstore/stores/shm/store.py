@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,10 @@ from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
 from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
 
-__all__ = ["ShmStore"]
+__all__ = ["LEAST_FREE_BYTES", "ShmStore"]
+
+LEAST_FREE_BYTES = 16 << 20
+"""What /dev/shm must have left for a new store whose URL names no `max_bytes`: it takes half."""
 
 _REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
 _DEFAULT_MAX_BYTES = 4 << 30
@@ -24,7 +28,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder i
 
 
 class ShmStore(SharedStore):
-    """`shm://NAME`: objects in the machine's shared memory, `/dev/shm/baton-NAME`."""
+    """A store in the machine's shared memory, `/dev/shm/baton-NAME`; made by `from_url`."""
 
     capabilities = StoreCapabilities(
         shared_between_processes=True,
@@ -40,20 +44,16 @@ class ShmStore(SharedStore):
         super().__init__(arena, limits)
         self._ahead = MemoryAhead(arena)
 
-    def close(self) -> None:
-        """See `KvStore.close`. Waits for what is being made ready, and for the lock, some times
-        `timeout_s` at most.
-        """
-        self._ahead.close()
-        super().close()
-
     @classmethod
+    @override
     def from_url(cls, url: str) -> Self:
-        """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; without a name it is "default".
+        """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; NAME defaults to "default".
+
+        Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB.
 
         Raises:
-            ConfigurationError: a bad name or option; a machine without `/dev/shm`; a folder
-                that other users can read or write, or that another version made.
+            ConfigurationError: the name or an option is wrong; the machine has no /dev/shm, or it
+                is too full; other users can access the store's folder, or another version made it.
         """
         parts = StoreUrl.parse(url, LIMIT_OPTIONS, _REFUSED)
         name = parts.authority or "default"
@@ -68,17 +68,36 @@ class ShmStore(SharedStore):
         if not _is_private_or_absent(folder):
             raise parts.error(f"{folder} is not a private folder of this user; choose another name")
         limits = parts.limits(_DEFAULT_MAX_BYTES)
+        if limits.max_bytes is None and not folder.exists():
+            _check_free_memory(parts)
         with usable_folder(parts, folder):
             return cls(Arena(folder, limits), limits)
 
     @override
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
         super().put(keys, objects)
-        self._ahead.ask()
+        self._ahead.request()
+
+    @override
+    def close(self) -> None:
+        """Waits for memory that is being allocated and for the lock: a few times `timeout_s`."""
+        self._ahead.close()
+        super().close()
+
+
+def _check_free_memory(url: StoreUrl) -> None:
+    free_bytes = shutil.disk_usage(_SHARED_MEMORY).free
+    if free_bytes < LEAST_FREE_BYTES:
+        raise url.error(
+            f"{_SHARED_MEMORY} has {free_bytes / 2**20:.1f} MiB left, and a store without "
+            f"max_bytes needs {LEAST_FREE_BYTES / 2**20:.0f} MiB. Start the container with a "
+            "larger --shm-size (Docker's default is 64m), add max_bytes=SIZE to the URL, or use "
+            "another connector, such as file:///path or grpc://"
+        )
 
 
 def _is_private_or_absent(folder: Path) -> bool:
-    """Whether nobody but this user can have put anything there."""
+    """Whether only this user can have put anything into a folder."""
     status = status_of(str(folder))
     return status is None or (
         stat.S_ISDIR(status.st_mode)
