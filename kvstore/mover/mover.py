@@ -22,20 +22,15 @@ then stays open, and with it the job, the pool's blocks and the segment, until n
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.metrics import TransferMetrics
 from kvstore.mover.backend import Backend
-from kvstore.mover.io_threads import IoThreads
-from kvstore.mover.piece_io import PieceIo, run_part
+from kvstore.mover.piece_io import PieceIo
 from kvstore.mover.pieces import (
     CANCELLED,
-    AheadPieces,
-    DoubtfulPieces,
     JobHeld,
     JobState,
     Piece,
@@ -43,27 +38,23 @@ from kvstore.mover.pieces import (
     PieceRead,
     take_results,
 )
+from kvstore.mover.waiting_pieces import AheadPieces, DoubtfulPieces
 from kvstore.store import DEFAULT_TIMEOUT_S
 from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
 
 if TYPE_CHECKING:
-    from kvstore.mover.copies import BlockCopier, Copy
+    from kvstore.mover.copies import BlockCopier
     from kvstore.mover.staging import StagingBuffers
 
 __all__ = ["BlockMover"]
 
 _NUM_IO_THREADS = 2
-# One I/O thread of a job fetches while another verifies. More would let a silent peer block the
-# loads that other peers serve.
-_CALLS_OF_JOB = 2
 # In place: enough pieces for the threads to end together, and large ones to keep calls few.
 _PIECES_OF_JOB = 4
 _LEAST_PIECE_BYTES = 4 << 20
 _MOST_PIECE_BYTES = 12 << 20
 
 _logger = logging.getLogger("baton.kvstore")
-
-_Report = PieceRead | PieceEnd | JobHeld
 
 
 def _make_default_copier(pool: Any, slicing: BlockSlicing) -> "BlockCopier":
@@ -92,14 +83,9 @@ class BlockMover:
         num_threads: int = _NUM_IO_THREADS,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._pieces = PieceIo(backend)
+        self._io = PieceIo(backend, wake, num_threads, timeout_s)
         self._wake = wake
         self._make_copier = make_copier or _make_default_copier
-        self._io = IoThreads(num_threads, "baton-kv-io", timeout_s, wake, _CALLS_OF_JOB)
-        # Waits for copies that no call of the backend follows. They end in their order of start,
-        # so one thread suffices.
-        self._landings = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
-        self._reports: deque[_Report] = deque()
         self._jobs: dict[int, JobState] = {}
         self._waiting: deque[JobState] = deque()  # jobs with objects that are in no piece yet
         self._ahead = AheadPieces()
@@ -110,11 +96,11 @@ class BlockMover:
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
         """Replaces the backend by a wrapper of it. Called before the first job."""
-        self._pieces.backend = wrap(self._pieces.backend)
+        self._io.backend = wrap(self._io.backend)
 
     def measure(self, metrics: TransferMetrics) -> None:
         """Counts the backend's calls. Called before the first job."""
-        self._pieces.metrics = metrics
+        self._io.metrics = metrics
 
     def register_pool(
         self,
@@ -130,7 +116,7 @@ class BlockMover:
         self._staging = StagingBuffers(self._slicing.object_layout, device=pool.device)
         self._pool = pool
         self._copier = self._make_copier(pool, self._slicing)
-        self._pieces.rows = self._copier.rows
+        self._io.rows = self._copier.rows
 
     @property
     def copier(self) -> "BlockCopier":
@@ -192,7 +178,7 @@ class BlockMover:
                 self._start_pieces()
             return
         for piece in pieces:
-            self._report(PieceEnd(piece, 0, "failed"))
+            self._io.report(PieceEnd(piece, 0, "failed"))
         for job in jobs:
             job.error = "failed"
             self._wake()
@@ -201,8 +187,8 @@ class BlockMover:
         """Continues jobs under way; returns the results of those that ended since the last call."""
         for end in self._doubtful.take_ends():
             self._finish_piece(end)
-        while self._reports:
-            match self._reports.popleft():
+        while self._io.reports:
+            match self._io.reports.popleft():
                 case PieceRead() as read:
                     self._land(read)
                 case PieceEnd() as end:
@@ -226,7 +212,6 @@ class BlockMover:
             Whether all calls of the backend have ended; it does not wait for one that hangs.
         """
         has_ended = self._io.close()
-        self._landings.shutdown(wait=True, cancel_futures=True)
         if self._copier is not None:
             self._copier.close()
         return has_ended
@@ -238,9 +223,7 @@ class BlockMover:
         wanted = job.job
         self._jobs[wanted.job_id] = job
         if isinstance(wanted, SaveJob) and wanted.num_found and not self._io.is_hanging:
-            not_asked = partial(self._report, JobHeld(job, 0))
-            keys = wanted.keys[: wanted.num_found]
-            self._io.submit(self._ask_held, job, keys, instead=not_asked)
+            self._io.submit_num_held(job, wanted.keys[: wanted.num_found])
         elif isinstance(wanted, SaveJob) and wanted.step:
             self._start_ahead(wanted.step, job)
         else:
@@ -251,8 +234,7 @@ class BlockMover:
         for job in self._jobs.values():
             if not job.is_started:
                 job.error = "unavailable"
-        if self._io.drop():
-            self._wake()  # for the dropped pieces' reports
+        self._io.drop()
 
     def _start_pieces(self) -> None:
         """Starts pieces of the waiting jobs, oldest first, as far as segments are free."""
@@ -260,7 +242,7 @@ class BlockMover:
             job = self._waiting[0]
             if job.is_started:
                 self._waiting.popleft()
-            elif self._pieces.moves_in_place(job):
+            elif self._io.moves_in_place(job):
                 self._start_in_place(job)
             elif not self._start_staged(job):
                 return
@@ -271,11 +253,11 @@ class BlockMover:
             self._submit_puts(pieces)
             return
         for piece in pieces:
-            self._submit(partial(self._pieces.read_in_place, job.job, piece), piece)
+            self._io.submit_read(piece)
 
     def _start_ahead(self, step: int, job: JobState) -> None:
         """Lets a save wait for its step: layer by layer if it moves in place, else as a whole."""
-        if not self._pieces.moves_in_place(job):
+        if not self._io.moves_in_place(job):
             self._ahead.add_job(step, job)
             return
         num_layers = self._slicing.object_layout.num_layers
@@ -293,8 +275,7 @@ class BlockMover:
     def _submit_puts(self, pieces: Sequence[Piece]) -> None:
         """Starts puts of pieces in place."""
         for piece in pieces:
-            assert isinstance(piece.job.job, SaveJob)
-            self._submit(partial(self._pieces.put, piece.job.job, piece), piece)
+            self._io.submit_put(piece)
         if self._io.is_hanging:
             self._wake()
 
@@ -312,31 +293,20 @@ class BlockMover:
             return True
         piece = job.start_piece(segment)
         if isinstance(job.job, LoadJob):
-            self._submit(partial(self._pieces.read, job.job, piece), piece)
+            self._io.submit_read(piece)
         else:
-            self._start_staged_save(job.job, piece)
+            self._start_staged_save(piece)
         return True
 
-    def _start_staged_save(self, job: SaveJob, piece: Piece) -> None:
+    def _start_staged_save(self, piece: Piece) -> None:
         try:
             copy = self.copier.gather(piece.object_ids, piece.staged_in)
         except Exception:
             _logger.exception("KV blocks cannot be copied out of the pool")
             piece.job.error = "failed"
-            self._report(PieceEnd(piece, 0))
+            self._io.report(PieceEnd(piece, 0))
         else:
-            self._submit(partial(self._pieces.put, job, piece, copy), piece, copy)
-
-    def _submit(
-        self,
-        move: Callable[[], PieceRead | PieceEnd],
-        piece: Piece,
-        copy: "Copy | None" = None,
-    ) -> None:
-        """Submits an I/O thread's part of a piece; its copy may still be under way."""
-        end = PieceEnd(piece, 0, "unavailable")
-        instead = partial(self._finish_after, copy, end)
-        self._io.submit(self._run, move, piece, instead=instead, group=piece.job)
+            self._io.submit_put(piece, copy)
 
     def _land(self, read: PieceRead) -> None:
         """Starts the copy of a load's good objects into the pool, unless it was cancelled.
@@ -353,14 +323,11 @@ class BlockMover:
             _logger.exception("KV blocks cannot be copied into the pool")
             self._finish_piece(PieceEnd(piece, 0, "failed"))
             return
-        self._finish_after(copy, PieceEnd(piece, num_good, read.error))
-
-    def _finish_after(self, copy: "Copy | None", end: PieceEnd) -> None:
-        """Ends a piece after its copy, which uses the blocks and the segment until then."""
+        end = PieceEnd(piece, num_good, read.error)
         if copy is None:
             self._finish_piece(end)
         else:
-            self._landings.submit(self._run, partial(_await_copy, copy, end), end.piece)
+            self._io.report_after(copy, end)
 
     def _finish_piece(self, end: PieceEnd) -> None:
         segment = end.piece.segment
@@ -371,26 +338,5 @@ class BlockMover:
         if segment is not None:
             self._staging.give_back(segment)
         elif end.has_settled is not None:
-            self._pieces.clear(end.piece)
+            self._io.clear(end.piece)
         end.piece.job.end_piece(end)
-
-    # Any thread.
-
-    def _ask_held(self, job: JobState, keys: Sequence[bytes]) -> None:
-        self._report(JobHeld(job, self._pieces.num_held(keys)))
-
-    def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
-        report = run_part(move, piece)
-        self._reports.append(report)
-        if piece.job.is_awaited(report):
-            self._wake()
-
-    def _report(self, report: _Report) -> None:
-        """Leaves a report for `poll`."""
-        self._reports.append(report)
-        self._wake()
-
-
-def _await_copy(copy: "Copy", end: PieceEnd) -> PieceEnd:
-    copy.wait()
-    return end

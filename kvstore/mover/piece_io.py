@@ -1,4 +1,4 @@
-"""`PieceIo`: what I/O threads do with the pieces of a `BlockMover`'s jobs.
+"""`PieceIo`: the I/O threads of a `BlockMover`, and what they do with the pieces of its jobs.
 
 The threads access only those blocks of the pool whose pieces move in place. That is safe: the
 blocks are held until the job has its result, and the result comes after the job's last call, also
@@ -8,8 +8,11 @@ so nothing writes to them. A load writes to blocks that are in no cache, so noth
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.breaker import log_level_of
@@ -17,49 +20,51 @@ from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.jobs import LoadJob, SaveJob
 from kvstore.metrics import Direction, TransferMetrics
 from kvstore.mover.backend import Backend, InDoubtError
-from kvstore.mover.pieces import JobState, Piece, PieceEnd, PieceRead
+from kvstore.mover.io_threads import IoThreads
+from kvstore.mover.pieces import JobHeld, JobState, Piece, PieceEnd, PieceRead
 from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 from kvstore.transfer_form import RangeError
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import Copy
 
-__all__ = ["PieceIo", "run_part"]
+__all__ = ["PieceIo"]
+
+# One I/O thread of a job fetches while another verifies. More would let a silent peer block the
+# loads that other peers serve.
+_CALLS_OF_JOB = 2
 
 _logger = logging.getLogger("baton.kvstore")
 
 
-def run_part(move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> PieceRead | PieceEnd:
-    """Runs a thread's part of a piece; returns a report, also if the part raises."""
-    report: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
-    began_at = time.monotonic()
-    try:
-        report = move()
-    except StoreUnavailableError as cause:
-        has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
-        report = PieceEnd(piece, 0, "unavailable", has_settled)
-        _logger.log(log_level_of(cause), "KV transfer: %s", cause)
-    except RangeError as cause:
-        _logger.warning("KV transfer: %s", cause)
-    except Exception:
-        _logger.exception("KV transfer failed")
-    piece.job.last_moved_at = time.monotonic()
-    if isinstance(report, PieceEnd):
-        return replace(report, seconds=piece.job.last_moved_at - began_at)
-    return report
-
-
 class PieceIo:
-    """Moves pieces between their segment, or the pool itself, and a backend. Any thread.
+    """Moves pieces between their segment, or the pool itself, and a backend.
+
+    The engine's thread submits pieces; `put`, `read` and `read_in_place` are the threads' parts.
+
+    Args:
+        backend: stores and fetches objects.
+        wake: called from any thread when there are reports that the engine's thread must react to.
+        num_threads: how many calls of the backend run at a time; at most two are for one job.
+        timeout_s: longest time of a call.
 
     Attributes:
-        backend: stores and fetches objects.
+        backend: see above.
         rows: returns where objects lie in the pool; see `BlockCopier.rows`.
         metrics: counts the backend's calls; None if they are not measured.
+        reports: what threads have done, in order.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self, backend: Backend, wake: Callable[[], None], num_threads: int, timeout_s: float
+    ) -> None:
         self.backend = backend
+        self.reports: deque[PieceRead | PieceEnd | JobHeld] = deque()
+        self._wake = wake
+        self._threads = IoThreads(num_threads, "baton-kv-io", timeout_s, wake, _CALLS_OF_JOB)
+        # Waits for copies that no call of the backend follows. They end in their order of start,
+        # so one thread suffices.
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
         self.rows: Callable[[Sequence[int]], list[memoryview] | None] = lambda object_ids: None
         self.metrics: TransferMetrics | None = None
 
@@ -70,6 +75,72 @@ class PieceIo:
         process, but not in the pool, where a sequence may still use them.
         """
         return self.rows(()) is not None and not job.num_tail_tokens
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether calls hang in all I/O threads."""
+        return self._threads.is_hanging
+
+    def submit_num_held(self, job: JobState, keys: Sequence[bytes]) -> None:
+        """Asks the backend how many objects of a save it has; reports a `JobHeld`."""
+        not_asked = partial(self.report, JobHeld(job, 0))
+        self._threads.submit(self._ask_held, job, keys, instead=not_asked)
+
+    def submit_put(self, piece: Piece, copy: "Copy | None" = None) -> None:
+        """Puts a piece of a save, whose copy into its segment may still be under way."""
+        job = piece.job.job
+        assert isinstance(job, SaveJob)
+        self._submit(partial(self.put, job, piece, copy), piece, copy)
+
+    def submit_read(self, piece: Piece) -> None:
+        """Fetches a piece of a load, into its segment if it has one."""
+        job = piece.job.job
+        assert isinstance(job, LoadJob)
+        read = self.read_in_place if piece.segment is None else self.read
+        self._submit(partial(read, job, piece), piece)
+
+    def report_after(self, copy: "Copy", end: PieceEnd) -> None:
+        """Reports the end of a piece after its copy, which uses blocks and segment until then."""
+        self._copies.submit(self._run, partial(_await_copy, copy, end), end.piece)
+
+    def report(self, report: PieceRead | PieceEnd | JobHeld) -> None:
+        """Adds a report that the engine's thread must react to. Any thread."""
+        self.reports.append(report)
+        self._wake()
+
+    def drop(self) -> None:
+        """Drops what no thread has begun: its pieces end as unavailable."""
+        self._threads.drop()
+
+    def close(self) -> bool:
+        """Stops the threads. Idempotent.
+
+        Returns:
+            Whether all calls of the backend have ended; it does not wait for one that hangs.
+        """
+        has_ended = self._threads.close()
+        self._copies.shutdown(wait=True, cancel_futures=True)
+        return has_ended
+
+    def _submit(
+        self, move: Callable[[], PieceRead | PieceEnd], piece: Piece, copy: "Copy | None" = None
+    ) -> None:
+        end = PieceEnd(piece, 0, "unavailable")
+        instead = (
+            partial(self.report, end) if copy is None else partial(self.report_after, copy, end)
+        )
+        self._threads.submit(self._run, move, piece, instead=instead, group=piece.job)
+
+    # The threads' parts.
+
+    def _ask_held(self, job: JobState, keys: Sequence[bytes]) -> None:
+        self.report(JobHeld(job, self.num_held(keys)))
+
+    def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
+        report = _run_part(move, piece)
+        self.reports.append(report)
+        if piece.job.is_awaited(report):
+            self._wake()
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """Returns how many leading objects the backend has; 0 if it does not answer."""
@@ -201,6 +272,31 @@ class PieceIo:
             _logger.log(log_level_of(cause), "KV object %s stays: %s", key.hex(), cause)
         except Exception:
             _logger.exception("KV object %s stays", key.hex())
+
+
+def _run_part(move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> PieceRead | PieceEnd:
+    """Runs a thread's part of a piece; returns a report, also if the part raises."""
+    report: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
+    began_at = time.monotonic()
+    try:
+        report = move()
+    except StoreUnavailableError as cause:
+        has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
+        report = PieceEnd(piece, 0, "unavailable", has_settled)
+        _logger.log(log_level_of(cause), "KV transfer: %s", cause)
+    except RangeError as cause:
+        _logger.warning("KV transfer: %s", cause)
+    except Exception:
+        _logger.exception("KV transfer failed")
+    piece.job.last_moved_at = time.monotonic()
+    if isinstance(report, PieceEnd):
+        return replace(report, seconds=piece.job.last_moved_at - began_at)
+    return report
+
+
+def _await_copy(copy: "Copy", end: PieceEnd) -> PieceEnd:
+    copy.wait()
+    return end
 
 
 def _count_call(

@@ -45,7 +45,7 @@ def backend():
 
 @pytest.fixture
 def io(backend):
-    io = PieceIo(backend)
+    io = PieceIo(backend, lambda: None, 1, 1.0)
     io.rows = lambda object_ids: [memoryview(bytearray(BLOCK_BYTES)) for _ in object_ids]
     io.metrics = TransferMetrics()
     return io
