@@ -13,7 +13,7 @@ from kvstore.store import StoreUnavailableError
 from kvstore.stores import files as file_lock
 from kvstore.stores.shm import mapped_memory, memory_ahead
 from kvstore.stores.shm.extent_table import State
-from tests.support.shm_arena import interposed, opened, put, refusing
+from tests.support.shm_arena import interposed, needs_shared_memory, opened, put, refusing
 
 
 def _await_ahead(store):
@@ -107,6 +107,7 @@ def test_what_is_being_made_ready_takes_no_room_of_objects(monkeypatch):
 
 def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
     """Of two rooms: there is memory for all of the one and for one of two of the other."""
+    needs_shared_memory(512 << 20)
     keys = random_keys(6)
     with opened() as (store, contents, _):
         arena = store._objects
@@ -225,6 +226,7 @@ def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkey
 
 
 def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
+    needs_shared_memory(128 << 20)
     provided = []
     with opened() as (_, contents, url):
         store = open_store(url)

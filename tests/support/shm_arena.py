@@ -7,12 +7,14 @@ import uuid
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import pytest
+
 from kvstore.conformance.objects import blank, filled
 from kvstore.registry import open_store
 from kvstore.stores.shm.extent_table import ExtentTable, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
 
-__all__ = ["ArenaContents", "interposed", "opened", "put", "refusing"]
+__all__ = ["ArenaContents", "interposed", "needs_shared_memory", "opened", "put", "refusing"]
 
 
 class ArenaContents:
@@ -94,6 +96,14 @@ def opened(**options):
                 yield store, contents, url
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def needs_shared_memory(num_bytes):
+    """Skips a test where /dev/shm has less left, as in a container with Docker's default."""
+    free_bytes = shutil.disk_usage("/dev/shm").free
+    if free_bytes < num_bytes:
+        left, needed = free_bytes >> 20, num_bytes >> 20
+        pytest.skip(f"/dev/shm has {left} MiB left, and the test needs {needed} MiB")
 
 
 def put(store, key, byte, num_bytes):
