@@ -60,7 +60,6 @@ class EngineCore:
         info: the loaded model's facts.
         form: what KV looks like between tiers.
         namespace: digest that block keys are rooted in.
-        kv_form: what the namespace is made of, in words.
         num_blocks: KV blocks in the pool.
         kv_metrics: what transfers add up to.
         is_stalled: the last step found nothing to run; see `wait`.
@@ -80,7 +79,6 @@ class EngineCore:
         self.num_blocks = runner.num_blocks
         self.form = _form_of(config, runner.info)
         self.namespace = self.form.namespace(runner.info.fingerprint)
-        self.kv_form = self.form.describe(runner.info.fingerprint)
         self._runner = runner
         self.kv_metrics = KvMetrics()
         self._connector = _measured(connector, self.kv_metrics) if connector else None
@@ -98,7 +96,6 @@ class EngineCore:
             num_host_blocks=runner.num_host_blocks,
             costs=runner.costs,
             namespace=self.namespace,
-            kv_form=self.kv_form,
             connector=connector[0] if connector else None,
             metrics=self.kv_metrics.of(connector[0].scheme) if connector else None,
             clock=clock,
@@ -153,15 +150,13 @@ class EngineCore:
             info=self.info,
             num_blocks=self.num_blocks,
             namespace=self.namespace,
-            kv_form=self.kv_form,
         )
 
     def add_request(self, request: EngineRequest) -> list[RequestOutput]:
         """Queues a request that `check` accepts; its id must not be live.
 
         Returns:
-            What its candidates hear at once, where the tokens they have end them.
-            A request that can never fit the pool ends here, as IGNORED.
+            The outputs of candidates that end at once because of the tokens they have.
         """
         self.is_stalled = False
         return self.scheduler.add(request)

@@ -164,7 +164,7 @@ class KvConnectorScheduler:
         """Schedules a load; returns its job id.
 
         Args:
-            keys: of the blocks to load.
+            keys: one per block to load.
             block_ids: the blocks to write to. They stay referenced until the result is in.
             handoff: the terms under which the blocks are offered; None if a look-up found them.
         """
@@ -223,7 +223,6 @@ class KvConnectorScheduler:
         namespace: bytes,
         keys: Sequence[bytes],
         num_tokens: int,
-        kv_form: str = "",
     ) -> KvHandoff:
         """Returns the handoff for some or all blocks of a prompt. `KvHandoff` has the arguments."""
         return KvHandoff(
@@ -235,7 +234,6 @@ class KvConnectorScheduler:
             digest_scheme=DIGEST_SCHEME,
             lease_ms=self._lease_ms,
             connector_params=self._params,
-            kv_form=kv_form,
         )
 
     def keep(self, handoff: KvHandoff) -> None:
@@ -293,7 +291,7 @@ class KvConnectorWorker(ABC):
 
         Args:
             pool: the tensor `[num_blocks, *layout.block_shape]`.
-            layout: of the pool's blocks.
+            layout: the shape and type of the pool's blocks.
             form: how blocks look between engines; None if they look as in the pool.
                 `kvstore.transfer_form.BlockSlicing.of` computes how the pool is cut for it.
             share: which of the model's KV heads the pool has.

@@ -1,7 +1,4 @@
-"""`KvHandoff`: where a prompt's KV lies, from prefill to decode.
-
-`KvHandoff` on the wire and back. Kept out of `kvstore.handoff`, which is pure.
-"""
+"""`KvHandoff`: the terms under which decode loads a prompt's KV, and their wire form."""
 
 from dataclasses import dataclass
 
@@ -14,26 +11,29 @@ from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, split_members
 __all__ = [
     "HANDOFF_FORMAT_VERSION",
     "KvHandoff",
+    "brief_digest",
     "connector_name",
     "handoff_from_proto",
     "handoff_to_proto",
-    "in_words",
 ]
 
 HANDOFF_FORMAT_VERSION = 1
 
+# The wire field's limit, 49 days.
+_LONGEST_LEASE_MS = 2**32 - 1
+
+# Schemes that reach the same objects in different ways.
 _SAME_CONNECTOR = {
     f"redis{security}{topology}": "redis"
     for security in ("", "s")
     for topology in ("", "+sentinel", "+cluster")
 }
-"""Schemes that reach the same objects in another way."""
 
 
 def connector_name(url: str | None) -> str:
-    """What tiers compare of their connectors' URLs; empty without a connector.
+    """Returns the name of a URL's connector, which both tiers must share; empty without a URL.
 
-    Faults do not change it; several connectors are `multi(NAME,NAME)`.
+    `faulty+` does not change the name. Several connectors are `multi(NAME,NAME)`.
     """
     url = url or ""
     scheme = url.partition(":")[0].lower().removeprefix(FAULTY_PREFIX)
@@ -46,11 +46,7 @@ def connector_name(url: str | None) -> str:
 class KvHandoff:
     """The terms under which decode may load a prompt's KV.
 
-    Mirrors `baton.v1.KvHandoff`; see `protos/baton/v1/prefill.proto` for the
-    meaning of each field.
-
-    Attributes:
-        kv_form: what the namespace is made of, in words, for whoever reads of a mismatch.
+    It mirrors `baton.v1.KvHandoff`; `protos/baton/v1/prefill.proto` describes the fields.
     """
 
     handoff_id: str
@@ -61,22 +57,20 @@ class KvHandoff:
     digest_scheme: str
     lease_ms: int
     connector_params: bytes = b""
-    kv_form: str = ""
     format_version: int = HANDOFF_FORMAT_VERSION
 
-    def check_compatible(self, *, namespace: bytes, connector: str, kv_form: str = "") -> None:
+    def check_compatible(self, *, namespace: bytes, connector: str) -> None:
         """Refuses a handoff that this replica could misread.
 
         Args:
             namespace: this replica's.
             connector: the name of its connector.
-            kv_form: as the attribute, of this replica.
 
         Raises:
             FailedPreconditionError: names both sides.
         """
         if self.namespace != namespace:
-            ours, theirs = in_words(namespace, kv_form), in_words(self.namespace, self.kv_form)
+            ours, theirs = brief_digest(namespace), brief_digest(self.namespace)
             raise FailedPreconditionError(f"KV namespace: decode has {ours}, prefill sent {theirs}")
         ours_and_theirs: tuple[tuple[str, object, object], ...] = (
             ("handoff format version", HANDOFF_FORMAT_VERSION, self.format_version),
@@ -88,16 +82,13 @@ class KvHandoff:
                 raise FailedPreconditionError(f"{name}: decode has {own}, prefill sent {sent}")
 
 
-def in_words(namespace: bytes, kv_form: str) -> str:
-    """A namespace as an error names it: what it is made of, and the digest."""
-    return f"{kv_form or 'unknown'} ({namespace.hex() or 'none'})"
-
-
-_LONGEST_LEASE_MS = 2**32 - 1  # what the field takes: 49 days
+def brief_digest(namespace: bytes) -> str:
+    """The first 12 hex digits of a namespace, for error texts."""
+    return namespace.hex()[:12] or "none"
 
 
 def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
-    """The message that tells decode of `handoff`."""
+    """Returns the wire form of a handoff. A lease above the field's limit is cut to it."""
     return prefill_pb2.KvHandoff(
         format_version=handoff.format_version,
         handoff_id=handoff.handoff_id,
@@ -108,16 +99,16 @@ def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
         digest_scheme=handoff.digest_scheme,
         lease_ms=min(handoff.lease_ms, _LONGEST_LEASE_MS),
         connector_params=handoff.connector_params,
-        kv_form=handoff.kv_form,
     )
 
 
 def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
-    """The handoff that a message tells of.
+    """Returns the handoff of a message.
 
     Raises:
-        FailedPreconditionError: its format version is not ours; nothing else is read then.
-        InvalidArgumentError: a block key has not the length of one.
+        FailedPreconditionError: the message has another format version, so its other fields may
+            have other meanings.
+        InvalidArgumentError: a block key does not have `KEY_BYTES` bytes.
     """
     if message.format_version != HANDOFF_FORMAT_VERSION:
         raise FailedPreconditionError(
@@ -138,5 +129,4 @@ def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
         digest_scheme=message.digest_scheme,
         lease_ms=message.lease_ms,
         connector_params=message.connector_params,
-        kv_form=message.kv_form,
     )

@@ -13,16 +13,16 @@ __all__ = ["DEFAULT_PORT", "RouterConfig", "add_args", "config_from_args"]
 
 DEFAULT_PORT = 8000
 _MAX_TIMEOUT_S = (2**32 - 1) // 1000
-"""Workers are told of deadlines in milliseconds, in 32 bits."""
+"""Workers receive the time left in milliseconds, in 32 bits."""
 
 
 def _flag(default: Any, parse: Callable[[str], Any], help_text: str) -> Any:
-    """A field with its command-line flag."""
+    """Makes a field and the parser and help of its command-line flag."""
     return field(default=default, metadata={"parse": parse, "help": help_text})
 
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
-    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a name"
+    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name"
     return field(
         default=default, metadata={"help": f"{help_text}; comma-separated, repeatable{note}"}
     )
@@ -30,7 +30,7 @@ def _targets(tier: str, default: Any, note: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Where the router listens, how it finds its replicas and treats requests.
+    """The router's address, its replicas and its limits for requests.
 
     Field names are the command line's flags with underscores.
 
@@ -40,24 +40,38 @@ class RouterConfig:
     """
 
     server: ServerConfig
-    model: str = _flag(MISSING, str, "folder or Hub name that holds the tokenizer")
+    model: str = _flag(
+        MISSING, str, "checkpoint folder or Hub name; the router reads its tokenizer"
+    )
     decode: tuple[str, ...] = _targets("decode", MISSING)
-    prefill: tuple[str, ...] = _targets("prefill", (), "; without any, decode computes all prompts")
+    prefill: tuple[str, ...] = _targets(
+        "prefill", (), "; without any, decode workers compute all prompts"
+    )
     served_model_name: str | None = _flag(
-        None, str, "name in requests and on workers (default: --model's last part)"
+        None,
+        str,
+        "model name in requests, equal on all workers (default: the last part of --model)",
     )
     max_local_prefill_tokens: int = _flag(
-        16, int, "longest uncached prompt remainder that decode computes itself"
+        16,
+        int,
+        "a decode worker computes uncached remainders of up to this many prompt tokens itself",
     )
     default_timeout_s: float = _flag(
-        600.0, float, "deadline of requests that bring none, and the longest one granted"
+        600.0,
+        float,
+        "deadline in seconds of requests without one, and the longest deadline accepted",
     )
-    max_concurrent_requests: int = _flag(4096, int, "requests beyond get RESOURCE_EXHAUSTED")
+    max_concurrent_requests: int = _flag(
+        4096, int, "maximum number of running requests; further ones get RESOURCE_EXHAUSTED"
+    )
     resume_timeout_s: float = _flag(
-        30.0, float, "how long a request that lost its decode replica waits for another"
+        30.0, float, "seconds for which a request that lost its decode replica waits for another"
     )
-    dns_interval_s: float = _flag(5.0, float, "seconds between resolutions of dns:/// targets")
-    max_indexed_blocks: int = _flag(100_000, int, "KV block keys remembered per replica")
+    dns_interval_s: float = _flag(5.0, float, "seconds between two look-ups of dns:/// targets")
+    max_indexed_blocks: int = _flag(
+        100_000, int, "maximum number of KV block keys remembered per replica"
+    )
 
     def __post_init__(self) -> None:
         if not self.decode:
@@ -70,7 +84,7 @@ class RouterConfig:
                 raise ConfigurationError(f"--{flag} is {getattr(self, name)!r}; it must be {limit}")
 
     def _limits(self) -> Sequence[tuple[str, bool, str]]:
-        """Field, whether its value is in range, the range."""
+        """Per field: its name, whether its value is in range, and the range."""
         default_s, resume_s = self.default_timeout_s, self.resume_timeout_s
         most_s = _MAX_TIMEOUT_S
         return (

@@ -66,7 +66,6 @@ class Saves:
         pool: where job references are kept.
         cut: how blocks are cut into transfer blocks.
         namespace: digest that block keys are rooted in.
-        kv_form: see `KvHandoff`.
         policy: what is published.
         on_job: called with the id of each job that is scheduled, and the step that it waits for
             or 0.
@@ -79,7 +78,6 @@ class Saves:
         cut: TransferBlocks,
         *,
         namespace: bytes,
-        kv_form: str,
         policy: SavePolicy,
         on_job: Callable[[int, int], None],
     ) -> None:
@@ -88,7 +86,6 @@ class Saves:
         self._block_size = cut.spec.block_size
         self._cut = cut
         self._namespace = namespace
-        self._kv_form = kv_form
         self._policy = policy
         self._on_job = on_job
         self._jobs: dict[int, _Save] = {}
@@ -144,7 +141,7 @@ class Saves:
         assert table is not None
         num_saved = group.num_prompt // self._block_size
         num_full, num_tail = divmod(group.num_prompt, self._cut.size)
-        keys = group.lead.keys.of_prompt(group.request.prompt_token_ids, group.handoff_id)
+        keys = group.lead.keys.of_prompt(group.request.spec.prompt_token_ids, group.handoff_id)
         indices = range(num_saved * self._cut.per_block, len(keys))
         items = list(self._cut.items(indices, keys, table.blocks, table.first_live))
         if full := [item for item in items if item.index < num_full]:
@@ -166,7 +163,9 @@ class Saves:
             return None
         group.num_told = end
         count = self._cut.per_block
-        keys = group.lead.keys.extend(group.request.prompt_token_ids)[first * count : end * count]
+        keys = group.lead.keys.extend(group.request.spec.prompt_token_ids)[
+            first * count : end * count
+        ]
         return self._make_handoff(group, keys, end * self._block_size)
 
     def commit_handoff(self, group: SequenceGroup) -> KvHandoff | None:
@@ -312,9 +311,7 @@ class Saves:
     def _make_handoff(
         self, group: SequenceGroup, keys: abc.Sequence[bytes], num_tokens: int
     ) -> KvHandoff:
-        return self._connector.make_handoff(
-            group.handoff_id, self._namespace, keys, num_tokens, self._kv_form
-        )
+        return self._connector.make_handoff(group.handoff_id, self._namespace, keys, num_tokens)
 
     def _tail_of(self, handoff: KvHandoff) -> list[bytes]:
         """Keys of what only its own request can use: they are drawn for it alone."""

@@ -43,7 +43,6 @@ class Transfers:
         kv: the KV cache manager.
         block_size: tokens of a transfer block.
         namespace: digest that block keys are rooted in.
-        kv_form: see `KvHandoff`.
         policy: what is published.
         timeout_s: how long a request waits for a job.
         costs: of loads, beside those of computing.
@@ -58,7 +57,6 @@ class Transfers:
         *,
         block_size: int,
         namespace: bytes,
-        kv_form: str,
         policy: SavePolicy,
         timeout_s: float,
         costs: LoadCosts,
@@ -83,7 +81,6 @@ class Transfers:
                 kv.pool,
                 cut,
                 namespace=namespace,
-                kv_form=kv_form,
                 policy=policy,
                 on_job=self._add_save,
             )

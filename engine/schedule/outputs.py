@@ -114,7 +114,7 @@ class Outcomes:
                 outputs += self._take_last(sequence, token_id)
             elif sequence.is_streamed:
                 outputs.append(
-                    RequestOutput(sequence.group.request.request_id, sequence.index, (token_id,))
+                    RequestOutput(sequence.group.request_id, sequence.index, (token_id,))
                 )
 
     def tell_saved(self, group: SequenceGroup) -> Outputs:
@@ -228,7 +228,7 @@ class Outcomes:
         """Ends one candidate without an output, and with the last one its request, ABORTED.
         It has all the tokens that are wanted of it.
         """
-        if group.request.is_ranked:
+        if group.request.spec.params.is_ranked:
             return []  # all are needed to find the best
         live = [branch for branch in group.branches if not branch.is_given_up]
         branch = next((branch for branch in live if branch.index == index), None)
@@ -252,7 +252,7 @@ class Outcomes:
         if sequence.is_streamed:
             self._publish(sequence)
         self._remove(sequence)
-        if group.request.is_ranked:
+        if group.request.spec.params.is_ranked:
             token_ids = tuple(sequence.token_ids[group.num_prompt :])
             score = sequence.logprob / len(token_ids)
             group.finished.append(FinishedCandidate(token_ids, score, reason))
@@ -268,7 +268,7 @@ class Outcomes:
     def _end_ranked(self, group: SequenceGroup, finished: Sequences[FinishedCandidate]) -> Outputs:
         """All candidates have ended: the best are told, the best first."""
         best = sorted(finished, key=lambda candidate: -candidate.score)
-        best = best[: group.request.num_returned]
+        best = best[: group.request.spec.params.n]
         outputs = [
             self._output(
                 group,

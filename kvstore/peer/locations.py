@@ -1,4 +1,4 @@
-"""Where lent blocks lie in registered memory, for transports to read them.
+"""Locations of lent blocks in registered memory, for transports to read them.
 
     BlockRanges      the ranges that blocks consist of
     BlockLocations   these and the blocks' headers, as the answer to OpenBlocks
@@ -93,7 +93,7 @@ class BlockRanges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLocations:
-    """Where blocks of a peer lie.
+    """Locations of a peer's blocks.
 
     Attributes:
         headers: the codec's headers of the blocks, one after the other.

@@ -46,7 +46,6 @@ class Peer:
         breaker: keeps this process from calling while the peer does not answer.
         meeting: held by the thread that finds out how the peer is read.
         is_added: whether the transport can read its memory.
-        is_unreadable: whether the transport was found unable to; its blocks come by gRPC then.
         ranges_per_block: the most ranges that a block of it consisted of; 0 before the first block.
         num_users: contexts of `Peers.use` that are open; changed under the lock of `Peers`.
         idle_since: when the last one ended, by `time.monotonic`.
@@ -63,7 +62,7 @@ class Peer:
         )
         self.breaker = Breaker(f"the KV peer at {address.endpoint}")
         self.meeting = threading.Lock()
-        self.is_added = self.is_unreadable = False
+        self.is_added = False
         self.ranges_per_block = 0
         self.num_users = 0
         self.idle_since = 0.0

@@ -44,6 +44,8 @@ __all__ = ["DataPlane", "GrpcPlane", "PeerBackend", "PullPlane"]
 
 # To connect takes up to some tenths of a second, however short the timeout of a fetch is.
 _LEAST_CONNECT_S = 2.0
+# Ids of peers that cannot be read, 32 bytes each; with more, the oldest are tried again.
+_MAX_UNREADABLE = 4096
 
 _logger = logging.getLogger("baton.kvstore")
 
@@ -77,7 +79,7 @@ class GrpcPlane(DataPlane):
 class PullPlane(DataPlane):
     """Reads blocks where they lie in the peer's memory, if the transport can.
 
-    The first fetch from a peer finds that out. The answer holds as long as the peer is in use.
+    The first fetch from a peer finds that out. A peer that cannot be read is not tried again.
 
     Args:
         transport: reads the peer's memory.
@@ -91,14 +93,15 @@ class PullPlane(DataPlane):
         self._transport = transport
         self._settlements = settlements
         self._reads = reads
+        self._unreadable: dict[str, None] = {}  # ids of peers, the oldest first
         self._warned: set[str] = set()  # reasons why peers cannot be read
 
     @override
     def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
-        if not peer.is_added and not peer.is_unreadable:
+        if not self._is_met(peer):
             self._meet(peer, request)
             request = request.begun_anew()
-        if peer.is_unreadable:
+        if not peer.is_added:
             return _read_answer(peer, request, slots)
         opened = self._reads.find(peer, request)
         locations = opened.leading(request.keys)
@@ -108,13 +111,17 @@ class PullPlane(DataPlane):
             return num_read + _read_answer(peer, request.rest(num_read), slots[num_read:])
         return num_read
 
+    def _is_met(self, peer: Peer) -> bool:
+        """Whether it is known how the peer is read."""
+        return peer.is_added or peer.address.peer_id in self._unreadable
+
     def _meet(self, peer: Peer, request: BlockRequest) -> None:
         """Finds out whether the transport can read the peer's memory, in one thread at a time."""
         timeout_s = max(request.timeout_s, _LEAST_CONNECT_S)
         if not peer.meeting.acquire(timeout=timeout_s):
             raise StoreUnavailableError(f"{peer.address.endpoint}: to connect took too long")
         try:
-            if not peer.is_added and not peer.is_unreadable:
+            if not self._is_met(peer):
                 self._add(peer, request, timeout_s)
         finally:
             peer.meeting.release()
@@ -126,15 +133,17 @@ class PullPlane(DataPlane):
         try:
             self._transport.add_peer(peer.address.peer_id, described.metadata, timeout_s)
         except UnreadablePeerError as error:
-            peer.is_unreadable = True
-            self._warn_once(peer, error)
+            self._note_unreadable(peer, error)
         except TransferError as error:
             raise StoreUnavailableError(f"{peer.address.endpoint}: {error}") from error
         else:
             peer.is_added = True
 
-    def _warn_once(self, peer: Peer, error: UnreadablePeerError) -> None:
-        """Logs a warning for the first peer that cannot be read for this reason."""
+    def _note_unreadable(self, peer: Peer, error: UnreadablePeerError) -> None:
+        """Notes a peer that cannot be read; logs a warning for the first one for this reason."""
+        self._unreadable[peer.address.peer_id] = None
+        if len(self._unreadable) > _MAX_UNREADABLE:
+            self._unreadable.pop(next(iter(self._unreadable)), None)
         level = logging.DEBUG if error.reason in self._warned else logging.WARNING
         self._warned.add(error.reason)
         message = "KV blocks of %s come by gRPC, which is slower: %s cannot read its memory: %s"

@@ -71,7 +71,7 @@ def read_all(transport, peer_id, remote, pool, timeout_s=TIMEOUT_S):
 
 
 def checked_error(call, *, at_most_s):
-    """The error of a transfer that has to fail within its time."""
+    """Returns the error of a transfer that must fail within a time."""
     began = time.monotonic()
     with pytest.raises(TransferError) as caught:
         call()
@@ -80,7 +80,7 @@ def checked_error(call, *, at_most_s):
 
 
 def expected_after(before, ranges_to, source, ranges_from, base_to, base_from):
-    """What memory must hold after ranges were copied into it, guards and all."""
+    """Returns what memory must hold after ranges were copied into it, guards included."""
     expected = before.copy()
     for to, origin in zip(ranges_to.tolist(), ranges_from.tolist(), strict=True):
         start = origin[0] - base_from
@@ -167,8 +167,8 @@ def test_what_cannot_be_is_refused_and_harms_nothing(remote, shared):
         assert caught.value.is_settled
     with pytest.raises(TransferError, match="differ in length"):
         transport.read("remote", theirs, own.repeat(2, axis=0), TIMEOUT_S)
-    with pytest.raises(TransferError, match="no peer nobody"):
-        transport.read("nobody", theirs, own, TIMEOUT_S)
+    with pytest.raises(TransferError, match="no peer unknown"):
+        transport.read("unknown", theirs, own, TIMEOUT_S)
     transport.read("remote", theirs, own, TIMEOUT_S)
 
 
@@ -293,7 +293,7 @@ def test_to_connect_waits_for_other_connections_no_longer_than_its_timeout(remot
         read_all(transport, "remote", remote, pool)
 
 
-def test_a_reader_killed_while_it_reads_harms_nobody(remote, new_remote):
+def test_a_reader_killed_while_it_reads_harms_no_other(remote, new_remote):
     reader = new_remote()
     reader.keep_reading(remote)
     reader.kill()
@@ -332,7 +332,7 @@ def test_a_closed_transport_refuses_and_closes_again(remote):
 
 
 def test_over_tcp_a_peer_is_unreadable_and_survives(monkeypatch):
-    """As between machines without RDMA: UCX could only have the peer's CPU send the bytes."""
+    """It is the same between machines without RDMA: only the peer's CPU could send the bytes."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     with closing(NixlRemote(NUM_BYTES, transports="tcp")) as remote, opened() as (transport, pool):
         began = time.monotonic()
@@ -345,7 +345,7 @@ def test_over_tcp_a_peer_is_unreadable_and_survives(monkeypatch):
 
 
 def test_where_the_kernel_refuses_a_peer_is_unreadable():
-    """In a process of its own, which has no way back."""
+    """The reader is a process of its own, for it cannot get the right back."""
     remote = NixlRemote(4096)
     with closing(remote), closing(NixlRemote(4096, is_confined=True)) as confined:
         reason = confined.try_to_add(remote)

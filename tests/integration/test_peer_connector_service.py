@@ -1,4 +1,4 @@
-"""What a peer answers any reader: deadlines, generations, reads that outlive their lease."""
+"""The peer service: deadlines, generations, reads that outlive their lease, reads in doubt."""
 
 import time
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ LARGE = KvLayout(16, 8, 64, 128, "float32")  # blocks of 8 MiB
 
 
 class Reader:
-    """A client that does as it is told, and not as `PeerConnectorWorker` would."""
+    """A bare client of the service, which may do what `PeerConnectorWorker` never does."""
 
     def __init__(self, rig: PeerRig, layout: KvLayout) -> None:
-        # Its window does not grow: what it has not asked for stays with who sends.
+        # Its window does not grow: bytes that it has not read stay with the sender.
         self.channel = grpc.insecure_channel(
             rig.worker.address.endpoint, options=[("grpc.http2.bdp_probe", 0)]
         )
@@ -148,8 +148,8 @@ def test_a_stalled_stream_is_cut_off_and_its_blocks_come_back() -> None:
         stream = reader.stub.ReadBlocks(message, timeout=TIMEOUT_S)
         received = [len(next(stream).data)]
         prefill.end("lease")
-        prefill.run_until(lambda: prefill.released == [job_id], 4 * READ_S)
-        prefill.pool.zero_()  # it is somebody else's now
+        prefill.run_until(lambda: prefill.released == [job_id], timeout_s=4 * READ_S)
+        prefill.pool.zero_()  # other requests use it now
 
         with pytest.raises(grpc.RpcError) as failed:
             received.extend(len(part.data) for part in stream)
@@ -261,7 +261,7 @@ def test_segments_in_doubt_are_not_used_until_all_has_settled(
         decode.worker.close()
 
 
-def test_a_read_in_doubt_is_told_though_its_peer_is_forgotten_meanwhile() -> None:
+def test_a_read_in_doubt_is_known_though_its_peer_is_forgotten_meanwhile() -> None:
     prefill = PeerRig("nixl://", transport=MemoryTransport())
     transport = Doubtful()
     decode = PeerRig("nixl://", transport=transport)

@@ -16,6 +16,7 @@ from kvstore.layout import KvLayout
 from kvstore.peer import service
 from kvstore.peer.nixl.transport import NixlTransport
 from tests.support.kv_urls import fresh_shm_name
+from tests.support.nixl_remote import needs_process_vm_readv
 from tests.support.redis_server import RedisServer
 from tests.support.spoiled_objects import (
     ArenaShelf,
@@ -210,6 +211,8 @@ def spoil_slots(monkeypatch: pytest.MonkeyPatch, spoiler: Spoiler) -> None:
 def test_nothing_that_is_spoiled_on_the_wire_is_used(
     monkeypatch: pytest.MonkeyPatch, closing: ExitStack, url: str
 ) -> None:
+    if url == "nixl://":
+        needs_process_vm_readv()
     publisher, reader = (open_engine(closing, f"{url}?timeout_s=30", SMALL) for _ in range(2))
     keys = random_prompt(NUM_BLOCKS)
     handoff = publisher.hand_over(keys, range(NUM_BLOCKS))

@@ -1,17 +1,18 @@
 """A process with a `NixlTransport` and some bytes, which others read."""
 
 import ctypes
-import functools
 import multiprocessing
 import os
 import signal
-from contextlib import closing, suppress
+from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from baton.doctor.nixl_reads import why_unreadable
 from kvstore.peer.nixl.transport import NixlTransport
 from kvstore.peer.transport import RangeTable, UnreadablePeerError, make_ranges
 from tests.support.confinement import forbid_process_vm_calls
@@ -19,6 +20,7 @@ from tests.support.confinement import forbid_process_vm_calls
 __all__ = ["NixlRemote", "Pool", "needs_process_vm_readv", "ranges"]
 
 _LIMIT_S = 60.0
+_why_unreadable = cache(why_unreadable)
 
 
 class Pool:
@@ -39,18 +41,18 @@ def ranges(address: int, num_ranges: int, num_bytes: int, *, gap: int) -> RangeT
 
 
 class NixlRemote:
-    """A process that is asked over a pipe.
+    """A process with registered memory, driven over a pipe.
 
     Args:
-        num_bytes: of its memory.
-        seed: of what lies there.
+        num_bytes: size of its memory.
+        seed: seed of the bytes there.
         transports: its UCX_TLS; None to leave that unset.
         is_confined: whether the kernel refuses it to read others' memory.
 
     Attributes:
-        metadata: of its transport.
-        address: where its bytes lie.
-        bytes: what they are at first.
+        metadata: metadata of its transport.
+        address: address of its memory.
+        bytes: its bytes at first.
     """
 
     def __init__(
@@ -73,18 +75,18 @@ class NixlRemote:
         self.bytes = Pool(num_bytes, seed).bytes
 
     def now(self) -> np.ndarray:
-        """What its bytes are now."""
+        """Returns its bytes now."""
         self._pipe.send(("bytes",))
         return np.frombuffer(self._answer(), np.uint8)
 
     def peek(self) -> np.ndarray:
-        """What its bytes are now, also while it is stopped."""
+        """Returns its bytes now, also while it is stopped."""
         with Path(f"/proc/{self.process.pid}/mem").open("rb") as memory:
             memory.seek(self.address)
             return np.frombuffer(memory.read(self.bytes.nbytes), np.uint8)
 
     def keep_reading(self, other: "NixlRemote") -> None:
-        """Has it read all bytes of another one again and again; returns once it has begun."""
+        """Has it read all bytes of another one in a loop; returns when the first read is over."""
         self._pipe.send(("read", other.metadata, other.address, other.bytes.nbytes))
         self._answer()
 
@@ -104,7 +106,7 @@ class NixlRemote:
         self.process.join(_LIMIT_S)
 
     def close(self) -> None:
-        """Lets it end by itself, if it can; otherwise kills it."""
+        """Has it end by itself; kills it if it does not."""
         with suppress(OSError):
             self._pipe.send(("close",))
             self.process.join(5)
@@ -158,15 +160,5 @@ def _read_for_ever(transport, pool, pipe, metadata, address, num_bytes) -> None:
 
 def needs_process_vm_readv() -> None:
     """Skips the test on a machine where nixl cannot read another process's memory."""
-    if reason := _why_not():
+    if reason := _why_unreadable():
         pytest.skip(f"needs to read another process's memory (process_vm_readv): {reason}")
-
-
-@functools.cache
-def _why_not() -> str:
-    with closing(NixlRemote(4096)) as remote, closing(NixlTransport()) as transport:
-        try:
-            transport.add_peer("remote", remote.metadata, _LIMIT_S)
-        except UnreadablePeerError as error:
-            return str(error)
-    return ""

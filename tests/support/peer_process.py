@@ -1,4 +1,4 @@
-"""A `PeerRig` in a process of its own, to be asked, stopped and killed."""
+"""A `PeerRig` in a process of its own, which tests can call, stop and kill."""
 
 import multiprocessing
 import os
@@ -51,12 +51,12 @@ class LendingProcess:
         self.endpoint: str = self._answer(60)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the rig, and steps it meanwhile and afterwards."""
+        """Calls a method of the rig in the process, which steps the rig all the time."""
         self._ours.send((method, arguments))
         return self._answer(TIMEOUT_S)
 
     def stop(self) -> None:
-        """Returns when all its threads stand still."""
+        """Stops the process; returns when all its threads stand still."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
         tasks = Path(f"/proc/{self._process.pid}/task")
@@ -86,7 +86,7 @@ class LendingProcess:
 
 
 def _state(task: Path) -> str:
-    """Of a thread, as proc(5) names it."""
+    """Returns the state of a thread, as proc(5) names it."""
     return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 

@@ -155,14 +155,14 @@ def test_one_segment_in_doubt_holds_up_no_other_load(make_rig):
 
 @pytest.fixture
 def in_place(make_rig, monkeypatch):
-    """A rig that fetches two blocks at a time to where they shall be, by one thread."""
+    """A rig whose one thread fetches two blocks at a time straight into the pool."""
     monkeypatch.setattr("kvstore.mover.mover._LEAST_PIECE_BYTES", 2 * LAYOUT.block_bytes)
     rig = make_rig(make_copier, num_threads=1)
     rig.peer.is_silent = True
     return rig
 
 
-def test_a_pools_blocks_are_nobodys_while_a_peer_may_write_there(in_place):
+def test_a_pools_blocks_stay_held_while_a_read_may_write_there(in_place):
     is_known, fetch = threading.Event(), in_place.peer.fetch
 
     def fetch_when_known(job, keys, slots):
@@ -174,7 +174,7 @@ def test_a_pools_blocks_are_nobodys_while_a_peer_may_write_there(in_place):
     while not in_place.mover.is_in_doubt:
         in_place.wait()
         assert in_place.mover.poll() == ([], []), "with a result the blocks would be free"
-    assert in_place.mover.take_doubted() == [1], "who waits had better not"
+    assert in_place.mover.take_doubted() == [1], "the engine gives the load up"
     is_known.set()
     [job] = in_place.mover._jobs.values()
     while job.num_open > len(in_place.mover._doubtful._ends):
@@ -188,7 +188,7 @@ def test_a_pools_blocks_are_nobodys_while_a_peer_may_write_there(in_place):
     assert not in_place.pool.any(), "nor is anything left there that is no number"
     assert not in_place.mover.is_in_doubt
     assert in_place.peer.num_fetches < 3, "nothing more is fetched for a load that has failed"
-    assert in_place.mover.take_doubted() == [], "it is told once"
+    assert in_place.mover.take_doubted() == [], "it is returned once"
 
 
 def test_a_doubt_about_one_load_in_place_holds_up_no_other(in_place):
@@ -204,8 +204,8 @@ def test_a_doubt_about_one_load_in_place_holds_up_no_other(in_place):
     assert in_place.mover.is_in_doubt
 
 
-def test_a_doubt_that_has_settled_before_the_engine_hears_of_it_ends_then(in_place):
-    """Nobody wakes the engine once more."""
+def test_a_doubt_that_has_settled_before_the_next_poll_ends_then(in_place):
+    """Nothing wakes the engine once more."""
     in_place.peer.has_settled = True
     in_place.mover.start(loads=[LoadJob(1, keys(1), (3,))])
     in_place.wait()

@@ -1,4 +1,4 @@
-"""What transports tell each other, and which ranges go into one request."""
+"""Metadata of transports, lookup of registered memory, and the requests for ranges."""
 
 import ctypes
 import os
@@ -11,6 +11,7 @@ import pytest
 from kvstore.peer.nixl import link as nixl_link
 from kvstore.peer.nixl.memory import AgentMetadata, MemoryMap, MemoryProbe, Region, machine_id
 from kvstore.peer.transport import TransferError, make_ranges
+from tests.support.nixl_remote import needs_process_vm_readv
 
 HOST = Region(1000, 500, "cpu")
 GPU = Region(1 << 40, 1 << 20, "cuda:3")
@@ -42,6 +43,7 @@ def test_the_probe_holds_its_token():
 
 
 def test_the_reason_why_a_peer_cannot_be_read_is_named(monkeypatch):
+    needs_process_vm_readv()
     monkeypatch.delenv("UCX_TLS", raising=False)
     probe, values = metadata()
     ended = subprocess.Popen(["true"])

@@ -38,7 +38,7 @@ class NixlLink:
 
     Args:
         nixl: the package.
-        peer: what the peer tells about its process.
+        peer: metadata of the peer.
         memory: own registered memory; regions may be added later.
     """
 

@@ -1,4 +1,4 @@
-"""What transports tell each other about their process, and lookup of registered memory.
+"""`AgentMetadata`: metadata that transports exchange. `MemoryMap`: lookup of registered memory.
 
 Metadata on the wire: a length of 4 bytes, that many bytes of JSON, and the
 metadata of nixl's agent.
@@ -85,7 +85,7 @@ class MemoryProbe:
 
 @dataclass(frozen=True, slots=True)
 class AgentMetadata:
-    """What one transport tells others about its process.
+    """Metadata of one process's transport, which others need to read its memory.
 
     Attributes:
         pid: process id, in the process's own PID namespace.
