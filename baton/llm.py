@@ -143,8 +143,7 @@ class LLM:
                 self._take(self._core.add_request(request.engine_request), unfinished)
             while unfinished:
                 num_before = len(unfinished)
-                self._take(self._core.step(), unfinished)
-                self._core.start_transfers()
+                self._core.run_step(lambda outputs: self._take(outputs, unfinished))
                 progress.update(num_before - len(unfinished))
                 if unfinished:
                     self._core.wait()

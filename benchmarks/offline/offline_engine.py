@@ -53,7 +53,7 @@ class OfflineEngine:
         """
         run = _Run(self.core, requests, self._numbers, on_end)
         while run.is_unfinished:
-            run.take(self.core.step())
+            self.core.run_step(run.take)
             if run.is_unfinished:
                 self.core.wait()
         return run.records

@@ -7,6 +7,7 @@ from benchmarks.scheduling.step_loop import engine_config, model_info
 from engine.batch import ChunkOutput, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.runner import StepCosts
 from engine.schedule.scheduler import Scheduler
+from kvstore.connector import null_connector
 
 __all__ = ["NullRunner", "new_scheduler"]
 
@@ -52,6 +53,6 @@ def new_scheduler(
         num_host_blocks=0,
         costs=_COSTS,
         namespace=b"benchmark",
-        connector=None,
+        connector=null_connector()[0],
         clock=clock,
     )

@@ -18,7 +18,7 @@ from benchmarks.transfer.child import ChildError
 from benchmarks.transfer.connector_end import RefusedError
 from benchmarks.transfer.plan import Plan, PromptCase
 from benchmarks.transfer.routes import Trace, TwoTiers, Undivided
-from engine.kv_transfer.transfers import overlap
+from engine.kv_transfer.state import overlap
 
 __all__ = ["hidden_figures", "measure_prompts", "token_figures"]
 

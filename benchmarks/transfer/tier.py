@@ -112,20 +112,16 @@ class _Tier:
     def run(self) -> None:
         """Steps until the other end of the pipe is closed."""
         threading.Thread(target=self._listen, daemon=True).start()
-        self.core.tell_early(lambda outputs: self._tell(outputs, is_idle=False))
         self._tell([], is_idle=True)
         while True:
-            outputs: list[RequestOutput] = []
             while self.commands:
                 command = self.commands.popleft()
                 if command is None:
                     return
-                outputs += self._obey(command)
-            outputs += self.core.step()
-            is_idle = not self.core.has_work
-            if outputs or is_idle != self.is_idle:
-                self._tell(outputs, is_idle=is_idle)
-            self.core.start_transfers()
+                self._tell(self._obey(command), is_idle=False)
+            self.core.run_step(self._tell_outputs)
+            if not (self.is_idle or self.core.has_work):
+                self._tell([], is_idle=True)
             self.core.wait()
 
     def _listen(self) -> None:
@@ -148,6 +144,9 @@ class _Tier:
             case Release(handoff_id):
                 self.core.release_handoff(handoff_id)
         return []
+
+    def _tell_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        self._tell(outputs, is_idle=not self.core.has_work)
 
     def _tell(self, outputs: Sequence[RequestOutput], *, is_idle: bool) -> None:
         self.is_idle = is_idle

@@ -52,7 +52,7 @@ class Cluster(RuleBasedStateMachine):
         submits=st.sampled_from(["now", "late"]),
         lends=st.booleans(),
         prefetches=st.booleans(),
-        tells_early=st.booleans(),
+        ends_in_steps=st.booleans(),
         config=st.fixed_dictionaries(
             {
                 "max_num_batched_tokens": st.sampled_from([1, 3, 7, 12, 20]),
@@ -80,7 +80,7 @@ class Cluster(RuleBasedStateMachine):
         submits: str,
         lends: bool,
         prefetches: bool,
-        tells_early: bool,
+        ends_in_steps: bool,
         config: dict[str, object],
     ) -> None:
         self.prefetches = prefetches
@@ -99,7 +99,7 @@ class Cluster(RuleBasedStateMachine):
                 num_host_blocks=num_host_blocks,
                 submits=submits,
                 lends=lends,
-                tells_early=tells_early,
+                ends_in_steps=ends_in_steps,
                 role=role,
                 **config,
             )
@@ -295,7 +295,7 @@ class Cluster(RuleBasedStateMachine):
         ]
         for request in requests:
             engine.core.add_request(request)
-        engine.core.step()
+        engine.core.run_step([].extend)
         assert engine.core.load().num_running == count
 
     def _step(self, engine: CheckedEngine) -> None:

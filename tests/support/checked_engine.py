@@ -84,7 +84,7 @@ class CheckedEngine:
         num_host_blocks: KV blocks in the host pool.
         submits: see `FakeRunner`.
         lends: see `FakeWorker`.
-        tells_early: whether transfers end while steps compute, and it hears of that at once.
+        ends_in_steps: whether transfers end while steps compute.
         config: of the engine.
     """
 
@@ -98,7 +98,7 @@ class CheckedEngine:
         num_host_blocks: int = 0,
         submits: str = "late",
         lends: bool = False,
-        tells_early: bool = False,
+        ends_in_steps: bool = False,
         **config: object,
     ) -> None:
         if store is not None:
@@ -107,7 +107,7 @@ class CheckedEngine:
         self.info = info
         self.clock = clock
         self.worker = FakeWorker(
-            store if store is not None else {}, lends=lends, ends_in_steps=tells_early
+            store if store is not None else {}, lends=lends, ends_in_steps=ends_in_steps
         )
         self.runner = FakeRunner(
             info,
@@ -123,8 +123,6 @@ class CheckedEngine:
         self.core = EngineCore(
             self.config, self.runner, connector if store is not None else None, clock
         )
-        if tells_early:
-            self.core.tell_early(self._take_early)
         self.live: dict[str, CheckedRequest] = {}
         self.finished: dict[str, CheckedRequest] = {}
         self.handed_over: list[tuple[CheckedRequest, RequestOutput, KvHandoff | None]] = []
@@ -178,15 +176,8 @@ class CheckedEngine:
         if self.runner.fault is not None:
             # With overlap the outcome comes later, and the next batch may be in flight too.
             self._num_shaky_steps = 4
-        told = Counter[tuple[str, int]]()
-        outputs = self.core.step()
-        self.core.start_transfers()
+        self.core.run_step(self._take_all)
         self._check_runner()
-        for output in outputs:
-            if output.finish_reason is not FinishReason.ERROR and output.token_ids:
-                told[output.request_id, output.index] += 1
-            self._take(output)
-        assert max(told.values(), default=1) == 1, "a candidate has two outputs in a step"
         if not self.core.is_stalled and self.runner.fault is None:
             self._num_shaky_steps = max(0, self._num_shaky_steps - 1)
         self._check_batches()
@@ -245,11 +236,15 @@ class CheckedEngine:
                 case _:
                     self.followed_keys.clear()
 
-    def _take_early(self, outputs: list[RequestOutput]) -> None:
+    def _take_all(self, outputs: list[RequestOutput]) -> None:
         assert outputs
+        self._check_runner()
+        told = Counter[tuple[str, int]]()
         for output in outputs:
+            if output.finish_reason is not FinishReason.ERROR and output.token_ids:
+                told[output.request_id, output.index] += 1
             self._take(output)
-        self.counts["told early"] += len(outputs)
+        assert max(told.values(), default=1) == 1, "a candidate has two outputs in a step"
 
     def _take(self, output: RequestOutput) -> None:
         checked = self.live[output.request_id]

@@ -8,7 +8,7 @@ from engine.batch import ScheduledBatch
 from engine.request import EngineRequest, RequestOutput
 from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
-from kvstore.connector import KvConnectorScheduler
+from kvstore.connector import KvConnectorScheduler, null_connector
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import (
     ConnectorWork,
@@ -84,6 +84,7 @@ class DrivenScheduler:
         self.metrics = TransferMetrics()
         self.shares: dict[str, int] = {}
         self.runner = FakeRunner(info, num_blocks, num_host_blocks=num_host_blocks)
+        connector = KvConnectorScheduler("fake", lease_s=60)
         self.scheduler = Scheduler(
             fake_config(kv_connector="fake://" if with_connector else None, **config),
             info,
@@ -91,7 +92,7 @@ class DrivenScheduler:
             num_host_blocks=num_host_blocks,
             costs=self.runner.costs,
             namespace=NAMESPACE,
-            connector=KvConnectorScheduler("fake", lease_s=60) if with_connector else None,
+            connector=connector if with_connector else null_connector()[0],
             metrics=self.metrics,
             clock=lambda: self.now,
         )

@@ -42,7 +42,7 @@ def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
         take(core.add_request(request))
     while core.has_work:
         core.wait()
-        take(core.step())
+        core.run_step(take)
     core.scheduler.check()
     load = core.load()
     assert load.num_free_blocks == core.num_blocks
@@ -111,8 +111,8 @@ class SplitRun:
             self._take_prefilled(self._prefill.add_request(request))
         while not self._is_over():
             self._news.clear()
-            self._take_prefilled(self._prefill.step())
-            self._take_decoded(self._decode.step())
+            self._prefill.run_step(self._take_prefilled)
+            self._decode.run_step(self._take_decoded)
             if self._prefill.is_stalled and self._decode.is_stalled and not self._is_over():
                 assert self._news.wait(30), "nothing moves any more"
         for core in (self._prefill, self._decode):

@@ -100,8 +100,7 @@ class _Undivided:
         for request in requests:
             clock.take(self._core.add_request(request))
         while self._core.has_unfinished:
-            clock.take(self._core.step())
-            self._core.start_transfers()
+            self._core.run_step(clock.take)
             self._core.wait()
         return clock.times
 
@@ -178,14 +177,16 @@ def _serve(
 ) -> None:
     """Steps a tier's engine until it has ended so many requests."""
     num_ended, gives_up_at = 0, time.monotonic() + _TIMEOUT_S
-    while num_ended < num_requests and time.monotonic() < gives_up_at:
-        outputs: list[RequestOutput] = []
-        while not requests.empty():
-            outputs += core.add_request(replace(requests.get(), deadline=gives_up_at))
-        outputs += core.step()
+
+    def take_counted(outputs: Sequence[RequestOutput]) -> None:
+        nonlocal num_ended
         num_ended += sum(output.is_last for output in outputs)
         take(outputs)
-        core.start_transfers()
+
+    while num_ended < num_requests and time.monotonic() < gives_up_at:
+        while not requests.empty():
+            take_counted(core.add_request(replace(requests.get(), deadline=gives_up_at)))
+        core.run_step(take_counted)
         if num_ended < num_requests and requests.empty():
             core.wait()
 

@@ -9,7 +9,7 @@ from baton import __version__
 from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest
+from engine.request import EngineRequest, RequestOutput
 
 _GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -49,7 +49,8 @@ class BatonEngine:
 
     def step(self) -> Iterable[StepOutput]:
         """See `worker_loop.Stepper`."""
-        outputs = self._core.step()
+        outputs: list[RequestOutput] = []
+        self._core.run_step(outputs.extend)
         return [(int(o.request_id), o.token_ids, o.finish_reason is not None) for o in outputs]
 
 
