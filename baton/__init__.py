@@ -1,8 +1,8 @@
 """Baton: large language models served by separate prefill and decode tiers.
 
-The public Python face. `Client` and `AsyncClient` speak to a running router;
-`LLM` runs the same engine in this process. Importing this package is cheap:
-torch is loaded when `LLM` is first used, grpc when a client is.
+The public Python API. `Client` and `AsyncClient` connect to a running router; `LLM` runs the
+same engine in this process. Importing this package is cheap: torch is imported on the first
+use of `LLM`, grpc on the first use of a client.
 """
 
 from importlib import import_module
@@ -22,7 +22,7 @@ _LAZY_MODULES = {"LLM": "baton.llm", "Client": "baton.client", "AsyncClient": "b
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the heavy public names on first use (PEP 562)."""
+    """Imports a public name with heavy dependencies on its first use (PEP 562)."""
     if name not in _LAZY_MODULES:
         raise AttributeError(f"module 'baton' has no attribute {name!r}")
     return getattr(import_module(_LAZY_MODULES[name]), name)

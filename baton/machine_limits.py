@@ -1,8 +1,8 @@
-"""What this process may use of the machine: cores and memory, by affinity and control groups.
+"""The cores and the memory that this process may use, by CPU affinity and control groups.
 
-A leaf module: every package may import it, and it imports only the standard library.
-Containers limit through control groups, of version 1 or 2 (cgroups(7)); a limit of a
-group holds for those below it, so the smallest from ours up to the root counts.
+This is a leaf module: every package may import it, and it imports only the standard library.
+Containers set limits through control groups, version 1 or 2 (cgroups(7)). A group's limit also
+holds for the groups below it, so the smallest limit between our group and the root counts.
 """
 
 import math
@@ -18,12 +18,12 @@ _KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory in bytes; None where the system does not say.
+    """Memory in bytes; None where the system does not report it.
 
     Attributes:
-        total: of the machine.
-        available: what may still be taken without swapping, by the machine and by the limit.
-        limit: of the control groups; None for none.
+        total: the machine's memory.
+        available: bytes that can still be allocated without swapping and within the limit.
+        limit: the smallest limit of the control groups; None if there is none.
     """
 
     total: int | None
@@ -32,22 +32,22 @@ class Memory:
 
 
 def usable_cores() -> int:
-    """How many cores this process can keep busy: its affinity, cut by its quota; at least one."""
+    """Returns the number of cores this process can keep busy: its affinity, at most its quota."""
     return max(1, math.floor(min(affine_cores(), cpu_quota() or math.inf)))
 
 
 def affine_cores() -> int:
-    """How many cores this process may run on."""
+    """Returns the number of cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many cores' worth of time the control groups grant; None for no limit.
+    """Returns the control groups' CPU time in cores; None if there is no limit.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: the folder that holds `proc` and `sys`.
     """
     quotas = [_quota_v2(folder) for folder in _folders(root, "")]
     quotas += [_quota_v1(folder) for folder in _folders(root, "cpu")]
@@ -55,10 +55,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def read_memory(root: Path = Path("/")) -> Memory:
-    """The machine's memory and the control groups' limit.
+    """Reads the machine's memory and the control groups' limit.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: the folder that holds `proc` and `sys`.
     """
     machine = _keyed_numbers(root / "proc/meminfo")
     total, available = (
@@ -66,7 +66,7 @@ def read_memory(root: Path = Path("/")) -> Memory:
         for value in (machine.get("MemTotal"), machine.get("MemAvailable"))
     )
     groups = [_limit_and_room(*paths) for paths in _memory_files(root)]
-    # Version 1 says "no limit" by a number beyond all memory.
+    # Version 1 reports "no limit" as a number larger than the machine's memory.
     bounding = [
         group for group in groups if group is not None and (total is None or group[0] < total)
     ]
@@ -77,18 +77,18 @@ def read_memory(root: Path = Path("/")) -> Memory:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of our group and those above it, as far as they are visible.
+    """Yields the folder of our group and those of the groups above it, if they are visible.
 
     Args:
-        root: where `proc` and `sys` are.
-        controller: of version 1; empty for version 2, where one tree has them all.
+        root: the folder that holds `proc` and `sys`.
+        controller: a controller of version 1; empty for version 2, which has one tree for all.
     """
     mount = root / "sys/fs/cgroup" / controller
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             ours = mount / path.lstrip("/")
-            # In a container the path may be the host's: then only the mount is there.
+            # In a container the path may be the host's. Then only the mount point exists.
             yield from (folder for folder in (ours, *ours.parents) if folder.is_relative_to(mount))
 
 
@@ -107,7 +107,7 @@ def _quota_v1(folder: Path) -> float | None:
 
 
 def _memory_files(root: Path) -> Iterator[tuple[Path, Path, Path]]:
-    """Of each group: its limit, its usage, its statistics."""
+    """Yields each group's files of its memory limit, usage and statistics."""
     for folder in _folders(root, ""):
         yield folder / "memory.max", folder / "memory.current", folder / "memory.stat"
     for folder in _folders(root, "memory"):
@@ -119,7 +119,7 @@ def _memory_files(root: Path) -> Iterator[tuple[Path, Path, Path]]:
 
 
 def _limit_and_room(limit_file: Path, usage_file: Path, stat_file: Path) -> tuple[int, int] | None:
-    """A group's limit, and what is left of it: files in memory give way, and do not count."""
+    """Returns a group's limit and its free bytes; cached files count as free."""
     limit, usage = _number(limit_file), _number(usage_file)
     if limit is None or usage is None:
         return None
@@ -129,13 +129,13 @@ def _limit_and_room(limit_file: Path, usage_file: Path, stat_file: Path) -> tupl
 
 
 def _keyed_numbers(path: Path) -> dict[str, int]:
-    """Lines of a name, perhaps a colon, and a number."""
+    """Parses lines that hold a name, perhaps followed by a colon, and a number."""
     rows = (line.split() for line in _text(path).splitlines())
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None for no file or another word, such as "max"."""
+    """Returns the number in a file; None without a file or with a word such as "max"."""
     try:
         return int(_text(path))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The package's version. A leaf module, so that workers can tell theirs."""
+"""The package's version. A leaf module, so that workers can report it."""
 
 __all__ = ["__version__"]
 

@@ -21,7 +21,7 @@ _DEFAULT_MODEL = "llama-100m"
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    from benchmarks.kernels.registry import PRIMITIVES
+    from benchmarks.kernels.measure import PRIMITIVES
     from benchmarks.models import RANDOM_MODELS
 
     parser.add_argument(
@@ -65,10 +65,9 @@ def _measure(args: argparse.Namespace, num_threads: int) -> list["Outcome"]:
     import torch
     from tqdm import tqdm
 
-    from benchmarks.kernels.cache import last_level_cache_bytes
-    from benchmarks.kernels.measure import Setting, measure
-    from benchmarks.kernels.registry import PRIMITIVES, make_cases
-    from benchmarks.kernels.shapes import DecoderShape
+    from benchmarks.kernels.case import DecoderShape
+    from benchmarks.kernels.measure import PRIMITIVES, Setting, make_cases, measure
+    from benchmarks.kernels.timing import last_level_cache_bytes
     from benchmarks.models import RANDOM_MODELS
 
     setting = Setting(getattr(torch, args.dtype), num_threads, last_level_cache_bytes())

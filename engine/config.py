@@ -37,96 +37,110 @@ class EngineConfig:
     """
 
     model: str = field(metadata={"help": "checkpoint folder or Hugging Face Hub name"})
-    served_model_name: str | None = _flag(None, "name in requests (default: --model's last part)")
-    role: str = _flag("both", "half of the work this engine does", choices=ROLES)
+    served_model_name: str | None = _flag(
+        None, "model name in requests (default: the last part of --model)"
+    )
+    role: str = _flag("both", "work of this engine: prefill, decode, or both", choices=ROLES)
     dtype: str = _flag(
-        "auto", "type of weights, activations and KV; auto is the checkpoint's", choices=DTYPES
+        "auto", "type of weights, activations and KV; auto uses the checkpoint's", choices=DTYPES
     )
     load_format: str = _flag(
         "auto",
-        "auto: the checkpoint's weights; dummy: random ones in the shape of config.json",
+        "auto reads the checkpoint's weights; dummy makes random weights from config.json alone",
         choices=LOAD_FORMATS,
     )
     kv_cache_dtype: str = _flag(
         "auto",
-        "type of KV; auto is --dtype's, fp8_e4m3 about half of its bytes",
+        "type of KV; auto uses that of --dtype, fp8_e4m3 takes about half the bytes of bfloat16",
         choices=KV_CACHE_DTYPES,
     )
-    device: str = _flag("auto", "torch device; auto is cuda where there is one, else cpu")
-    num_threads: int | None = _flag(None, "CPU threads for compute (default: the cores it may use)")
+    device: str = _flag("auto", "torch device; auto uses a GPU if torch finds one, else the CPU")
+    num_threads: int | None = _flag(
+        None, "CPU threads that compute (default: the cores this process may use)"
+    )
     turns_folder: str | None = _flag(
-        None, "a folder; on CPUs, workers of one machine that are given the same compute in turn"
+        None, "existing folder for lock files; CPU workers with the same folder compute in turn"
     )
     block_size: int = _flag(16, "tokens per KV block")
     max_model_len: int | None = _flag(
-        None, "most prompt and generated tokens together (default: the model's)"
+        None, "maximum of prompt and generated tokens together (default: the model's)"
     )
-    max_num_seqs: int = _flag(64, "most sequences in one step")
-    max_num_batched_tokens: int = _flag(2048, "most tokens in one step; prompts beyond are chunked")
+    max_num_seqs: int = _flag(64, "maximum number of sequences in one step")
+    max_num_batched_tokens: int = _flag(
+        2048, "maximum number of tokens in one step; longer prompts run in chunks"
+    )
     long_prefill_token_threshold: int | None = _flag(
-        None, "most tokens of one prompt in one step, so that long prompts leave room for short"
+        None, "maximum tokens of one prompt in one step, so that short prompts get their share"
     )
     max_num_partial_prefills: int = _flag(
-        1, "most prompts that a step computes in part; whole ones may still overtake them"
+        1, "maximum number of partly computed prompts in a step; prompts that fit may overtake them"
     )
-    max_num_waiting: int = _flag(4096, "most requests waiting; more get RESOURCE_EXHAUSTED")
+    max_num_waiting: int = _flag(
+        4096, "maximum number of waiting requests; further ones get RESOURCE_EXHAUSTED"
+    )
     priority_ageing_s: float = _flag(
-        30.0, "seconds of waiting that count as much as one level of priority"
+        30.0, "seconds of waiting that count as one level of a request's priority"
     )
     preemption_mode: str = _flag(
         "auto",
-        "how a request gives way: compute its KV again, swap it to the host, or the quicker",
+        "how a request is preempted: recompute its KV, swap it to host memory, or the faster one",
         choices=PREEMPTION_MODES,
     )
     swap_space: int | None = _flag(
         None,
-        "bytes on the host for swapped KV, say 4GiB (default: 4GiB; none on CPU)",
+        "host memory for swapped KV, such as 4GiB (default: 4GiB on a GPU, 0 on a CPU)",
         parse="bytes",
     )
     async_scheduling: bool | None = _flag(
-        None, "schedule the next step while this one computes (default: on a GPU)"
+        None, "schedule the next step while the current one computes (default: only on a GPU)"
     )
     enforce_eager: bool = _flag(False, "run decode steps without CUDA graphs")
-    enable_prefix_caching: bool = _flag(True, "reuse KV blocks of equal prefixes")
+    enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prefixes")
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory for weights and KV cache")
     kv_cache_memory: int | None = _flag(
-        None, "bytes for the KV cache, say 2GiB (default on CPU: 1GiB)", parse="bytes"
+        None, "bytes for the KV cache, such as 2GiB (default: 1GiB on a CPU)", parse="bytes"
     )
-    num_gpu_blocks_override: int | None = _flag(None, "KV blocks in the pool, whatever fits")
+    num_gpu_blocks_override: int | None = _flag(
+        None, "number of KV blocks in the pool, instead of the computed number"
+    )
     kv_connector: str | None = _flag(
         None,
         "URL of the KV connector: shm://NAME, file:///path, redis://host:port/db, grpc://, "
-        "nixl://, multi://URL,URL (several), faulty+URL (with faults, to try), or memory:// "
-        "(of one process)",
+        "nixl://, multi://URL,URL (several), faulty+URL (injects faults) or memory:// (within "
+        "one process)",
     )
     kv_publish: str = _flag(
         "finish",
-        "when generated KV is put into the store: off, finish (of a sequence), or a number: "
-        "whenever so many blocks have filled up",
+        "when to save generated KV: off, finish (when a sequence ends), or a number N (after "
+        "every N full blocks)",
     )
     kv_load_failure_policy: str = _flag(
-        "recompute", "what to do when KV cannot be loaded", choices=LOAD_FAILURE_POLICIES
+        "recompute",
+        "recompute KV that cannot be loaded, or fail the request",
+        choices=LOAD_FAILURE_POLICIES,
     )
     kv_transfer_block_size: int | None = _flag(
         None,
-        "tokens per KV block between tiers, the same on all of them; divides --block-size "
+        "tokens per KV block between tiers; must divide --block-size and be equal on all workers "
         "(default: --block-size)",
     )
     kv_transfer_dtype: str = _flag(
         "auto",
-        "type of KV between tiers, the same on all of them; auto is that of the KV here",
+        "type of KV between tiers, equal on all workers; auto uses this worker's",
         choices=KV_TRANSFER_DTYPES,
     )
     kv_transfer_head_slices: int = _flag(
-        1, "equal parts that a KV block's heads go in between tiers, the same on all of them"
+        1,
+        "number of objects into which a KV block's heads are split between tiers, equal on all "
+        "workers",
     )
     kv_transfer_layer_slices: int = _flag(
         1,
-        "equal parts that a KV block's layers go in between tiers, the same on all of them; "
-        "where the connector can, each is saved once its layers are computed",
+        "number of objects into which a KV block's layers are split between tiers, equal on all "
+        "workers; memory, shm and file save each when its layers are computed",
     )
     kv_transfer_timeout_s: float = _flag(
-        60.0, "longest wait for a look-up, load or save that does not report; blocks stay fenced"
+        60.0, "longest wait for the result of a look-up, load or save; its blocks stay out of use"
     )
 
     def __post_init__(self) -> None:

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+from typing_extensions import override
 
 __all__ = ["DenseWeight", "RowsOfWeight", "Weight", "WeightUse"]
 
 
 class WeightUse(Enum):
-    """What a weight is read for, which decides how it lies in memory."""
+    """The kernel that reads a weight, which decides the weight's memory order."""
 
     LINEAR = "linear"
-    """`linear`, and `embed` where an embedding is the output head too."""
+    """`linear`, and `embed` if an embedding is the output head too."""
     GATED_LINEAR = "gated"
     """`linear_silu_and_mul`: the rows are two halves, gate and up."""
     LOOKUP = "lookup"
@@ -29,7 +30,7 @@ class RowsOfWeight(ABC):
 
     @abstractmethod
     def copy_(self, source: torch.Tensor) -> object:
-        """Takes over `source`, `[rows, columns]` of any floating dtype and strides."""
+        """Copies `source`, `[rows, columns]` of any floating dtype and strides, into the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class Weight(ABC):
     Attributes:
         num_rows: outputs.
         num_columns: inputs.
-        use: what it is for.
-        data: its elements, in an order of its own.
+        use: the kernel that reads it.
+        data: its elements, in the memory order of that kernel.
     """
 
     num_rows: int
@@ -50,13 +51,16 @@ class Weight(ABC):
 
     @abstractmethod
     def rows(self, first: int, count: int) -> "torch.Tensor | RowsOfWeight":
-        """Rows `first` to `first + count`, to be filled; of a gated layer within one half."""
+        """Returns rows `first` to `first + count`, to be filled.
+
+        Rows of a gated layer must lie within one of its halves.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight(Weight):
     """A weight whose `data` is `[num_rows, num_columns]`, row after row."""
 
+    @override
     def rows(self, first: int, count: int) -> torch.Tensor:
-        """See `Weight.rows`."""
         return self.data[first : first + count]

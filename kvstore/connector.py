@@ -164,7 +164,7 @@ class KvConnectorScheduler:
         """Schedules a load; returns its job id.
 
         Args:
-            keys: of the blocks to load.
+            keys: one per block to load.
             block_ids: the blocks to write to. They stay referenced until the result is in.
             handoff: the terms under which the blocks are offered; None if a look-up found them.
         """
@@ -293,7 +293,7 @@ class KvConnectorWorker(ABC):
 
         Args:
             pool: the tensor `[num_blocks, *layout.block_shape]`.
-            layout: of the pool's blocks.
+            layout: the shape and type of the pool's blocks.
             form: how blocks look between engines; None if they look as in the pool.
                 `kvstore.transfer_form.PoolCut.of` computes how the pool is cut for it.
             share: which of the model's KV heads the pool has.

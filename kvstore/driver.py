@@ -37,7 +37,7 @@ class ConnectorDriver:
     Args:
         connector: both halves. The driver closes them.
         pool: the tensor `[num_blocks, *layout.block_shape]`.
-        layout: of the pool's blocks.
+        layout: the shape and type of the pool's blocks.
         form: see `KvConnectorWorker.register_pool`.
         share: see there.
         timeout_s: the longest wait for a result.
@@ -86,19 +86,15 @@ class ConnectorDriver:
 
     # Steps.
 
-    def start_scheduled(self) -> None:
-        """Passes scheduled jobs to the worker half."""
-        if work := self.scheduler.build_work():
-            self.worker.start(work)
-
     def step(self) -> None:
-        """Starts scheduled jobs, and processes results.
+        """Processes results, then starts scheduled jobs, like a step of an engine.
 
         Raises:
             ContractError: a result is wrong.
         """
-        self.start_scheduled()
         self._process(self.scheduler.update(self.worker.poll()))
+        if work := self.scheduler.build_work():  # results may have scheduled jobs, too
+            self.worker.start(work)
 
     def _process(self, results: TransferResults) -> None:
         for answer in results.lookups:
@@ -194,7 +190,7 @@ class ConnectorDriver:
         """Ends a lease and deletes its blocks; returns when both have happened.
 
         Args:
-            keys: of the saved blocks.
+            keys: one per saved block.
             lease_id: that `start_save` or `save` saved them for.
             timeout_s: the longest wait; None for the driver's own.
 
@@ -203,7 +199,8 @@ class ConnectorDriver:
         """
         self.scheduler.end_lease(lease_id)
         self.scheduler.delete(keys)
-        lookup = self.scheduler.lookup(keys)  # answered after earlier deletions
+        self.step()
+        lookup = self.scheduler.lookup(keys)  # answered after deletions of earlier work
         self.run_until(
             lambda: self.scheduler.num_found(lookup) is not None and not self._is_lent(lease_id),
             "the removal of blocks",

@@ -1,26 +1,24 @@
-"""`FaultyBackend`: what lies between a mover and its backend goes wrong, by chance. For tests.
-
-Each fault strikes each block, or call, with a probability of its own:
-
-    fault      when blocks are put                    when they are fetched
-    corrupt    bytes are flipped on the way           bytes are flipped on the way
-    truncate   a shorter object is stored             another size, or an end that is blank
-    drop       it is said to be stored, and is not    it is missing
-    delay      the call takes up to `delay_s` longer  so here, and when it is asked what is held
-    duplicate  it is put twice                        another key's object comes in its place
-    reorder    it changes places with the one before  so here
-    fail_load                                         it is missing, or the whole call fails
-
-A dropped block is also said to be held by others. Draws follow from the seed,
-the key and how often the key has been drawn for: threads change no outcome.
-
-`faulty+URL`: a connector whose transfers go wrong, for tests and game days.
+"""`faulty+URL`: a connector with injected faults, for tests and game days.
 
     faulty+redis://host:6379?faults=corrupt:0.1,delay:0.2&fault_seed=7&fault_delay_s=0.5
 
-The options are taken out of the URL; the rest opens the connector, whose
-backend is then wrapped: see `kvstore.faults`. Tiers see no difference
-between a connector and the same with faults.
+`FaultyFactory` takes the fault options out of the URL, opens the connector that the rest names,
+and puts a `FaultyBackend` between its mover and its backend. The connector's name stays the same,
+so tiers with and without faults work together.
+
+Each fault strikes each block, or call, with a probability of its own:
+
+    fault      when blocks are put                     when they are fetched
+    corrupt    some bytes are changed                  some bytes are changed
+    truncate   a shorter object is stored              the status is WRONG_SIZE or the end is blank
+    drop       the object is not stored                the status is MISSING
+    delay      the call takes up to `delay_s` longer   the same, and in `num_held`
+    duplicate  the object is put twice                 an object fetched before comes in its place
+    reorder    it changes places with the one before   the same
+    fail_load                                          the status is MISSING, or the call fails
+
+With `drop`, `num_held` also counts blocks that the backend does not hold. Draws depend on the
+seed, on the key and on how often the key was drawn for. So threads do not change the outcome.
 """
 
 import math
@@ -31,6 +29,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+
+from typing_extensions import override
 
 from baton.errors import ConfigurationError
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
@@ -51,17 +51,20 @@ __all__ = [
 
 FAULTS = ("corrupt", "truncate", "drop", "delay", "duplicate", "reorder", "fail_load")
 
+_OPTIONS = ("faults", "fault_seed", "fault_delay_s")
+_DEFAULT_DELAY_S = 0.1
+_LONGEST_DELAY_S = 60.0
 _MAX_COUNTED_DRAWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """What shall go wrong.
+    """The faults to inject.
 
     Attributes:
-        probabilities: from 0 to 1, by fault; faults not named do not strike.
-        seed: of all draws.
-        delay_s: longest delay of a call.
+        probabilities: from 0 to 1, by fault; faults that are not named do not strike.
+        seed: for all draws.
+        delay_s: longest delay of a call, in seconds.
     """
 
     probabilities: Mapping[str, float] = field(default_factory=dict)
@@ -69,30 +72,36 @@ class FaultPlan:
     delay_s: float = 0.0
 
 
-class FaultyBackend:
-    """See the module, and `kvstore.mover.backend.Backend`."""
+class FaultyBackend(Backend):
+    """Puts faults into what passes between a mover and its backend.
+
+    Args:
+        backend: the connector's.
+        plan: the faults.
+    """
 
     def __init__(self, backend: Backend, plan: FaultPlan) -> None:
         self._backend = backend
         self._dice = _Dice(plan)
         self._delay_s = plan.delay_s
-        self._stale: bytes | None = None  # an object that was fetched before
+        self._stale: bytes | None = None  # the object that was fetched last
 
     @property
+    @override
     def takes_frames(self) -> bool:
-        """See `Backend.takes_frames`."""
         return self._backend.takes_frames
 
+    @override
     def num_held(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.num_held`."""
         self._delay("ask", keys)
         num_held = self._backend.num_held(keys)
         while num_held < len(keys) and self._dice.draw("drop", "ask", keys[num_held]):
             num_held += 1
         return num_held
 
+    @override
     def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """See `Backend.put`. The slots are left as they are: they may be a pool's."""
+        """Puts copies where a fault changes bytes: the slots may lie in a pool."""
         self._delay("put", keys)
         kept: list[tuple[bytes, Slot]] = []
         for key, slot in zip(keys, slots, strict=True):
@@ -105,29 +114,29 @@ class FaultyBackend:
             put_keys, values = zip(*kept, strict=True)
             self._backend.put(job, put_keys, values)
 
+    @override
     def fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> list[GetStatus]:
-        """See `Backend.fetch`."""
         self._delay("fetch", keys)
         drawn = {key: self._dice.draw("fail_load", "fetch", key) for key in keys}
         failing = {key: dice for key, dice in drawn.items() if dice}
         if any(dice.random() < 1 / 2 for dice in failing.values()):
-            raise StoreUnavailableError("a fault that was asked for")
+            raise StoreUnavailableError("injected fault: fail_load")
         statuses = list(self._backend.fetch(job, keys, slots))
-        for index, key in enumerate(keys):
+        for index, (key, status) in enumerate(zip(keys, statuses, strict=False)):
             if key in failing or self._dice.draw("drop", "fetch", key):
                 statuses[index] = GetStatus.MISSING
-            elif statuses[index] is GetStatus.HIT:
+            elif status is GetStatus.HIT:
                 statuses[index] = self._spoil(key, slots, index)
         return statuses
 
+    @override
     def discard(self, key: bytes) -> None:
-        """See `Backend.discard`."""
         self._backend.discard(key)
 
-    # What is put.
+    # Faults of puts.
 
     def _altered(self, key: bytes, slot: Slot) -> Slot:
-        """The slot, or a copy with faults."""
+        """Returns the slot, or a copy with faults."""
         corrupt = self._dice.draw("corrupt", "put", key)
         truncate = self._dice.draw("truncate", "put", key)
         if not corrupt and not truncate:
@@ -140,17 +149,17 @@ class FaultyBackend:
         return Slot.of(memoryview(copy))
 
     def _swap_last(self, kept: list[tuple[bytes, Slot]]) -> None:
-        """By chance, the last two objects change places, and their keys do not."""
+        """If "reorder" strikes, swaps the last two objects, but not their keys."""
         if len(kept) > 1 and self._dice.draw("reorder", "put", kept[-1][0]):
             (key, slot), (last_key, last_slot) = kept[-2:]
             kept[-2:] = [(key, last_slot), (last_key, slot)]
 
-    # What was fetched.
+    # Faults of fetches.
 
     def _spoil(self, key: bytes, slots: Sequence[Slot], index: int) -> GetStatus:
-        """Puts faults into a slot that was filled."""
+        """Puts faults into a filled slot; returns its status."""
         slot = slots[index]
-        self._offer_stale(key, slot)
+        self._replace_by_stale(key, slot)
         if index and self._dice.draw("reorder", "fetch", key):
             before = slots[index - 1].to_bytes()
             slots[index - 1].fill(slot.to_bytes())
@@ -168,8 +177,8 @@ class FaultyBackend:
         slot.fill(spoiled)
         return truncate.choice([GetStatus.HIT, GetStatus.WRONG_SIZE]) if truncate else GetStatus.HIT
 
-    def _offer_stale(self, key: bytes, slot: Slot) -> None:
-        """By chance, an object that came before, under another key or this, comes again."""
+    def _replace_by_stale(self, key: bytes, slot: Slot) -> None:
+        """If "duplicate" strikes, replaces the object by the one that was fetched before it."""
         if not self._dice.may_strike("duplicate"):
             return
         stale, self._stale = self._stale, slot.to_bytes()
@@ -177,14 +186,14 @@ class FaultyBackend:
             slot.fill(stale)
 
     def _delay(self, call: str, keys: Sequence[bytes]) -> None:
-        """One delay a call, however many of its blocks are struck."""
+        """Delays the call once if "delay" strikes any of its blocks."""
         struck = [dice for key in keys if (dice := self._dice.draw("delay", call, key))]
         if struck:
             time.sleep(max(dice.random() for dice in struck) * self._delay_s)
 
 
 class _Dice:
-    """Draws that are the same whatever threads do. Thread-safe, in bounded memory."""
+    """Draws whether faults strike. Threads do not change the draws of a key. Thread-safe."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
@@ -195,7 +204,7 @@ class _Dice:
         return self._plan.probabilities.get(fault, 0.0) > 0
 
     def draw(self, fault: str, call: str, key: bytes) -> random.Random | None:
-        """Whether a fault strikes: then a source of numbers for how."""
+        """Returns None unless the fault strikes; then, random numbers that say how."""
         if not self.may_strike(fault):
             return None
         count = self._count((fault, call, key))
@@ -203,7 +212,7 @@ class _Dice:
         return dice if dice.random() < self._plan.probabilities[fault] else None
 
     def _count(self, what: tuple[str, str, bytes]) -> int:
-        """How often this has been drawn for."""
+        """Counts a draw; returns how many there were before it."""
         with self._lock:
             count = self._num_draws.pop(what, 0)
             self._num_draws[what] = count + 1
@@ -213,58 +222,57 @@ class _Dice:
 
 
 def _flip(value: bytearray, dice: random.Random) -> None:
-    """Changes one to four bytes."""
+    """Changes one to four random bytes."""
     for index in dice.sample(range(len(value)), min(len(value), dice.randint(1, 4))):
         value[index] ^= dice.randint(1, 255)
 
 
-_OPTIONS = ("faults", "fault_seed", "fault_delay_s")
-_DEFAULT_DELAY_S = 0.1
-_LONGEST_DELAY_S = 60.0
-
-
 @runtime_checkable
 class Faultable(Protocol):
-    """A worker half whose blocks pass through a `kvstore.mover.backend.Backend`."""
+    """A worker half whose blocks pass through a `Backend`."""
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
-        """Puts something between the worker and its backend. Before the first job."""
+        """Replaces the backend by `wrap(backend)`. Called before the first job."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultyFactory:
-    """See `ConnectorFactory`.
+    """Opens a connector with faults.
 
     Attributes:
-        inner: opens the connector that shall go wrong.
+        inner: opens the connector itself.
     """
 
     inner: ConnectorFactory
 
     @property
     def capabilities(self) -> ConnectorCapabilities:
-        """The connector's own."""
+        """The capabilities of the connector itself."""
         return self.inner.capabilities
 
     def open(self, url: str) -> Connector:
-        """See `ConnectorFactory`."""
+        """Opens the connector, and puts the faults of the URL's options into it.
+
+        Raises:
+            ConfigurationError: an option is wrong, or the connector is not `Faultable`.
+        """
         plan, inner_url = take_fault_options(url)
         scheduler, worker = self.inner.open(inner_url)
         if not isinstance(worker, Faultable):
             worker.close()
             raise ConfigurationError(
-                f"{FAULTY_PREFIX}{scheme_of(inner_url)}://: no faults can be put into this "
-                "connector; into members of multi:// they can, one by one"
+                f"{FAULTY_PREFIX}{scheme_of(inner_url)}://: this connector takes no faults; "
+                f"of multi://, write {FAULTY_PREFIX} before each member"
             )
         worker.wrap_backend(lambda backend: FaultyBackend(backend, plan))
         return scheduler, worker
 
 
 def take_fault_options(url: str) -> tuple[FaultPlan, str]:
-    """What a `faulty+` URL asks for, and the URL of the connector itself.
+    """Returns the faults that a `faulty+` URL names, and the URL of the connector itself.
 
     Raises:
-        ConfigurationError: an option is wrong; names it.
+        ConfigurationError: a fault option is wrong; names it.
     """
     base, _, query = url[len(FAULTY_PREFIX) :].partition("?")
     pairs = [pair.partition("=")[::2] for pair in query.split("&") if pair]
@@ -279,7 +287,7 @@ def take_fault_options(url: str) -> tuple[FaultPlan, str]:
 
 
 def _probabilities(text: str) -> Mapping[str, float]:
-    """Reads `FAULT:PROBABILITY,...`."""
+    """Parses `FAULT:PROBABILITY,...`."""
     chosen: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         name, _, probability = item.partition(":")

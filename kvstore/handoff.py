@@ -1,7 +1,4 @@
-"""`KvHandoff`: where a prompt's KV lies, from prefill to decode.
-
-`KvHandoff` on the wire and back. Kept out of `kvstore.handoff`, which is pure.
-"""
+"""`KvHandoff`: the terms under which decode loads a prompt's KV, and their wire form."""
 
 from dataclasses import dataclass
 
@@ -22,18 +19,21 @@ __all__ = [
 
 HANDOFF_FORMAT_VERSION = 1
 
+# The wire field's limit, 49 days.
+_LONGEST_LEASE_MS = 2**32 - 1
+
+# Schemes that reach the same objects in different ways.
 _SAME_CONNECTOR = {
     f"redis{security}{topology}": "redis"
     for security in ("", "s")
     for topology in ("", "+sentinel", "+cluster")
 }
-"""Schemes that reach the same objects in another way."""
 
 
 def connector_name(url: str | None) -> str:
-    """What tiers compare of their connectors' URLs; empty without a connector.
+    """Returns the name of a URL's connector, which both tiers must share; empty without a URL.
 
-    Faults do not change it; several connectors are `multi(NAME,NAME)`.
+    `faulty+` does not change the name. Several connectors are `multi(NAME,NAME)`.
     """
     url = url or ""
     scheme = url.partition(":")[0].lower().removeprefix(FAULTY_PREFIX)
@@ -46,11 +46,10 @@ def connector_name(url: str | None) -> str:
 class KvHandoff:
     """The terms under which decode may load a prompt's KV.
 
-    Mirrors `baton.v1.KvHandoff`; see `protos/baton/v1/prefill.proto` for the
-    meaning of each field.
+    It mirrors `baton.v1.KvHandoff`; `protos/baton/v1/prefill.proto` describes the fields.
 
     Attributes:
-        kv_form: what the namespace is made of, in words, for whoever reads of a mismatch.
+        kv_form: a description of the namespace, for errors about a mismatch.
     """
 
     handoff_id: str
@@ -70,7 +69,7 @@ class KvHandoff:
         Args:
             namespace: this replica's.
             connector: the name of its connector.
-            kv_form: as the attribute, of this replica.
+            kv_form: this replica's description of its namespace.
 
         Raises:
             FailedPreconditionError: names both sides.
@@ -93,11 +92,8 @@ def in_words(namespace: bytes, kv_form: str) -> str:
     return f"{kv_form or 'unknown'} ({namespace.hex() or 'none'})"
 
 
-_LONGEST_LEASE_MS = 2**32 - 1  # what the field takes: 49 days
-
-
 def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
-    """The message that tells decode of `handoff`."""
+    """Returns the wire form of a handoff. A lease above the field's limit is cut to it."""
     return prefill_pb2.KvHandoff(
         format_version=handoff.format_version,
         handoff_id=handoff.handoff_id,
@@ -113,11 +109,12 @@ def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
 
 
 def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
-    """The handoff that a message tells of.
+    """Returns the handoff of a message.
 
     Raises:
-        FailedPreconditionError: its format version is not ours; nothing else is read then.
-        InvalidArgumentError: a block key has not the length of one.
+        FailedPreconditionError: the message has another format version, so its other fields may
+            have other meanings.
+        InvalidArgumentError: a block key does not have `KEY_BYTES` bytes.
     """
     if message.format_version != HANDOFF_FORMAT_VERSION:
         raise FailedPreconditionError(

@@ -1,15 +1,13 @@
-"""From a URL's scheme to the store or the connector that it names.
+"""Opens KV stores and connectors by URL.
 
-Baton's own are in tables: stores here, the others in `kvstore.registry`.
-Third parties name theirs in their package's metadata, without a line here:
+The URL's scheme selects Baton's own ones from tables. Installed packages add stores and connectors
+in their metadata, without a change here:
 
     [project.entry-points."baton.kv_stores"]
     myscheme = "my_package.my_module:MyStore"
 
     [project.entry-points."baton.kv_connectors"]
     otherscheme = "my_package.other_module:MyConnector"
-
-From a URL to both halves of a KV connector, or to what it can do without opening it.
 """
 
 from dataclasses import dataclass
@@ -33,13 +31,10 @@ from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, scheme_of, split_members
 
 __all__ = [
     "connector_capabilities",
-    "find_connector",
-    "find_store",
     "known_stores",
     "open_connector",
     "open_store",
     "store_capabilities",
-    "third_party_connectors",
 ]
 
 _STORE_GROUP = "baton.kv_stores"
@@ -57,28 +52,30 @@ _STORES = {
     "rediss+cluster": "kvstore.stores.redis.store:RedisStore",
 }
 
+_PEERS = ("grpc", "nixl")
+
 
 def open_store(url: str) -> KvStore:
-    """Opens the store that a URL names.
+    """Opens the store of a URL.
 
     Raises:
         ConfigurationError: the scheme is unknown (lists the known ones), its
             package cannot be imported, or the store refuses the URL.
     """
-    return find_store(url).from_url(url)
+    return _find_store(url).from_url(url)
 
 
 def store_capabilities(url: str) -> StoreCapabilities:
-    """What the store that a URL names can do.
+    """Returns what the store of a URL can do.
 
     Raises:
         ConfigurationError: the scheme is unknown or its package cannot be imported.
     """
-    return find_store(url).capabilities
+    return _find_store(url).capabilities
 
 
-def find_store(url: str) -> type[KvStore]:
-    """The class of the store that a URL names.
+def _find_store(url: str) -> type[KvStore]:
+    """Returns the class of the store of a URL.
 
     Raises:
         ConfigurationError: the scheme is unknown or its package cannot be imported.
@@ -97,11 +94,57 @@ def find_store(url: str) -> type[KvStore]:
     return loaded
 
 
-def find_connector(scheme: str) -> ConnectorFactory | None:
-    """What opens a third party's connector; None if nobody has installed one of that scheme.
+def known_stores() -> set[str]:
+    """Returns the schemes of all stores. Packages cannot replace Baton's own."""
+    return {*_STORES, *(point.name for point in entry_points(group=_STORE_GROUP))}
+
+
+def open_connector(url: str) -> Connector:
+    """Opens both halves of the connector of a URL.
 
     Raises:
-        ConfigurationError: it cannot be imported, or is not what it should be.
+        ConfigurationError: unknown scheme (lists the known ones), a bad option,
+            or a missing package.
+    """
+    return _factory_of(url).open(url)
+
+
+def connector_capabilities(url: str) -> ConnectorCapabilities:
+    """Returns what the connector of a URL can do. Does not open it.
+
+    Raises:
+        ConfigurationError: the scheme is unknown, or a package is missing.
+    """
+    return _factory_of(url).capabilities
+
+
+def _factory_of(url: str) -> ConnectorFactory:
+    scheme = scheme_of(url)
+    if scheme.startswith(FAULTY_PREFIX):
+        return FaultyFactory(_factory_of(url[len(FAULTY_PREFIX) :]))
+    if scheme == MULTI_SCHEME:
+        return MultiFactory(tuple(map(_factory_of_member, split_members(url))))
+    if scheme in _PEERS:
+        return _PeerFactory()
+    if scheme in known_stores():
+        return _StoreFactory(_find_store(url))
+    factory = _find_connector(scheme)
+    if factory is None:
+        raise ConfigurationError(_unknown_connector(scheme))
+    return factory
+
+
+def _factory_of_member(url: str) -> ConnectorFactory:
+    if scheme_of(url) == MULTI_SCHEME:
+        raise ConfigurationError("multi:// is no member of another; name all members in one")
+    return _factory_of(url)
+
+
+def _find_connector(scheme: str) -> ConnectorFactory | None:
+    """Returns the factory of an installed package's connector; None if no package has the scheme.
+
+    Raises:
+        ConfigurationError: it cannot be imported, or is no `ConnectorFactory`.
     """
     point = _find_point(_CONNECTOR_GROUP, scheme)
     if point is None:
@@ -117,21 +160,20 @@ def find_connector(scheme: str) -> ConnectorFactory | None:
     return loaded
 
 
-def known_stores() -> set[str]:
-    """The schemes of all stores. Baton's own cannot be replaced."""
-    return {*_STORES, *(point.name for point in entry_points(group=_STORE_GROUP))}
-
-
-def third_party_connectors() -> set[str]:
-    """The schemes that `find_connector` finds."""
-    return {point.name for point in entry_points(group=_CONNECTOR_GROUP)}
-
-
 def _unknown_store(scheme: str) -> str:
     known = ", ".join(f"{name}://" for name in sorted(known_stores()))
     if not scheme:
         return f"a KV store's URL begins with one of {known}"
     return f"unknown KV store scheme {scheme!r}; known are {known}"
+
+
+def _unknown_connector(scheme: str) -> str:
+    installed = (point.name for point in entry_points(group=_CONNECTOR_GROUP))
+    schemes = {*_PEERS, MULTI_SCHEME, *known_stores(), *installed}
+    known = ", ".join(f"{name}://" for name in sorted(schemes))
+    if not scheme:
+        return f"a KV connector's URL begins with one of {known}"
+    return f"unknown KV connector scheme {scheme!r}; known are {known}"
 
 
 def _find_point(group: str, scheme: str) -> EntryPoint | None:
@@ -144,58 +186,6 @@ def _load(point: EntryPoint) -> Any:
     except (ImportError, AttributeError) as error:
         message = f"{point.name}:// cannot be imported from {point.value}: {error}"
         raise ConfigurationError(message) from error
-
-
-_PEERS = ("grpc", "nixl")
-
-
-def open_connector(url: str) -> Connector:
-    """Opens both halves of the connector that a URL names.
-
-    Raises:
-        ConfigurationError: unknown scheme (lists the known ones), a bad option,
-            or a missing package.
-    """
-    return _factory_of(url).open(url)
-
-
-def connector_capabilities(url: str) -> ConnectorCapabilities:
-    """What the connector that a URL names can do.
-
-    Raises:
-        ConfigurationError: as `open_connector`, for schemes and packages.
-    """
-    return _factory_of(url).capabilities
-
-
-def _factory_of(url: str) -> ConnectorFactory:
-    scheme = scheme_of(url)
-    if scheme.startswith(FAULTY_PREFIX):
-        return FaultyFactory(_factory_of(url[len(FAULTY_PREFIX) :]))
-    if scheme == MULTI_SCHEME:
-        return MultiFactory(tuple(map(_factory_of_member, split_members(url))))
-    if scheme in _PEERS:
-        return _PeerFactory()
-    if scheme in known_stores():
-        return _StoreFactory(find_store(url))
-    factory = find_connector(scheme)
-    if factory is None:
-        raise ConfigurationError(_unknown(scheme))
-    return factory
-
-
-def _factory_of_member(url: str) -> ConnectorFactory:
-    if scheme_of(url) == MULTI_SCHEME:
-        raise ConfigurationError("multi:// is no member of another; name all members in one")
-    return _factory_of(url)
-
-
-def _unknown(scheme: str) -> str:
-    schemes = {*_PEERS, MULTI_SCHEME, *known_stores(), *third_party_connectors()}
-    known = ", ".join(f"{name}://" for name in sorted(schemes))
-    if not scheme:
-        return f"a KV connector's URL begins with one of {known}"
-    return f"unknown KV connector scheme {scheme!r}; known are {known}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +215,7 @@ class _StoreFactory:
 
 
 class _PeerFactory:
-    """Peers, whose packages are imported when one is opened."""
+    """Opens peers. Imports their packages only then."""
 
     capabilities = ConnectorCapabilities(
         shared_between_processes=True,

@@ -1,15 +1,11 @@
-"""Store URLs: `scheme://authority/path?option=value`, taken apart and checked.
+"""The grammar of store and connector URLs, and of byte sizes. Pure.
 
-Every store takes `ttl_s`, and most take `lease_s`, `max_bytes` and `timeout_s`.
-A store names the options that it takes; any other is an error, so that a
-misspelt option never goes unnoticed.
-
-`parse_byte_size`: byte counts as people write them, 512MiB or 1e9. Pure.
-
-The grammar of connector URLs around the backends' own: `multi://` and `faulty+`. Pure.
-
-`multi://URL,URL,...` is several connectors as one, each with its own options;
-`faulty+URL` is one whose transfers go wrong, for tests.
+- `scheme://authority/path?option=value` is a store or peer (`StoreUrl`). Every store takes the
+  option `ttl_s`; most take `lease_s`, `max_bytes` and `timeout_s`. A store lists the options that
+  it takes, and any other is an error, so that a misspelt option is noticed.
+- `multi://URL,URL,...` is several connectors as one, each with its own options.
+- `faulty+URL` is a connector with injected faults, for tests.
+- `512MiB` and `1e9` are byte sizes.
 """
 
 import math
@@ -39,65 +35,67 @@ __all__ = [
     "usable_folder",
 ]
 
+FAULTY_PREFIX = "faulty+"
+MULTI_SCHEME = "multi"
+
+# A comma separates members only if a scheme follows it; hosts and options may have commas, too.
+_NEXT_MEMBER = re.compile(r",(?=[A-Za-z][A-Za-z0-9+.-]*://)")
+
+DEFAULT_TTL_S = 3600.0
+LIMIT_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
+"""The options that `StoreUrl.limits` reads."""
+
+_DEFAULT_LEASE_S = 30.0
+_SECONDS_RANGE = (0.001, 1e9)
+
 _UNIT_BYTES = {
     "": 1,
     "b": 1,
     **{f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate("kmgt")},
     **{f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate("kmgt")},
 }
-_PATTERN = re.compile(r"\s*([0-9]+(?:[.][0-9]+)?(?:e[+]?[0-9]{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
-def parse_byte_size(text: str) -> int:
-    """Bytes in `text`: a number, alone or with B, KB, MB, GB, TB (powers of
-    1000), KiB, MiB, GiB or TiB (powers of 1024), in any case.
-
-    Raises:
-        ValueError: anything else; names the text and the accepted forms.
-    """
-    match = _PATTERN.fullmatch(text)
-    if match is None or match[2].lower() not in _UNIT_BYTES:
-        raise ValueError(f"{text!r} is not a byte size; write it like 512MiB, 2GiB, 1e9 or 4096")
-    return int(Decimal(match[1]) * _UNIT_BYTES[match[2].lower()])
-
-
-FAULTY_PREFIX = "faulty+"
-MULTI_SCHEME = "multi"
-
-# A comma between hosts or in an option is none between members: no scheme follows it.
-_NEXT_MEMBER = re.compile(r",(?=[A-Za-z][A-Za-z0-9+.-]*://)")
+_BYTE_SIZE = re.compile(
+    r"\s*([0-9]+(?:[.][0-9]+)?(?:e[+]?[0-9]{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE
+)
 
 
 def scheme_of(url: str) -> str:
-    """The part before `://`, in lower case; empty if there is none."""
+    """Returns the part before `://` in lower case; empty if there is none."""
     scheme, separator, _ = url.partition("://")
     return scheme.lower() if separator else ""
 
 
 def split_members(url: str) -> tuple[str, ...]:
-    """The URLs in a `multi://` URL, as written."""
+    """Returns the URLs in a `multi://` URL, as written."""
     rest = url.partition("://")[2]
     return tuple(_NEXT_MEMBER.split(rest)) if rest else ()
 
 
-DEFAULT_TTL_S = 3600.0
-LIMIT_OPTIONS = ("ttl_s", "lease_s", "max_bytes", "timeout_s")
-"""What `StoreUrl.limits` reads."""
+def parse_byte_size(text: str) -> int:
+    """Returns the number of bytes that `text` means.
 
-_DEFAULT_LEASE_S = 30.0
-_SECONDS_RANGE = (0.001, 1e9)
+    It is a number, alone or with B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (powers
+    of 1024), in upper or lower case.
+
+    Raises:
+        ValueError: anything else; names the text and the accepted forms.
+    """
+    match = _BYTE_SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNIT_BYTES:
+        raise ValueError(f"{text!r} is not a byte size; write it like 512MiB, 2GiB, 1e9 or 4096")
+    return int(Decimal(match[1]) * _UNIT_BYTES[match[2].lower()])
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Of a store that bounds itself.
+    """The limits of a store that bounds its own size.
 
     Attributes:
-        ttl_s: life of an object from its last touch.
-        lease_s: of it, what eviction spares.
-        timeout_s: longest that a call waits.
-        max_bytes: bound of all objects together; None where the URL names none.
-        default_max_bytes: the most that it is then.
+        ttl_s: seconds that an object lives from its last touch.
+        lease_s: seconds from its last touch in which an object is not evicted.
+        timeout_s: longest wait of a call.
+        max_bytes: bound of all objects together; None if the URL names none.
+        default_max_bytes: the largest bound that the store then chooses.
     """
 
     ttl_s: float
@@ -113,8 +111,8 @@ class StoreUrl:
 
     Attributes:
         scheme: the part before `://`, in lower case.
-        authority: between `://` and the path, as written.
-        path: from the first slash on, percent-decoded; may be empty.
+        authority: the part between `://` and the path, as written.
+        path: the part from the first slash on, percent-decoded; may be empty.
         options: the query's parameters.
     """
 
@@ -130,7 +128,7 @@ class StoreUrl:
         known_options: Collection[str],
         refused_options: Mapping[str, str] = MappingProxyType({}),
     ) -> "StoreUrl":
-        """Takes a URL apart.
+        """Splits a URL into its parts and checks the names of its options.
 
         Args:
             url: the store's URL.
@@ -152,7 +150,7 @@ class StoreUrl:
         return parsed
 
     def limits(self, default_max_bytes: int) -> StoreLimits:
-        """What `LIMIT_OPTIONS` say.
+        """Returns the values of `LIMIT_OPTIONS`.
 
         Args:
             default_max_bytes: see `StoreLimits`.
@@ -170,7 +168,7 @@ class StoreUrl:
         )
 
     def seconds(self, name: str, default_s: float) -> float:
-        """A duration option, in seconds.
+        """Returns the value of a duration option, in seconds.
 
         Raises:
             ConfigurationError: not a number of seconds in range.
@@ -179,7 +177,7 @@ class StoreUrl:
         return self._seconds_between(name, default_s, lowest_s, highest_s)
 
     def lease_seconds(self, ttl_s: float) -> float:
-        """The option `lease_s`: by default half a minute, or `ttl_s` if that is less.
+        """Returns the option `lease_s`; by default 30 seconds, or `ttl_s` if that is less.
 
         Raises:
             ConfigurationError: not a number of seconds from 0, for no leases, to `ttl_s`.
@@ -204,10 +202,10 @@ class StoreUrl:
         return value_s
 
     def choice(self, name: str, *choices: str) -> str:
-        """An option that is one of some words; the first where it is not given.
+        """Returns the value of an option that takes certain words; the first one is the default.
 
         Raises:
-            ConfigurationError: another word.
+            ConfigurationError: the value is another word.
         """
         text = self.options.get(name, choices[0])
         if text not in choices:
@@ -215,10 +213,10 @@ class StoreUrl:
         return text
 
     def num_bytes(self, name: str) -> int | None:
-        """A size option, in bytes; None where it is not given.
+        """Returns the value of a size option, in bytes; None if the URL does not have it.
 
         Raises:
-            ConfigurationError: not a size.
+            ConfigurationError: the value is not a positive size.
         """
         text = self.options.get(name)
         if text is None:
@@ -232,20 +230,20 @@ class StoreUrl:
         return num_bytes
 
     def error(self, message: str) -> ConfigurationError:
-        """A configuration error that begins with the URL, its secrets left out."""
+        """Returns a configuration error whose text begins with the URL, without secrets."""
         return ConfigurationError(f"KV store {self}: {message}")
 
     def __str__(self) -> str:
-        """The URL without user, password and options."""
+        """Returns the URL without user, password and options."""
         return f"{self.scheme}://{self.authority.rpartition('@')[2]}{self.path}"
 
 
 @contextmanager
 def usable_folder(url: StoreUrl, folder: Path) -> Iterator[Path]:
-    """Makes a store's folder if it is absent, for this user alone, to be opened within.
+    """Makes a store's folder if it is absent, private to the user; the block opens the store in it.
 
     Raises:
-        ConfigurationError: the file system refuses, also what is done there within.
+        ConfigurationError: an `OSError` in making the folder or in the block.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -255,7 +253,7 @@ def usable_folder(url: StoreUrl, folder: Path) -> Iterator[Path]:
 
 
 def _split(url: str) -> SplitResult:
-    """`urlsplit`, whose failures must not repeat a password that the URL may hold."""
+    """Splits a URL. Its errors must not repeat a password that the URL may contain."""
     scheme, separator, _ = url.partition("://")
     if not separator or not scheme:
         raise ConfigurationError("a KV store's URL is scheme://..., say memory:// or shm://name")

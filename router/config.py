@@ -22,7 +22,7 @@ def _flag(default: Any, parse: Callable[[str], Any], help_text: str) -> Any:
 
 
 def _targets(tier: str, default: Any, note: str = "") -> Any:
-    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a name"
+    help_text = f"{tier} replicas: host:port, or dns:///name:port for all addresses of a DNS name"
     return field(
         default=default, metadata={"help": f"{help_text}; comma-separated, repeatable{note}"}
     )
@@ -40,24 +40,38 @@ class RouterConfig:
     """
 
     server: ServerConfig
-    model: str = _flag(MISSING, str, "folder or Hub name that holds the tokenizer")
+    model: str = _flag(
+        MISSING, str, "checkpoint folder or Hub name; the router reads its tokenizer"
+    )
     decode: tuple[str, ...] = _targets("decode", MISSING)
-    prefill: tuple[str, ...] = _targets("prefill", (), "; without any, decode computes all prompts")
+    prefill: tuple[str, ...] = _targets(
+        "prefill", (), "; without any, decode workers compute all prompts"
+    )
     served_model_name: str | None = _flag(
-        None, str, "name in requests and on workers (default: --model's last part)"
+        None,
+        str,
+        "model name in requests, equal on all workers (default: the last part of --model)",
     )
     max_local_prefill_tokens: int = _flag(
-        16, int, "longest uncached prompt remainder that decode computes itself"
+        16,
+        int,
+        "a decode worker computes uncached remainders of up to this many prompt tokens itself",
     )
     default_timeout_s: float = _flag(
-        600.0, float, "deadline of requests that bring none, and the longest one granted"
+        600.0,
+        float,
+        "deadline in seconds of requests without one, and the longest deadline accepted",
     )
-    max_concurrent_requests: int = _flag(4096, int, "requests beyond get RESOURCE_EXHAUSTED")
+    max_concurrent_requests: int = _flag(
+        4096, int, "maximum number of running requests; further ones get RESOURCE_EXHAUSTED"
+    )
     resume_timeout_s: float = _flag(
-        30.0, float, "how long a request that lost its decode replica waits for another"
+        30.0, float, "seconds for which a request that lost its decode replica waits for another"
     )
-    dns_interval_s: float = _flag(5.0, float, "seconds between resolutions of dns:/// targets")
-    max_indexed_blocks: int = _flag(100_000, int, "KV block keys remembered per replica")
+    dns_interval_s: float = _flag(5.0, float, "seconds between two look-ups of dns:/// targets")
+    max_indexed_blocks: int = _flag(
+        100_000, int, "maximum number of KV block keys remembered per replica"
+    )
 
     def __post_init__(self) -> None:
         if not self.decode:

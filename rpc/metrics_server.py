@@ -48,9 +48,11 @@ def add_metrics_args(parser: argparse.ArgumentParser) -> None:
         "--metrics-port",
         type=int,
         metavar="PORT",
-        help="serve metrics for Prometheus at this port; 0 takes a free one (default: none)",
+        help="serve Prometheus metrics on this port; 0 picks a free one (default: no metrics)",
     )
-    group.add_argument("--metrics-host", default="127.0.0.1", help="address to serve metrics on")
+    group.add_argument(
+        "--metrics-host", default="127.0.0.1", help="address for metrics (default: %(default)s)"
+    )
 
 
 def metrics_config_from_args(args: argparse.Namespace) -> MetricsConfig:

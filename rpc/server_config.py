@@ -49,23 +49,34 @@ def add_server_args(parser: argparse.ArgumentParser, *, default_port: int) -> No
     """Adds the flags of `ServerConfig`, and --log-level."""
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 in containers"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on, 0.0.0.0 in containers (default: %(default)s)",
     )
     group.add_argument(
-        "--port", type=int, default=default_port, help="port to listen on; 0 takes a free one"
+        "--port",
+        type=int,
+        default=default_port,
+        help="port to listen on; 0 picks a free one (default: %(default)s)",
     )
     group.add_argument(
-        "--port-file", metavar="PATH", help="write the port to this file once listening"
+        "--port-file",
+        metavar="PATH",
+        help="file to which the server writes its port when it is listening",
     )
     group.add_argument(
         "--drain-timeout-s",
         type=float,
         metavar="SECONDS",
         default=DEFAULT_DRAIN_TIMEOUT_S,
-        help="how long running requests may go on after SIGTERM; a second signal ends them",
+        help="time for running requests after SIGTERM; a second signal ends them "
+        "(default: %(default)s)",
     )
     group.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="logging"
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="log level (default: %(default)s)",
     )
 
 

@@ -1,7 +1,7 @@
-"""The demo model's training text: what every Python installation has.
+"""The demo model's training text, which every Python installation contains.
 
-The docstrings of the standard library and the help topics of `pydoc`, read from
-source with `ast`, each document once and in the same order everywhere.
+It consists of the docstrings of the standard library and the help topics of `pydoc`. They are
+read from source with `ast`, each document once and in the same order on every machine.
 """
 
 import ast
@@ -15,7 +15,7 @@ __all__ = ["HELD_OUT_EVERY", "Corpus", "collect_corpus"]
 
 HELD_OUT_EVERY = 50
 _MIN_DOCUMENT_CHARS = 40
-# Not the library itself: its tests, bundled third-party code, and applications.
+# Tests, bundled third-party code and applications, which are not the library itself.
 _SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "_vendor", "dist-packages", "site-packages"}
     | {"ensurepip", "idlelib", "lib2to3", "test", "tests", "turtledemo"}
@@ -31,13 +31,13 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over all documents, in hex."""
+        """The SHA-256 of all documents, in hexadecimal."""
         text = "\0".join(self.training + self.held_out)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def library_sources() -> Iterator[Path]:
-    """The standard library's Python files, in the same order everywhere."""
+    """Yields the standard library's Python files, in the same order on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts):
@@ -45,7 +45,7 @@ def library_sources() -> Iterator[Path]:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """The docstrings of a file's module, classes and functions."""
+    """Yields the docstrings of a file's module, classes and functions."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, documented):
@@ -53,7 +53,7 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def help_topics() -> Iterator[str]:
-    """The texts that `help("topic")` shows."""
+    """Yields the texts that `help("topic")` shows."""
     path = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
     for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.Assign):
@@ -61,7 +61,7 @@ def help_topics() -> Iterator[str]:
 
 
 def collect_corpus() -> Corpus:
-    """Gathers every document once, leaving out those too short to learn from."""
+    """Collects every document once; documents too short to learn from are left out."""
     texts = [text for path in library_sources() for text in docstrings(path)]
     texts.extend(help_topics())
     stripped = (text.strip() for text in texts)

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Sees to a redis-server on PATH: on Debian as root installs the package, else says how.
+# Makes sure that redis-server is on PATH. As root on Debian it installs the package; elsewhere
+# it prints how to install one.
 set -eu
 
 if command -v redis-server >/dev/null; then

@@ -1,4 +1,4 @@
-"""Generates `baton/v1/*_pb2*.py*` from `protos/`; with --check, fails if they are stale."""
+"""Generates `baton/v1/*_pb2*.py*` from `protos/`. With --check it only compares them."""
 
 import argparse
 import filecmp
@@ -20,7 +20,7 @@ def generate(target: Path) -> None:
     well_known_types = Path(grpc_tools.__file__).parent / "_proto"
     outputs = ("python", "grpc_python", "mypy", "mypy_grpc")
     arguments = ["protoc", f"-I{PROTOS}", f"-I{well_known_types}"]
-    # The plugins lie beside the interpreter, which need not be on PATH.
+    # The plugins lie beside the interpreter, whose folder may not be on PATH.
     arguments += [
         f"--plugin={plugin}={Path(sys.executable).with_name(plugin)}"
         for plugin in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
@@ -32,9 +32,11 @@ def generate(target: Path) -> None:
 
 
 def main() -> None:
-    """Entry point of `make proto`."""
+    """Runs `make proto`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only compare; exit 1 if stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a file is out of date"
+    )
     check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
@@ -49,7 +51,7 @@ def main() -> None:
         ]
         if check:
             if stale:
-                sys.exit(f"stale stubs, run `make proto`: {', '.join(stale)}")
+                sys.exit(f"stubs are out of date, run `make proto`: {', '.join(stale)}")
             return
         for name in checked_in.keys() - fresh.keys():
             checked_in[name].unlink()

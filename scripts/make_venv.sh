@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes a virtual environment with the first Python >= 3.11 it finds, or says how to get one.
-# Usage: make_venv.sh FOLDER; PYTHON in the environment names an interpreter to use instead.
+# Makes a virtual environment with the first Python >= 3.11 on PATH, or prints how to get one.
+# Usage: make_venv.sh FOLDER. The environment variable PYTHON names an interpreter to use instead.
 set -eu
 
 folder=$1

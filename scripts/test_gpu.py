@@ -2,11 +2,12 @@
 
     python3 -m scripts.test_gpu        # from the repository's root
 
-Each file of tests has a process of its own: a kernel that faults spoils the CUDA context of its
-own file only. The kernels' files run side by side, since compiling them takes the CPU longer than
-running takes the GPU; the runtime's run alone, since they measure memory. Tests marked slow come
-last. Writes benchmarks/results/gpu_tests.json, anew after each file. Exit status: 0 where all
-passed, 1 where some did not or time ran out, 2 without a CUDA device or a module that they need.
+Each test file runs in its own process, so that a faulting kernel breaks the CUDA context of its
+own file only. The kernels' files run in parallel, because compiling them on the CPU takes longer
+than running them on the GPU. The runtime's files run alone, because they measure memory. Tests
+marked slow run last. The report benchmarks/results/gpu_tests.json is rewritten after each file.
+Exit status: 0 if all tests passed, 1 if a test failed or time ran out, 2 without a CUDA device or
+a required module.
 """
 
 import json
@@ -30,11 +31,11 @@ from benchmarks.gpu.result_file import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
-DEADLINE_S = 450.0  # a little below the eight minutes that the whole may take
+DEADLINE_S = 450.0  # a little less than the eight minutes that the whole run may take
 _MODULES = ("pytest", "pytest_timeout", "hypothesis")
 _MAX_PROCESSES = 6
-_QUICK, _SLOW = "not slow", "slow"  # of pytest's marks
-# Exit statuses of pytest; with the second, a file could not even be read as tests.
+_QUICK, _SLOW = "not slow", "slow"  # pytest's mark expressions
+# Exit statuses of pytest; the second one means that a file could not be collected.
 _FAILED, _INTERRUPTED, _NO_TESTS = 1, 2, 5
 _LAST_CHARACTERS = 2000
 _NUM_SLOWEST = 10
@@ -42,14 +43,14 @@ _NUM_SLOWEST = 10
 
 @dataclass
 class FileRun:
-    """What became of one process.
+    """The result of one test process.
 
     Attributes:
-        file: of tests.
-        marks: which of its tests were asked for.
-        seconds: that it took.
-        tests: one entry per test that began: its name, outcome, seconds, and message.
-        problem: why it did not come to its end; None if it did.
+        file: the test file.
+        marks: mark expression that selected the tests.
+        seconds: duration of the process.
+        tests: one entry per started test: its name, outcome, seconds and message.
+        problem: why the process did not finish normally; None if it did.
     """
 
     file: str
@@ -60,7 +61,7 @@ class FileRun:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs all tests on the GPU and writes the report; returns the exit status."""
     problem = find_problem("gpu,test", _MODULES)
     if problem is not None:
         print(f"test-gpu: {problem}; nothing was run")
@@ -78,11 +79,11 @@ def run_suite(
     """Runs two folders of tests.
 
     Args:
-        kernels: whose files run side by side.
-        runtime: whose files run one after another.
+        kernels: folder whose files run in parallel.
+        runtime: folder whose files run one after another.
         device: "cuda", or "cpu" for Triton's interpreter.
-        deadline_s: seconds after which what still runs is ended.
-        path: where the report is written, after each file, and when all have ended.
+        deadline_s: seconds after which processes that still run are killed.
+        path: file for the report, rewritten after each test file and at the end.
 
     Returns:
         The report.
@@ -109,7 +110,7 @@ def run_suite(
 
 
 def _run_files(kernels: Path, runtime: Path, device: str, ends_at: float) -> Iterator[FileRun]:
-    """What became of each file, as soon as it has ended."""
+    """Yields the result of each file as soon as it has ended."""
     for folder, marks, width in (
         (kernels, _QUICK, _MAX_PROCESSES),
         (runtime, _QUICK, 1),
@@ -123,11 +124,11 @@ def _run_files(kernels: Path, runtime: Path, device: str, ends_at: float) -> Ite
 
 
 def run_file(file: Path, *, marks: str, device: str, ends_at: float) -> FileRun:
-    """Runs a file's tests in a process of their own, which is ended at `ends_at` (monotonic)."""
+    """Runs a file's tests in their own process; kills it at the time `ends_at` (monotonic)."""
     run = FileRun(str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file), marks)
     began = time.monotonic()
     if began >= ends_at:
-        run.problem = "not begun: no time was left"
+        run.problem = "not started: no time was left"
         return run
     with tempfile.TemporaryDirectory() as folder:
         lines, output = Path(folder, "results"), Path(folder, "output")
@@ -138,7 +139,7 @@ def run_file(file: Path, *, marks: str, device: str, ends_at: float) -> FileRun:
         run.tests, unfinished = _read_lines(lines.read_text().splitlines())
         run.problem = _problem_of(status, run, output.read_text(errors="replace"))
     if unfinished is not None:
-        message = f"the process ended in it: {run.problem}"
+        message = f"the process ended during this test: {run.problem}"
         run.tests.append(
             {"test": unfinished, "outcome": "failed", "seconds": 0.0, "message": message}
         )
@@ -146,7 +147,7 @@ def run_file(file: Path, *, marks: str, device: str, ends_at: float) -> FileRun:
 
 
 def summarize(runs: Iterable[FileRun], *, is_finished: bool) -> dict[str, Any]:
-    """Counts, failures and skipped tests by name, and what each process took."""
+    """Builds the report: counts, failures and skipped tests by name, and durations."""
     runs = [run for run in runs if run.tests or run.problem]
     tests = [test for run in runs for test in run.tests]
     counts = Counter(test["outcome"] for test in tests)
@@ -169,7 +170,7 @@ def summarize(runs: Iterable[FileRun], *, is_finished: bool) -> dict[str, Any]:
 
 
 def in_words(report: dict[str, Any]) -> str:
-    """A report's closing lines."""
+    """Formats a report's closing lines."""
     failures = [f"FAILED {name}\n    {text}" for name, text in report["failures"].items()]
     problems = [f"PROBLEM {name}\n    {text}" for name, text in report["problems"].items()]
     counts = ", ".join(f"{count} {outcome}" for outcome, count in report["counts"].items())
@@ -178,7 +179,7 @@ def in_words(report: dict[str, Any]) -> str:
 
 
 def _files(folder: Path, marks: str) -> list[Path]:
-    """Files of tests; the slow ones are looked for only where the mark is used."""
+    """Returns the test files; for slow tests, only the files that use the mark."""
     files = sorted(folder.glob("test_*.py"))
     return [file for file in files if marks != _SLOW or "mark.slow" in file.read_text()]
 
@@ -186,7 +187,7 @@ def _files(folder: Path, marks: str) -> list[Path]:
 def _run_process(
     file: Path, marks: str, device: str, lines: Path, output: Any, ends_at: float
 ) -> int | None:
-    """Its exit status; None if it had to be ended."""
+    """Runs pytest on a file; returns the exit status, or None if time ran out."""
     from tests.support.result_lines import RESULTS_VARIABLE
 
     settings = ["-c", "tests/gpu.ini", "--rootdir", ".", "-p", "tests.support.result_lines"]
@@ -198,13 +199,13 @@ def _run_process(
     try:
         return process.wait(max(0.0, ends_at - time.monotonic()))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
+        os.killpg(process.pid, signal.SIGKILL)  # also kills the compilers that it started
         process.wait()
         return None
 
 
 def _read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]:
-    """The tests that ended, and the name of one that began and did not."""
+    """Returns the tests that ended, and the name of a test that started but did not end."""
     entries = [json.loads(line) for line in lines]
     ended = [entry for entry in entries if "test" in entry]
     last = entries[-1] if entries else {}
@@ -230,9 +231,9 @@ def _messages(tests: Iterable[dict[str, Any]], outcome: str) -> dict[str, str]:
 
 def _line(run: FileRun) -> str:
     counts = Counter(test["outcome"] for test in run.tests)
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     end = f"; {run.problem.splitlines()[0]}" if run.problem else ""
-    return f"{run.file} ({run.marks}): {told or 'no tests'}, {run.seconds} s{end}"
+    return f"{run.file} ({run.marks}): {outcomes or 'no tests'}, {run.seconds} s{end}"
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python scripts/train_demo_model.py --output baton/demo_model
 
-Writes a Hugging Face checkpoint folder: a small Llama and its byte-level BPE
-tokenizer, with a model card that records the versions, the corpus digest and
-the loss curve. Runs on one CPU thread; the same seed, steps, Python and torch on
-the same kind of processor give the same weights.
+Writes a Hugging Face checkpoint folder: a small Llama and its byte-level BPE tokenizer, with a
+model card that records the versions, the corpus digest and the loss curve. Training runs on
+one CPU thread; the same seed, steps, Python and torch on the same kind of processor result in
+the same weights.
 
-The corpus, `demo_corpus.py`, is what every Python installation has.
+`demo_corpus.py` collects the corpus from the Python installation.
 """
 
 import argparse
@@ -44,7 +44,7 @@ library_name: transformers
 # Baton demo model
 
 A small Llama that completes English text about Python, so that Baton runs
-without a download. It is made for trying the software, not for being right.
+without a download. It is made for trying the software; its texts are often wrong.
 
 - Shape: {num_layers} layers, hidden size {hidden_size}, {num_heads} attention heads, \
 {num_kv_heads} KV heads, vocabulary {vocab_size}, {num_parameters:,} parameters.
@@ -75,7 +75,7 @@ used under the Python Software Foundation License Version 2
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that begins every text with the BOS token."""
+    """Trains a byte-level BPE tokenizer that begins every text with the BOS token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,7 +101,7 @@ def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
-    """All documents one after another, each from BOS to EOS: [tokens]."""
+    """Encodes all documents one after another, each from BOS to EOS: [tokens]."""
     token_ids: list[int] = []
     for encoding in tokenizer.backend_tokenizer.encode_batch(documents):
         token_ids.extend([*encoding.ids, tokenizer.eos_token_id])
@@ -109,7 +109,7 @@ def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The untrained model."""
+    """Makes the untrained model."""
     config = LlamaConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=192,
@@ -126,7 +126,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def loss_of(model: LlamaForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the next token over `token_ids` [sequences, tokens]."""
+    """Returns the mean cross-entropy of the next token over `token_ids` [sequences, tokens]."""
     with torch.autocast("cpu", torch.bfloat16):
         loss: torch.Tensor = model(input_ids=token_ids, labels=token_ids).loss
     return loss
@@ -134,7 +134,7 @@ def loss_of(model: LlamaForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, token_ids: torch.Tensor) -> float:
-    """Mean loss over `token_ids` [tokens], cut into whole sequences."""
+    """Returns the mean loss over `token_ids` [tokens], cut into whole sequences."""
     num_sequences = len(token_ids) // _SEQUENCE_LENGTH
     sequences = token_ids[: num_sequences * _SEQUENCE_LENGTH].view(num_sequences, -1)
     losses = [loss_of(model, batch).item() * len(batch) for batch in sequences.split(_BATCH_SIZE)]
@@ -142,13 +142,13 @@ def evaluate(model: LlamaForCausalLM, token_ids: torch.Tensor) -> float:
 
 
 def learning_rate_scale(step: int, num_steps: int) -> float:
-    """Linear warm-up, then a cosine to zero."""
+    """Returns the learning rate's factor: a linear warm-up, then a cosine to zero."""
     warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
     return warmup * 0.5 * (1 + math.cos(math.pi * step / num_steps))
 
 
 def draw_batch(token_ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random windows of `token_ids` [tokens]: [_BATCH_SIZE, _SEQUENCE_LENGTH]."""
+    """Draws random windows of `token_ids` [tokens]: [_BATCH_SIZE, _SEQUENCE_LENGTH]."""
     last_start = len(token_ids) - _SEQUENCE_LENGTH
     starts = torch.randint(0, last_start + 1, (_BATCH_SIZE,), generator=generator)
     return torch.stack([token_ids[start : start + _SEQUENCE_LENGTH] for start in starts])
@@ -195,11 +195,11 @@ class Training:
 def write_checkpoint(
     folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str
 ) -> None:
-    """Writes the folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
+    """Writes a folder that `AutoModelForCausalLM` and `AutoTokenizer` can load."""
     stored = LlamaForCausalLM(model.config)
     stored.load_state_dict(model.state_dict())
     stored.to(torch.bfloat16).save_pretrained(folder)
-    # bfloat16 halves the file; float32 keeps greedy decoding free of ties.
+    # bfloat16 halves the file. Running in float32 avoids ties in greedy decoding.
     stored.config.dtype = torch.float32
     stored.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -209,7 +209,7 @@ def write_checkpoint(
 def model_card(
     training: Training, corpus: Corpus, num_tokens: int, arguments: argparse.Namespace
 ) -> str:
-    """The model card of a run so far."""
+    """Returns the model card of the run so far."""
     config = training.model.config
     documents = corpus.training + corpus.held_out
     return _CARD.format(
@@ -241,7 +241,7 @@ def model_card(
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description="Train the bundled demo model on the standard library's docstrings."
     )
@@ -252,7 +252,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains and writes the checkpoint, also at every evaluation on the way."""
+    """Trains, and writes the checkpoint at every evaluation and at the end."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

@@ -1,24 +1,41 @@
-"""`baton doctor`: what this installation runs on, which kernels it uses, and what is wrong."""
+"""`baton doctor`: checks the installation and the machine, and prints the findings."""
 
 import argparse
 import json
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
-from baton.doctor import Finding, Level, examine
+from baton.doctor import Finding, Level, connectors, machine, native_kernels, software
 
-__all__ = ["add_args", "main"]
+__all__ = ["add_args", "examine", "main"]
 
 _LEVEL_WIDTH = 8
 _TOPIC_WIDTH = 21
-_LEAST_TEXT_WIDTH = 40
+_MIN_TEXT_WIDTH = 40
+
+_Check = Callable[[], Iterable[Finding]]
+
+_CHECKS: tuple[_Check, ...] = (
+    software.check_versions,
+    software.check_torch,
+    machine.check_cpu,
+    machine.check_cores,
+    machine.check_threads,
+    native_kernels.check_selection,
+    native_kernels.check_result,
+    native_kernels.check_libraries,
+    native_kernels.check_compiler,
+    machine.check_memory,
+    machine.check_shared_memory,
+    software.check_extras,
+)
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("--json", action="store_true", help="for programs, on stdout")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "--kv-connector",
         metavar="URL",
@@ -27,21 +44,44 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Says what Baton finds on this machine, and why it runs as it does: versions, cores,
-    memory, CPU kernels. Exit status 1 if something is broken.
+    """Reports versions, cores, memory and the CPU kernels in use, with the reason for each choice.
+
+    The exit status is 1 if something does not work.
     """
     findings = examine(args.kv_connector)
-    is_broken = any(finding.level is Level.PROBLEM for finding in findings)
+    has_problem = any(finding.level is Level.PROBLEM for finding in findings)
     if args.json:
-        print(json.dumps({"ok": not is_broken, "findings": list(map(asdict, findings))}, indent=2))
+        report = {"ok": not has_problem, "findings": list(map(asdict, findings))}
+        print(json.dumps(report, indent=2))
     else:
         _print_page(findings)
-    return 1 if is_broken else 0
+    return 1 if has_problem else 0
+
+
+def examine(kv_connector: str | None = None) -> list[Finding]:
+    """Runs every check; returns all findings in the order of the report.
+
+    Args:
+        kv_connector: URL of a KV connector to try; None for none.
+    """
+    checks = [*_CHECKS]
+    if kv_connector is not None:
+        checks.append(lambda: connectors.check_connector(kv_connector))
+    return [finding for check in checks for finding in _findings_of(check)]
+
+
+def _findings_of(check: _Check) -> list[Finding]:
+    """Returns a check's findings; an exception becomes a finding, since it is what we look for."""
+    try:
+        return list(check())
+    except Exception as error:
+        topic = getattr(check, "__name__", "check").removeprefix("check_")
+        return [Finding(topic, Level.PROBLEM, f"{type(error).__name__}: {error}")]
 
 
 def _print_page(findings: Sequence[Finding]) -> None:
     indent = " " * (_LEVEL_WIDTH + _TOPIC_WIDTH)
-    width = max(shutil.get_terminal_size().columns, len(indent) + _LEAST_TEXT_WIDTH)
+    width = max(shutil.get_terminal_size().columns, len(indent) + _MIN_TEXT_WIDTH)
     for finding in findings:
         lead = f"{finding.level:<{_LEVEL_WIDTH}}{finding.topic:<{_TOPIC_WIDTH}}"
         print(

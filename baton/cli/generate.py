@@ -16,20 +16,22 @@ DEFAULT_ADDRESS = "127.0.0.1:8000"
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("prompt", help="the text to complete; - reads it from stdin")
+    parser.add_argument("prompt", help="the text to complete; - reads stdin")
     parser.add_argument(
         "--address",
         default=DEFAULT_ADDRESS,
         metavar="HOST:PORT",
-        help="the router (default: %(default)s)",
+        help="the router's address (default: %(default)s)",
     )
-    parser.add_argument("--model", default="", help="model to ask for (default: the served one)")
-    parser.add_argument("--timeout-s", type=float, metavar="SECONDS", help="give up after this")
+    parser.add_argument("--model", default="", help="the model's name (default: the served model)")
+    parser.add_argument(
+        "--timeout-s", type=float, metavar="SECONDS", help="deadline of the request"
+    )
     add_sampling_args(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Completes a prompt: the text goes to stdout as it comes, the timings to stderr."""
+    """Completes a prompt: streams the text to stdout and writes the timings to stderr."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = sampling_params_from_args(args)
     with Client(args.address, model=args.model) as client:
@@ -42,9 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def print_stream(chunks: Iterable[CompletionChunk]) -> None:
-    """Writes the text of a stream of one candidate as it comes, then a line of figures to
-    stderr.
-    """
+    """Streams the text of one candidate to stdout, then writes counts and timings to stderr."""
     for chunk in chunks:
         print(chunk.text, end="", flush=True)
         if chunk.usage is not None:
@@ -53,9 +53,7 @@ def print_stream(chunks: Iterable[CompletionChunk]) -> None:
 
 
 def print_candidates(chunks: Iterable[CompletionChunk]) -> None:
-    """Writes each candidate of a stream when it has ended, under a line that names it, then a
-    line of figures to stderr.
-    """
+    """Writes each candidate when it has ended, then counts and timings to stderr."""
     texts: dict[int, str] = defaultdict(str)
     for chunk in chunks:
         texts[chunk.index] += chunk.text
@@ -71,7 +69,7 @@ def _heading(last: CompletionChunk) -> str:
 
 
 def format_summary(last: CompletionChunk) -> str:
-    """Counts and timings of a stream's last chunk, in one line."""
+    """Formats the token counts and timings of a stream's last chunk in one line."""
     usage, timings = last.usage, last.timings
     assert usage is not None
     assert timings is not None

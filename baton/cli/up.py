@@ -1,4 +1,4 @@
-"""`baton up`: a whole cluster on this machine, and its demonstration."""
+"""`baton up`: runs a whole cluster on this machine, with an optional demonstration."""
 
 import argparse
 import asyncio
@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from baton.cli import discard_unread_output
 from baton.cli.generate import DEFAULT_ADDRESS, print_stream
-from baton.cli.unread_output import discard_unread_output
 from baton.client import Client
 from baton.demo import DEMO_PROMPT, demo_model_path
 from baton.sampling_params import SamplingParams
@@ -30,11 +30,11 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--model", help="checkpoint folder or Hugging Face Hub name (default: the demo model)"
     )
     parser.add_argument(
-        "--demo", action="store_true", help="complete a prompt once the cluster is up"
+        "--demo", action="store_true", help="complete a prompt when the cluster is ready"
     )
     for tier, text in (
-        ("prefill", "prefill workers; 0: decode does both"),
-        ("decode", "decode workers"),
+        ("prefill", "number of prefill workers; with 0, decode workers compute prompts too"),
+        ("decode", "number of decode workers"),
     ):
         parser.add_argument(
             f"--{tier}", type=int, default=1, metavar="N", help=f"{text} (default: %(default)s)"
@@ -42,45 +42,48 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-connector",
         metavar="URL",
-        help="where KV is handed over: shm://NAME, file:///path, redis://host:port/db "
-        "(default: a store in shared memory that goes with the cluster)",
+        help="KV connector: shm://NAME, file:///path, redis://host:port/db, grpc://, nixl:// "
+        "(default: a store in shared memory that is removed with the cluster)",
     )
-    parser.add_argument("--host", default=_DEFAULT_HOST, help="the router's address (%(default)s)")
+    parser.add_argument(
+        "--host", default=_DEFAULT_HOST, help="address the router listens on (default: %(default)s)"
+    )
     parser.add_argument(
         "--port",
         type=int,
         default=int(_DEFAULT_PORT),
-        help="the router's port; 0 takes a free one (default: %(default)s)",
+        help="the router's port; 0 picks a free one (default: %(default)s)",
     )
     parser.add_argument(
         "--log-level",
         default="warning",
         choices=("debug", "info", "warning", "error"),
-        help="of every process (default: %(default)s)",
+        help="log level of every process (default: %(default)s)",
     )
     parser.add_argument(
         "--turns",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="workers on the CPU compute one at a time, in turn (default: %(default)s)",
+        help="let workers on the CPU compute one at a time, in turn (default: %(default)s)",
     )
     add_engine_args(parser, omit=("model", "role", "kv_connector", "turns_folder"))
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs a router, prefill and decode workers on this machine, and restarts those
-    that die. Ctrl-C stops everything: the router first, then the workers.
-    Engine flags go to every worker.
+    """Runs a router, prefill workers and decode workers on this machine.
+
+    Processes that die are restarted. Ctrl-C stops the router first, then the workers.
+    Every worker gets the engine flags.
     """
     with _running_config(args) as config:
         plan = plan_cluster(config)
-        asyncio.run(run_cluster(plan, _write_line, lambda: _greet(plan, args.demo)))
+        asyncio.run(run_cluster(plan, _write_line, lambda: _on_ready(plan, args.demo)))
     return 0
 
 
 @contextmanager
 def _running_config(args: argparse.Namespace) -> Iterator[ClusterConfig]:
-    """What to run, with the folders that go with it."""
+    """Makes the folders that the cluster uses, and its config; removes the folders at the end."""
     with ExitStack() as folders:
         kv_connector = args.kv_connector or folders.enter_context(embedded_store())
         config = _config_from_args(args, kv_connector)
@@ -102,15 +105,15 @@ def _config_from_args(args: argparse.Namespace, kv_connector: str) -> ClusterCon
 
 
 def _write_line(line: str) -> None:
-    """Writes to the log. The cluster goes on if nobody can read it."""
+    """Writes to the log. If the reader has closed the pipe, the cluster keeps running."""
     try:
         sys.stderr.write(f"{line}\n")
     except OSError:
         discard_unread_output()
 
 
-async def _greet(plan: ClusterPlan, with_demo: bool) -> None:
-    """Says where everything listens, after a first completion if asked."""
+async def _on_ready(plan: ClusterPlan, with_demo: bool) -> None:
+    """Streams the demonstration if asked for, then prints every server's address."""
     try:
         if with_demo:
             await asyncio.to_thread(_stream_demo, plan.router.address)

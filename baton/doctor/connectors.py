@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 
 import torch
 
-from baton.doctor.finding import Finding, Level
+from baton.doctor import Finding, Level
 from baton.doctor.stores import check_store, without_password
 from baton.errors import ConfigurationError
 from kvstore.driver import ConnectorDriver, ContractError
@@ -31,7 +31,7 @@ def check_connector(url: str) -> Iterator[Finding]:
     Of a `multi://` URL, each member is tried, and then all of them as one.
 
     Args:
-        url: as for `--kv-connector`; findings leave its passwords out.
+        url: the value of `--kv-connector`; findings leave its passwords out.
     """
     if scheme_of(url) in known_stores():
         yield from check_store(url)

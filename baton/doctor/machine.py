@@ -1,4 +1,4 @@
-"""The CPU, the cores and the memory that this process may use."""
+"""Checks of the CPU, the cores and the memory that this process may use."""
 
 import os
 import shutil
@@ -6,32 +6,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton import machine_limits
-from baton.doctor.finding import Finding, Level
+from baton.doctor import Finding, Level
 from kernels.native.cpu import cpu_features, cpu_model
 
 __all__ = ["check_cores", "check_cpu", "check_memory", "check_shared_memory", "check_threads"]
 
 _GIB = 1 << 30
-_LITTLE_MEMORY_BYTES = 2 * _GIB
-_LITTLE_SHARED_MEMORY_BYTES = _GIB
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only asked for its size
-_TELLING_FEATURES = (
+_LOW_MEMORY_BYTES = 2 * _GIB
+_LOW_SHARED_MEMORY_BYTES = _GIB
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its size is read
+_REPORTED_FEATURES = (
     *("avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16"),
     *("asimd", "bf16", "i8mm", "sve"),
 )
-"""What makes a difference to inference."""
+"""The instruction sets that affect the speed of inference."""
 
 
 def check_cpu() -> Iterator[Finding]:
-    """The CPU's name and its instruction sets."""
+    """Reports the CPU's name and its instruction sets."""
     features = cpu_features()
-    telling = [name for name in _TELLING_FEATURES if name in features]
-    text = f"{cpu_model() or 'unknown'}: {' '.join(telling) or 'no known instruction sets'}"
-    yield Finding("cpu", Level.OK, text, {"model": cpu_model(), "features": telling})
+    reported = [name for name in _REPORTED_FEATURES if name in features]
+    text = f"{cpu_model() or 'unknown'}: {' '.join(reported) or 'no known instruction sets'}"
+    yield Finding("cpu", Level.OK, text, {"model": cpu_model(), "features": reported})
 
 
 def check_cores() -> Iterator[Finding]:
-    """How many cores this process may use."""
+    """Reports how many cores this process may use."""
     affine, quota = machine_limits.affine_cores(), machine_limits.cpu_quota()
     text = f"{affine} of {os.cpu_count()} by affinity, " + (
         "no quota" if quota is None else f"a quota of {quota:g} by control group"
@@ -41,7 +41,7 @@ def check_cores() -> Iterator[Finding]:
 
 
 def check_threads() -> Iterator[Finding]:
-    """How many threads compute by default."""
+    """Reports how many threads compute by default."""
     import kernels
 
     num_threads = kernels.default_num_threads()
@@ -50,29 +50,29 @@ def check_threads() -> Iterator[Finding]:
 
 
 def check_memory() -> Iterator[Finding]:
-    """Memory for weights and KV cache on the CPU."""
+    """Reports the memory for weights and KV cache on the CPU."""
     memory = machine_limits.read_memory()
     parts = [f"{_gib(memory.available)} available of {_gib(memory.total)}"]
     if memory.limit is not None:
         parts.append(f"limited to {_gib(memory.limit)} by control group")
     facts = {"available": memory.available, "total": memory.total, "limit": memory.limit}
     level = Level.OK
-    if memory.available is not None and memory.available < _LITTLE_MEMORY_BYTES:
+    if memory.available is not None and memory.available < _LOW_MEMORY_BYTES:
         level = Level.NOTE
         parts.append("larger models will not fit")
     yield Finding("memory", level, ", ".join(parts), facts)
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Room for `shm://`, which `baton up` hands KV over through."""
+    """Reports the free space for `shm://`, the default connector of `baton up`."""
     if not os.access(_SHARED_MEMORY, os.W_OK):
-        text = f"{_SHARED_MEMORY} cannot be written: `baton up` hands KV over in a temporary folder"
+        text = f"{_SHARED_MEMORY} is not writable: `baton up` keeps KV in a temporary folder"
         yield Finding("shared memory", Level.NOTE, text)
         return
     free = shutil.disk_usage(_SHARED_MEMORY).free
     text, level = f"{_gib(free)} free in {_SHARED_MEMORY}", Level.OK
-    if free < _LITTLE_SHARED_MEMORY_BYTES:
-        text += "; shm:// may run full (in Docker: --shm-size)"
+    if free < _LOW_SHARED_MEMORY_BYTES:
+        text += "; shm:// may run out of space (in Docker: --shm-size)"
         level = Level.NOTE
     yield Finding("shared memory", level, text, {"free": free})
 

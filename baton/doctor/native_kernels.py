@@ -1,21 +1,39 @@
-"""Which CPU kernels run, why, what was built, and whether they compute what they should."""
+"""Checks of the CPU kernels: which ones run, why, what was built, and a self-test.
+
+`python -m baton.doctor.native_kernels` is the self-test: it compares a product of the kernels
+with torch's. `check_result` runs it in a process of its own, because a library that crashes
+ends its process.
+"""
 
 import subprocess
 import sys
 from collections.abc import Iterator
 
-from baton.doctor.finding import Finding, Level
-from baton.errors import ConfigurationError
+import torch
+
+import kernels
+from baton.doctor import Finding, Level
+from baton.errors import BatonError, ConfigurationError
+from kernels import WeightUse
 from kernels.native import library
 from kernels.native.build import find_compiler
 
-__all__ = ["check_compiler", "check_libraries", "check_result", "check_selection"]
+__all__ = [
+    "check_compiler",
+    "check_libraries",
+    "check_result",
+    "check_selection",
+    "run_self_test",
+]
 
 _SELF_TEST_TIMEOUT_S = 120
+_NUM_TOKENS, _NUM_ROWS, _NUM_COLUMNS = 3, 45, 70
+"""Shape of the self-test's product. No number is a multiple of a kernel's tile size."""
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_selection() -> Iterator[Finding]:
-    """Which kernels serve the CPU, and why."""
+    """Reports which kernels serve the CPU, and why."""
     try:
         selection = library.select()
     except ConfigurationError as error:
@@ -35,8 +53,8 @@ def check_selection() -> Iterator[Finding]:
 
 
 def check_result() -> Iterator[Finding]:
-    """Whether they compute what torch computes: in a process of its own, which may crash."""
-    command = [sys.executable, "-m", "baton.doctor.self_test"]
+    """Runs the self-test in a process of its own, and reports its result."""
+    command = [sys.executable, "-m", "baton.doctor.native_kernels"]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_SELF_TEST_TIMEOUT_S, check=False
@@ -52,31 +70,70 @@ def check_result() -> Iterator[Finding]:
         yield Finding("self-test", Level.PROBLEM, text)
     else:
         lines = result.stderr.strip().splitlines()
-        yield Finding("self-test", Level.PROBLEM, lines[-1] if lines else "failed without a word")
+        text = lines[-1] if lines else f"failed with status {result.returncode} and no message"
+        yield Finding("self-test", Level.PROBLEM, text)
 
 
 def check_libraries() -> Iterator[Finding]:
-    """What was built for this architecture; what was not, and why."""
+    """Reports which libraries were built for this architecture, and why others were not."""
     parts, states = [], {}
     for found in library.find_libraries():
         if found.built:
-            state = "built, but of other sources" if found.stale else "built"
+            state = "built, but from other sources" if found.stale else "built"
         else:
             state = f"not built ({found.problem})" if found.problem else "not built"
         parts.append(f"{found.variant.name} {state}")
         states[found.variant.name] = state
-    is_whole = set(states.values()) == {"built"}
-    text = "; ".join(parts) + ("" if is_whole else f"; `{library.BUILD_COMMAND}` builds them")
-    yield Finding("libraries", Level.OK if is_whole else Level.NOTE, text, states)
+    is_complete = set(states.values()) == {"built"}
+    text = "; ".join(parts) + ("" if is_complete else f"; `{library.BUILD_COMMAND}` builds them")
+    yield Finding("libraries", Level.OK if is_complete else Level.NOTE, text, states)
 
 
 def check_compiler() -> Iterator[Finding]:
-    """The compiler that would build the kernels."""
+    """Reports the compiler that would build the kernels."""
     compiler = find_compiler()
     if compiler is None:
-        text = "none for C++20; needed only to build the CPU kernels"
+        text = "no C++20 compiler found; only building the CPU kernels needs one"
         yield Finding("compiler", Level.NOTE, text)
     else:
         text = f"{compiler.version} ({' '.join(compiler.command)})"
         facts = {"version": compiler.version, "command": list(compiler.command)}
         yield Finding("compiler", Level.OK, text, facts)
+
+
+def run_self_test() -> int:
+    """Compares products of the kernels with torch's.
+
+    Returns:
+        Exit status 0 after a line on stdout, or 1 after the reason on stderr.
+    """
+    try:
+        kernels.set_num_threads(kernels.default_num_threads())
+        wrong = [dtype for dtype in _DTYPES if not _is_exact(dtype)]
+    except BatonError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    if wrong:
+        sys.stderr.write(f"a matrix product in {' and '.join(map(str, wrong))} is wrong\n")
+        return 1
+    print(f"matrix products in {' and '.join(map(str, _DTYPES))} are right")
+    return 0
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    """Whether a product of small integers, which both types represent exactly, is exact."""
+    random = torch.Generator().manual_seed(0)
+    hidden, matrix = (
+        torch.randint(-2, 3, (num_rows, _NUM_COLUMNS), generator=random).to(dtype)
+        for num_rows in (_NUM_TOKENS, _NUM_ROWS)
+    )
+    weight = kernels.make_weight(
+        _NUM_ROWS, _NUM_COLUMNS, dtype, torch.device("cpu"), WeightUse.LINEAR
+    )
+    weight.rows(0, _NUM_ROWS).copy_(matrix)
+    product = kernels.linear(hidden, weight, out_dtype=torch.float32)
+    return torch.equal(product, hidden.float() @ matrix.float().T)
+
+
+if __name__ == "__main__":
+    sys.exit(run_self_test())

@@ -1,4 +1,4 @@
-"""Versions, torch, and the optional packages."""
+"""Checks of versions, torch and the optional packages."""
 
 import platform
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 import baton
-from baton.doctor.finding import Finding, Level
+from baton.doctor import Finding, Level
 
 __all__ = ["check_extras", "check_torch", "check_versions"]
 
@@ -16,10 +16,10 @@ class _Extra:
     """An optional package.
 
     Attributes:
-        distribution: its name on PyPI.
-        extra: of Baton's own, that brings it.
-        purpose: what it is for.
-        needs_gpu: whether it is of no use without one.
+        distribution: the package's name on PyPI.
+        extra: Baton's extra that installs it.
+        purpose: what Baton uses it for.
+        needs_gpu: whether it is useless without a GPU.
     """
 
     distribution: str
@@ -36,7 +36,7 @@ _EXTRAS = (
 
 
 def check_versions() -> Iterator[Finding]:
-    """Baton, Python, and what they run on."""
+    """Reports the versions of Baton, Python and the system."""
     facts = {
         "baton": baton.__version__,
         "python": platform.python_version(),
@@ -48,7 +48,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_torch() -> Iterator[Finding]:
-    """torch, and whether it sees a GPU."""
+    """Reports torch's version, and whether it finds a GPU."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -56,14 +56,14 @@ def check_torch() -> Iterator[Finding]:
     if gpus:
         text = f"{torch.__version__}, GPUs: {', '.join(gpus)}"
     elif torch.version.cuda:
-        text = f"{torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU"
+        text = f"{torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU"
     else:
         text = f"{torch.__version__}, without CUDA"
     yield Finding("torch", Level.OK, text, facts)
 
 
 def check_extras() -> Iterator[Finding]:
-    """Packages that Baton uses where they are installed."""
+    """Reports the optional packages that are installed or missing."""
     for extra in _EXTRAS:
         topic = f"optional {extra.distribution}"
         command = f'pip install "baton-llm[{extra.extra}]"'
@@ -72,7 +72,7 @@ def check_extras() -> Iterator[Finding]:
         if version is not None:
             yield Finding(topic, Level.OK, version, facts | {"version": version})
         elif extra.needs_gpu and not _has_gpu():
-            yield Finding(topic, Level.OK, "not installed, nor needed without a GPU", facts)
+            yield Finding(topic, Level.OK, "not installed; only needed with a GPU", facts)
         else:
             text = f"not installed; for {extra.purpose}: {command}"
             yield Finding(topic, Level.NOTE, text, facts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from urllib.parse import urlsplit
 
-from baton.doctor.finding import Finding, Level
+from baton.doctor import Finding, Level
 from baton.errors import ConfigurationError
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvStore, StoreUnavailableError

@@ -1,1 +1,1 @@
-"""`baton up`: a cluster on one machine, whose processes this package supervises."""
+"""`baton up`: plans and supervises the processes of a cluster on one machine."""

@@ -1,11 +1,11 @@
-"""`python -m baton.up.child PARENT_PID MODULE ARGUMENTS...`: runs a module that
-ends with its parent, even one that is killed.
+"""`python -m baton.up.child PARENT_PID MODULE ARGUMENTS...`: runs a module as a child process
+that ends with its parent, even when the parent is killed.
 
-Asks the kernel to be killed when the parent dies (Linux's PR_SET_PDEATHSIG,
-which an exec keeps), then becomes `python -m MODULE ARGUMENTS...`. The child
-does this itself because Python code between fork and exec is unsafe in a
-parent with threads, which gRPC has. Elsewhere than on Linux only an orderly
-stop of the parent ends the children.
+The child asks the kernel to kill it when the parent dies (Linux's PR_SET_PDEATHSIG, which
+survives an exec), then replaces itself with `python -m MODULE ARGUMENTS...`. The child does
+this itself because running Python between fork and exec is unsafe in a parent with threads,
+and gRPC has threads. On other systems, children end only when the parent stops in order.
+This module imports little, since every process of the cluster starts through it.
 """
 
 import ctypes
@@ -19,15 +19,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    """Becomes the module named in `arguments`; returns only on a dead parent."""
+    """Replaces this process with the module in `arguments`; returns only if the parent is dead."""
     parent_pid, module, *module_arguments = arguments
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(parent_pid):  # it died before the kernel was asked
+        if os.getppid() != int(parent_pid):  # the parent died before prctl
             return
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `baton.cli.main`, which it goes past
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `baton.cli.main`
     command = [sys.executable, "-m", module, *module_arguments]
-    os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
+    os.execv(sys.executable, command)  # noqa: S606 - no shell is needed
 
 
 if __name__ == "__main__":

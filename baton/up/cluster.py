@@ -1,7 +1,7 @@
-"""A one-machine cluster: which processes it has, and its life.
+"""A one-machine cluster: the plan of its processes, and running them.
 
-workers start -> router starts -> all are healthy -> `on_ready` -> a signal
--> the router stops -> the workers stop
+The workers start first, then the router. When all of them are serving, `on_ready` is called.
+On a signal the router stops first, then the workers.
 """
 
 import asyncio
@@ -31,30 +31,30 @@ __all__ = [
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_OF_ALL = {"0.0.0.0": _LOOPBACK, "::": "::1"}
-"""Where a router that listens on all addresses is reached from this machine."""
+"""The address at which this machine reaches a router that listens on all addresses."""
 _START_TIMEOUT_S = 900.0
 _DRAIN_TIMEOUT_S = "5"
-"""For running requests upon Ctrl-C; below the supervisor's grace period."""
+"""Time for running requests after Ctrl-C; less than the supervisor's grace period."""
 
 _FIXED_FIELDS = {"prefill": ("role", *UNUSED_FIELDS), "decode": ("role",)}
-"""Fields of `EngineConfig` that a tier's command has no flag for."""
+"""Fields of `EngineConfig` for which a tier's command has no flag."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """What to run.
+    """The configuration of a one-machine cluster.
 
     Attributes:
-        engine: for every worker; its role is set per tier.
-        num_prefill: prefill processes; 0 computes prompts on decode.
-        num_decode: decode processes, at least one.
-        router: where the router listens.
-        log_level: of the workers.
+        engine: config of every worker; the plan sets its role per tier.
+        num_prefill: number of prefill processes; with 0, decode computes prompts.
+        num_decode: number of decode processes, at least one.
+        router: address on which the router listens.
+        log_level: log level of every process.
 
     Raises:
-        ConfigurationError: a value is out of range; names the flag.
+        ConfigurationError: a value is out of range; the message names the flag.
     """
 
     engine: EngineConfig
@@ -90,15 +90,16 @@ class ClusterPlan:
 
     @property
     def workers(self) -> tuple[Server, ...]:
-        """Both tiers."""
+        """The servers of both tiers."""
         return self.prefill + self.decode
 
 
 def plan_cluster(config: ClusterConfig) -> ClusterPlan:
-    """Gives every process its port and its flags.
+    """Assigns ports and flags to every process.
 
     Raises:
-        ConfigurationError: the router's port is in use, or its host no address of this machine.
+        ConfigurationError: the router's port is in use, or its host is not an address of this
+            machine.
     """
     router_port, *ports = _free_ports(config)
     prefill = _plan_tier(config, "prefill", ports[: config.num_prefill])
@@ -107,7 +108,7 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
 
 
 def engine_flags(config: EngineConfig, *, omit: Collection[str] = ()) -> list[str]:
-    """The command-line flags that describe `config`; defaults are left out."""
+    """Returns the command-line flags for `config`, without those at their defaults."""
     flags: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -122,10 +123,10 @@ def engine_flags(config: EngineConfig, *, omit: Collection[str] = ()) -> list[st
 
 
 def _free_ports(config: ClusterConfig) -> list[int]:
-    """The router's port and one per worker, all different.
+    """Returns the router's port and one port per worker, all different.
 
-    The sockets are closed before the servers bind: a stranger may come
-    between. Then a server says so and the cluster does not start.
+    The sockets are closed before the servers bind, so another process may take a port in
+    between. The server then fails with that error and the cluster does not start.
     """
     wanted = [(config.router.host, config.router.port)]
     wanted += [(_LOOPBACK, 0)] * (config.num_prefill + config.num_decode)
@@ -146,7 +147,7 @@ def _bind(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except (OSError, UnicodeError) as error:
         bound.close()
-        reason = getattr(error, "strerror", None) or "no host name"
+        reason = getattr(error, "strerror", None) or "not a valid host name"
         raise ConfigurationError(
             f"cannot listen on {join_host_port(host, port)}: {reason}; "
             "choose another --host or --port"
@@ -192,20 +193,20 @@ async def run_cluster(
     write_line: Callable[[str], None],
     on_ready: Callable[[], Awaitable[None]],
 ) -> None:
-    """Runs the cluster until SIGINT, SIGTERM or SIGHUP; a second one kills it.
+    """Runs the cluster until SIGINT, SIGTERM or SIGHUP; a second signal kills the processes.
 
     Args:
-        plan: what to run.
-        write_line: takes every line that the processes write.
-        on_ready: called once all of them serve.
+        plan: the processes to run.
+        write_line: called with every line that the processes write.
+        on_ready: called once when all processes are serving.
 
     Raises:
-        ConfigurationError: a process ended before it served.
-        BatonError: of `on_ready`.
+        ConfigurationError: a process ended before it was serving.
+        BatonError: `on_ready` raised it.
     """
     servers = (*plan.workers, plan.router)
     processes = [SupervisedProcess(server.spec, write_line) for server in servers]
-    stopped = asyncio.create_task(_stop_signal(processes))
+    stopped = asyncio.create_task(_wait_for_stop_signal(processes))
     serving = asyncio.create_task(_serve(servers, processes, on_ready))
     try:
         await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -231,10 +232,10 @@ async def _serve(
 
 
 async def start_server(server: Server, process: SupervisedProcess) -> None:
-    """Starts a server's process; returns when it serves.
+    """Starts a server's process; returns when the server is serving.
 
     Raises:
-        ConfigurationError: the process ended before. It is not tried for ever.
+        ConfigurationError: the process ended first. It is not restarted at this point.
     """
     process.start()
     ready = asyncio.create_task(wait_until_serving(server.address, _START_TIMEOUT_S))
@@ -242,7 +243,9 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
     try:
         await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
-            raise ConfigurationError(f"{server.spec.name} could not start; its last lines say why")
+            raise ConfigurationError(
+                f"{server.spec.name} could not start; its last log lines have the reason"
+            )
         await ready
     finally:
         ready.cancel()
@@ -250,16 +253,17 @@ async def start_server(server: Server, process: SupervisedProcess) -> None:
 
 
 async def stop_in_order(processes: Sequence[SupervisedProcess]) -> None:
-    """Ends workers and a router, the last of `processes`: it goes first, so that nothing new
-    reaches the workers.
+    """Stops the router, which is the last of `processes`, and then the workers.
+
+    With the router stopped first, no new request reaches the workers.
     """
     *workers, router = processes
     await router.stop()
     await asyncio.gather(*(worker.stop() for worker in workers))
 
 
-async def _stop_signal(processes: list[SupervisedProcess]) -> None:
-    """Returns on the first signal; from then on, each further one kills."""
+async def _wait_for_stop_signal(processes: list[SupervisedProcess]) -> None:
+    """Returns on the first stop signal; each later signal kills the processes."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 

@@ -1,8 +1,7 @@
-"""Folders of a one-machine cluster, which go with it.
+"""Temporary folders of a one-machine cluster, removed with it.
 
-The folder by which a one-machine cluster's workers compute in turn; it goes with the cluster.
-
-The KV store of a one-machine cluster: needs no server, goes with the cluster.
+One folder holds the default KV store, which needs no server. Another holds the lock files by
+which workers on the CPU take turns (`engine/runtime/turns.py`).
 """
 
 import os
@@ -18,16 +17,16 @@ from baton.up.cluster import ClusterConfig
 
 __all__ = ["SHARED_MEMORY", "embedded_store", "run_folder", "taking_turns"]
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - folders there are private
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes private folders
 _FOLDER_NAME = re.compile(r"baton-up-(\d+)-\w+")
 
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """An empty folder for processes of this user and machine, removed at the end.
+    """Makes an empty folder for processes of this user and machine; removes it at the end.
 
-    It lies in shared memory, or among temporary files where there is none.
-    What clusters that were killed left there is removed too.
+    The folder lies in shared memory if possible, else among the temporary files. Folders left
+    there by killed clusters are removed too.
     """
     parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     _remove_leftovers(parent)
@@ -57,9 +56,9 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def taking_turns(config: ClusterConfig) -> Iterator[ClusterConfig]:
-    """The config, with a folder for turns where several workers may compute on the CPU.
+    """Yields the config with a turns folder, if several workers may compute on the CPU.
 
-    `--device auto` may be a GPU: workers on one have no use for the folder.
+    `--device auto` may choose a GPU; workers on a GPU do not use the folder.
     """
     num_workers = config.num_prefill + config.num_decode
     if num_workers == 1 or config.engine.device not in ("auto", "cpu"):
@@ -71,7 +70,7 @@ def taking_turns(config: ClusterConfig) -> Iterator[ClusterConfig]:
 
 @contextmanager
 def embedded_store() -> Iterator[str]:
-    """The URL of a KV store for processes of this machine, removed at the end."""
+    """Yields the URL of a KV store for processes of this machine; removes the store at the end."""
     with run_folder() as folder:
         is_shared = folder.parent == SHARED_MEMORY
         yield f"shm://{folder.name.removeprefix('baton-')}" if is_shared else folder.as_uri()

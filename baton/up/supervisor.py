@@ -1,4 +1,4 @@
-"""`SupervisedProcess`: one child process that is kept running until told to stop."""
+"""`SupervisedProcess`: one child process, restarted when it dies until `stop` is called."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ _MAX_LINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to run: `python -m module arguments...`, called `name` in the log."""
+    """A process to run as `python -m module arguments...`; the log calls it `name`."""
 
     name: str
     module: str
@@ -24,10 +24,10 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a process that died starts again, and how long one may take to stop.
+    """The delays before restarts, and the time a process may take to stop.
 
-    The delay doubles from `first_delay_s` to `max_delay_s` with each death, and
-    starts over once a process has lived for `settled_after_s`.
+    The delay doubles with each death from `first_delay_s` to `max_delay_s`. It is
+    `first_delay_s` again after a process that ran for `settled_after_s`.
     """
 
     first_delay_s: float = 0.5
@@ -37,16 +37,16 @@ class RestartPolicy:
 
 
 class SupervisedProcess:
-    """Runs a process, copies its output line by line, restarts it when it dies.
+    """Runs a process, copies its output line by line, and restarts it when it dies.
 
     Args:
-        spec: what to run.
-        write_line: takes each line of output, prefixed with the process's name.
-        policy: delays.
+        spec: the process to run.
+        write_line: called with each line of output, prefixed with the process's name.
+        policy: delays of restarts and of the stop.
 
     Attributes:
-        pid: of the process running now; None between two.
-        died: set when the process has ended unasked, once or more.
+        pid: process id of the running process; None while none runs.
+        died: set when the process has ended without `stop` at least once.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class SupervisedProcess:
         self._keeper = asyncio.create_task(self._keep_running(), name=self.spec.name)
 
     async def stop(self) -> None:
-        """Ends the process with SIGTERM, after the grace period with SIGKILL. Idempotent."""
+        """Ends the process with SIGTERM, and with SIGKILL after the grace period. Idempotent."""
         self._stopping.set()
         if self._keeper is not None:
             await self._keeper
 
     def kill(self) -> None:
-        """Ends the process now; it starts again unless `stop` was called."""
+        """Kills the process; it is restarted unless `stop` was called."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -97,7 +97,7 @@ class SupervisedProcess:
             delay_s = min(2 * delay_s, self._policy.max_delay_s)
 
     async def _run_once(self) -> int | None:
-        """Runs the process until it ends or `stop` is called; its exit status."""
+        """Runs the process until it ends or `stop` is called; returns the exit status."""
         process = await self._spawn()
         self._process, self.pid = process, process.pid
         ending = asyncio.create_task(process.wait())
@@ -122,7 +122,7 @@ class SupervisedProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            # Ctrl-C in the terminal must reach the supervisor alone, which stops in order.
+            # Ctrl-C in the terminal must reach only the supervisor, which stops processes in order.
             start_new_session=True,
         )
 

@@ -9,10 +9,9 @@ import torch
 import kernels
 from benchmarks.gpu.kernel_case import KernelCase, Prepared, normal
 from benchmarks.gpu.plan import Plan
-from benchmarks.kernels.case import Result
+from benchmarks.kernels.attention import BLOCK_SIZE, step_metadata
+from benchmarks.kernels.case import DecoderShape, Result
 from benchmarks.kernels.cost import Cost, Span, attention_cost
-from benchmarks.kernels.paged_step import BLOCK_SIZE, step_metadata
-from benchmarks.kernels.shapes import DecoderShape
 from kernels import AttentionMetadata, Rotation, reference
 from kvstore.layout import DTYPE_BYTES
 

@@ -10,8 +10,8 @@ from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.record import Record, summary
 from benchmarks.gpu.timing import Call, time_calls
 from benchmarks.kernels.case import Result
-from benchmarks.kernels.check import find_difference
 from benchmarks.kernels.cost import Cost
+from benchmarks.kernels.measure import find_difference
 from benchmarks.model_cost import Ceilings
 
 __all__ = ["KernelCase", "Prepared", "measure_case", "normal"]

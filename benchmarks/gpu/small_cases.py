@@ -10,10 +10,9 @@ import kernels
 from benchmarks.gpu.kernel_case import KernelCase, Prepared, normal
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.timing import Call
-from benchmarks.kernels.case import Result, rows_in_words
+from benchmarks.kernels.attention import BLOCK_SIZE
+from benchmarks.kernels.case import DecoderShape, Result, rows_in_words
 from benchmarks.kernels.cost import Cost, product_cost
-from benchmarks.kernels.paged_step import BLOCK_SIZE
-from benchmarks.kernels.shapes import DecoderShape
 from kernels import DrawTable, WeightUse, reference
 from kernels.reference.linear import silu_and_mul
 from kernels.weights import DenseWeight
@@ -90,9 +89,9 @@ def _gate(gate_up: torch.Tensor) -> torch.Tensor:
     """The kernel behind the gated layer's product; on a CPU that has none of its own."""
     if not gate_up.is_cuda:
         return silu_and_mul(gate_up)
-    from kernels.triton import pointwise
+    from kernels.triton import linear
 
-    return pointwise.silu_and_mul(gate_up)
+    return linear.silu_and_mul(gate_up)
 
 
 def _prepare_product(shape: DecoderShape, plan: Plan, num_rows: int, num_copies: int) -> Prepared:

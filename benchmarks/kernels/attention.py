@@ -1,21 +1,22 @@
 """Cases of attention: KV is read from memory, or written there; queries are in cache."""
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Call, Case, Numbers, Result
+from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, Result
 from benchmarks.kernels.cost import Cost, Span, attention_cost
-from benchmarks.kernels.paged_step import kv_layers, step_metadata
-from benchmarks.kernels.shapes import DecoderShape
 from kernels import AttentionMetadata, Rotation
 
-__all__ = ["attention_cases", "rotation_cases"]
+__all__ = ["BLOCK_SIZE", "attention_cases", "rotation_cases", "step_metadata"]
 
+BLOCK_SIZE = 16
+"""The engine's default."""
 _DECODE = ((1, 128), (1, 2048), (16, 128), (16, 512), (16, 2048), (48, 512))
-"""Sequences, and the context of each."""
+"""(number of sequences, context of each)."""
 _CHUNK = 512
 _CACHED = (0, 2048)
 _WINDOW = 512
@@ -23,7 +24,7 @@ _WINDOW = 512
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Which tokens attend to what."""
+    """The sequences of a step, and how much of them it computes."""
 
     what: str
     size: str
@@ -54,7 +55,7 @@ def attention_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def rotation_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
-    """The same steps' tokens on their way to attention: Q, K and V are read, K and V written."""
+    """Cases of `rotate_and_write_kv` on similar steps: Q, K and V are read, K and V written."""
     num_moved = shape.num_query_features + 4 * shape.num_kv_features
     for step in (_decode_step(1, 512), _decode_step(16, 512), _decode_step(48, 512), _chunk(0)):
         yield Case(
@@ -105,7 +106,7 @@ def _attention_calls(
             scale=shape.head_dim**-0.5,
             sliding_window=step.sliding_window,
         )
-        for layer in kv_layers(shape, numbers, num_blocks, num_copies)
+        for layer in _kv_layers(shape, numbers, num_blocks, num_copies)
     ]
 
 
@@ -121,7 +122,7 @@ def _rotation_calls(
     qkv = numbers.normal(step.num_tokens, num_heads, shape.head_dim)
     return [
         partial(_rotate, numbers, shape, qkv.clone(), layer, meta, rotation)
-        for layer in kv_layers(shape, numbers, num_blocks, num_copies)
+        for layer in _kv_layers(shape, numbers, num_blocks, num_copies)
     ]
 
 
@@ -137,3 +138,46 @@ def _rotate(
     query, key, value = torch.split(qkv, nums_heads, dim=1)
     rotate = numbers.module.rotate_and_write_kv
     return rotate(query, key, value, layer, meta, rotation=rotation), layer
+
+
+def _kv_layers(
+    shape: DecoderShape, numbers: Numbers, num_blocks: int, num_copies: int
+) -> list[torch.Tensor]:
+    """Makes `num_copies` layers of equal KV, `[num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim]`.
+
+    As in the engine, a block of a pool holds all layers of the model; several pools are made if
+    one has too few layers.
+    """
+    block = (2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    layer = numbers.normal(num_blocks, *block, seed=3)
+    num_layers = min(num_copies, shape.num_layers)
+    pools = [
+        layer.unsqueeze(1).repeat(1, num_layers, 1, 1, 1, 1)
+        for _ in range(-(-num_copies // num_layers))
+    ]
+    layers = [pool[:, index] for pool in pools for index in range(num_layers)]
+    return layers[:num_copies]
+
+
+def step_metadata(spans: Sequence[Span]) -> tuple[AttentionMetadata, int]:
+    """Returns metadata of a step with scattered blocks, and the number of blocks."""
+    sizes = [-(-span.context // BLOCK_SIZE) for span in spans]
+    block_ids = random.Random(0).sample(range(sum(sizes)), sum(sizes))
+    tables = torch.zeros((len(spans), max(sizes)), dtype=torch.int32)
+    starts, slots = [0], []
+    for table, span, size in zip(tables, spans, sizes, strict=True):
+        own = torch.tensor([block_ids.pop() for _ in range(size)])
+        table[:size] = own
+        positions = torch.arange(span.num_cached, span.context)
+        slots.append(own[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)
+        starts.append(starts[-1] + span.num_queries)
+    contexts = [span.context for span in spans]
+    meta = AttentionMetadata(
+        block_tables=tables,
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        slot_mapping=torch.cat(slots),
+        max_query_len=max(span.num_queries for span in spans),
+        max_context_len=max(contexts),
+    )
+    return meta, sum(sizes)

@@ -1,15 +1,16 @@
-"""`Case`: a primitive on inputs of one shape; `Numbers`: where its inputs come from."""
+"""`Case`: a primitive on inputs of one shape; `Numbers`: its inputs; `DecoderShape`: of a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from benchmarks.kernels.cost import Cost
 from kernels import Weight, WeightUse
 
-__all__ = ["CPU", "Call", "Case", "Numbers", "Result", "rows_in_words"]
+__all__ = ["CPU", "Call", "Case", "DecoderShape", "Numbers", "Result", "rows_in_words"]
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 Call = Callable[[], Result]
@@ -19,12 +20,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Which kernels compute on what: two that differ in nothing but the module, or in what
-    numbers are kept in, meet equal inputs.
+    """The kernels and inputs of a measurement.
+
+    Two instances that differ only in `module` or `kept_as` produce equal inputs.
 
     Attributes:
         module: `kernels`, or `kernels.reference`.
-        dtype: that inputs are rounded to.
+        dtype: the type that inputs are rounded to.
         kept_as: the type of the tensors that hold them.
     """
 
@@ -33,7 +35,7 @@ class Numbers:
     kept_as: torch.dtype
 
     def normal(self, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-        """Normal numbers of standard deviation `scale`, a function of shape and seed."""
+        """Returns normal numbers of standard deviation `scale`, a function of shape and seed."""
         generator = torch.Generator().manual_seed(seed)
         numbers = scale * torch.randn(shape, generator=generator)
         return numbers.to(self.dtype).to(self.kept_as)
@@ -41,7 +43,7 @@ class Numbers:
     def weights(
         self, num_rows: int, num_columns: int, use: WeightUse, num_copies: int
     ) -> list[Weight]:
-        """Equal weights that keep the size of what they multiply."""
+        """Makes equal weights, scaled so that products keep the size of their inputs."""
         matrix = self.normal(num_rows, num_columns, seed=1, scale=num_columns**-0.5)
         return [self._filled(matrix, use) for _ in range(num_copies)]
 
@@ -59,14 +61,14 @@ class Case:
 
     Attributes:
         primitive: its name in `kernels`.
-        what: which of a model's uses it is.
+        what: the use of the primitive in a model.
         size: rows, or sequences and their contexts, in words.
         cost: of a call.
-        num_terms: of the longest sums, which errors grow with.
-        make_calls: given kernels and numbers, and how many copies to make of what must come from
-            memory: as many calls, each on a copy of its own.
-        max_copies: more there cannot be; None for no limit.
-        is_recordable: False where inputs are rewritten, which a recording would take for its own.
+        num_terms: terms of the longest sums; errors grow with it.
+        make_calls: takes kernels and numbers, and the number of copies of the inputs that must
+            come from memory; returns that many calls, each on its own copy.
+        max_copies: the most copies that can be made; None for no limit.
+        is_recordable: False if calls overwrite inputs, which a recording would place in its arena.
     """
 
     primitive: str
@@ -80,5 +82,55 @@ class Case:
 
 
 def rows_in_words(num_rows: int) -> str:
-    """For `Case.size`."""
+    """Returns a number of rows as text for `Case.size`."""
     return f"{num_rows} row{'s' if num_rows > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The numbers that decide the sizes of a decoder's matrices and of its KV cache.
+
+    Attributes:
+        width: features of a hidden state.
+        num_gated: features between the gated layer and the one after it.
+        num_layers: layers, which share a KV pool.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: features of a head.
+        vocab_size: rows of the embedding and of the head.
+        has_tied_head: whether the embedding is the head too, in the layout of linear layers.
+    """
+
+    width: int
+    num_gated: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    has_tied_head: bool
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "DecoderShape":
+        """Reads the fields of a checkpoint's config.json."""
+        width, num_heads = config["hidden_size"], config["num_attention_heads"]
+        return cls(
+            width=width,
+            num_gated=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or width // num_heads,
+            vocab_size=config["vocab_size"],
+            has_tied_head=config.get("tie_word_embeddings", False),
+        )
+
+    @property
+    def num_query_features(self) -> int:
+        """Features of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_kv_features(self) -> int:
+        """Features of all key heads; the value heads have the same number."""
+        return self.num_kv_heads * self.head_dim

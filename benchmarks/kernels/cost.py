@@ -1,7 +1,7 @@
-"""What one call of a primitive costs at least. Pure.
+"""The least that one call of a primitive costs. Pure.
 
-Only what every call must move to or from memory is counted: weights, KV, and the inputs of
-primitives that compute next to nothing. What a call hands to the next one stays in cache.
+Only data that every call must move to or from memory is counted: weights, KV, and the inputs of
+primitives that compute next to nothing. Data passed from call to call stays in cache.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ __all__ = ["Cost", "Span", "attention_cost", "limit_s", "product_cost"]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call.
+    """The least cost of one call.
 
     Attributes:
-        num_bytes: to be moved.
-        num_operations: of matrix products.
+        num_bytes: bytes moved.
+        num_operations: operations of matrix products.
     """
 
     num_bytes: int
@@ -30,8 +30,8 @@ class Span:
     """The part of a sequence that a step computes.
 
     Attributes:
-        num_cached: tokens before it, whose KV is there.
-        num_queries: its tokens.
+        num_cached: tokens before the span, whose KV is cached.
+        num_queries: tokens of the span.
     """
 
     num_cached: int
@@ -39,12 +39,12 @@ class Span:
 
     @property
     def context(self) -> int:
-        """Tokens up to its end."""
+        """Tokens up to the end of the span."""
         return self.num_cached + self.num_queries
 
 
 def product_cost(num_rows: int, num_outputs: int, num_inputs: int, bytes_per_weight: int) -> Cost:
-    """`num_rows` rows times a weight of `[num_outputs, num_inputs]`, which is read once."""
+    """Returns the cost of `num_rows` rows times a weight `[num_outputs, num_inputs]`, read once."""
     num_weights = num_outputs * num_inputs
     return Cost(num_weights * bytes_per_weight, 2 * num_rows * num_weights)
 
@@ -56,13 +56,13 @@ def attention_cost(
     kv_bytes_per_token: int,
     sliding_window: int | None = None,
 ) -> Cost:
-    """Causal attention: the KV that any query of a sequence sees is read once.
+    """Returns the cost of causal attention: KV that any query attends to is read once.
 
     Args:
-        spans: of the step's sequences.
+        spans: the step's sequences.
         num_query_features: query heads times their features.
         kv_bytes_per_token: of one layer's K and V.
-        sliding_window: how many tokens a query sees, itself included; None for all.
+        sliding_window: how many tokens a query attends to, itself included; None for all.
     """
     num_read = num_pairs = 0
     for span in spans:
@@ -74,7 +74,7 @@ def attention_cost(
 
 
 def limit_s(cost: Cost, ceilings: Ceilings) -> float:
-    """Seconds that a call takes at least: for its bytes or its operations, whichever are more."""
+    """Returns the least seconds of a call, for its bytes or operations, whichever take longer."""
     return max(
         cost.num_bytes / ceilings.read_bytes_per_s,
         cost.num_operations / ceilings.operations_per_s,

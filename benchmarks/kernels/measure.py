@@ -1,29 +1,58 @@
-"""One case, measured: the selected kernels beside the reference and the limit."""
+"""The primitives that are measured: the selected kernels beside the reference and the limit.
 
+A new primitive is a function that yields cases, and a line in `PRIMITIVES`.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 import kernels
-from benchmarks.kernels.cache import Cycle, make_sweep, plan_cycle
-from benchmarks.kernels.case import Case, Numbers
-from benchmarks.kernels.check import find_difference
+from benchmarks.kernels.attention import attention_cases, rotation_cases
+from benchmarks.kernels.case import Case, DecoderShape, Numbers, Result
 from benchmarks.kernels.cost import Cost
-from benchmarks.kernels.timing import median_call_s
+from benchmarks.kernels.pointwise import embed_cases, maxima_cases, norm_cases
+from benchmarks.kernels.products import gated_linear_cases, linear_cases
+from benchmarks.kernels.timing import Cycle, make_sweep, median_call_s, plan_cycle
 from benchmarks.threads import kernel_threads, torch_threads
 from kernels import reference
 
-__all__ = ["Outcome", "Setting", "measure"]
+__all__ = ["PRIMITIVES", "Outcome", "Setting", "find_difference", "make_cases", "measure"]
+
+PRIMITIVES: Mapping[str, Callable[[DecoderShape, torch.dtype], Iterator[Case]]] = MappingProxyType(
+    {
+        "linear": linear_cases,
+        "linear_silu_and_mul": gated_linear_cases,
+        "paged_attention": attention_cases,
+        "rotate_and_write_kv": rotation_cases,
+        "rms_norm": norm_cases,
+        "embed": embed_cases,
+        "row_maxima": maxima_cases,
+    }
+)
+"""Functions that yield a primitive's cases for a model and an element type, by name."""
+
+_EPS32 = torch.finfo(torch.float32).eps
+_NUM_ROUNDINGS = 8
+"""Roundings to the inputs' type, of results and intermediate values, that are allowed for."""
+
+
+def make_cases(primitives: Sequence[str], shape: DecoderShape, dtype: torch.dtype) -> list[Case]:
+    """Returns all cases of the named `PRIMITIVES`."""
+    return [case for name in primitives for case in PRIMITIVES[name](shape, dtype)]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all cases of a run share.
+    """The setting of all cases of a run.
 
     Attributes:
         dtype: of weights, KV and hidden states.
         num_threads: of the selected kernels, and of the reference.
-        cache_bytes: of its largest cache.
+        cache_bytes: size of the machine's largest cache.
     """
 
     dtype: torch.dtype
@@ -33,16 +62,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of a case.
+    """The outcome of a case, whose first four fields it repeats.
 
     Attributes:
-        primitive: as in the case.
-        what: as in the case.
-        size: as in the case.
-        cost: as in the case.
-        kernel_s: median seconds of the selected kernels' call; None if its result is wrong.
-        reference_s: median seconds of the reference's call; None as well.
-        difference: from what the reference gives, in words; None if there is none that matters.
+        primitive: name in `kernels`.
+        what: the use of the primitive in a model.
+        size: rows, or sequences and their contexts, in words.
+        cost: of a call.
+        kernel_s: median seconds of a call of the selected kernels; None if the result is wrong.
+        reference_s: median seconds of a call of the reference; None if `kernel_s` is None.
+        difference: how the result differs from the reference's, in words; None if it is right.
     """
 
     primitive: str
@@ -55,7 +84,7 @@ class Outcome:
 
 
 def measure(case: Case, setting: Setting) -> Outcome:
-    """Checks a case, then times it; one that fails the check is not timed."""
+    """Checks a case, and times it if the check passes."""
     known = (case.primitive, case.what, case.size, case.cost)
     difference = _check(case, setting)
     if difference is not None:
@@ -79,8 +108,52 @@ def _check(case: Case, setting: Setting) -> str | None:
 
 
 def _time(case: Case, numbers: Numbers, cycle: Cycle, setting: Setting) -> float:
-    """Recorded only where the kernels can: the reference's operations are torch's."""
+    """Times calls, from recordings if possible; the reference's operations cannot be recorded."""
     calls = case.make_calls(numbers, cycle.num_copies)
     sweep = make_sweep(setting.cache_bytes) if cycle.must_sweep else None
     is_recordable = case.is_recordable and numbers.module is kernels
     return median_call_s(calls, is_recordable=is_recordable, sweep=sweep)
+
+
+def find_difference(
+    actual: Result, expected: Result, dtype: torch.dtype, num_terms: int
+) -> str | None:
+    """Describes how a result differs from the expected one, in words; None if it is right.
+
+    Floating results may differ by some roundings to their type, and by what float32 sums lose:
+    both in proportion to the element and to the root mean square of its neighbours on the last
+    axis. Integers must be equal.
+
+    Args:
+        actual: the kernels' result.
+        expected: the reference's result, with the same number of tensors.
+        dtype: of the inputs.
+        num_terms: terms of the longest sums.
+    """
+    for index, (left, right) in enumerate(zip(_tensors(actual), _tensors(expected), strict=True)):
+        found = _difference_of_tensors(left, right, dtype, num_terms)
+        if found is not None:
+            return f"result {index}: {found}"
+    return None
+
+
+def _difference_of_tensors(
+    actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, num_terms: int
+) -> str | None:
+    if actual.shape != expected.shape:
+        return f"has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    error = (actual.double() - expected.double()).abs()
+    if not expected.is_floating_point():
+        num_far = int(error.count_nonzero())
+        return f"{num_far} of {error.numel()} integers differ" if num_far else None
+    relative = _NUM_ROUNDINGS * torch.finfo(dtype).eps + _EPS32 * math.sqrt(num_terms)
+    rms = expected.double().square().mean(-1, keepdim=True).sqrt()
+    is_far = ~(error <= relative * (expected.double().abs() + rms))  # NaN is far
+    if not is_far.any():
+        return None
+    largest = float(error.nan_to_num(torch.inf).max())
+    return f"{int(is_far.sum())} of {is_far.numel()} elements are off, by up to {largest:.3g}"
+
+
+def _tensors(result: Result) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)

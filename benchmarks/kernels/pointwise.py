@@ -1,13 +1,12 @@
-"""Cases of norms, look-ups and maxima: what they read comes from memory."""
+"""Cases of norms, look-ups and maxima: their inputs are read from memory."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Call, Case, Numbers, rows_in_words
+from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, rows_in_words
 from benchmarks.kernels.cost import Cost
-from benchmarks.kernels.shapes import DecoderShape
 from kernels import WeightUse
 
 __all__ = ["embed_cases", "maxima_cases", "norm_cases"]
@@ -31,7 +30,7 @@ def norm_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def embed_cases(shape: DecoderShape, dtype: torch.dtype) -> Iterator[Case]:
-    """Rows of the embedding; no call looks up another's."""
+    """Look-ups in the embedding; no two calls share a row."""
     layout = "panels of the head" if shape.has_tied_head else "rows"
     for num_rows in _NUMS_ROWS:
         yield Case(

@@ -6,16 +6,15 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Call, Case, Numbers, rows_in_words
+from benchmarks.kernels.case import Call, Case, DecoderShape, Numbers, rows_in_words
 from benchmarks.kernels.cost import product_cost
-from benchmarks.kernels.shapes import DecoderShape
 from kernels import WeightUse
 
 __all__ = ["gated_linear_cases", "linear_cases"]
 
 _NUMS_ROWS = (1, 4, 16, 48, 128, 512)
 _MAX_SEQUENCES = 48
-"""The head is asked for one row of each sequence."""
+"""The head computes one row per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,8 @@ class _Layer:
         what: its name.
         num_outputs: rows of its weight.
         num_inputs: columns of its weight.
-        has_residual: whether what skips it is added.
-        is_head: whether it gives float32, for few rows.
+        has_residual: whether a residual is added.
+        is_head: whether the result is float32, computed for few rows.
     """
 
     what: str

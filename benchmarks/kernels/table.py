@@ -16,11 +16,11 @@ _COLUMNS = (
     *("torch us", "torch / ours"),
 )
 _LEAST_CREDIBLE_RATIO = 0.9
-"""Of a median to a limit: ceilings vary by some percent on a quiet machine too."""
+"""Least credible ratio of a median to its limit: ceilings vary by some percent."""
 
 
 def make_tables(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Table]:
-    """One per primitive, in the order of the outcomes."""
+    """Returns one table per primitive, in the order of the outcomes."""
     return [
         _table(name, [outcome for outcome in outcomes if outcome.primitive == name], ceilings)
         for name in dict.fromkeys(outcome.primitive for outcome in outcomes)
@@ -28,7 +28,7 @@ def make_tables(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Table]:
 
 
 def to_plain(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
-    """For JSON."""
+    """Returns an outcome as plain data for JSON."""
     return asdict(outcome) | {"limit_s": limit_s(outcome.cost, ceilings)}
 
 

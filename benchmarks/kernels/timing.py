@@ -1,27 +1,75 @@
-"""Medians of how long calls take that find their inputs in no cache."""
+"""Medians of how long calls take whose inputs are in no cache, and what empties the caches."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 
 import torch
 
 import kernels
 from benchmarks.kernels.case import CPU, Call
 
-__all__ = ["median_call_s"]
+__all__ = ["Cycle", "last_level_cache_bytes", "make_sweep", "median_call_s", "plan_cycle"]
 
 _BATCH_SECONDS = 1e-3
 _LEAST_BATCHES = 9
 _LEAST_SECONDS = 0.2
 _WARM_UP_SECONDS = 0.03
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_BYTES = 32 << 20
+_UNITS = {"K": 10, "M": 20, "G": 30}
+_CACHES_PER_CYCLE = 4
+"""Caches do not evict in the order of use."""
+_MAX_COPIES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """A round of calls, each on its own copy of the inputs, which is then repeated.
+
+    Attributes:
+        num_copies: copies of the inputs.
+        must_sweep: whether the caches must be emptied, because all copies fit in them.
+    """
+
+    num_copies: int
+    must_sweep: bool
+
+
+def last_level_cache_bytes(caches: Path = _CACHES) -> int:
+    """Returns the size of the first core's largest cache; 32 MiB if the system does not list it.
+
+    Args:
+        caches: Linux' folder with a subfolder per cache.
+    """
+    sizes = [_bytes_of(path.read_text().strip()) for path in caches.glob("index*/size")]
+    return max(sizes, default=_UNKNOWN_BYTES)
+
+
+def plan_cycle(bytes_per_call: int, max_copies: int | None, cache_bytes: int) -> Cycle:
+    """Plans enough copies to overflow the cache, if that many can be made."""
+    wanted = -(-_CACHES_PER_CYCLE * cache_bytes // bytes_per_call)
+    # Two, so that no call ever follows itself.
+    num_copies = min(max(2, wanted), max_copies or _MAX_COPIES, _MAX_COPIES)
+    return Cycle(num_copies, must_sweep=num_copies < wanted)
+
+
+def make_sweep(cache_bytes: int) -> Callable[[], object]:
+    """Returns a function that reads enough memory to evict everything else from the cache."""
+    return torch.ones(_CACHES_PER_CYCLE * cache_bytes // 4).sum
+
+
+def _bytes_of(size: str) -> int:
+    """Parses a size such as 32768K."""
+    return int(size.rstrip("KMG")) << _UNITS.get(size[-1], 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Calls that are timed together: one alone may be shorter than what the clock resolves."""
+    """Calls that are timed together: a single one may be shorter than the clock's resolution."""
 
     num_calls: int
     run: Callable[[], object]
@@ -30,13 +78,13 @@ class _Batch:
 def median_call_s(
     calls: Sequence[Call], *, is_recordable: bool, sweep: Callable[[], object] | None
 ) -> float:
-    """Seconds of a call.
+    """Returns the median seconds of a call.
 
     Args:
-        calls: of equal inputs, to be made in turn.
-        is_recordable: whether they may run from recordings, as decoding does: without Python
-            between them, where the kernels can do that.
-        sweep: empties the caches before each measurement; None where the calls do.
+        calls: calls on equal inputs, made in turn.
+        is_recordable: whether the calls may run from recordings, as in decoding: without Python
+            between them, if the kernels support it.
+        sweep: empties the caches before each measurement; None if the calls themselves do.
     """
     batches = cycle(_batches(calls, is_recordable))
     deadline = time.perf_counter() + _WARM_UP_SECONDS

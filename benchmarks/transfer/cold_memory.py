@@ -6,7 +6,7 @@ import time
 import numpy as np
 import xxhash
 
-from benchmarks.kernels.cache import last_level_cache_bytes
+from benchmarks.kernels.timing import last_level_cache_bytes
 
 __all__ = ["ColdMemory"]
 

@@ -10,7 +10,7 @@ import torch
 from engine.batch import ScheduledBatch
 from engine.runtime.device import to_device
 from engine.runtime.rows import Rows
-from kernels import AskingTokens, AttentionMetadata
+from kernels import AttentionMetadata, LogitRows
 
 __all__ = ["BatchInputs", "StepInputs"]
 
@@ -30,7 +30,7 @@ class BatchInputs:
     token_ids: torch.Tensor
     positions: torch.Tensor
     groups: tuple[AttentionMetadata, ...]
-    asking: AskingTokens | None
+    asking: LogitRows | None
 
 
 class StepInputs:
@@ -89,7 +89,7 @@ class StepInputs:
         num_tokens, num_asking = self.num_tokens, self.num_asking
         asking = None
         if num_asking < num_tokens:
-            asking = AskingTokens(
+            asking = LogitRows(
                 to_device(self._asking_rows[:num_asking], self._device),
                 self._asking.metadata(num_asking, num_asking, self._num_columns, self._device),
             )

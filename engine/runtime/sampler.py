@@ -10,8 +10,8 @@ import torch
 
 from engine.batch import INVALID_TOKEN, DrawParams
 from engine.runtime.device import to_device
-from kernels.draws import DrawTable
 from kernels.reference.sampling import draw_random
+from kernels.row_state import DrawTable
 
 __all__ = [
     "DRAW_RECORD",

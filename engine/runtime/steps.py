@@ -11,7 +11,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.models.layers import CausalModel
 from engine.runner import LayersComputed, PendingOutput
 from engine.runtime.device import Fetched
-from kernels import AskingTokens, AttentionMetadata, PagedKv
+from kernels import AttentionMetadata, LogitRows, PagedKv
 from kvstore.block_views import BlockViews
 
 __all__ = ["FinishedStep", "LaunchedStep", "StepModel", "Steps"]
@@ -60,7 +60,7 @@ class StepModel:
         return len(self.kv.states)
 
     def paged_kv(
-        self, groups: Sequence[AttentionMetadata], asking: AskingTokens | None = None
+        self, groups: Sequence[AttentionMetadata], asking: LogitRows | None = None
     ) -> PagedKv:
         """The KV cache in one step; see `PagedKv`."""
         return PagedKv(self.kv.states, groups, self.layer_slots, asking, scales=self.kv.scales)

@@ -1,9 +1,9 @@
-"""Compiles the kernels: `python -m kernels.native.build`, and what installing Baton does.
+"""Compiles the kernels: `python -m kernels.native.build`; installing Baton does the same.
 
 Every variant is one library of all sources, so that code of one instruction set
 cannot reach another's through an inlined template. Variants compile in parallel, and
-only those whose sources, flags or compiler changed. What cannot be built is removed:
-an old library must not run beside newer Python.
+only those whose sources, flags or compiler changed. The library of a variant that cannot be
+built is removed: an old library must not run with newer Python code.
 """
 
 import os
@@ -35,7 +35,7 @@ __all__ = ["Compiler", "Outcome", "Status", "build", "find_compiler", "main"]
 _COMPILER_NAMES = ("c++", "g++", "clang++")
 _COMMON_FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread"),
-    # What no kernel reads. Not -ffast-math: NaN must stay NaN.
+    # No kernel reads errno or traps. Not -ffast-math: NaN must stay NaN.
     *("-fno-math-errno", "-fno-trapping-math"),
 )
 _PROBE_PROGRAM = "#include <cstdint>\n"
@@ -46,7 +46,7 @@ _EXIT_NO_COMPILER = 2
 
 
 class Status(Enum):
-    """What became of a variant."""
+    """The outcome of a variant's build."""
 
     BUILT = "built"
     FRESH = "up to date"
@@ -60,9 +60,10 @@ class Outcome:
 
     Attributes:
         variant: its name.
-        status: FAILED is a mistake in the sources or the compiler, SKIPPED is not.
-        problem: why there is no library, in one line; empty if there is.
-        output: everything the compiler wrote.
+        status: FAILED if the sources or the compiler are at fault, SKIPPED if the compiler is
+            missing or does not know the variant's flags.
+        problem: why there is no library, in one line; empty if there is one.
+        output: all output of the compiler.
     """
 
     variant: str
@@ -73,7 +74,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A C++20 compiler: what runs it, and the first line it says of itself."""
+    """A C++20 compiler: its command, and the first line of its `--version`."""
 
     command: tuple[str, ...]
     version: str
@@ -95,15 +96,16 @@ class _Job:
 
     @property
     def record(self) -> BuildRecord:
-        """The record of a library that this job has made."""
+        """The record of a library built by this job."""
         command = shlex.join([*self.compiler.command, *self.flags])
         return BuildRecord(self.sources, f"{command}  # {self.compiler.version}")
 
 
 def find_compiler(environment: Mapping[str, str] = os.environ) -> Compiler | None:
-    """The compiler that `CXX` names, else the first usual one; None if none takes C++20.
+    """Finds the compiler that `CXX` names, else the first usual one that accepts C++20.
 
-    A `CXX` that cannot be run is no reason to take another: None, too.
+    Returns:
+        None if there is none, also if `CXX` names a compiler that cannot be run.
     """
     named = shlex.split(environment.get("CXX", ""))
     candidates = [named] if named else [[name] for name in _COMPILER_NAMES]
@@ -127,14 +129,14 @@ def build(
     """Brings a folder of libraries up to date.
 
     Args:
-        source_folder: has the `.cpp` and `.h` files.
-        library_folder: gets a library and a `BuildRecord` per variant.
-        compiler: None if there is none: then nothing is built, and everything skipped.
-        variants: those wanted.
-        report: called with each outcome as it comes, from any thread.
+        source_folder: holds the `.cpp` and `.h` files.
+        library_folder: receives a library and a `BuildRecord` per variant.
+        compiler: None skips all variants.
+        variants: the variants to build.
+        report: called with each outcome as soon as it is known, from any thread.
 
     Returns:
-        An outcome per variant, in their order.
+        An outcome per variant, in the order of `variants`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -175,7 +177,7 @@ def _compile(job: _Job, library: Path) -> Outcome:
         result = _run(command, timeout_s=_COMPILE_TIMEOUT_S)
         if result.returncode == 0 and draft.exists():
             draft.replace(library)
-            # After the library: should this be the last thing done, it is built again.
+            # After the library: a build that is interrupted before this line starts over.
             write_record(name, job.record, job.library_folder)
             return Outcome(name, Status.BUILT, output=result.stderr)
     finally:
@@ -191,13 +193,13 @@ def _skip(variant: Variant, sources: str, library_folder: Path, problem: str) ->
 
 
 def _remove(variant: str, sources: str, library_folder: Path, problem: str) -> None:
-    """Removes an old library, and leaves the reason for `baton doctor`."""
+    """Removes an old library, and records the reason for `baton doctor`."""
     library_path(variant, library_folder).unlink(missing_ok=True)
     write_record(variant, BuildRecord(sources, "", problem), library_folder)
 
 
 def _accepts(compiler: Compiler, flags: Sequence[str]) -> bool:
-    """Whether the compiler takes the flags, and has the standard library."""
+    """Returns whether the compiler accepts the flags and has the standard library."""
     command = [*compiler.command, *flags, "-fsyntax-only", "-x", "c++", "-"]
     return _run(command, timeout_s=_PROBE_TIMEOUT_S, stdin=_PROBE_PROGRAM).returncode == 0
 
@@ -210,7 +212,7 @@ def _version(compiler: Compiler) -> str:
 def _run(
     command: Sequence[str], *, timeout_s: float, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a compiler; one that cannot be run, or hangs, is one that fails."""
+    """Runs a compiler; one that cannot be run, or hangs, counts as failed."""
     try:
         return subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -222,7 +224,7 @@ def _run(
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line]
-    return (errors or lines[-1:] or ["the compiler says nothing"])[0]
+    return (errors or lines[-1:] or ["the compiler printed nothing"])[0]
 
 
 def _no_compiler_text() -> str:
@@ -233,7 +235,7 @@ def _no_compiler_text() -> str:
 
 
 def main() -> int:
-    """Builds what this machine's architecture has.
+    """Builds the variants of this machine's architecture.
 
     Returns:
         The exit status: 1 if something failed to compile, 2 if there is no compiler.

@@ -22,18 +22,18 @@ __all__ = [
 ]
 
 _MAX_FIELDS = 24
-_NO_THREADS = 2  # what the library's functions return; 0 for success, 1 for want of memory
+_NO_THREADS = 2  # the library's functions return 0 on success and 1 if memory ran out
 
 
 @dataclass(frozen=True, slots=True)
 class CommandType:
-    """How one kind of command is packed.
+    """The layout of one type of command.
 
     Attributes:
-        code: what the library knows it by.
-        layout: the code, the fields, and what is missing to `_MAX_FIELDS`.
-        pointers: which fields are addresses of tensors, the code being 0.
-        outputs: those of them that the command writes without having read them.
+        code: identifies the type in the library.
+        layout: the code, the fields, and padding up to `_MAX_FIELDS`.
+        pointers: indices of the fields that are addresses of tensors; the code has index 0.
+        outputs: the `pointers` to memory that the command writes without reading it first.
     """
 
     code: int
@@ -42,12 +42,14 @@ class CommandType:
     outputs: tuple[int, ...]
 
     def pack(self, *fields: float) -> bytes:
-        """The command: integers and floats in the order of the C++ struct."""
+        """Packs a command: integers and floats in the order of the C++ struct."""
         return self.layout.pack(self.code, *fields)
 
 
 def _command(code: int, fields: str) -> CommandType:
-    """`fields`: i integer, d double, p address that is read (and maybe changed), w written."""
+    """Describes a command; in `fields`, i is an integer, d a double, p an address that is read
+    (and may be written), w an address that is only written.
+    """
     letters = fields.replace(" ", "")
     padding = 8 * (_MAX_FIELDS - len(letters))
     kinds = "".join("d" if letter == "d" else "q" for letter in letters)
@@ -69,10 +71,10 @@ ARGMAX = _command(6, "p iii ww")
 
 
 class NativeKernels:
-    """The loaded library's functions.
+    """The library's compute functions.
 
     Args:
-        functions: what was loaded.
+        functions: the loaded library.
     """
 
     def __init__(self, functions: ctypes.CDLL) -> None:
@@ -88,22 +90,22 @@ class NativeKernels:
         self.pack.restype = None
 
     def run(self, commands: bytes | int, count: int = 1) -> None:
-        """Runs packed commands, or those at an address, without the interpreter's lock.
+        """Runs `count` packed commands, given as bytes or by their address, without the GIL.
 
         Raises:
-            MemoryError: the library could get no memory to work in.
-            ConfigurationError: the system makes no threads for it.
+            MemoryError: the library could not allocate its working memory.
+            ConfigurationError: the system refuses to create its threads.
         """
         outcome = self._run(commands, count)
         if outcome:
             raise _error(outcome, self.num_threads())
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Ends the threads that compute, and makes others; the number stays if that fails.
+        """Replaces the compute threads; the number stays as it was if that fails.
 
         Raises:
-            MemoryError: the library could get no memory to keep them in.
-            ConfigurationError: the system makes no such number of threads.
+            MemoryError: the library could not allocate the threads' memory.
+            ConfigurationError: the system refuses to create that many threads.
         """
         outcome = self._set_num_threads(num_threads)
         if outcome:
@@ -121,7 +123,7 @@ def _error(outcome: int, num_threads: int) -> Exception:
 
 @cache
 def library() -> NativeKernels | None:
-    """The library of this process; None where torch serves the CPU.
+    """Returns the library of this process; None if torch serves the CPU.
 
     Raises:
         ConfigurationError: see `kernels.native.library.select`.

@@ -1,7 +1,7 @@
-"""What this machine's CPU can do, in the words of Linux' /proc/cpuinfo.
+"""The CPU's instruction sets, by their names in Linux' /proc/cpuinfo.
 
-Linux lists there only what the kernel lets programs use, so an instruction set
-found here will not fault. macOS is asked through `sysctl`. Elsewhere nothing is known.
+Linux lists only what the kernel lets programs use, so an instruction set found there does not
+fault. On macOS the names come from `sysctl`; on other systems nothing is known.
 """
 
 import subprocess
@@ -23,26 +23,26 @@ _SYSCTL_TIMEOUT_S = 10
 
 
 def cpu_features() -> frozenset[str]:
-    """The instruction sets and other features this process may use; empty if unknown."""
+    """Returns the instruction sets and other features this process may use; empty if unknown."""
     if sys.platform == "darwin":
         return features_of_sysctl(" ".join(map(_sysctl, _SYSCTL_FEATURES)))
     return features_of_cpuinfo(_read_cpuinfo())
 
 
 def cpu_model() -> str:
-    """The CPU's name; empty if unknown."""
+    """Returns the CPU's name; empty if unknown."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string")
     return _values(_read_cpuinfo(), _MODEL_KEYS)
 
 
 def features_of_cpuinfo(text: str) -> frozenset[str]:
-    """The features of the first core in the text of /proc/cpuinfo."""
+    """Returns the features of the first core in the text of /proc/cpuinfo."""
     return frozenset(_values(text, _FEATURE_KEYS).split())
 
 
 def features_of_sysctl(text: str) -> frozenset[str]:
-    """The features in what macOS' `sysctl` prints, in the words of Linux."""
+    """Returns the features in the output of macOS' `sysctl`, by their names in Linux."""
     names = text.lower().split()
     return frozenset(_SYSCTL_SPELLINGS.get(name, name) for name in names)
 
@@ -63,7 +63,7 @@ def _read_cpuinfo() -> str:
 
 
 def _sysctl(name: str) -> str:
-    """The value of a kernel variable; empty if there is none, as on the other architecture."""
+    """Returns the value of a kernel variable; empty if this architecture does not have it."""
     try:
         result = subprocess.run(
             ["/usr/sbin/sysctl", "-n", name],

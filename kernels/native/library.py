@@ -1,8 +1,8 @@
 """Chooses and loads the library of native CPU kernels.
 
-The best variant that the CPU has and that was built; `BATON_CPU_KERNELS` asks for one by name,
-for torch, or for the GPU's kernels in Triton's interpreter. A library is never loaded on a CPU
-that lacks its instructions, nor beside sources it was not built from.
+The default is the best variant that the CPU supports and that was built. `BATON_CPU_KERNELS`
+names another variant, torch, or the GPU's kernels in Triton's interpreter. A library is never
+loaded on a CPU that lacks its instructions, nor if its sources have changed since it was built.
 """
 
 import ctypes
@@ -47,14 +47,14 @@ _AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A variant of this machine's architecture, and what was built of it.
+    """A variant of this machine's architecture, and the state of its library.
 
     Attributes:
-        variant: what it is.
-        path: where its library lies, or would.
-        built: whether there is one.
-        stale: whether it was built from other sources than lie beside it.
-        problem: why it was not built, if the build said so.
+        variant: the instruction set.
+        path: of its library, whether it exists or not.
+        built: whether the library exists.
+        stale: whether the library was built from other sources than those beside it.
+        problem: why it was not built, if the build recorded a reason.
     """
 
     variant: Variant
@@ -66,13 +66,13 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which kernels serve the CPU.
+    """The kernels that serve the CPU.
 
     Attributes:
         variant: a variant's name, "torch" for the slower fallback, or "triton" for the GPU's
-            kernels in Triton's interpreter, to try them: it is very slow.
+            kernels in Triton's interpreter, which is very slow and meant for trying them.
         path: the library; None for torch and triton.
-        reason: why, for a person to read.
+        reason: why these kernels were chosen, as text for users.
     """
 
     variant: str
@@ -82,10 +82,10 @@ class Selection:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library of `select()`, loaded once for the life of the process; None for torch.
+    """Loads the library of `select()`, once per process; returns None for torch and triton.
 
     Raises:
-        ConfigurationError: as `select`, or the system cannot load the library.
+        ConfigurationError: as in `select`, or the system cannot load the library.
     """
     selection = select()
     if selection.path is None:
@@ -100,18 +100,18 @@ def load() -> ctypes.CDLL | None:
 
 
 def select() -> Selection:
-    """Which kernels serve the CPU of this machine, and why.
+    """Chooses the kernels that serve this machine's CPU.
 
     Raises:
-        ConfigurationError: `BATON_CPU_KERNELS` names what is unknown, was not built or does
-            not run on this CPU; or the library is older than its sources.
+        ConfigurationError: `BATON_CPU_KERNELS` names a variant that is unknown, was not built or
+            does not run on this CPU; or the library is older than its sources.
     """
     wish = os.environ.get(WISH_VARIABLE) or _AUTO
     return choose(find_libraries(), cpu_features(), wish)
 
 
 def find_libraries() -> list[Library]:
-    """The variants of this machine's architecture, the fastest first."""
+    """Returns the variants of this machine's architecture, the fastest first."""
     sources = fingerprint_sources()
     libraries = []
     for variant in variants_for():
@@ -129,11 +129,11 @@ def find_libraries() -> list[Library]:
 
 
 def choose(libraries: Sequence[Library], features: frozenset[str], wish: str) -> Selection:
-    """The selection, given what there is.
+    """Chooses among libraries.
 
     Args:
         libraries: the variants of the machine's architecture, the fastest first.
-        features: what the CPU has, in the words of /proc/cpuinfo.
+        features: of the CPU, by their names in /proc/cpuinfo.
         wish: "auto", "torch", "triton" or a variant's name.
 
     Raises:
@@ -178,7 +178,7 @@ def _forced(libraries: Sequence[Library], features: frozenset[str], wish: str) -
 
 
 def _selection(library: Library, reason: str) -> Selection:
-    """Refuses a stale library: it and the Python beside it may not agree on the arguments."""
+    """Refuses a stale library, which may not agree with the Python code on the arguments."""
     if library.stale:
         raise ConfigurationError(
             f"{library.path} was built from other sources than lie beside it; run "

@@ -1,6 +1,6 @@
 """Copies and digests of many runs of memory in one call; mirrors src/memory_runs.cpp.
 
-Without the interpreter's lock, in the calling thread. No torch.
+The calls run in the calling thread without the GIL. This module does not import torch.
 """
 
 import ctypes
@@ -15,11 +15,12 @@ DIGEST_BYTES = 16
 
 
 class NativeRuns:
-    """The loaded library's functions. Runs are given by their addresses; that there is memory,
-    and that it stays, is the caller's duty.
+    """The library's functions on runs of memory.
+
+    Runs are passed as addresses; the caller keeps their memory valid during the call.
 
     Args:
-        functions: what was loaded.
+        functions: the loaded library.
     """
 
     def __init__(self, functions: ctypes.CDLL) -> None:
@@ -30,12 +31,12 @@ class NativeRuns:
         self._digest.argtypes, self._digest.restype = (integer, *[address] * 5), None
 
     def copy(self, to: "array[int]", sources: "array[int]", num_bytes: "array[int]") -> None:
-        """Copies each source to its place; no two runs overlap.
+        """Copies each source to its target; no two runs may overlap.
 
         Args:
-            to: addresses, 8 bytes each.
-            sources: likewise.
-            num_bytes: of each run, 8 bytes each.
+            to: addresses of the targets, 8 bytes each.
+            sources: addresses of the sources, 8 bytes each.
+            num_bytes: lengths of the runs, 8 bytes each.
         """
         self._copy(len(num_bytes), _at(to), _at(sources), _at(num_bytes))
 
@@ -46,16 +47,16 @@ class NativeRuns:
         runs: "array[int]",
         num_bytes: "array[int]",
     ) -> bytes:
-        """XXH3-128 digests of runs, each behind a prefix of its own.
+        """Computes the XXH3-128 digest of each run preceded by its prefix.
 
         Args:
-            prefixes: one behind the other.
-            prefix_ends: where in them each ends, 8 bytes each.
-            runs: addresses, 8 bytes each.
-            num_bytes: of each run, 8 bytes each.
+            prefixes: all prefixes, concatenated.
+            prefix_ends: end of each prefix in `prefixes`, 8 bytes each.
+            runs: addresses of the runs, 8 bytes each.
+            num_bytes: lengths of the runs, 8 bytes each.
 
         Returns:
-            `DIGEST_BYTES` bytes for each.
+            The digests, `DIGEST_BYTES` bytes each, concatenated.
         """
         digests = ctypes.create_string_buffer(DIGEST_BYTES * len(num_bytes))
         self._digest(len(num_bytes), prefixes, _at(prefix_ends), _at(runs), _at(num_bytes), digests)
@@ -64,7 +65,7 @@ class NativeRuns:
 
 @cache
 def native_runs() -> NativeRuns | None:
-    """The library's functions; None where torch serves the CPU.
+    """Returns the library's functions; None if torch serves the CPU.
 
     Raises:
         ConfigurationError: see `kernels.native.library.select`.

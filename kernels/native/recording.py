@@ -1,9 +1,9 @@
 """Records steps as lists of the library's commands.
 
-A step goes once through Python, and its commands are noted instead of run. What they hand to
-each other is laid out anew in an arena, as small as their lifetimes allow; from then on one call
-of the library runs them all, without Python and without its lock. What the noted commands would
-have written stays untouched: memory that the system has promised, and never has to give.
+A step goes through Python once, and its commands are recorded instead of run. Buffers between
+commands get new places in an arena, which share memory where their lifetimes allow; from then on
+one call of the library runs all commands, without Python and without the GIL. The buffers
+allocated while recording are never written, so the system never has to back them with memory.
 """
 
 from bisect import bisect_right, insort
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from kernels.native.commands import CommandType, NativeKernels
 from kernels.recorded_step import Arena, ArenaPlace, RecordedStep
@@ -28,16 +29,16 @@ _active = local()
 
 
 class CommandList(RecordedStep):
-    """A step as commands that lie one after the other.
+    """A step as one array of commands.
 
     Args:
-        library: what runs it.
+        library: runs the commands.
         commands: `[num_commands, 1 + fields]` int64.
-        moving: row and column of each field that points into the arena, as an
+        moving: row and column of each field that points into the arena; the field holds an
             offset.
-        arena: where the commands put what they hand to each other.
-        output: where the result will be.
-        marks: (how many commands are before it, number), in order.
+        arena: memory for the buffers between commands.
+        output: place of the result in the arena.
+        marks: (number of commands before the mark, number of the mark), in order.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class CommandList(RecordedStep):
         self._commands, self._moving = commands, moving
         self._pointer = commands.ctypes.data
         self._base = 0
-        # Not the result itself: a view of the arena would keep the memory that it grows out of.
+        # Not the tensor: a view of the arena would keep its old memory alive after it grows.
         self._output = output
         self._marks = marks
 
+    @override
     def run(self, on_mark: Callable[[int], None] | None = None) -> torch.Tensor:
-        """See `RecordedStep.run`."""
         if self._base != self._arena.address:
             self._move()
         first = 0
@@ -84,13 +85,13 @@ def record_commands(
     """Records a step and runs it.
 
     Args:
-        library: what runs its commands.
+        library: runs the step's commands.
         arena: of the recorded step.
-        run: computes the step from tensors that stay where they are. Is called again if the
+        run: computes the step from tensors that keep their addresses. It is called again if the
             step cannot be recorded.
 
     Returns:
-        The result; the step, None if anything but commands of the library computed in it.
+        The result; and the step, or None if anything but commands of the library computed in it.
     """
     recorder = _Recorder()
     with recorder.recording():
@@ -100,15 +101,15 @@ def record_commands(
 
 
 def note_command(kind: CommandType, packed: bytes, tensors: Sequence[torch.Tensor]) -> bool:
-    """Notes a command if this thread records: then it shall not be run.
+    """Records a command if this thread records a step.
 
     Args:
-        kind: of command.
+        kind: the command's type.
         packed: the command.
-        tensors: of the step that it reads or writes.
+        tensors: the tensors that it reads or writes; they are kept alive.
 
     Returns:
-        Whether this thread records.
+        Whether the command was recorded; if so, the caller must not run it.
     """
     recorder: _Recorder | None = getattr(_active, "recorder", None)
     if recorder is None:
@@ -119,7 +120,7 @@ def note_command(kind: CommandType, packed: bytes, tensors: Sequence[torch.Tenso
 
 
 def note_mark(number: int) -> None:
-    """Notes a mark behind the commands so far, if this thread records."""
+    """Records a mark after the commands so far, if this thread records a step."""
     recorder: _Recorder | None = getattr(_active, "recorder", None)
     if recorder is not None:
         recorder.marks.append((len(recorder.commands), number))
@@ -127,15 +128,15 @@ def note_mark(number: int) -> None:
 
 @dataclass(slots=True)
 class _Buffer:
-    """A storage that commands of the step use: its life, and its place in the arena.
+    """A storage that commands of the step use: its lifetime, and its place in the arena.
 
     Attributes:
-        address: where it was while recording.
+        address: its address while recording.
         num_bytes: its size.
-        first: the first command that uses it, -1 for none.
-        last: the last one.
-        is_input: read before it is filled, so it stays where it is.
-        offset: in the arena, if it is no input.
+        first: index of the first command that uses it, -1 for none.
+        last: index of the last command that uses it.
+        is_input: a command reads it before any writes it, so it keeps its address.
+        offset: in the arena, unless it is an input.
     """
 
     address: int
@@ -147,14 +148,14 @@ class _Buffer:
 
 
 class _ByAddress:
-    """Storages by address; no two of them overlap."""
+    """Storages sorted by address; no two of them overlap."""
 
     def __init__(self, buffers: list[_Buffer]) -> None:
         self._buffers = sorted(buffers, key=lambda buffer: buffer.address)
         self._addresses = [buffer.address for buffer in self._buffers]
 
     def holding(self, address: int) -> _Buffer | None:
-        """The storage that `address` points into."""
+        """Returns the storage that `address` points into; None if there is none."""
         index = bisect_right(self._addresses, address) - 1
         if index < 0:
             return None
@@ -166,7 +167,9 @@ class _Recorder:
     def __init__(self) -> None:
         self.commands: list[tuple[CommandType, bytes]] = []
         self.marks: list[tuple[int, int]] = []
-        self.kept: list[torch.Tensor] = []  # so that no two of the step share an address
+        self.kept: list[
+            torch.Tensor
+        ] = []  # kept alive so that no two tensors of the step share an address
         self._foreign: set[str] = set()
 
     @contextmanager
@@ -201,18 +204,24 @@ class _Recorder:
         return CommandList(library, commands, (rows, columns), arena, place, self.marks)
 
     def _result(self, buffers: _ByAddress, output: torch.Tensor) -> _Buffer | None:
-        """What holds the output, and will to the end; None if the arena cannot give it back."""
+        """Finds the output's buffer and extends its life to the end.
+
+        Returns:
+            None if the output cannot be returned as a view of the arena.
+        """
         if not output.numel():
             return _Buffer(output.data_ptr(), 0)
         buffer = buffers.holding(output.data_ptr())
-        # It gives results back row after row.
+        # The arena returns contiguous tensors alone.
         if buffer is None or buffer.is_input or not output.is_contiguous():
             return None
         buffer.last = len(self.commands)
         return buffer
 
     def _uses(self, buffers: _ByAddress) -> list[tuple[int, int, _Buffer]]:
-        """(command, field, buffer) of each pointer into a buffer; notes the buffers' lives."""
+        """Returns (command, field, buffer) of each pointer into a buffer, and sets the buffers'
+        lifetimes.
+        """
         uses = []
         for row, (kind, packed) in enumerate(self.commands):
             fields = kind.layout.unpack(packed)
@@ -229,7 +238,7 @@ class _Recorder:
 
 
 class _ForeignOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations of torch that compute; views and fresh memory do not."""
+    """Collects the names of torch operations that compute, unlike views and allocations."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -246,10 +255,10 @@ class _ForeignOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(function: Any, arguments: Any, result: Any) -> bool:
-    """Whether an operation only gave its arguments' memory back.
+    """Returns whether an operation only returned views of its arguments.
 
-    Its schema alone does not tell: in inference mode `reshape` and its like arrive whole, and
-    some of their calls copy.
+    The schema alone does not decide: in inference mode `reshape` and similar operations arrive
+    undivided, and some of their calls copy.
     """
     schema = function._schema
     if schema.is_mutable or not any(argument.alias_info for argument in schema.arguments):
@@ -259,16 +268,16 @@ def _is_view(function: Any, arguments: Any, result: Any) -> bool:
 
 
 def _storages(values: Any) -> set[int]:
-    """Addresses of the storages of all tensors in nested tuples, lists and dicts."""
+    """Returns the addresses of the storages of all tensors in nested tuples, lists and dicts."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _place(buffers: list[_Buffer]) -> int:
-    """Gives each buffer an offset free throughout its life; returns the arena's size.
+    """Assigns each buffer an offset that is free throughout its life; returns the arena's size.
 
-    Goes from command to command: what a buffer leaves is free for the next ones, the lowest
-    gap that is large enough being taken.
+    First fit in order of first use: each buffer takes the lowest gap that is large enough among
+    the buffers alive at that command.
     """
     alive: list[_Buffer] = []  # by offset
     size = 0

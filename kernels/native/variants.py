@@ -1,4 +1,4 @@
-"""The instruction sets that the kernels are compiled for, and where what was compiled lies."""
+"""The instruction sets that the kernels are compiled for, and the files of the compiled ones."""
 
 import hashlib
 import json
@@ -38,8 +38,8 @@ class Variant:
 
     Attributes:
         name: as in the library's file name and in `BATON_CPU_KERNELS`.
-        compiler_flags: what makes the compiler use the instruction set.
-        cpu_features: what the CPU must have, in the words of Linux' /proc/cpuinfo.
+        compiler_flags: make the compiler use the instruction set.
+        cpu_features: required of the CPU, by their names in Linux' /proc/cpuinfo.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Variant:
 
 _GENERIC = Variant("generic")
 _BY_MACHINE = {
-    # The flags are the psABI's levels, each with all that a CPU of its time has.
+    # The flags are the psABI's levels, each with everything that CPUs of its time have.
     _X86_64: (
         Variant("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _X86_64_V4 | {"avx512_bf16"}),
         Variant("avx512", ("-march=x86-64-v4",), _X86_64_V4),
@@ -61,31 +61,31 @@ _BY_MACHINE = {
 }
 
 VARIANTS = (*_BY_MACHINE[_X86_64], *_BY_MACHINE[_AARCH64])
-"""All of them, whatever the machine."""
+"""The variants of all architectures."""
 
 
 def variants_for(machine: str | None = None) -> tuple[Variant, ...]:
-    """The variants of an architecture, the fastest first.
+    """Returns the variants of an architecture, the fastest first.
 
     Args:
-        machine: as `platform.machine()` calls it; None: this one.
+        machine: a value of `platform.machine()`; None for this machine.
     """
     name = (machine or platform.machine()).lower()
     return _BY_MACHINE.get(_OTHER_SPELLINGS.get(name, name), (_GENERIC,))
 
 
 def library_path(variant: str, folder: Path = LIBRARY_FOLDER) -> Path:
-    """Where a variant's library lies once it is built."""
+    """Returns the path of a variant's library, which exists once it is built."""
     suffix = "dylib" if sys.platform == "darwin" else "so"
     return folder / f"libbaton_cpu_{variant}.{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
 class BuildRecord:
-    """What the last build says of a variant; lies beside its library.
+    """The record of a variant's last build, a file beside its library.
 
     Attributes:
-        sources: `fingerprint_sources` of what was compiled.
+        sources: `fingerprint_sources` of the compiled sources.
         command: the compiler, its version and its flags.
         problem: why there is no library, in one line; empty if there is.
     """
@@ -96,7 +96,7 @@ class BuildRecord:
 
 
 def fingerprint_sources(folder: Path = SOURCE_FOLDER) -> str:
-    """A hash of the names and texts of all C++ files; other text, other hash."""
+    """Returns a hash of the names and texts of all C++ files."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
         text = path.read_bytes()
@@ -106,12 +106,12 @@ def fingerprint_sources(folder: Path = SOURCE_FOLDER) -> str:
 
 
 def record_path(variant: str, folder: Path = LIBRARY_FOLDER) -> Path:
-    """Where a variant's `BuildRecord` lies."""
+    """Returns the path of a variant's `BuildRecord`."""
     return folder / f"{variant}.json"
 
 
 def read_record(variant: str, folder: Path = LIBRARY_FOLDER) -> BuildRecord | None:
-    """What the last build says of a variant; None if none was, or it cannot be understood."""
+    """Returns the record of a variant's last build; None if there is none or it is unreadable."""
     try:
         return BuildRecord(**json.loads(record_path(variant, folder).read_text()))
     except (OSError, ValueError, TypeError):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels.dispatch import kernel
+from kernels.paged_kv import AttentionMetadata
 
 __all__ = ["paged_attention"]
 
@@ -13,6 +14,7 @@ __all__ = ["paged_attention"]
 _MAX_GATHERED_ELEMENTS = 1 << 24
 
 
+@kernel("query.device", "query.dtype")
 def paged_attention(
     query: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -35,14 +37,14 @@ def paged_attention(
             type of `query`, or float8_e4m3fn with `kv_scales`.
         meta: which rows belong to which sequence, and where its blocks are.
         scale: factor on the scores.
-        sliding_window: how many tokens a query sees, itself included; None for all.
+        sliding_window: how many tokens a query attends to, itself included; None for all.
         soft_cap: scores s become `soft_cap * tanh(s / soft_cap)` (Gemma 2, arXiv:2408.00118);
-            None leaves them.
+            None leaves the scores unchanged.
         kv_scales: `[num_blocks, 2, num_kv_heads, block_size]` float32, any strides; factor on
             each token's vector in `kv_layer`.
 
     Returns:
-        As `query`.
+        The output, shaped as `query`.
     """
     cache = _Cache(kv_layer, kv_scales, query.dtype)
     rule = _Rule(scale, sliding_window, soft_cap)
@@ -76,17 +78,17 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """One layer's KV, and the type to read it in."""
+    """One layer's KV, and the element type that it is read as."""
 
     kv_layer: torch.Tensor
     kv_scales: torch.Tensor | None
     dtype: torch.dtype
 
     def gather(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """`[n, 2, num_kv_heads, block_size, head_dim]`."""
+        """Returns blocks as `[n, 2, num_kv_heads, block_size, head_dim]`."""
         if self.kv_scales is None:
             return self.kv_layer.index_select(0, block_ids)
-        # As bytes: not every operation knows the type.
+        # Viewed as bytes, since not every operation supports float8.
         narrow = self.kv_layer.view(torch.uint8).index_select(0, block_ids)
         scales = self.kv_scales.index_select(0, block_ids).unsqueeze(-1)
         return (narrow.view(torch.float8_e4m3fn).float() * scales).to(self.dtype)
@@ -94,7 +96,7 @@ class _Cache:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How scores come about, and which tokens are seen."""
+    """How scores are computed, and which tokens a query attends to."""
 
     scale: float
     sliding_window: int | None
@@ -107,14 +109,14 @@ class _Rule:
         values: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention over the last two axes: `[..., rows, dim]` over `[..., keys, dim]`.
+        """Attends over the last two axes: `[..., rows, dim]` over `[..., keys, dim]`.
 
         Args:
-            query: what attends.
-            keys: as many leading axes.
+            query: `[..., rows, dim]`.
+            keys: `[..., keys, dim]`, with the same number of leading axes.
             values: as `keys`.
-            mask: bool, broadcasts to `[..., rows, keys]`; None, without a cap: row i sees keys
-                0 to i.
+            mask: bool, broadcasts to `[..., rows, keys]`. None, allowed without a cap, lets row i
+                attend to keys 0 to i.
         """
         if self.soft_cap is None:
             return F.scaled_dot_product_attention(
@@ -124,14 +126,14 @@ class _Rule:
         scores = (query @ keys.transpose(-1, -2)).float() * self.scale
         scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        weights = weights.masked_fill(~mask, 0.0)  # NaN where a row sees nothing
+        weights = weights.masked_fill(~mask, 0.0)  # NaN if a row attends to nothing
         return weights.to(values.dtype) @ values
 
 
 def _attend_single_rows(
     query: torch.Tensor, cache: _Cache, meta: AttentionMetadata, rule: _Rule
 ) -> torch.Tensor:
-    """Sequences of one query token each, padded to one length, a bounded number at a time."""
+    """Attends sequences of one query token each, padded to one length, in bounded batches."""
     num_kv_heads, block_size, head_dim = cache.kv_layer.shape[2:]
     # Not the longest of `context_lens`: reading that would wait for the device.
     num_columns = -(-meta.max_context_len // block_size)
@@ -174,7 +176,7 @@ def _attend_padded(
     kv = cache.gather(block_ids.flatten())
     kv = kv.view(len(query), num_columns, *kv.shape[1:]).permute(2, 0, 3, 1, 4, 5)
     kv = kv.reshape(2, len(query), num_kv_heads, -1, head_dim)
-    # A score of -inf does not hide NaN: 0 * NaN is NaN. What is not seen must be finite.
+    # A score of -inf does not hide NaN: 0 * NaN is NaN. Masked values must be finite.
     kv = kv.masked_fill_(~seen[None, :, None, :, None], 0.0)
     grouped = query.view(len(query), num_kv_heads, -1, head_dim)  # [seqs, kv heads, group, dim]
     output = rule.attend(grouped, kv[0], kv[1], seen[:, None, None, :])
@@ -184,7 +186,7 @@ def _attend_padded(
 def _attend_prompt(
     query: torch.Tensor, cache: _Cache, block_table: torch.Tensor, context_len: int, rule: _Rule
 ) -> torch.Tensor:
-    """One sequence's chunk of prompt, over what is cached and itself."""
+    """Attends one sequence's chunk of a prompt over its cached tokens and itself."""
     query_len, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.kv_layer.shape[2:4]
     start = context_len - query_len  # position of the first query
@@ -207,7 +209,7 @@ def _attend_prompt(
 def _causal_mask(
     start: int, low: int, stop: int, sliding_window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """`[queries, keys]`: which keys in `low..stop` the queries at `start..stop` see."""
+    """Returns `[queries, keys]`: the keys in `low..stop` seen by the queries in `start..stop`."""
     queries = torch.arange(start, stop, device=device).unsqueeze(1)
     distances = queries - torch.arange(low, stop, device=device)
     mask = distances >= 0

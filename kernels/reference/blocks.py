@@ -4,9 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.dispatch import kernel
+
 __all__ = ["copy_blocks", "gather_blocks", "scatter_blocks", "swap_blocks"]
 
 
+@kernel("pool.device")
 def gather_blocks(
     pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor, out: torch.Tensor
 ) -> None:
@@ -17,7 +20,7 @@ def gather_blocks(
         block_ids: `[n]`.
         out: `[n, block_elements]` of the pool's dtype or `[n, block_bytes]`
             uint8, on any device; each row is contiguous and begins at a multiple
-            of 4 bytes, and rows may lie apart.
+            of 4 bytes, and rows may have any distance.
     """
     rows, ids = _block_words(pool), _as_index(block_ids, pool)
     target = _block_words(out)
@@ -27,13 +30,14 @@ def gather_blocks(
         target.copy_(rows.index_select(0, ids))
 
 
+@kernel("pool.device")
 def scatter_blocks(
     source: torch.Tensor, pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor
 ) -> None:
     """Copies blocks into the pool: `pool[block_ids[i]] = source[i]`.
 
     Args:
-        source: as `out` of `gather_blocks`.
+        source: shaped and typed as `out` of `gather_blocks`.
         pool: `[num_blocks, ...]`, contiguous.
         block_ids: `[n]`, all different.
     """
@@ -41,6 +45,7 @@ def scatter_blocks(
     _block_words(pool).index_copy_(0, ids, _block_words(source).to(pool.device))
 
 
+@kernel("pool.device")
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copies whole blocks within the pool, all sources read before any target is written.
 
@@ -55,14 +60,15 @@ def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     rows.index_copy_(0, _as_index(targets, pool), rows.index_select(0, _as_index(sources, pool)))
 
 
+@kernel("(target if source.is_cpu else source).device")
 def swap_blocks(
     source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:
     """Copies blocks from one pool to another, on any two devices: `target[t] = source[s]`.
 
-    Each block, or run of blocks, is one transfer. Between a GPU and pinned memory it does not wait
-    for the device: later work of the device's stream sees the copies, the host
-    only once it has waited.
+    Each block, or run of blocks, is one transfer. Transfers between a GPU and pinned memory are
+    asynchronous: later work of the device's stream sees the copies, the host only after
+    synchronizing.
 
     Args:
         source: `[num_blocks, ...]`, contiguous.
@@ -74,10 +80,10 @@ def swap_blocks(
 
 
 def _block_words(tensor: torch.Tensor) -> torch.Tensor:
-    """`[num_blocks, block_words]` int32, without a copy.
+    """Views blocks as `[num_blocks, block_words]` int32, without a copy.
 
-    Words make copies of narrow dtypes as fast as wide ones. K and V side by
-    side make every block a whole number of them.
+    Copying words makes narrow dtypes as fast as wide ones. A block of K and V is always a whole
+    number of words.
     """
     return tensor.view(len(tensor), -1).view(torch.int32)
 

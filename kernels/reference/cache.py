@@ -1,16 +1,17 @@
-"""What is written to the KV cache, in plain torch."""
+"""Writes to the KV cache, in plain torch."""
 
 import torch
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels.dispatch import kernel
+from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
 from kernels.reference.pointwise import apply_rotary, rms_norm
-from kernels.rotary import QkNorms, Rotation
 
 __all__ = ["quantize_kv", "rotate_and_write_kv", "write_kv"]
 
 _FP8 = torch.float8_e4m3fn
 
 
+@kernel("query.device", "query.dtype")
 def rotate_and_write_kv(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -22,19 +23,19 @@ def rotate_and_write_kv(
     norms: QkNorms | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Prepares a step for attention: norms and turns Q and K, and writes K and V to their slots.
+    """Normalizes and rotates Q and K, and writes K and V to their slots in the cache.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`; its memory may be reused for the result.
-        key: `[num_tokens, num_kv_heads, head_dim]`; is undefined afterwards.
+        key: `[num_tokens, num_kv_heads, head_dim]`; its contents are undefined afterwards.
         value: `[num_tokens, num_kv_heads, head_dim]`.
         kv_layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, any strides, of the
             type of `query`, or float8_e4m3fn with `kv_scales`.
-        meta: `slot_mapping` says where K and V go.
-        rotation: None: positions are not the heads' matter.
-        norms: None for none.
+        meta: its `slot_mapping` holds the slots that K and V are written to.
+        rotation: None for models without rotary positions.
+        norms: None for models without norms of heads.
         kv_scales: `[num_blocks, 2, num_kv_heads, block_size]` float32, any strides; receives
-            the factors of what is written, see `quantize_kv`.
+            the factors of the written vectors, see `quantize_kv`.
 
     Returns:
         The query that attends, `[num_tokens, num_heads, head_dim]`.
@@ -61,9 +62,9 @@ def write_kv(
     Args:
         key: `[num_tokens, num_kv_heads, head_dim]`.
         value: as `key`.
-        kv_layer: see `rotate_and_write_kv`.
+        kv_layer: as in `rotate_and_write_kv`.
         slot_mapping: `[num_tokens]` int64, `block_id * block_size + offset`, all different.
-        kv_scales: see `rotate_and_write_kv`.
+        kv_scales: as in `rotate_and_write_kv`.
     """
     block_size = kv_layer.shape[3]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
@@ -72,22 +73,23 @@ def write_kv(
             kv_layer[block_ids, index, :, offsets] = states
             continue
         narrow, scales = quantize_kv(states)
-        # As bytes: not every operation knows the type.
+        # Viewed as bytes, since not every operation supports float8.
         kv_layer.view(torch.uint8)[block_ids, index, :, offsets] = narrow.view(torch.uint8)
         kv_scales[block_ids, index, :, offsets] = scales
 
 
 def quantize_kv(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token's K or V of one head as 8-bit floats and a factor: `states = narrow * scale`.
+    """Converts K or V to 8-bit floats with a factor per vector: `states = narrow * scale`.
 
-    A factor of its own for each token and head: what is stored depends on the token alone, not
-    on what else is in its block or how a prompt was cut into chunks. Not finite stays so.
+    Each token and head has its own factor, so the stored bits depend on the token alone, not on
+    its block or on how the prompt was divided into chunks. NaN and infinity are kept.
 
     Args:
         states: `[..., head_dim]`.
 
     Returns:
-        float8_e4m3fn as `states`; `[...]` float32, above 0 where `states` is finite.
+        `narrow`, float8_e4m3fn shaped as `states`; and `scale`, `[...]` float32, above 0 for finite
+        vectors.
     """
     wide = states.float()
     scales = wide.abs().amax(-1) / torch.finfo(_FP8).max

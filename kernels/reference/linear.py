@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
+from kernels.dispatch import kernel
 from kernels.weights import DenseWeight, Weight, WeightUse
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
 ]
 
 
+@kernel("device", "dtype")
 def make_weight(
     num_rows: int,
     num_columns: int,
@@ -22,26 +24,28 @@ def make_weight(
     device: torch.device,
     use: WeightUse,
 ) -> Weight:
-    """Memory for a weight, to be filled through `Weight.rows`.
+    """Allocates a weight, to be filled through `Weight.rows`.
 
     Args:
         num_rows: outputs.
         num_columns: inputs.
-        dtype: of its elements.
-        device: where it is.
-        use: what it is for.
+        dtype: of the elements.
+        device: that holds the weight.
+        use: the kernel that reads it.
     """
     data = torch.empty((num_rows, num_columns), dtype=dtype, device=device)
     return DenseWeight(num_rows, num_columns, use, data)
 
 
+@kernel("weight.data.device", "weight.data.dtype")
 def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Rows of an embedding: `[num_tokens]` int64 to `[num_tokens, num_columns]`."""
+    """Looks up rows of an embedding: `[num_tokens]` int64 to `[num_tokens, num_columns]`."""
     return F.embedding(token_ids, _dense(weight))
 
 
+@kernel("matrix.device", "matrix.dtype")
 def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of a matrix, as a matrix of their own: `matrix[rows]`.
+    """Copies rows of a matrix: `matrix[rows]`.
 
     Args:
         matrix: `[num_rows, num_columns]`, any strides.
@@ -53,6 +57,7 @@ def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return matrix.index_select(0, rows)
 
 
+@kernel("weight.data.device", "weight.data.dtype")
 def linear(
     hidden: torch.Tensor,
     weight: Weight,
@@ -61,14 +66,15 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`hidden @ weight.T + bias + residual`.
+    """Computes `hidden @ weight.T + bias + residual`.
 
     Args:
         hidden: `[rows, num_columns]`.
-        weight: for this use.
+        weight: made for `WeightUse.LINEAR`.
         bias: `[num_rows]`.
-        residual: `[rows, num_rows]`, apart from `hidden`; its memory may be reused for the result.
-        out_dtype: of the result; None: of `hidden`.
+        residual: `[rows, num_rows]`, which must not overlap `hidden`; its memory may be reused for
+            the result.
+        out_dtype: of the result; None for that of `hidden`.
 
     Returns:
         `[rows, num_rows]`.
@@ -79,15 +85,16 @@ def linear(
     return out if out_dtype is None else out.to(out_dtype)
 
 
+@kernel("weight.data.device", "weight.data.dtype")
 def linear_silu_and_mul(
     hidden: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`silu(hidden @ gate.T) * (hidden @ up.T)`.
+    """Computes `silu(hidden @ gate.T) * (hidden @ up.T)`.
 
     Args:
         hidden: `[rows, num_columns]`.
-        weight: for this use: `gate` above `up`.
-        bias: `[num_rows]`, of both.
+        weight: made for `WeightUse.GATED_LINEAR`: `gate` above `up`.
+        bias: `[num_rows]`, the gate's above that of `up`.
 
     Returns:
         `[rows, num_rows / 2]`.
@@ -96,7 +103,7 @@ def linear_silu_and_mul(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, with gate and up side by side: `[..., 2 * size] -> [..., size]`."""
+    """Computes `silu(gate) * up` of adjacent gate and up: `[..., 2 * size] -> [..., size]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -2,13 +2,15 @@
 
 import torch
 
-from kernels.rotary import Rotation
+from kernels.dispatch import kernel
+from kernels.paged_kv import Rotation
 
 __all__ = ["apply_rotary", "rms_norm", "rotary_angles", "row_maxima"]
 
 
+@kernel("hidden.device", "hidden.dtype")
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`hidden / sqrt(mean(hidden^2) + eps) * weight` over the last axis (arXiv:1910.07467).
+    """Computes `hidden / sqrt(mean(hidden^2) + eps) * weight` by row (arXiv:1910.07467).
 
     Args:
         hidden: `[..., size]`.
@@ -33,29 +35,32 @@ def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+@kernel("frequencies.device", "frequencies.dtype")
 def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
-    """Cosines and sines of each position's angles, times `amplitude` (arXiv:2104.09864).
+    """Computes cosines and sines of positions' angles, times `amplitude` (arXiv:2104.09864).
 
     Args:
         positions: `[num_tokens]` int64.
         frequencies: `[head_dim / 2]` float32, radians per position.
-        amplitude: 1, or what a scaling for long contexts wants.
+        amplitude: 1, or the factor of a scaling for long contexts.
     """
     angles = positions.unsqueeze(1).float() * frequencies
     return Rotation(angles.cos() * amplitude, angles.sin() * amplitude)
 
 
+@kernel("logits.device", "logits.dtype")
 def row_maxima(
     logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest value, NaN for a row that holds one, and its first index.
+    """Finds each row's largest value, NaN if the row holds one, and its first index.
 
     Args:
         logits: `[rows, vocab]` float32.
-        out: what to write both to, and return; of a recorded step it stays where it is.
+        out: tensors that receive both results and are returned. In a recorded step they keep their
+            addresses.
 
     Returns:
-        `[rows]` float32 and `[rows]` int64: -1 where the value is not finite.
+        `[rows]` float32 and `[rows]` int64, which is -1 if the value is not finite.
     """
     maxima, indices = torch.max(logits, dim=-1, out=out)
     indices.masked_fill_(~maxima.isfinite(), -1)

@@ -7,24 +7,30 @@ is Gumbel noise from a counter-based generator:
 
 which is distributed as softmax(logits / temperature) (the Gumbel-max trick).
 
-Everything a row's token depends on is computed per element or in sums that
-are exact in any order, so neither batch neighbours nor a device's way of
-splitting a sum can change it.
+All values that a row's token depends on are computed per element or in sums that are exact in
+any order, so neither other rows nor a device's way of splitting a sum can change the token.
 """
 
 import math
 
 import torch
 
-from kernels.draws import INVALID_TOKEN, DrawTable
-from kernels.reference.philox import philox4x32
+from kernels.dispatch import kernel
+from kernels.row_state import INVALID_TOKEN, DrawTable
 
-__all__ = ["draw_random", "draw_tokens", "token_logprobs"]
+__all__ = ["draw_random", "draw_tokens", "philox4x32", "token_logprobs"]
 
 _WEIGHT_SCALE = 2.0**32
 _WORD_MASK = 0xFFFFFFFF
+_PHILOX_ROUNDS = 10
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+
+Words2 = tuple[torch.Tensor, torch.Tensor]
+Words4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@kernel("logits.device", "logits.dtype")
 def draw_tokens(
     logits: torch.Tensor,
     maxima: torch.Tensor,
@@ -41,18 +47,18 @@ def draw_tokens(
 
     Args:
         logits: `[rows, vocab]` float32.
-        maxima: `[rows]` float32; as `row_maxima` gives them.
-        likeliest: `[rows]` int64; as `row_maxima` gives them.
-        draws: ways of drawing.
-        draw_ids: `[n]` int64; which of `draws` each draw follows.
-        positions: `[n]` int64, below 2**32; of the token that each draws.
-        logit_rows: `[n]` int64; the row that each draws from. None: draw i from row i.
-        filtered: whether any draw may filter by top-k or top-p; if not, all keep all.
-        out: `[n]` int64 to write the tokens to, and return.
+        maxima: `[rows]` float32; the first result of `row_maxima`.
+        likeliest: `[rows]` int64; the second result of `row_maxima`.
+        draws: sampling parameters.
+        draw_ids: `[n]` int64; the entry of `draws` that each draw uses.
+        positions: `[n]` int64, below 2**32; the position of each drawn token.
+        logit_rows: `[n]` int64; the row that each draw uses. None: draw i uses row i.
+        filtered: whether any draw may filter by top-k or top-p; if not, all tokens are kept.
+        out: `[n]` int64 that receives the tokens and is returned.
 
     Returns:
-        `[n]` int64 token ids; `INVALID_TOKEN` where the likeliest is. What is
-        in such a row changes no other draw.
+        `[n]` int64 token ids; `INVALID_TOKEN` if the likeliest token is. Such rows do not affect
+        other draws.
     """
     if logit_rows is None:
         rows = slice(len(draw_ids))
@@ -76,16 +82,16 @@ def draw_random(
     *,
     filtered: bool,
 ) -> torch.Tensor:
-    """Draws a token from each row: `[n]` int64; anything where a temperature is 0.
+    """Draws a token from each row: `[n]` int64, undefined for temperatures of 0.
 
     Args:
         logits: `[n, vocab]` float32.
-        maxima: `[n]` float32; of each row.
-        draws: `n` ways of drawing.
+        maxima: `[n]` float32; the largest value of each row.
+        draws: sampling parameters of `n` draws.
         positions: `[n]` int64.
-        filtered: whether to apply top-k and top-p; if not, all of `draws` keep all.
+        filtered: whether to apply top-k and top-p.
     """
-    # From the maximum down, so that no temperature, however small, overflows.
+    # Distances to the maximum, so that no temperature, however small, overflows.
     distance = logits.double() - maxima.unsqueeze(-1)  # [n, vocab], <= 0
     scaled = distance / draws.temperature.unsqueeze(-1)
     if filtered:
@@ -93,22 +99,23 @@ def draw_random(
     return (scaled + _gumbel_noise(draws.seed, positions, logits.shape[-1])).argmax(dim=-1)
 
 
+@kernel("logits.device", "logits.dtype")
 def token_logprobs(
     logits: torch.Tensor,
     maxima: torch.Tensor,
     tokens: torch.Tensor,
     logit_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log-softmax of rows of logits, each at one token.
+    """Computes the log-softmax of rows of logits, each at one token.
 
     Args:
         logits: `[rows, vocab]` float32.
-        maxima: `[rows]` float32; of each row.
+        maxima: `[rows]` float32; the largest value of each row.
         tokens: `[n]` int64.
-        logit_rows: `[n]` int64; the row of each token. None: token i's is row i.
+        logit_rows: `[n]` int64; the row of each token. None: token i uses row i.
 
     Returns:
-        `[n]` float32; NaN for tokens below 0, and in rows that are not finite.
+        `[n]` float32; NaN for tokens below 0, and in rows whose maximum is not finite.
     """
     if logit_rows is None:
         logits, maxima = logits[: len(tokens)], maxima[: len(tokens)]
@@ -121,11 +128,11 @@ def token_logprobs(
 
 
 def _thresholds(scaled: torch.Tensor, draws: DrawTable) -> torch.Tensor:
-    """The lowest scaled logit that top-k, then top-p keep: `[n, 1]`.
+    """Returns the lowest scaled logit that top-k, then top-p keep: `[n, 1]`.
 
-    Tokens that tie with the last one kept are kept too, as no order among them
-    means anything. Top-p counts probabilities in whole units of 2**-32 of the
-    largest: below 2**21 tokens their float64 sums are exact in any order.
+    Tokens that tie with the last one kept are kept too, since their order is arbitrary.
+    Top-p counts probabilities in whole units of 2**-32 of the largest: below 2**21 tokens their
+    float64 sums are exact in any order.
     """
     ordered = scaled.sort(dim=-1, descending=True).values
     vocab_size = scaled.shape[-1]
@@ -140,9 +147,9 @@ def _thresholds(scaled: torch.Tensor, draws: DrawTable) -> torch.Tensor:
 
 
 def _gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise `[n, vocab]` float64 of (seed, position, token id).
+    """Returns standard Gumbel noise `[n, vocab]` float64, a function of (seed, position, token id).
 
-    Token i takes word i % 4 of Philox's output at counter (i // 4, position,
+    Token i uses word i % 4 of Philox's output at counter (i // 4, position,
     0, 0) under the seed as key. Uniforms are centred in their 2**-32 wide
     cells, exact in float64, so never 0 or 1.
     """
@@ -154,3 +161,38 @@ def _gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int)
     uniform = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].double()
     uniform = (uniform + 0.5) * 2.0**-32
     return -(-uniform.log()).log()
+
+
+def philox4x32(counter: Words4, key: Words2) -> Words4:
+    """Philox4x32-10, a counter-based random number generator: four words per counter and key.
+
+    A word is a function of (key, counter) alone, so it is the same on every device and in any
+    order. Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC
+    2011; Triton's `tl.philox` computes the same.
+
+    Args:
+        counter: four tensors of 32-bit words.
+        key: two tensors of 32-bit words.
+
+    All words are int64 tensors with values in [0, 2**32), whose shapes
+    broadcast together; so are the words returned.
+    """
+    word0, word1, word2, word3 = counter
+    key0, key1 = key
+    for _ in range(_PHILOX_ROUNDS):
+        high0, low0 = _multiply(word0, _PHILOX_MULTIPLIERS[0])
+        high1, low1 = _multiply(word2, _PHILOX_MULTIPLIERS[1])
+        word0, word1, word2, word3 = high1 ^ word1 ^ key0, low1, high0 ^ word3 ^ key1, low0
+        key0 = (key0 + _PHILOX_KEY_INCREMENTS[0]) & _WORD_MASK
+        key1 = (key1 + _PHILOX_KEY_INCREMENTS[1]) & _WORD_MASK
+    return word0, word1, word2, word3
+
+
+def _multiply(word: torch.Tensor, multiplier: int) -> Words2:
+    """Returns the high and low half of a 32 x 32 bit product.
+
+    An int64 product wraps, which keeps all 64 bits; the sign bits that the shift brings in are
+    masked.
+    """
+    product = word * multiplier
+    return (product >> 32) & _WORD_MASK, product & _WORD_MASK

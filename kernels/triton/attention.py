@@ -1,4 +1,4 @@
-"""Paged attention in Triton: its launch."""
+"""Paged attention in Triton: launching the kernels."""
 
 import functools
 import math
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels import reference
+from kernels.dispatch import TRITON
+from kernels.paged_kv import AttentionMetadata
 from kernels.triton.attention_kernels import attend_kernel
 from kernels.triton.attention_plan import AttentionSizes, Pass, padded_dim, plan_passes
 from kernels.triton.attention_splits import Splits
@@ -20,6 +22,7 @@ _NO_WINDOW = (1 << 31) - 1
 _INTERPRETED_PROCESSORS = 8
 
 
+@TRITON.implements(reference.paged_attention)
 def paged_attention(
     query: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -30,7 +33,7 @@ def paged_attention(
     soft_cap: float | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.paged_attention`; a head's elements must lie side by side."""
+    """Expects the elements of a head to be adjacent."""
     step = _Step(query, kv_layer, meta, scale, sliding_window, soft_cap, kv_scales)
     step.check()
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -44,7 +47,7 @@ def paged_attention(
 
 
 def _launches(query: torch.Tensor) -> tuple[DecodeAttentionLaunch, AttentionLaunch]:
-    """Launch parameters of few rows, and of many."""
+    """Returns launch parameters for few rows, and for many."""
     table = launch_table(query.device)
     num_bytes = query.shape[2] * query.element_size()
     decode = table.decode_attention.for_size(num_bytes)
@@ -67,7 +70,7 @@ class _Step:
     kv_scales: torch.Tensor | None
 
     def check(self) -> None:
-        """Asserts what the kernels take for granted."""
+        """Asserts what the kernels assume."""
         query, kv_layer, meta = self.query, self.kv_layer, self.meta
         assert query.shape[2] == kv_layer.shape[4]
         assert query.shape[1] % kv_layer.shape[2] == 0
@@ -85,11 +88,11 @@ class _Step:
 
     @property
     def window(self) -> int:
-        """How many tokens a query sees."""
+        """The number of tokens a query attends to."""
         return _NO_WINDOW if self.sliding_window is None else self.sliding_window
 
     def sizes(self) -> AttentionSizes:
-        """What the division into programs depends on."""
+        """Returns the sizes that decide how the work is divided into programs."""
         num_tokens, num_heads, _ = self.query.shape
         meta, num_kv_heads = self.meta, self.kv_layer.shape[2]
         reach = _NO_WINDOW
@@ -106,7 +109,7 @@ class _Step:
         )
 
     def factors(self) -> tuple[float, float]:
-        """Of the scores, and of what caps them, so that weights are powers of 2."""
+        """Returns the factors of scores and of their cap that make weights powers of 2."""
         if self.soft_cap is None:
             return self.scale * _LOG2_E, 0.0
         return 2.0 * _LOG2_E * self.scale / self.soft_cap, self.soft_cap * _LOG2_E
@@ -114,14 +117,14 @@ class _Step:
 
 @functools.cache
 def _num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors."""
+    """Returns the number of streaming multiprocessors."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _attend(step: _Step, part: Pass, splits: Splits, output: torch.Tensor) -> None:
-    """Attends the sequences of one pass, all splits of them."""
+    """Launches attention of the sequences of one pass, in all its splits."""
     query, kv_layer, kv_scales, meta = step.query, step.kv_layer, step.kv_scales, step.meta
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = kv_layer.shape[2:4]

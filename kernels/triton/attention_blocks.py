@@ -1,4 +1,4 @@
-"""Paged attention in Triton: which rows a block has, and how its context is divided."""
+"""Paged attention in Triton: the rows of a block, and the division of its context."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,10 @@ __all__ = ["divide_context", "locate_block"]
 
 @triton.jit
 def locate_block(block, query_starts, num_seqs, group_size, block_m, has_many_blocks):
-    """A block's sequence and first row, and where the sequence's query begins and how long it is.
+    """Returns a block's sequence and first row, and the start and length of the sequence's query.
 
-    With `has_many_blocks` the blocks of all sequences are counted together; else a block is the
-    sequence's only one. A block that no sequence has begins past its sequence's rows.
+    With `has_many_blocks` the blocks of all sequences are numbered consecutively; otherwise each
+    sequence has one block. A block that belongs to no sequence begins past its sequence's rows.
     """
     sequence = block
     first_row = block * 0
@@ -36,7 +36,7 @@ def divide_context(
     block_m,
     block_n,
 ):
-    """Which keys a block's rows see: from `low` to `high`; and how many splits take how many each.
+    """Returns the range of keys that a block's rows attend to, and how it is divided into splits.
 
     The first split begins with the tile that `low` lies in.
     """
@@ -53,16 +53,16 @@ def divide_context(
 
 @triton.jit
 def _first_block(sequence, query_starts, group_size, block_m):
-    """Where a sequence's blocks of rows begin if each may leave one block partly empty.
+    """Returns the number of a sequence's first block, if each may leave one block partly empty.
 
-    The next sequence's begin no earlier than they end: `floor(a) + ceil(b) <= floor(a + b) + 1`.
+    The next sequence's blocks do not overlap them: `floor(a) + ceil(b) <= floor(a + b) + 1`.
     """
     return tl.load(query_starts + sequence) * group_size // block_m + sequence
 
 
 @triton.jit
 def _sequence_of_block(block, query_starts, num_seqs, group_size, block_m):
-    """The last sequence whose blocks begin at `block` or before."""
+    """Finds the last sequence whose blocks begin at `block` or before."""
     low = block * 0
     high = low + num_seqs
     while high - low > 1:

@@ -1,9 +1,9 @@
 """Paged attention in Triton: the kernel; `kernels.triton.attention` launches it.
 
 The *rows* of a sequence are its query tokens times the heads that share a KV head: row r is token
-`r // group_size`, head `r % group_size` of the group. A program attends a *block* of rows, which
-so read each cached K and V once. One kernel serves prompts and decoding: they differ in how many
-rows a block has, and in how many *splits* of a context, programs that share it, are worth while.
+`r // group_size`, head `r % group_size` of the group. A program attends a *block* of rows,
+which reads each cached K and V once. One kernel serves prompts and decoding: they differ in the
+rows of a block, and in the number of *splits*, programs that share a context.
 """
 
 import triton
@@ -13,11 +13,11 @@ from kernels.triton.attention_blocks import divide_context, locate_block
 
 __all__ = ["attend_kernel"]
 
-# The interpreter has no matrix products of bfloat16; widened, the numbers are the same.
+# The interpreter has no matrix products of bfloat16; products of widened operands are the same.
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-# What changes from step to step must not have the kernel compiled again.
+# Arguments that change from step to step must not cause another compilation.
 @triton.jit(
     do_not_specialize=[
         "window",
@@ -70,23 +70,23 @@ def attend_kernel(
     HAS_MANY_BLOCKS: tl.constexpr,
     HAS_FULL_TILES: tl.constexpr,
 ):
-    """`softmax(score(query @ K^T)) @ V` of one block of rows, over one split of what it sees.
+    """Computes `softmax(score(query @ K^T)) @ V` of one block of rows over one split of its keys.
 
     Program (i, j, k) attends block i of rows with KV head j to split k, in sequences of
-    `min_rows` to `max_rows` rows. With HAS_MANY_BLOCKS the blocks of all sequences are counted
-    together, the last first; else i is the sequence, and it has one.
+    `min_rows` to `max_rows` rows. With HAS_MANY_BLOCKS the blocks of all sequences are numbered
+    consecutively, the last first; otherwise i is the sequence, which has one block.
 
-    A block with one split goes to `output`; one with several leaves what `Splits` says, which has
-    `rows_per_block` rows for it.
+    The result of a block with one split is written to `output`; with several splits, partial
+    results are written to the tensors of `Splits`, which have `rows_per_block` rows for the block.
 
-    HAS_FULL_TILES: `window` hides nothing, so that tiles all rows see need no mask.
+    HAS_FULL_TILES: there is no sliding window, so tiles that all rows attend to need no mask.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
     if HAS_MANY_BLOCKS:
-        # The end of a prompt sees the most: it begins first.
+        # The end of a prompt attends to the most keys, so it starts first.
         block = tl.num_programs(0) - 1 - block
     sequence, first_row, query_start, query_len = locate_block(
         block, query_starts, num_seqs, group_size, BLOCK_M, HAS_MANY_BLOCKS
@@ -138,7 +138,7 @@ def attend_kernel(
         HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, HAS_SOFT_CAP, True,
     )  # fmt: skip
 
-    # A row that sees nothing has a sum of 0, and results of 0.
+    # A row that attends to nothing has a sum of 0, and results of 0.
     sums = tl.where(sums == 0.0, 1.0, sums)
     results /= sums[:, None]
     if num_used_splits == 1:
@@ -187,10 +187,10 @@ def _attend_tiles(
     HAS_SOFT_CAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Carries the softmax of a block of rows on over the keys `begin` to `end`.
+    """Continues the softmax of a block of rows over the keys `begin` to `end`.
 
-    Softmax runs along the tiles (Milakov and Gimelshein, arXiv:1805.02867), in powers of 2:
-    `results` and `sums` are relative to `2 ** maxima`. What is not read may be NaN.
+    The softmax is updated tile by tile (Milakov and Gimelshein, arXiv:1805.02867), in powers of 2:
+    `results` and `sums` are relative to `2 ** maxima`. Keys outside of the range may be NaN.
     """
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys = kv_layer + kv_head.to(tl.int64) * kv_head_stride
@@ -227,7 +227,7 @@ def _attend_tiles(
             scores = tl.where((distances >= 0) & (distances < window), scores, float("-inf"))
 
         new_maxima = tl.maximum(maxima, tl.max(scores, 1))
-        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        # For a row without keys so far, -inf - -inf would be NaN.
         shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(maxima - shift)
@@ -242,7 +242,7 @@ def _attend_tiles(
 
 @triton.jit
 def _product(left, right, addend):
-    """`left @ right + addend` in float32."""
+    """Computes `left @ right + addend` in float32."""
     if _IS_INTERPRETED:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, addend, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""How a step's attention is divided among programs: from Python's numbers alone."""
+"""Divides a step's attention among programs, using numbers known to the host alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from kernels.triton.launch import AttentionLaunch, DecodeAttentionLaunch
 
 __all__ = ["AttentionSizes", "Pass", "padded_dim", "plan_passes"]
 
-# More rows are worth the tiles of prompts.
+# Sequences with more rows use the tiles of prompts.
 _MAX_DECODE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSizes:
-    """What is known of a step without asking the device.
+    """The sizes of a step that are known without reading from the device.
 
     Attributes:
         num_tokens: query tokens of all sequences.
         num_seqs: sequences.
-        max_query_len: query tokens of the longest.
-        max_context_len: cached tokens of the longest, as far as a window reaches.
+        max_query_len: query tokens of the longest query.
+        max_context_len: cached tokens of the longest context, limited by the sliding window.
         num_kv_heads: KV heads.
         group_size: query heads per KV head.
         num_processors: streaming multiprocessors of the device.
@@ -39,18 +39,18 @@ class Pass:
     """One launch: the sequences of `min_rows` to `max_rows` rows, in blocks of rows.
 
     Attributes:
-        min_rows: query tokens times `group_size`.
-        max_rows: as `min_rows`.
+        min_rows: query tokens times `group_size`, at least.
+        max_rows: query tokens times `group_size`, at most.
         has_many_blocks: whether a sequence may have more than one block.
-        num_blocks: of all sequences, or more.
-        num_kv_heads: each of which has programs of its own.
+        num_blocks: an upper bound of the blocks of all sequences.
+        num_kv_heads: KV heads; each has its own programs.
         rows_per_block: the most rows that a block has.
         num_splits: programs among which a block's context is divided, at most.
-        padded_splits: a power of two that `num_splits` exceeds in no step.
-        min_tokens_per_split: cached tokens that are worth a program.
-        block_m: rows of a block, as padded.
+        padded_splits: a power of two, at least `num_splits` of any step.
+        min_tokens_per_split: the least cached tokens of a split.
+        block_m: rows of a block, padded.
         block_n: cached tokens of a tile.
-        num_warps: of a program.
+        num_warps: warps of a program.
         num_stages: as in `AttentionLaunch`.
     """
 
@@ -70,9 +70,9 @@ class Pass:
 
     @property
     def num_split_rows(self) -> int:
-        """Rows of which splits leave results, at most; 0 if no context is divided.
+        """The most rows with partial results of splits; 0 if no context is divided.
 
-        Contexts are divided only until processors are busy, so that rows times splits are fewer
+        Contexts are divided only until all processors are busy, so rows times splits are fewer
         than `2 * num_processors * programs_per_sm * block_m`, however many tokens a step has.
         """
         if self.num_splits == 1:
@@ -83,10 +83,10 @@ class Pass:
 def plan_passes(
     sizes: AttentionSizes, decode: DecodeAttentionLaunch, prefill: AttentionLaunch
 ) -> Sequence[Pass]:
-    """The passes that together attend every sequence of a step once.
+    """Returns the passes that together attend every sequence of a step once.
 
-    Few rows and many want different tiles. Where both may be, which only the device knows, each
-    gets a pass, in which the other's programs end at once.
+    Sequences with few rows and with many use different tiles. If a step may hold both, which only
+    the device knows, each kind gets a pass, in which the programs of the other kind end at once.
     """
     most_rows = sizes.max_query_len * sizes.group_size
     fewest_rows = most_rows if _is_uniform(sizes) else sizes.group_size
@@ -145,14 +145,14 @@ def _prefill_pass(
 
 
 def _is_uniform(sizes: AttentionSizes) -> bool:
-    """Whether all sequences must have the longest query."""
+    """Returns whether all sequences must have the longest query."""
     return sizes.num_tokens == sizes.num_seqs * sizes.max_query_len
 
 
 def _decode_block_m(sizes: AttentionSizes, decode: DecodeAttentionLaunch, largest: int) -> int:
-    """Rows of a decode block: those of the longest query if few, else those of one token.
+    """Returns the rows of a decode block: of the longest query if they fit, else of one token.
 
-    0 if these are too many, too.
+    Returns 0 if neither fits.
     """
     for num_rows in (sizes.max_query_len * sizes.group_size, sizes.group_size):
         block_m = max(decode.block_m, _next_power_of_2(num_rows))
@@ -164,14 +164,14 @@ def _decode_block_m(sizes: AttentionSizes, decode: DecodeAttentionLaunch, larges
 def _num_splits(
     sizes: AttentionSizes, decode: DecodeAttentionLaunch, num_blocks: int, num_wanted: int
 ) -> int:
-    """How many programs a context is worth, to have `num_wanted` of them in all."""
+    """Returns how many programs share a context, given the `num_wanted` programs of the launch."""
     useful = -(-sizes.max_context_len // decode.min_tokens_per_split)
     for_all = -(-num_wanted // (num_blocks * sizes.num_kv_heads))
     return max(1, min(useful, for_all, decode.max_splits))
 
 
 def padded_dim(head_dim: int) -> int:
-    """The least power of two that holds it and is the side of a matrix product."""
+    """Returns the least power of two that is at least `head_dim` and 16, for matrix products."""
     return max(16, _next_power_of_2(head_dim))
 
 

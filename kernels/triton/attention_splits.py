@@ -1,4 +1,4 @@
-"""Contexts that several programs share: what they leave, and how it is combined."""
+"""Contexts that several programs share: their partial results and the kernel that combines them."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_kv import AttentionMetadata
 from kernels.triton.attention_blocks import divide_context, locate_block
 from kernels.triton.attention_plan import Pass, padded_dim
 
@@ -15,14 +15,14 @@ __all__ = ["Splits"]
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """What the programs of a pass leave of its rows, to be combined.
+    """The partial results of a pass, to be combined.
 
-    Its rows are those of blocks, `[num_blocks, num_kv_heads, rows_per_block]`, not the step's:
-    in a step of many tokens few sequences may share their contexts. See `Pass.num_split_rows`.
+    The rows are those of blocks, `[num_blocks, num_kv_heads, rows_per_block]`, not the step's:
+    in a step of many tokens few sequences may divide their contexts (`Pass.num_split_rows`).
 
     Attributes:
         partials: `[rows, num_splits, head_dim]` float32, each split's result.
-        log_sums: `[rows, num_splits]` float32, log2 of the sum of its weights.
+        log_sums: `[rows, num_splits]` float32, log2 of the sum of each split's weights.
     """
 
     partials: torch.Tensor
@@ -30,7 +30,7 @@ class Splits:
 
     @classmethod
     def for_pass(cls, part: Pass, query: torch.Tensor) -> "Splits":
-        """Memory for a pass, none of it written."""
+        """Allocates uninitialized memory for a pass."""
         shape = part.num_split_rows, part.num_splits
         return cls(
             torch.empty((*shape, query.shape[2]), dtype=torch.float32, device=query.device),
@@ -40,7 +40,7 @@ class Splits:
     def combine(
         self, part: Pass, meta: AttentionMetadata, window: int, output: torch.Tensor
     ) -> None:
-        """Completes `output`, `[num_tokens, num_heads, head_dim]` contiguous."""
+        """Writes combined results to `output`, `[num_tokens, num_heads, head_dim]` contiguous."""
         if part.num_splits == 1:
             return
         num_heads, head_dim = output.shape[1:]
@@ -66,7 +66,7 @@ class Splits:
         )
 
 
-# One version serves all passes: some of them divide contexts only while requests are served.
+# One compiled version serves all passes: some divide contexts for the first time while serving.
 @triton.jit(
     do_not_specialize=[
         "num_splits",
@@ -104,8 +104,8 @@ def _combine_kernel(
 ):
     """`output = sum(2^log_sums * partials) / sum(2^log_sums)` over a row's splits.
 
-    Program (i, j, k) combines row k of what block i has with KV head j, unless it had a single
-    split. It finds the block, and divides its context, as `attend_kernel` did.
+    Program (i, j, k) combines row k of block i with KV head j, unless the block had a single
+    split. It locates the block and divides its context as `attend_kernel` does.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)

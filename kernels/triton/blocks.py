@@ -7,15 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import reference
+from kernels.dispatch import TRITON
 from kernels.triton.launch import launch_table
 
 __all__ = ["copy_blocks", "gather_blocks", "scatter_blocks", "swap_blocks"]
 
 
+@TRITON.implements(reference.gather_blocks)
 def gather_blocks(
     pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor, out: torch.Tensor
 ) -> None:
-    """See `reference.gather_blocks`."""
     rows, ids = _block_words(pool), _as_index(block_ids, pool.device)
     if out.device == pool.device:
         _copy_rows(rows, ids, _block_words(out), None, len(ids))
@@ -25,16 +27,16 @@ def gather_blocks(
     _block_words(out).copy_(staging)
 
 
+@TRITON.implements(reference.scatter_blocks)
 def scatter_blocks(
     source: torch.Tensor, pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor
 ) -> None:
-    """See `reference.scatter_blocks`."""
     ids = _as_index(block_ids, pool.device)
     _copy_rows(_block_words(source).to(pool.device), None, _block_words(pool), ids, len(ids))
 
 
+@TRITON.implements(reference.copy_blocks)
 def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """See `reference.copy_blocks`."""
     if not pairs:
         return
     rows = _block_words(pool)
@@ -49,10 +51,11 @@ def copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     _copy_rows(staging, None, rows, targets, len(pairs))
 
 
+@TRITON.implements(reference.swap_blocks)
 def swap_blocks(
     source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """See `reference.swap_blocks`; blocks that lie side by side in both are one transfer."""
+    """Copies runs of blocks that are adjacent in both pools in one transfer."""
     for source_id, target_id, count in _runs(pairs):
         target[target_id : target_id + count].copy_(
             source[source_id : source_id + count], non_blocking=True
@@ -60,7 +63,7 @@ def swap_blocks(
 
 
 def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(first source, first target, how many) of pairs that follow each other in both."""
+    """Yields (first source, first target, count) of runs of pairs adjacent in both pools."""
     first = 0
     for index in range(1, len(pairs) + 1):
         count = index - first
@@ -84,7 +87,7 @@ def _copy_rows(
         source_ids: `[num_rows]` integers.
         target: as `source`, of another number of rows; must not overlap what is read.
         target_ids: as `source_ids`, all different.
-        num_rows: how many to copy.
+        num_rows: rows to copy.
     """
     row_words = source.shape[1]
     assert source.stride(1) == target.stride(1) == 1
@@ -103,7 +106,7 @@ def _copy_rows(
     )
 
 
-# Where these begin changes from step to step, which must not have the kernel compiled again.
+# These addresses change from step to step, which must not cause another compilation.
 @triton.jit(do_not_specialize_on_alignment=["source_ids", "target_ids"])
 def _copy_rows_kernel(
     source,
@@ -129,13 +132,13 @@ def _copy_rows_kernel(
 
 
 def _block_words(tensor: torch.Tensor) -> torch.Tensor:
-    """`[num_blocks, block_words]` int32, without a copy."""
-    block_elements = math.prod(tensor.shape[1:])  # torch finds none for no blocks
+    """Views blocks as `[num_blocks, block_words]` int32, without a copy."""
+    block_elements = math.prod(tensor.shape[1:])  # torch cannot infer it if there are no blocks
     return tensor.view(len(tensor), block_elements).view(torch.int32)
 
 
 def _as_index(block_ids: Sequence[object] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Ids on `device`, without waiting for it: its transfer is the next thing in its stream."""
+    """Returns ids on `device` without waiting for it: the transfer is queued in its stream."""
     if isinstance(block_ids, torch.Tensor):
         return block_ids.to(device, non_blocking=True)
     ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -1,11 +1,12 @@
-"""What is written to the KV cache, in Triton: one kernel from projections to attention."""
+"""Writes to the KV cache, in Triton: one kernel from projections to attention."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_metadata import AttentionMetadata
-from kernels.rotary import QkNorms, Rotation
+from kernels import reference
+from kernels.dispatch import TRITON
+from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
 from kernels.triton.launch import launch_table
 
 __all__ = ["rotate_and_write_kv"]
@@ -15,6 +16,7 @@ _BITS_OF_16384 = tl.constexpr(0x46800000)  # as float32
 _BITS_OF_448, _BITS_OF_NAN = tl.constexpr(0x7E), tl.constexpr(0x7F)  # as float8_e4m3fn
 
 
+@TRITON.implements(reference.rotate_and_write_kv)
 def rotate_and_write_kv(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -26,7 +28,7 @@ def rotate_and_write_kv(
     norms: QkNorms | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.rotate_and_write_kv`; a query of dense heads is turned where it is."""
+    """Rotates a query with dense heads in place."""
     query, key, value = (_with_dense_heads(states) for states in (query, key, value))
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -38,7 +40,7 @@ def rotate_and_write_kv(
     is_query_changed = rotation is not None or norms is not None
     num_query_parts = triton.cdiv(num_heads, heads_block) if is_query_changed else 0
     num_parts = num_query_parts + triton.cdiv(num_kv_heads, heads_block)
-    # As bytes: the kernel makes the 8-bit floats itself.
+    # Viewed as bytes: the kernel computes the bits of 8-bit floats itself.
     cache = kv_layer if kv_scales is None else kv_layer.view(torch.uint8)
     _rotate_and_write_kv_kernel[(num_tokens, num_parts)](
         query,
@@ -69,7 +71,7 @@ def rotate_and_write_kv(
     return query
 
 
-# Where these begin changes from step to step, which must not have the kernel compiled again.
+# These addresses change from step to step, which must not cause another compilation.
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _rotate_and_write_kv_kernel(
     query,
@@ -108,9 +110,9 @@ def _rotate_and_write_kv_kernel(
 ):
     """`query = turn(norm(query))`, `cache[slot] = turn(norm(key)), value`.
 
-    Program (i, j) takes token i: for j < num_query_parts the j-th `HEADS` heads of its query,
-    from there on as many of its key and value. Norms where there are weights, rotation where
-    there are cosines, 8-bit floats where there are scales.
+    Program (i, j) processes token i: for j < num_query_parts the j-th `HEADS` heads of its query,
+    otherwise `HEADS` heads of its key and value. It normalizes if there are weights, rotates if
+    there are cosines, and writes 8-bit floats if there are scales.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -152,9 +154,9 @@ def _rotate_and_write_kv_kernel(
 
 @triton.jit
 def _load(starts, is_head, head_dim, HALF: tl.constexpr):
-    """The halves of heads that begin at `starts`, `[HEADS, HALF]` float32 each.
+    """Loads the halves of heads that begin at `starts`, `[HEADS, HALF]` float32 each.
 
-    Halves as rotation pairs them; of an odd width, the second is shorter by one.
+    Rotation pairs the halves; for an odd width, the second is shorter by one.
     """
     columns, half = tl.arange(0, HALF), (head_dim + 1) // 2
     places = starts[:, None] + columns[None, :]
@@ -167,7 +169,7 @@ def _load(starts, is_head, head_dim, HALF: tl.constexpr):
 
 @triton.jit
 def _store(first, second, starts, dim_stride, is_head, head_dim, HALF: tl.constexpr):
-    """Writes what `_load` reads, in the type that lies there."""
+    """Stores halves as `_load` reads them, in the element type of `starts`."""
     columns, half = tl.arange(0, HALF), (head_dim + 1) // 2
     first_mask = is_head[:, None] & (columns < half)[None, :]
     second_mask = is_head[:, None] & (columns + half < head_dim)[None, :]
@@ -179,14 +181,14 @@ def _store(first, second, starts, dim_stride, is_head, head_dim, HALF: tl.conste
 
 @triton.jit
 def _norm(first, second, weight, eps, like, head_dim, HALF: tl.constexpr):
-    """`states / sqrt(mean(states^2) + eps) * weight` of each head, where there is a weight."""
+    """Computes `states / sqrt(mean(states^2) + eps) * weight` by head, if there is a weight."""
     if weight is not None:
         columns, half = tl.arange(0, HALF), (head_dim + 1) // 2
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         factors = tl.rsqrt(squares / head_dim + eps)[:, None]
         first_weight = tl.load(weight + columns, mask=columns < half, other=0.0)
         second_weight = tl.load(weight + half + columns, mask=columns + half < head_dim, other=0.0)
-        # Rounded before the weight comes, as the models were trained with.
+        # Rounded before the product with the weight, as in the models' training.
         first = _round(first * factors, like) * first_weight.to(tl.float32)[None, :]
         second = _round(second * factors, like) * second_weight.to(tl.float32)[None, :]
     return first, second
@@ -194,7 +196,7 @@ def _norm(first, second, weight, eps, like, head_dim, HALF: tl.constexpr):
 
 @triton.jit
 def _turn(first, second, cos, sin, token, head_dim, HALF: tl.constexpr):
-    """Rotates each head's halves by the token's angles, where there are cosines."""
+    """Rotates each head's halves by the token's angles, if there are cosines."""
     if cos is not None:
         columns, half = tl.arange(0, HALF), head_dim // 2
         place, mask = token * half + columns, columns < half
@@ -210,9 +212,9 @@ def _turn(first, second, cos, sin, token, head_dim, HALF: tl.constexpr):
 def _store_scaled(
     first, second, starts, dim_stride, scales, offsets, is_head, head_dim, HALF: tl.constexpr
 ):
-    """As `_store`; where there are scales, as bytes of 8-bit floats, and a factor of each head.
+    """Stores halves as `_store` does; if there are scales, as 8-bit floats and a factor per head.
 
-    As `reference.cache.quantize_kv`: `scale = max(max |states| / 448, tiny)`,
+    The same as `reference.cache.quantize_kv`: `scale = max(max |states| / 448, tiny)`,
     `narrow = states / scale`.
     """
     if scales is None:
@@ -227,22 +229,22 @@ def _store_scaled(
 
 @triton.jit
 def _largest(states):
-    """The largest magnitude of each head; infinity where one is NaN: a reduction may pass it by."""
+    """Returns the largest magnitude of each head; infinity for NaN, which a reduction may skip."""
     magnitudes = tl.where(states == states, tl.abs(states), float("inf"))
     return tl.max(magnitudes, axis=1)
 
 
 @triton.jit
 def _narrow(states, scale):
-    """The bits of `states / scale` as float8_e4m3fn, rounded to nearest, ties to even.
+    """Returns the bits of `states / scale` as float8_e4m3fn, rounded to nearest, ties to even.
 
-    By hand: the instruction for it is not on every GPU, and the interpreter's is not exact.
+    Not every GPU has an instruction for it, and the interpreter's conversion is not exact.
     """
     quotients = tl.div_rn(states, tl.broadcast_to(scale[:, None], states.shape))
     magnitudes = tl.abs(quotients)
     wide = magnitudes.to(tl.int32, bitcast=True)
-    # 3 of 23 bits of the mantissa stay, and the exponent's bias is 7 instead of 127: what is
-    # added carries into the last bit kept, and on into the exponent.
+    # 3 of 23 bits of the mantissa are kept, and the exponent's bias is 7 instead of 127: the
+    # rounding addend carries into the last bit kept, and from there into the exponent.
     normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     # Below 2^-6 numbers lie 2^-9 apart, as those of float32 from 2^14 on: adding rounds.
     subnormal = (magnitudes + 16384.0).to(tl.int32, bitcast=True) - _BITS_OF_16384

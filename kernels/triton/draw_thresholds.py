@@ -1,29 +1,29 @@
-"""What top-k and top-p leave of a row of logits, found without sorting it.
+"""Finds the thresholds of top-k and top-p in rows of logits without sorting.
 
-Both keep the values from some threshold up, ties with the last one included. Written as
-*smallest t for which what lies above t weighs less than a limit*, the threshold is
+Both keep the values from some threshold up, ties with the last one included. The threshold is
+the *smallest t for which the values above t weigh less than a limit*:
 
-- of top-k: the k-th largest value, where every value weighs 1 and the limit is k. Above the
+- for top-k it is the k-th largest value, where every value weighs 1 and the limit is k. Above the
   k-th largest lie fewer than k values; above anything smaller, at least k;
-- of top-p: the reference's, where a value weighs `round(exp(scaled) * 2**32)`, or 0 below
+- for top-p it is the reference's, where a value weighs `round(exp(scaled) * 2**32)`, or 0 below
   top-k's threshold, and the limit is `top_p` of the sum of all weights. The reference sorts
   v1 >= v2 >= ... and takes the last vj ahead of which lies less than the limit. At the first
   of vj's equals no more lies ahead, and that is the weight above vj: so the threshold meets
   the condition. A smaller value that met it would stand first among its equals with less than
   the limit ahead, after j, against j being the last.
 
-Only values in the row change what lies above, so t is one of them. It is searched among the
-2**32 ordered bit patterns of a float32, whose order is that of the values, a sixteenth of what
-is left each time. Values that `scaled` cannot tell apart make no difference: weights above
-are as well below the limit at the greatest of them as at the others, and all of them scale to
-the same threshold.
+Only values in the row change the weight above a value, so t is one of them. It is searched among
+the 2**32 ordered bit patterns of a float32, whose order is that of the values; each pass narrows
+the range to a sixteenth. Values with the same `scaled` make no difference: the weight above is
+below the limit at the greatest of them as at the others, and all of them scale to the same
+threshold.
 
-Each pass is a launch of its own, in which several programs share a row and add up their sums: of
-whole numbers, below 2**53 in all, so exact in any order. A program reads only what earlier
-launches left, and narrows the range itself. One program per row would need one launch, but about
+Each pass is a launch in which several programs share a row and add up their sums. These are
+whole numbers below 2**53, so they are exact in any order. A program reads only the results of
+earlier launches, and narrows the range itself. One program per row would need one launch, but about
 1 ms for top-p over 128k tokens (an estimate, as all here), and as much for 1 row as for 100; these
-take some 5 us each for few rows. The price is paid by steps that filter nothing, as a recorded
-step cannot leave launches out: 18 that return at once, at about 1.5 us each in a CUDA graph. A
+take some 5 us each for few rows. Steps that filter nothing pay for it, since a recorded
+step cannot omit launches: 18 that return at once, at about 1.5 us each in a CUDA graph. A
 search in sixty-fourths would save 4 of them, 6 us of a step of some ms, but compare each value
 6 * 64 times in place of 8 * 16, which for large batches is most of the work.
 """
@@ -32,16 +32,16 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.draws import DrawTable
+from kernels.row_state import DrawTable
 from kernels.triton.launch import launch_table
 
 __all__ = ["find_thresholds", "scale_logits"]
 
 _PASSES = tl.constexpr(8)  # of 4 of the key's 32 bits
-_TILES = 8  # of a program: as many blocks as the launch table says, or to the end of the row
+_TILES = 8  # blocks of a program, each of the size in the launch table
 _WEIGHT_SCALE = tl.constexpr(2.0**32)
 _ROUNDS_TO_WHOLE = tl.constexpr(2.0**52)  # the float64 numbers from here on are whole
-_BELOW_ALL_KEYS = tl.constexpr(-(2**31))  # the key of a NaN, which no row that is drawn from holds
+_BELOW_ALL_KEYS = tl.constexpr(-(2**31))  # the key of a NaN, which rows to draw from never hold
 
 
 def find_thresholds(
@@ -52,10 +52,10 @@ def find_thresholds(
     draw_ids: torch.Tensor,
     logit_rows: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The lowest scaled logit that each draw keeps: `[n]` float64; -inf keeps all.
+    """Returns the lowest scaled logit that each draw keeps: `[n]` float64; -inf keeps all.
 
-    Anything where a draw is greedy or its likeliest token invalid. Arguments are as those of
-    `reference.draw_tokens`.
+    Values of greedy draws and of draws whose likeliest token is invalid are undefined. Arguments
+    are as in `reference.draw_tokens`.
     """
     count, vocab_size, device = len(draw_ids), logits.shape[-1], logits.device
     launch = launch_table(device).draw_thresholds.for_size(vocab_size)
@@ -83,7 +83,7 @@ def find_thresholds(
     return thresholds
 
 
-# Where these begin changes from step to step, which must not have a kernel compiled again.
+# These addresses change from step to step, which must not cause another compilation.
 _VECTORS = ["maxima", "likeliest", "temperatures", "limits", "draw_ids", "logit_rows"]
 
 
@@ -180,27 +180,28 @@ def _settle_kernel(
 
 @triton.jit
 def _filters(limit, vocab_size, IS_TOP_P: tl.constexpr):
-    """Whether a limit may leave tokens out."""
+    """Returns whether a limit may exclude tokens."""
     return limit < 1.0 if IS_TOP_P else (limit > 0) & (limit < vocab_size)
 
 
 @triton.jit
 def scale_logits(logits, maximum, temperature):
-    """`(logits - maximum) / temperature` in float64, at most 0: no temperature overflows it."""
+    """Computes `(logits - maximum) / temperature` in float64; at most 0, so it never overflows."""
     return (logits.to(tl.float64) - maximum.to(tl.float64)) / temperature
 
 
 @triton.jit
 def _narrow(bounds, sums, draw, count, place, limit, IS_TOP_P: tl.constexpr):
-    """The range after pass `place`: above `low` lies the limit at least, above `high` less.
+    """Returns the range after pass `place`: the weight above `low` is at least the limit, that
+    above `high` is less.
 
-    Of top-p the limit is a share of the whole, which is what lies above the first pivot of all.
+    For top-p the limit is a share of the total weight, which lies above the very first pivot.
     """
     slot = place * count + draw
     low, high = tl.load(bounds + slot * 2), tl.load(bounds + slot * 2 + 1)
     above = tl.load(sums + slot * 16 + tl.arange(0, 16))
     outweighs = above >= (limit * tl.load(sums + draw * 16) if IS_TOP_P else limit)
-    # At least one does, the first; with a share of 0, which rounding may give, all.
+    # At least the first does; all do if the share is 0, which rounding may produce.
     step = _step(low, high)
     narrowed = low + step * (tl.sum(outweighs.to(tl.int64)) - 1)
     is_found = high - low <= 1  # then nothing was added up
@@ -210,7 +211,7 @@ def _narrow(bounds, sums, draw, count, place, limit, IS_TOP_P: tl.constexpr):
 
 @triton.jit
 def _step(low, high):
-    """A sixteenth of the range, rounded up."""
+    """Returns a sixteenth of the range, rounded up."""
     return (high - low + 15) // 16
 
 
@@ -226,9 +227,9 @@ def _weights_above(
     IS_TOP_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What the values above each of 16 keys weigh, of tokens `first` to before `end`.
+    """Sums the weights of tokens `first` to `end` whose values lie above each of 16 keys.
 
-    `[16]` float64, or int32 counts for top-k, to which `threshold` means nothing.
+    Returns `[16]` float64, or int32 counts for top-k, which ignores `threshold`.
 
     Tokens are the last axis, which is spread over threads: each weight is computed once, and a
     thread compares it to all pivots.
@@ -252,8 +253,8 @@ def _weights_above(
 
 @triton.jit
 def _ordered(bits):
-    """From a float32's bits to an int32 that orders as the floats do, and back.
+    """Converts a float32's bits to an int32 with the order of the floats, and back.
 
-    The bits of a negative number grow as it falls; so all but the sign are turned over.
+    The bits of negative numbers are in reverse order, so all of them but the sign are inverted.
     """
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -1,7 +1,7 @@
 """Launch parameters of the Triton kernels, from checked-in tables per device: `launch_tables/`.
 
-A table is a file whose `devices` are beginnings of device names. It holds, per kernel, rows of
-parameters by problem size; a kernel that it leaves out has those of `default.json`. Nothing is
+A table is a file whose `devices` are prefixes of device names. It holds, per kernel, rows of
+parameters by problem size; a kernel that it omits uses those of `default.json`. Nothing is
 tuned while requests are served.
 """
 
@@ -37,11 +37,11 @@ _MAXIMA = {"num_warps": 32, "num_stages": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLaunch:
-    """Of a kernel whose programs take a whole row each.
+    """Launch parameters of a kernel whose programs process a whole row each.
 
     Attributes:
-        up_to: the largest size it serves; None for any.
-        num_warps: of a program.
+        up_to: the largest problem size the parameters apply to; None for any.
+        num_warps: warps of a program.
     """
 
     up_to: int | None = None
@@ -50,10 +50,10 @@ class RowLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLaunch(RowLaunch):
-    """Of a kernel whose programs take so many elements each.
+    """Launch parameters of a kernel whose programs process a block of elements each.
 
     Attributes:
-        block_size: elements of a program; of block copies, words of 4 bytes.
+        block_size: elements of a program; for block copies, words of 4 bytes.
     """
 
     block_size: int
@@ -61,13 +61,13 @@ class BlockLaunch(RowLaunch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLaunch(RowLaunch):
-    """Of attention over paged KV.
+    """Launch parameters of attention over paged KV.
 
     Attributes:
         block_m: rows of a tile: query tokens times the heads of a group.
         block_n: cached tokens of a tile.
-        num_stages: of Triton's pipeline. Block ids, which KV's addresses come from, take some:
-            with 5 a tile of KV is on its way while another is attended, with 7 two, with 4 none.
+        num_stages: stages of Triton's pipeline. Loading block ids, which KV's addresses depend on,
+            takes some of them: with 5 one tile of KV is prefetched, with 7 two, with 4 none.
     """
 
     block_m: int
@@ -77,12 +77,12 @@ class AttentionLaunch(RowLaunch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeAttentionLaunch(AttentionLaunch):
-    """Of attention that divides each context among programs.
+    """Launch parameters of attention that divides each context among programs.
 
     Attributes:
-        min_tokens_per_split: cached tokens that are worth a program.
+        min_tokens_per_split: the least cached tokens of a program.
         max_splits: the most programs for one context.
-        programs_per_sm: how many keep a streaming multiprocessor busy.
+        programs_per_sm: programs that keep a streaming multiprocessor busy.
     """
 
     min_tokens_per_split: int
@@ -95,12 +95,12 @@ Launch = TypeVar("Launch", bound=RowLaunch)
 
 @dataclass(frozen=True, slots=True)
 class Rows(Generic[Launch]):
-    """One kernel's parameters by problem size: rising, and the last for any size."""
+    """One kernel's parameters by ascending problem size; the last row applies to any size."""
 
     rows: tuple[Launch, ...]
 
     def for_size(self, size: int) -> Launch:
-        """The first row that serves `size`."""
+        """Returns the first row that applies to `size`."""
         return next(row for row in self.rows if row.up_to is None or size <= row.up_to)
 
 
@@ -109,8 +109,8 @@ class LaunchTable:
     """Launch parameters of one device.
 
     Attributes:
-        decode_attention: by bytes of a head's vector of the query. K of 8 bits is widened to its
-            type before products: larger tiles of it would not fit the registers.
+        decode_attention: by bytes of a query head. 8-bit K is widened to the query's type before
+            products, so larger tiles of it would not fit the registers.
         prefill_attention: as `decode_attention`.
         row_norm: by elements of a row.
         pointwise: by elements of a row.
@@ -149,7 +149,7 @@ _KERNELS: Mapping[str, type[RowLaunch]] = {
 
 
 def launch_table(device: torch.device) -> LaunchTable:
-    """The table of `device`, read once.
+    """Returns the table of `device`, which is read once.
 
     Raises:
         ConfigurationError: a table cannot be used; names its file and key.
@@ -164,11 +164,11 @@ def _table_of(device_type: str, index: int | None) -> LaunchTable:
 
 
 def load_launch_table(device_name: str, folder: Path = TABLES_FOLDER) -> LaunchTable:
-    """The table whose device name is the longest beginning of `device_name`, else the default.
+    """Returns the table with the longest prefix of `device_name`, else the default table.
 
     Args:
-        device_name: as CUDA gives it, or "cpu" for Triton's interpreter.
-        folder: of the tables.
+        device_name: CUDA's name of the device, or "cpu" for Triton's interpreter.
+        folder: that holds the tables.
 
     Raises:
         ConfigurationError: a table in `folder` cannot be used; names its file and key.
@@ -186,7 +186,7 @@ def load_launch_table(device_name: str, folder: Path = TABLES_FOLDER) -> LaunchT
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What one file holds: beginnings of device names, and rows per kernel."""
+    """The contents of one file: prefixes of device names, and rows per kernel."""
 
     devices: Sequence[str]
     kernels: Mapping[str, Rows[Any]]
@@ -238,7 +238,7 @@ def _row(path: Path, key: str, launch: type[RowLaunch], entry: object) -> RowLau
 
 def _check_number(path: Path, key: str, name: str, value: object) -> None:
     low, high = _MINIMA.get(name, 1), _MAXIMA.get(name, 1 << 20)
-    if type(value) is not int or not low <= value <= high:  # a bool is no number here
+    if type(value) is not int or not low <= value <= high:  # refuses bools
         raise _bad(path, key, f"is {value!r}: it must be a whole number of {low} to {high}")
     if name in _POWERS_OF_TWO and value & (value - 1):
         raise _bad(path, key, f"is {value!r}: it must be a power of two")

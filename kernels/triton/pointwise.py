@@ -1,19 +1,21 @@
-"""Norms, rotary angles, the gate of an MLP and maxima, in Triton."""
+"""Norms, rotary angles and maxima, in Triton."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.rotary import Rotation
+from kernels import reference
+from kernels.dispatch import TRITON
+from kernels.paged_kv import Rotation
 from kernels.triton.launch import launch_table
 
-__all__ = ["rms_norm", "rotary_angles", "row_maxima", "silu_and_mul"]
+__all__ = ["rms_norm", "rotary_angles", "row_maxima", "with_dense_columns"]
 
 
+@TRITON.implements(reference.rms_norm)
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `reference.rms_norm`."""
     size = hidden.shape[-1]
-    rows = _with_dense_columns(hidden.flatten(0, -2))
+    rows = with_dense_columns(hidden.flatten(0, -2))
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     launch = launch_table(hidden.device).row_norm.for_size(size)
     _rms_norm_kernel[(len(rows),)](
@@ -38,48 +40,13 @@ def _rms_norm_kernel(hidden, weight, out, row_stride, size, eps, BLOCK: tl.const
     wide = tl.load(hidden + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
-    # Rounded before the weight comes, as the models were trained with.
+    # Rounded before the product with the weight, as in the models' training.
     normed = wide.to(out.dtype.element_ty).to(tl.float32) * scale
     tl.store(out + row * size + columns, normed.to(out.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, with gate and up side by side: `[rows, 2 * size] -> [rows, size]`.
-
-    Args:
-        gate_up: contiguous rows, any distance between them.
-    """
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    gate_up = _with_dense_columns(gate_up)
-    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    launch = launch_table(gate_up.device).pointwise.for_size(size)
-    _silu_and_mul_kernel[(num_rows, triton.cdiv(size, launch.block_size))](
-        gate_up,
-        out,
-        gate_up.stride(0),
-        size,
-        BLOCK=launch.block_size,
-        num_warps=launch.num_warps,
-    )
-    return out
-
-
-@triton.jit
-def _silu_and_mul_kernel(gate_up, out, row_stride, size, BLOCK: tl.constexpr):
-    """`out = gate * sigmoid(gate) * up`; program (i, j) computes block j of row i."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < size
-    start = gate_up + row * row_stride
-    gate = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(start + size + columns, mask=mask, other=0.0).to(tl.float32)
-    power = tl.exp(-tl.abs(gate))  # never overflows
-    sigmoid = tl.where(gate < 0, power, 1.0) / (1.0 + power)
-    tl.store(out + row * size + columns, (gate * sigmoid * up).to(out.dtype.element_ty), mask=mask)
-
-
+@TRITON.implements(reference.rotary_angles)
 def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> Rotation:
-    """See `reference.rotary_angles`."""
     shape = len(positions), len(frequencies)
     cos, sin = torch.empty((2, *shape), dtype=torch.float32, device=positions.device).unbind()
     num_angles = cos.numel()
@@ -122,10 +89,11 @@ def _rotary_angles_kernel(
     tl.store(sin + offsets, tl.sin(angle) * amplitude, mask=mask)
 
 
+@TRITON.implements(reference.row_maxima)
 def row_maxima(
     logits: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.row_maxima`; `out` is contiguous."""
+    """Expects contiguous tensors in `out`."""
     num_rows, size = logits.shape
     if out is None:
         maxima = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -181,7 +149,7 @@ def _join_maxima_kernel(maxima, indices, maximum_out, index_out, num_parts, BLOC
 
 @triton.jit
 def _maximum(values, columns):
-    """The largest of `values`, NaN if one is, and the least of `columns` that holds it."""
+    """Returns the largest of `values`, NaN if one is, and the least of `columns` that holds it."""
     is_nan = values != values
     maximum = tl.max(tl.where(is_nan, float("-inf"), values))
     index = tl.min(tl.where(values == maximum, columns, 2147483647))
@@ -189,5 +157,6 @@ def _maximum(values, columns):
     return tl.where(has_nan, float("nan"), maximum), index
 
 
-def _with_dense_columns(rows: torch.Tensor) -> torch.Tensor:
+def with_dense_columns(rows: torch.Tensor) -> torch.Tensor:
+    """Returns `rows`, `[..., columns]`, copied if neighbouring columns are not adjacent."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,21 +1,24 @@
-"""What decode steps read from rows and leave in them, in Triton."""
+"""Inputs and state of decode steps, in Triton."""
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels import reference
+from kernels.dispatch import TRITON
 from kernels.row_state import DecodeInputs, RowState
 
 __all__ = ["keep_drawn", "lay_out_decode"]
 
-_COLUMNS = 1024  # of a table that one program copies
-_ROWS = 128  # that one program moves on
+_COLUMNS = 1024  # columns of a table that one program copies
+_ROWS = 128  # rows that one program advances
 
 
+@TRITON.implements(reference.lay_out_decode)
 def lay_out_decode(
     rows: RowState, row_ids: torch.Tensor, block_size: int, inputs: DecodeInputs
 ) -> None:
-    """See `reference.lay_out_decode`. Copies no column behind a context's last block."""
+    """Copies no column past a context's last block."""
     if not len(row_ids):
         return
     num_groups, _, max_blocks = rows.tables.shape
@@ -63,8 +66,8 @@ def _lay_out_kernel(
     block_size,
     COLUMNS: tl.constexpr,
 ):
-    """`tables[g, i] = row_tables[g, row_ids[i]]` as far as the context goes, and what else the
-    step reads of sequence i; program (i, g, c) copies columns c * COLUMNS and on.
+    """`tables[g, i] = row_tables[g, row_ids[i]]` up to the context's last block, and the
+    other inputs of sequence i; program (i, g, c) copies COLUMNS columns from c * COLUMNS on.
     """
     sequence = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1).to(tl.int64)
@@ -88,8 +91,8 @@ def _lay_out_kernel(
             tl.store(context_lens + sequence, (position + 1).to(tl.int32))
 
 
+@TRITON.implements(reference.keep_drawn)
 def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> None:
-    """See `reference.keep_drawn`."""
     count = len(row_ids)
     if not count:
         return
@@ -98,10 +101,10 @@ def keep_drawn(rows: RowState, row_ids: torch.Tensor, tokens: torch.Tensor) -> N
     _keep_drawn_kernel[(triton.cdiv(count, _ROWS),)](*vectors, count, ROWS=_ROWS)
 
 
-# The number of rows changes from step to step, which must not have the kernel compiled again.
+# The number of rows changes from step to step, which must not cause another compilation.
 @triton.jit(do_not_specialize=["count"])
 def _keep_drawn_kernel(positions, last_tokens, row_ids, tokens, count, ROWS: tl.constexpr):
-    """`last_tokens[r] = max(token, 0)`, `positions[r] += 1`; program i does ROWS of them."""
+    """`last_tokens[r] = max(token, 0)`, `positions[r] += 1`; program i advances ROWS rows."""
     indices = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = indices < count
     rows = tl.load(row_ids + indices, mask=mask, other=0)

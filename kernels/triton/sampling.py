@@ -1,21 +1,24 @@
-"""Draws tokens from logits, in Triton: the same as `kernels.reference.sampling`.
+"""Draws tokens from logits, in Triton: the same tokens as `kernels.reference.sampling`.
 
-All that decides a token is computed per element in float64, or in sums that are exact.
+All values that decide a token are computed per element in float64, or in exact sums.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.draws import DrawTable
+from kernels import reference
+from kernels.dispatch import TRITON
+from kernels.row_state import DrawTable
 from kernels.triton.draw_thresholds import find_thresholds, scale_logits
 from kernels.triton.launch import launch_table
 
 __all__ = ["draw_tokens", "token_logprobs"]
 
-_TILES = 8  # of a program: as many blocks as the launch table says, or to the end of the row
+_TILES = 8  # blocks of a program, each of the size in the launch table
 
 
+@TRITON.implements(reference.draw_tokens)
 def draw_tokens(
     logits: torch.Tensor,
     maxima: torch.Tensor,
@@ -28,7 +31,6 @@ def draw_tokens(
     filtered: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.draw_tokens`."""
     count, vocab_size, device = len(draw_ids), logits.shape[-1], logits.device
     tokens = torch.empty(count, dtype=torch.int64, device=device) if out is None else out
     if not count:
@@ -77,7 +79,7 @@ def draw_tokens(
     return tokens
 
 
-# Where these begin changes from step to step, which must not have the kernel compiled again.
+# These addresses change from step to step, which must not cause another compilation.
 @triton.jit(
     do_not_specialize_on_alignment=[
         "maxima",
@@ -106,10 +108,10 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """`max over t of scaled[t] + gumbel(seed, position, t)`, of what the threshold keeps.
+    """Finds `max over t of scaled[t] + gumbel(seed, position, t)` of the tokens that are kept.
 
-    Program (i, j) finds draw i's best among TILES tiles of BLOCK tokens, and the lowest token
-    that has it. Token t takes word t % 4 of Philox at counter (t // 4, position, 0, 0).
+    Program (i, j) finds draw i's best score among TILES tiles of BLOCK tokens, and the lowest
+    token with that score. Token t uses word t % 4 of Philox at counter (t // 4, position, 0, 0).
     """
     draw, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = draw if logit_rows is None else tl.load(logit_rows + draw)
@@ -136,7 +138,7 @@ def _draw_kernel(
             score = scaled - tl.log(-tl.log(uniform))
             if thresholds is not None:
                 score = tl.where(scaled < tl.load(thresholds + draw), float("-inf"), score)
-            # Later ones have higher ids: among equals the first stays.
+            # Later tokens have higher ids: among equal scores the first stays.
             is_better = score > best_score
             best_score = tl.where(is_better, score, best_score)
             best_token = tl.where(is_better, tokens, best_token)
@@ -146,7 +148,7 @@ def _draw_kernel(
     tl.store(best_tokens + place, tl.min(tl.where(best_score == best, best_token, vocab_size)))
 
 
-# Where these begin changes from step to step, which must not have the kernel compiled again.
+# These addresses change from step to step, which must not cause another compilation.
 @triton.jit(
     do_not_specialize_on_alignment=["likeliest", "temperatures", "draw_ids", "logit_rows", "out"]
 )
@@ -161,9 +163,9 @@ def _choose_kernel(
     num_splits,
     BLOCK: tl.constexpr,
 ):
-    """`out[i]`: the token of the best of draw i's splits, the first of equals.
+    """`out[i]`: the token of the best of draw i's splits, the first among equal scores.
 
-    The likeliest token where the draw is greedy or that token is invalid. Program i: draw i.
+    It is the likeliest token if the draw is greedy or that token is invalid. Program i: draw i.
     """
     draw = tl.program_id(0).to(tl.int64)
     row = draw if logit_rows is None else tl.load(logit_rows + draw)
@@ -177,13 +179,14 @@ def _choose_kernel(
     tl.store(out + draw, tl.where(is_drawn, drawn.to(tl.int64), token))
 
 
+@TRITON.implements(reference.token_logprobs)
 def token_logprobs(
     logits: torch.Tensor,
     maxima: torch.Tensor,
     tokens: torch.Tensor,
     logit_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.token_logprobs`. Tokens below 0 cost next to nothing."""
+    """Skips the sums of tokens below 0."""
     count, vocab_size, device = len(tokens), logits.shape[-1], logits.device
     logprobs = torch.empty(count, dtype=torch.float32, device=device)
     if not count:
@@ -221,7 +224,7 @@ def token_logprobs(
     return logprobs
 
 
-# Where these begin changes from step to step, which must not have the kernel compiled again.
+# These addresses change from step to step, which must not cause another compilation.
 @triton.jit(do_not_specialize_on_alignment=["maxima", "logit_rows", "tokens"])
 def _exp_sums_kernel(
     logits,
@@ -251,7 +254,7 @@ def _exp_sums_kernel(
     tl.store(sums + index * tl.num_programs(1) + split, tl.sum(partial))
 
 
-# Where these begin changes from step to step, which must not have the kernel compiled again.
+# These addresses change from step to step, which must not cause another compilation.
 @triton.jit(do_not_specialize_on_alignment=["maxima", "logit_rows", "tokens", "out"])
 def _logprobs_kernel(
     logits,
@@ -281,12 +284,12 @@ def _logprobs_kernel(
 
 @triton.jit
 def _is_nan(maximum, token):
-    """Whether there is no such token, or no finite number in its row, or one that is none."""
+    """Returns whether the token is invalid or its row's maximum is not finite."""
     return (token < 0) | ((tl.abs(maximum) < float("inf")) == 0)
 
 
 def _check_rows(logits: torch.Tensor, count: int, logit_rows: torch.Tensor | None) -> None:
-    """Asserts that rows lie as the kernels read them, and that each of `count` has one."""
+    """Asserts the layout of rows, and that each of `count` draws has a row."""
     assert logits.stride(1) == 1
     if logit_rows is None:
         assert len(logits) >= count

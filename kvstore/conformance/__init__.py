@@ -12,6 +12,6 @@ the options `ttl_s`, `timeout_s` and, if the store's capabilities name them, `le
 `max_bytes`; so the URL itself must not have these. The suite removes its objects, except those
 of the TTL tests.
 
-`conftest.py` holds the fixtures, `engines.py` the engines, `plugin.py` the option, `urls.py`
-helpers for URLs, and `workers.py` the functions of other processes.
+`conftest.py` holds the fixtures, `engines.py` the engines, `plugin.py` the option, and `workers.py`
+the functions of other processes.
 """

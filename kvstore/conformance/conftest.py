@@ -3,7 +3,7 @@
 Tests of connectors are collected for every URL, tests of stores only if the URL names a store.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ from urllib.parse import urlencode
 import pytest
 
 from kvstore.conformance.engines import TinyEngine
-from kvstore.conformance.urls import joined, members_of, with_option
 from kvstore.connector import ConnectorCapabilities
 from kvstore.registry import connector_capabilities, known_stores, open_store, store_capabilities
 from kvstore.store import KvStore
-from kvstore.url import scheme_of
+from kvstore.url import MULTI_SCHEME, scheme_of, split_members
 
 StoreOpener = Callable[..., KvStore]
 EngineOpener = Callable[..., TinyEngine]
@@ -105,3 +104,18 @@ def short_lease_url(kv_connector_url: str) -> str:
             for url in members_of(kv_connector_url)
         ]
     )
+
+
+def members_of(url: str) -> tuple[str, ...]:
+    """Returns the URLs of a `multi://` URL's members; of any other URL, the URL itself."""
+    return split_members(url) if scheme_of(url) == MULTI_SCHEME else (url,)
+
+
+def joined(members: Sequence[str]) -> str:
+    """Returns the URL that names these connectors as one."""
+    return members[0] if len(members) == 1 else f"{MULTI_SCHEME}://{','.join(members)}"
+
+
+def with_option(url: str, option: str) -> str:
+    """Returns one connector's URL with `NAME=VALUE` added."""
+    return f"{url}{'&' if '?' in url else '?'}{option}"

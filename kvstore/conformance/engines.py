@@ -34,8 +34,8 @@ class TinyEngine(ConnectorDriver):
 
     Args:
         url: the connector's.
-        layout: of its blocks.
-        num_blocks: of its pool.
+        layout: the shape and type of the pool's blocks.
+        num_blocks: the pool's size.
     """
 
     def __init__(

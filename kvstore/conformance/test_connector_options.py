@@ -3,8 +3,8 @@
 import pytest
 
 from baton.errors import ConfigurationError
+from kvstore.conformance.conftest import joined, members_of, with_option
 from kvstore.conformance.engines import TinyEngine, random_prompt
-from kvstore.conformance.urls import joined, members_of, with_option
 from kvstore.connector import ConnectorCapabilities
 from kvstore.handoff import connector_name
 from kvstore.registry import open_connector

@@ -142,7 +142,7 @@ def test_the_engine_is_woken_for_each_result(publisher: TinyEngine, reader: Tiny
 
 def _wait_for_news(engine: TinyEngine, is_over: Callable[[], bool]) -> None:
     """Steps only when woken, like an engine without requests to compute."""
-    engine.start_scheduled()
+    engine.step()
     while not is_over():
         assert engine.woken.wait(_LONGEST_NAP_S), "the engine was not woken for a result"
         engine.woken.clear()

@@ -82,7 +82,7 @@ class Lookup:
     """A look-up: members are asked in turn for the keys that those before them lack.
 
     Attributes:
-        keys: of the blocks that are looked up.
+        keys: one per block that is looked up.
         members: indices of the members to ask, in order.
         jobs: look-ups of the members asked so far.
         num_found: leading keys found by members that have answered.
@@ -101,7 +101,7 @@ class Load:
     """A load: one member at a time loads the blocks that those before it could not.
 
     Attributes:
-        keys: of the blocks to load.
+        keys: one per block to load.
         block_ids: the blocks to write to.
         handoff: the terms of all members; None for blocks that a look-up found.
         sources: indices of the members that may have the blocks, in order of preference.
@@ -162,7 +162,7 @@ class Save:
     Attributes:
         open_members: members whose result is not in.
         committed: members from which all blocks can be loaded.
-        held: those of them that lend the blocks themselves.
+        held: committed members that lend the blocks themselves.
         error: why another member's save is not committed.
         seconds: how long the slowest member took.
         is_reported: whether the engine has the save's result.

@@ -194,7 +194,7 @@ async def test_a_killed_cluster_leaves_no_orphan():
 def test_a_broken_checkpoint_ends_the_start(tmp_path, capfd):
     (tmp_path / "config.json").write_text("{}")
     assert main(["up", "--model", str(tmp_path), "--port", "0"]) == 2
-    assert "could not start; its last lines say why" in capfd.readouterr().err
+    assert "could not start; its last log lines have the reason" in capfd.readouterr().err
 
 
 def test_a_bad_flag_ends_the_start(capsys):

@@ -8,8 +8,8 @@ import torch
 import kernels
 from baton.cli import main
 from benchmarks import ceilings
-from benchmarks.kernels import cache, timing
-from benchmarks.kernels.registry import PRIMITIVES
+from benchmarks.kernels import timing
+from benchmarks.kernels.measure import PRIMITIVES
 from benchmarks.models import RANDOM_MODELS
 from benchmarks.threads import kernel_threads, torch_threads
 from kernels import reference
@@ -32,8 +32,8 @@ def _quick(monkeypatch):
     monkeypatch.setattr(timing, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(timing, "_LEAST_BATCHES", 1)
-    monkeypatch.setattr(cache, "_MAX_COPIES", 3)
-    monkeypatch.setattr(cache, "last_level_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(timing, "_MAX_COPIES", 3)
+    monkeypatch.setattr(timing, "last_level_cache_bytes", lambda: 1 << 16)
     monkeypatch.setitem(RANDOM_MODELS, "tiny", ("Llama", TINY))
     monkeypatch.setitem(RANDOM_MODELS, "tied", ("Llama", TINY | {"tie_word_embeddings": True}))
 

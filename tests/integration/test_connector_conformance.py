@@ -132,8 +132,8 @@ def test_connectors_that_break_the_contract_fail(tmp_path, third_party_packages)
 
 @pytest.mark.slow
 def test_the_guides_connector_conforms(tmp_path):
-    """docs/connectors.md shows a whole connector; it must be one that works."""
-    guide = (_REPOSITORY / "docs" / "connectors.md").read_text()
+    """docs/connector-contract.md shows a whole connector; it must be one that works."""
+    guide = (_REPOSITORY / "docs" / "connector-contract.md").read_text()
     source = guide.split("```python\n")[2].split("```")[0]
     install_stores(tmp_path, source, {"mailbox": "MailboxConnector"}, _CONNECTOR_GROUP)
     _check(start_suite(f"mailbox://{tmp_path}/box", tmp_path / "run", python_path=tmp_path))

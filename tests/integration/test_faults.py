@@ -1,4 +1,4 @@
-"""Faults on the way: every backend, every fault. What a load reports is right; all jobs end."""
+"""Every fault on several backends: loads report right blocks only, and all jobs end."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def open_engine():
 
 
 def hand_over(publisher, reader, num_prompts=8, num_blocks=12):
-    """Saves prompts, lends them where that is the way, and loads them; returns the outcomes."""
+    """Saves or lends prompts, and loads them; returns the outcomes."""
     outcomes = set()
     for index in range(num_prompts):
         keys, blocks = random_prompt(num_blocks), range(num_blocks)

@@ -78,7 +78,7 @@ def test_failures_are_named_with_their_messages(report):
         "assert 1 == 2",
         "no such thing",
         "SyntaxError",
-        "in it: pytest ended with status -6",
+        "during this test: pytest ended with status -6",
     ):
         assert part in messages
 
@@ -109,7 +109,7 @@ def test_the_report_names_the_machine(report):
 def test_files_that_nobody_had_time_for(tmp_path):
     (file,) = write(tmp_path, quick="def test_one(): pass").glob("*.py")
     run = gpu_suite.run_file(file, marks="not slow", device="cpu", ends_at=time.monotonic())
-    assert run.problem == "not begun: no time was left"
+    assert run.problem == "not started: no time was left"
     assert not gpu_suite.summarize([run], is_finished=True)["all_passed"]
 
 

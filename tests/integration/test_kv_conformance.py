@@ -88,8 +88,8 @@ def third_party_packages(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_guides_store_conforms(tmp_path):
-    """docs/connectors.md shows a whole store; it must be one that works."""
-    guide = (_REPOSITORY / "docs" / "connectors.md").read_text()
+    """docs/connector-contract.md shows a whole store; it must be one that works."""
+    guide = (_REPOSITORY / "docs" / "connector-contract.md").read_text()
     source = guide.split("```python\n")[1].split("```")[0]
     install_stores(tmp_path, source, {"sqlite": "SqliteStore"})
     suite = start_suite(f"sqlite://{tmp_path}/kv.sqlite", tmp_path / "run", python_path=tmp_path)

@@ -29,7 +29,7 @@ def open_engine():
 
 @contextmanager
 def server_that_never_answers():
-    """Takes connections and says nothing; its URL."""
+    """Yields the URL of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"redis://127.0.0.1:{server.getsockname()[1]}?timeout_s={_TIMEOUT_S}"
 
@@ -70,7 +70,7 @@ def _seconds_of(publisher, reader):
 
 
 def test_while_the_shared_member_is_down_nothing_is_committed(open_engine, tmp_path):
-    """What only this process can load is of no use to another."""
+    """Blocks that only this process can load do not count for a handoff."""
     with server_that_never_answers() as hanging:
         publisher = open_engine(f"multi://memory://{tmp_path.name},{hanging}")
         assert not publisher.save(random_prompt(2), range(2)).committed
@@ -124,5 +124,7 @@ def test_a_bad_url_says_why(url, message):
 def test_members_that_were_opened_are_closed_if_one_is_not(tmp_path):
     with pytest.raises(ConfigurationError):
         open_connector(f"multi://memory://{tmp_path.name}?ttl_s=5,memory://x?bad=1")
-    _, worker = open_connector(f"memory://{tmp_path.name}?ttl_s=6")  # nobody has it open any more
+    _, worker = open_connector(
+        f"memory://{tmp_path.name}?ttl_s=6"
+    )  # it was closed, so another ttl_s is fine
     worker.close()

@@ -61,7 +61,7 @@ def test_a_row_does_not_depend_on_the_number_of_threads(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sliding_window", [None, 1, 40, 128, 200])
 @pytest.mark.parametrize("heads", [(6, 2), (7, 1), (2, 2)])
-def test_a_token_attends_alike_in_every_chunk(heads, sliding_window, dtype):
+def test_attention_of_a_token_does_not_depend_on_its_chunk(heads, sliding_window, dtype):
     case = make_case(
         [(0, SEQ_LEN)], num_heads=heads[0], num_kv_heads=heads[1], head_dim=40, dtype=dtype
     )
@@ -75,7 +75,7 @@ def test_a_token_attends_alike_in_every_chunk(heads, sliding_window, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sliding_window", [None, 40])
-def test_a_token_attends_alike_beside_any_others(sliding_window, dtype):
+def test_attention_of_a_token_does_not_depend_on_other_sequences(sliding_window, dtype):
     spans = [(100, 1), (0, 140), (300, 3), (7, 1), (64, 64)]
     case = make_case(spans, head_dim=40, dtype=dtype)
     together = case.attend(sliding_window).split([length for _, length in spans])

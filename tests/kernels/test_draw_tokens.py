@@ -29,7 +29,7 @@ def _sampled(case):
 
 @pytest.mark.parametrize("kind", LOGIT_KINDS)
 @pytest.mark.parametrize("vocab_size", [1, 6, 901])
-def test_tokens_are_the_samplers(kind, vocab_size):
+def test_tokens_equal_the_samplers(kind, vocab_size):
     ids = torch.arange(40)
     logits, draws = make_logits(kind, 40, vocab_size), make_draws(40, vocab_size)
     case = DrawCase(logits, draws, ids, ids * 1000)
@@ -51,7 +51,7 @@ def test_draws_of_rows_follow_entries_of_the_table():
     assert [token == INVALID_TOKEN for token in tokens] == [False, False, True, False, True, False]
 
 
-def test_tokens_go_where_they_shall():
+def test_tokens_are_written_to_out():
     case = DrawCase(
         make_logits("normal", 2, 50),
         draw_table((0.0, 0, 1.0, 0), (1.0, 0, 1.0, 2**64 - 1)),

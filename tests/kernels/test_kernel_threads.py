@@ -67,7 +67,7 @@ def test_fewer_than_one_thread_is_refused(threads, count):
         threads(count)
 
 
-def test_the_number_is_what_was_set(threads):
+def test_num_threads_returns_the_number_set(threads):
     for count in (1, 4, 2):
         threads(count)
         assert kernels.num_threads() == count
@@ -75,7 +75,7 @@ def test_the_number_is_what_was_set(threads):
 
 
 @native_only("torch keeps its threads")
-def test_threads_are_made_and_ended(threads):
+def test_threads_are_created_and_ended(threads):
     threads(1)
     work = some_work()
     work()
@@ -109,7 +109,7 @@ def test_thousands_of_tiny_jobs_on_more_threads_than_cores(threads):
 
 @native_only("torch's threads are not ours")
 @pytest.mark.parametrize("count", [1, 4])
-def test_callers_of_several_python_threads(threads, count):
+def test_several_python_threads_may_call(threads, count):
     works = [some_work(seed=seed) for seed in range(3)]
     expected = [work() for work in works]
     threads(count)

@@ -80,14 +80,14 @@ def test_linear_of_any_shape(rows, columns, outputs, **options):
 
 
 @native_only("torch rounds to the type of its operands first")
-def test_a_wide_result_of_narrow_operands_was_never_rounded_to_their_type():
+def test_a_wide_result_of_narrow_operands_is_never_rounded_to_their_type():
     hidden, matrix = normal(3, 64, dtype=torch.bfloat16), normal(50, 64, dtype=torch.bfloat16)
     out = kernels.linear(hidden, filled_weight(matrix), out_dtype=torch.float32)
     assert not torch.equal(out, out.bfloat16().float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_lie_apart_and_columns_too(dtype):
+def test_rows_and_columns_may_be_strided(dtype):
     matrix, residual = normal(45, 30, dtype=dtype), normal(7, 90, dtype=dtype, seed=1)
     weight = filled_weight(matrix)
     wide = normal(7, 100, dtype=dtype, seed=2)
@@ -182,7 +182,7 @@ def test_embed_gives_rows_bit_for_bit(columns, dtype, use):
 
 
 @pytest.mark.parametrize("use", [WeightUse.LOOKUP, WeightUse.LINEAR])
-def test_embed_of_no_tokens_and_of_tokens_that_lie_apart(use):
+def test_embed_of_no_tokens_and_of_strided_tokens(use):
     matrix = normal(100, 12)
     weight = filled_weight(matrix, use)
     assert kernels.embed(torch.tensor([], dtype=torch.int64), weight).shape == (0, 12)

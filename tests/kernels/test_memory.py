@@ -14,7 +14,7 @@ def test_fresh_memory_is_zero(shape):
     assert torch.equal(fresh_zeros(shape, torch.float32), torch.zeros(shape))
 
 
-def test_a_system_without_large_pages_gives_small_ones(monkeypatch):
+def test_a_system_without_large_pages_uses_small_ones(monkeypatch):
     class Pages(mmap.mmap):
         def madvise(self, option):
             raise OSError(errno.EINVAL, "Invalid argument")

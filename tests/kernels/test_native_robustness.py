@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @native_only("torch's memory and threads are torch's matter")
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not limit a process's memory")
 @pytest.mark.parametrize("refused", ["attention", "threads"])
-def test_what_the_system_refuses_is_an_error_and_the_process_goes_on(refused):
+def test_a_refusal_of_the_system_is_an_error_and_the_process_continues(refused):
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.limited_process", refused],
         cwd=ROOT,

@@ -105,7 +105,7 @@ def test_any_shape(spans, heads, sliding_window, **shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sliding_window", [1, 5, 16, 60, 64, 100])
 @pytest.mark.parametrize("block_size", [1, 16, 48])
-def test_what_lies_before_the_windows_may_be_gone(block_size, sliding_window, dtype):
+def test_blocks_before_the_windows_may_be_freed(block_size, sliding_window, dtype):
     case = make_case([(200, 1), (170, 60), (64, 5), (3, 1)], block_size=block_size, dtype=dtype)
     case.forgetting(sliding_window).check(sliding_window)
 
@@ -202,7 +202,7 @@ def test_one_thread_or_several_give_the_same_bits(dtype):
 
 @native_only("the reference takes no step of no tokens")
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_step_of_no_tokens_is_a_step(num_threads):
+def test_a_step_of_no_tokens(num_threads):
     case = make_case([(3, 2)], head_dim=64, block_size=16, dtype=torch.float32)
     none = torch.zeros(0, dtype=torch.int64)
     meta = replace(
@@ -220,7 +220,7 @@ def test_a_step_of_no_tokens_is_a_step(num_threads):
 
 
 @native_only("the reference takes any strides")
-def test_elements_of_a_head_must_lie_side_by_side():
+def test_elements_of_a_head_must_be_adjacent():
     case = make_case(MIXES["one token"], head_dim=8)
     pool = case.pool.transpose(4, 5).contiguous().transpose(4, 5)
     with pytest.raises(AssertionError):

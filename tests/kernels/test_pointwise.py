@@ -46,7 +46,7 @@ def test_rms_norm_of_any_shape(rows, size, dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_of_rows_that_lie_apart_and_of_more_axes(dtype):
+def test_rms_norm_of_strided_rows_and_of_more_axes(dtype):
     wide, weight = normal(6, 4, 90, dtype=dtype), normal(30, dtype=dtype, seed=1)
     for hidden in (wide[:, :, 20:50], wide[::2, 1:3, ::3], wide[:, 0, 3:33], wide[1, :, :30]):
         check_rms_norm(hidden, weight)
@@ -80,7 +80,7 @@ def test_rotary_angles(num_tokens, half_dim, amplitude):
     assert_within(rotation.sin, angles.sin() * amplitude, bound)
 
 
-def test_rotary_angles_of_positions_that_lie_apart():
+def test_rotary_angles_of_strided_positions():
     frequencies, positions = torch.tensor([1.0, 0.1]), torch.arange(20)
     apart = kernels.rotary_angles(positions[3::4], frequencies, 1.0)
     dense = kernels.rotary_angles(positions[3::4].clone(), frequencies, 1.0)
@@ -124,7 +124,7 @@ def test_the_largest_is_found_wherever_it_is(place, value):
     check_maxima(logits)
 
 
-def test_row_maxima_go_where_they_shall():
+def test_row_maxima_are_written_to_out():
     logits = normal(9, 60)
     logits[4, 7] = math.nan
     maxima, indices = torch.full((12,), 5.0), torch.full((12,), 5)
@@ -138,7 +138,7 @@ def test_row_maxima_go_where_they_shall():
     assert maxima[[0, 1, 11]].tolist() == indices[[0, 1, 11]].tolist() == [5, 5, 5]
 
 
-def test_row_maxima_of_logits_that_lie_apart():
+def test_row_maxima_of_strided_logits():
     logits = normal(9, 60)
     for view in (logits[::2], logits[:, 5:38], logits[1:, ::2], logits.T):
         check_maxima(view)

@@ -37,7 +37,7 @@ def _write(views, key, value, meta):
 @pytest.mark.parametrize("sliding_window", [None, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", _STEPS)
-def test_attention_is_that_over_the_rounded_cache(step, dtype, sliding_window):
+def test_attention_reads_the_rounded_cache(step, dtype, sliding_window):
     spans, block_size, head_dim = _STEPS[step], 4, 16
     tables, num_blocks = shuffled_tables([sum(span) for span in spans], block_size, seed=1)
     views = _new_pool(num_blocks, block_size, head_dim)

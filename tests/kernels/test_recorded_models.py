@@ -85,7 +85,7 @@ def run_recorded(steps, session, work, asking=None):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_recorded_decoding_is_decoding(variant, dtype):
+def test_recorded_decoding_equals_decoding(variant, dtype):
     plain, recorded = prefilled(variant, dtype), prefilled(variant, dtype)
     model, decode = recorder_of(recorded)
     for step, sequences in enumerate(STEPS):
@@ -114,7 +114,7 @@ def chunk_work(session, step):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_recorded_chunks_are_chunks(variant, dtype):
+def test_recorded_chunks_equal_chunks(variant, dtype):
     plain, recorded = chunk_session(variant, dtype), chunk_session(variant, dtype)
     model, steps = recorder_of(recorded)
     runs = []
@@ -130,27 +130,27 @@ def test_recorded_chunks_are_chunks(variant, dtype):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_layers_kv_is_written_once_it_is_told(variant):
+def test_a_layers_kv_is_written_when_its_mark_is_called(variant):
     session = chunk_session(variant, "float32")
     _, steps = recorder_of(session)
-    slots, told = session.groups.slots, []
-    pool = session.pool.view(torch.int32)  # there are NaN in it
+    slots, seen_pools = session.groups.slots, []
+    pool = session.pool.view(torch.int32)  # it holds NaN
 
     def see(num_layers):
-        told.append((num_layers, pool.clone()))
+        seen_pools.append((num_layers, pool.clone()))
 
-    for sequence in range(3):  # through Python; recorded, if it can be; as often as it can
-        told.clear()
+    for sequence in range(3):  # through Python; recorded, if possible; from the recording
+        seen_pools.clear()
         work = chunk_work(session, [(sequence, 40)])
         steps.inputs.fill(*session.batch(work, [0]), decode_rows=np.zeros(0, np.int64))
         before = pool.clone()
         steps.scores(see)
-        numbers = [number for number, _ in told]
+        numbers = [number for number, _ in seen_pools]
         if sequence == 1:
-            assert not numbers, "of a step to be recorded, commands are noted and have not run"
+            assert not numbers, "while a step is recorded, its commands have not run"
             continue
         assert numbers == list(range(1, len(slots) + 1))
-        for number, seen in told:
+        for number, seen in seen_pools:
             for layer, (group, index) in enumerate(slots):
                 blocks = session.tables[group][sequence][: 40 // BLOCK_SIZE]
                 expected = pool if layer < number else before
@@ -169,7 +169,7 @@ def test_long_steps_are_not_recorded(monkeypatch):
 
 
 @native_only("others record nothing")
-def test_sizes_that_came_long_ago_came_never(monkeypatch):
+def test_sizes_seen_long_ago_are_forgotten(monkeypatch):
     monkeypatch.setattr(recorded_steps, "_MAX_SIZES_SEEN", 2)
     session = chunk_session("llama", "float32")
     model, steps = recorder_of(session)
@@ -180,7 +180,7 @@ def test_sizes_that_came_long_ago_came_never(monkeypatch):
     assert runs == [1, 2, 3, 4, 5, 5, 6, 6]
 
 
-def test_what_cannot_be_recorded_is_tried_once(monkeypatch):
+def test_recording_is_tried_once_per_size_that_cannot_be_recorded(monkeypatch):
     session = prefilled("gpt2", "float32")
     model, decode = recorder_of(session)
     tries = []
@@ -194,7 +194,7 @@ def test_what_cannot_be_recorded_is_tried_once(monkeypatch):
 
 
 @native_only("others record nothing")
-def test_the_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
+def test_the_least_recently_used_recordings_are_dropped(monkeypatch):
     monkeypatch.setattr(recorded_steps, "_MAX_RECORDINGS", 2)
     plain, session = prefilled("llama", "float32"), prefilled("llama", "float32")
     model, decode = recorder_of(session)

@@ -14,7 +14,7 @@ from tests.support.kernel_checks import CPU, DTYPES, filled_weight, native_only,
 
 
 class Chain:
-    """Layers over an input that is changed in place; results are kept by none of them."""
+    """Layers over an input that is changed in place; they keep no results."""
 
     def __init__(self, num_rows, dtype, seed=0):
         self.hidden = normal(num_rows, 48, dtype=dtype, seed=seed)
@@ -36,7 +36,7 @@ def recorded(arena, run):
     return output.clone(), step
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_of_several_sizes_share_an_arena_that_grows(dtype):
     arena, chains, steps = Arena(), [], []
@@ -51,8 +51,8 @@ def test_steps_of_several_sizes_share_an_arena_that_grows(dtype):
             assert torch.equal(step.run(), chain.run())
 
 
-@native_only("others record nothing")
-def test_marks_are_told_in_their_order():
+@native_only("other kernels record nothing")
+def test_marks_are_called_in_order():
     chain, weight, seen = Chain(5, torch.float32), torch.ones(48), []
 
     def run():
@@ -68,12 +68,12 @@ def test_marks_are_told_in_their_order():
     assert seen == [7, 9]
 
 
-def test_a_mark_without_a_recording_is_none():
+def test_a_mark_without_a_recording_does_nothing():
     kernels.mark_step(CPU, 1)
 
 
-@native_only("others record nothing")
-def test_nothing_of_the_recorded_run_is_needed():
+@native_only("other kernels record nothing")
+def test_tensors_of_the_recorded_run_may_be_freed():
     chain = Chain(5, torch.float32)
     _, step = recorded(Arena(), chain.run)
     gc.collect()
@@ -83,8 +83,8 @@ def test_nothing_of_the_recorded_run_is_needed():
     assert all(tensor.isnan().all() for tensor in junk)
 
 
-@native_only("others record nothing")
-def test_a_result_outlives_the_commands_after_it():
+@native_only("other kernels record nothing")
+def test_a_result_outlives_later_commands():
     chain, other = Chain(5, torch.float32), Chain(5, torch.float32, seed=9)
 
     def run():
@@ -97,8 +97,8 @@ def test_a_result_outlives_the_commands_after_it():
     assert torch.equal(step.run(), chain.run())
 
 
-@native_only("others record nothing")
-def test_what_another_thread_records_meanwhile_is_not_of_the_step():
+@native_only("other kernels record nothing")
+def test_recordings_of_other_threads_are_separate():
     chain, other = Chain(5, torch.float32), Chain(5, torch.float32, seed=9)
 
     def run():
@@ -115,8 +115,8 @@ def test_what_another_thread_records_meanwhile_is_not_of_the_step():
     assert torch.equal(others[0].run(), other.run())
 
 
-@native_only("others record nothing")
-def test_an_input_that_a_step_turns_in_place_is_read_where_it_is():
+@native_only("other kernels record nothing")
+def test_an_input_that_a_step_rotates_in_place_keeps_its_address():
     case = make_case([(7, 1), (20, 1)], head_dim=8)
     qkv = normal(2, 10, 8)
     query, key, value = qkv.split((6, 2, 2), dim=1)
@@ -137,8 +137,8 @@ def test_an_input_that_a_step_turns_in_place_is_read_where_it_is():
     assert torch.equal(step.run(), expected)
 
 
-@native_only("others record nothing")
-def test_memory_that_recorded_commands_would_write_is_not_touched(poisoned_memory):
+@native_only("other kernels record nothing")
+def test_outputs_of_recorded_commands_are_not_written(poisoned_memory):
     chain, norm, written = Chain(5, torch.float32), torch.ones(80), []
 
     def run():
@@ -165,7 +165,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("inference", [True, False])
-def test_what_torch_computes_is_not_recorded_and_right(foreign, inference):
+def test_steps_with_torch_operations_are_right_and_not_recorded(foreign, inference):
     chain = Chain(3, torch.float32)
 
     def run():
@@ -187,7 +187,7 @@ VIEWS = [
 ]
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("inference", [True, False])
 def test_views_are_recorded(view, inference):
@@ -198,16 +198,16 @@ def test_views_are_recorded(view, inference):
         assert torch.equal(step.run(), view(chain.run()))
 
 
-@native_only("others record nothing")
-def test_a_step_without_a_result_does_its_work():
+@native_only("other kernels record nothing")
+def test_a_step_with_an_empty_result_is_computed():
     case = make_case([(7, 1), (20, 1)], head_dim=8)
     states, value = normal(2, 8, 8), normal(2, 2, 8, seed=1)
-    pool, nobody = case.pool.clone(), torch.empty(0, dtype=torch.int64)
+    pool, no_rows = case.pool.clone(), torch.empty(0, dtype=torch.int64)
 
     def run():
         query, key = states.split((6, 2), dim=1)
         query = kernels.rotate_and_write_kv(query, key, value, case.kv_layer, case.meta)
-        return kernels.take_rows(query.flatten(1), nobody)
+        return kernels.take_rows(query.flatten(1), no_rows)
 
     output, step = recorded(Arena(), run)
     written = case.pool.clone()
@@ -217,15 +217,15 @@ def test_a_step_without_a_result_does_its_work():
     assert not torch.equal(pool.view(torch.int32), written.view(torch.int32))
 
 
-def test_a_result_whose_rows_lie_apart_is_not_recorded():
+def test_a_strided_result_is_not_recorded():
     chain = Chain(3, torch.float32)
     output, step = kernels.record_step(CPU, Arena(), lambda: chain.run()[:, 3:9])
     assert step is None
     assert torch.equal(output, chain.run()[:, 3:9])
 
 
-@native_only("others record nothing")
-def test_an_arena_that_was_outgrown_is_given_back():
+@native_only("other kernels record nothing")
+def test_memory_of_an_outgrown_arena_is_freed():
     arena, kept, memories = Arena(), [], []
     for num_rows in (1, 8, 100):
         chain = Chain(num_rows, torch.float32)
@@ -237,10 +237,10 @@ def test_an_arena_that_was_outgrown_is_given_back():
     assert [memory.expired() for memory in memories] == [True, True, False]
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 @pytest.mark.timeout(60)
-def test_long_steps_are_recorded_soon():
-    """Tens of thousands of commands: what grows with their square takes minutes."""
+def test_long_steps_are_recorded_quickly():
+    """Tens of thousands of commands: anything quadratic in them takes minutes."""
     weight, hidden = torch.ones(16), normal(2, 16)
 
     def run():
@@ -260,7 +260,7 @@ def test_a_result_that_no_kernel_computes_is_not_recorded():
     assert torch.equal(output, torch.ones(2, 5))
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 def test_a_run_that_fails_leaves_nothing_behind():
     chain, arena = Chain(3, torch.float32), Arena()
 

@@ -1,5 +1,7 @@
 """Block copies, bit for bit, and the small elementwise primitives."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ def test_gathered_blocks_scatter_back_bit_for_bit(dtype, as_bytes):
     assert torch.equal(bits(other), before)
 
 
-def test_rows_may_lie_apart():
+def test_rows_may_be_strided():
     pool, other = random_pool(torch.bfloat16), random_pool(torch.bfloat16)
     slots = torch.zeros(3, 64 + 180, dtype=torch.uint8)
     kernels.gather_blocks(pool, [7, 0, 3], slots[:, 64:])
@@ -103,7 +105,7 @@ def test_rms_norm_of_large_half_precision_values_does_not_overflow():
     assert torch.equal(normed, torch.ones_like(normed))
 
 
-def test_rotary_turns_pairs_by_their_angle():
+def test_rotary_rotates_pairs_by_their_angle():
     states = torch.randn(4, 3, 6)
     angles = torch.randn(4, 3)
     turned = apply_rotary(states, angles.cos(), angles.sin())
@@ -122,15 +124,16 @@ def test_silu_and_mul():
     )
 
 
-def test_swaps_are_for_the_kernels_of_whichever_pool_is_on_a_gpu(monkeypatch):
-    asked = []
-
-    def serving(device):
-        asked.append(device.type)
-        return reference
-
-    monkeypatch.setattr(dispatch, "_kernels_on", serving)
+def test_swaps_use_the_kernels_of_the_pool_that_is_on_a_gpu(monkeypatch):
+    devices = []
+    for device in ("cpu", "meta"):
+        record = partial(_append, devices, device)
+        monkeypatch.setitem(dispatch.KERNELS["swap_blocks"], (device, None), record)
     host, other = torch.zeros(2, 4), torch.zeros(2, 4, device="meta")
     for source, target in ((host, other), (other, host), (host, host)):
         kernels.swap_blocks(source, target, ())
-    assert asked == ["meta", "meta", "cpu"]
+    assert devices == ["meta", "meta", "cpu"]
+
+
+def _append(devices, device, *_):
+    devices.append(device)

@@ -59,7 +59,7 @@ def test_many_tokens_over_several_threads(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_that_lie_otherwise(dtype):
+def test_strided_parts(dtype):
     """Copies, as of GPT-2's parts, and heads that do not lie side by side."""
     case = make_case(dtype=dtype, has_norms=True)
     parts = [part.clone() for part in case.parts()]

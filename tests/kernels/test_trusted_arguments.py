@@ -109,7 +109,7 @@ def test_rotations(angles):
             prepare(rotation=rotation)
 
 
-def test_heads_of_odd_width_are_not_turned():
+def test_heads_of_odd_width_are_not_rotated():
     with pytest.raises(AssertionError):
         prepare(head_dim=7, rotation=Rotation(torch.ones(2, 3), torch.ones(2, 3)))
 

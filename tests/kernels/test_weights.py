@@ -82,7 +82,7 @@ def test_sources_of_any_type_and_strides(source, use, dtype):
 
 
 @pytest.mark.parametrize("use", list(WeightUse))
-def test_rows_tell_their_shape_and_bytes(use):
+def test_rows_have_their_shape_and_bytes(use):
     rows = kernels.make_weight(90, 7, torch.bfloat16, CPU, use).rows(45, 13)
     assert tuple(rows.shape) == (13, 7)
     assert rows.nbytes == 13 * 7 * 2
@@ -110,13 +110,13 @@ def test_a_source_of_another_shape_is_refused(shape, use):
 )
 def test_rows_past_the_end_or_of_both_halves_are_refused(use, first, count):
     weight = kernels.make_weight(90, 7, torch.float32, CPU, use)
-    with pytest.raises(ValueError, match=f"{count} from {first} on"):
+    with pytest.raises(ValueError, match=f"rows {first} to {first + count} do not lie"):
         weight.rows(first, count)
 
 
 @native_only("memory of a tensor is what it was")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_no_row_filled_is_zero(dtype):
+def test_rows_that_were_not_filled_are_zero(dtype):
     weight = kernels.make_weight(100, 13, dtype, CPU, WeightUse.LINEAR)
     weight.rows(33, 5).copy_(torch.ones(5, 13))
     expected = torch.zeros(100, 13, dtype=dtype)

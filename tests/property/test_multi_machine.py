@@ -1,8 +1,8 @@
 """A connector over several members, whose jobs end in any order and any way.
 
-Checked: one result for each job; what a load reports was brought under the right
-keys, by one member at a time; nobody is asked again who did not answer, and all
-others are before a load ends short; blocks are given back once, when no member
+The machine checks that each job has one result; that a load's good blocks came under the right
+keys, from one member at a time; that a member which did not answer is not asked again, and that
+all others are asked before a load ends short; and that blocks are released once, when no member
 reads them any more.
 """
 
@@ -48,7 +48,7 @@ class MultiMachine(RuleBasedStateMachine):
             if isinstance(job, kind)
         ]
 
-    # What the engine asks for.
+    # Jobs of the engine.
 
     @rule(keys=_KEYS)
     def look_up(self, keys):
@@ -82,7 +82,7 @@ class MultiMachine(RuleBasedStateMachine):
         self.saves[job_id] = blocks
         self.ended_saves[blocks] = {}
 
-    # What members do.
+    # Ends of members' jobs.
 
     @precondition(lambda self: self.pending(LookupJob))
     @rule(data=st.data())
@@ -125,13 +125,13 @@ class MultiMachine(RuleBasedStateMachine):
 
     @rule(owners=st.lists(st.integers(0, 2), min_size=6, max_size=6))
     def scatter(self, owners):
-        """Each key is with one member, put there from elsewhere."""
+        """Gives each key to one member, as if another engine had saved it there."""
         for index, member in enumerate(self.all.members):
             member.objects = {
                 key for key, owner in zip(_ALL, owners, strict=True) if owner == index
             }
 
-    # What the engine hears.
+    # Results that the engine gets.
 
     @rule()
     def step(self):
@@ -161,11 +161,11 @@ class MultiMachine(RuleBasedStateMachine):
             ends = [(name, keys.index(first) + count) for name, first, count, _ in answers]
             lacking = {name for name, end in ends if end == num_good}
             sources = {"peer", "far", "near"} if has_handoff else {"far", "near"}
-            assert lacking | set(lost) == sources, "somebody else may have had it"
+            assert lacking | set(lost) == sources, "a source was not asked"
 
     def check_save(self, result):
         outcomes = self.ended_saves.pop(self.saves.pop(result.job_id))
-        assert len(outcomes) == 3, "somebody may still read the blocks"
+        assert len(outcomes) == 3, "a member may still read the blocks"
         if result.is_held:
             assert outcomes["peer"] == "held"
             self.held.add(result.job_id)
@@ -193,7 +193,7 @@ class MultiMachine(RuleBasedStateMachine):
             self.peer.release(job_id)
 
     def teardown(self):
-        """Whatever was begun ends."""
+        """All jobs end."""
         for _ in range(6):  # as often as a job goes from member to member
             self.end_all()
             self.step()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import kernels
-from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_kv import AttentionMetadata
 from kernels.reference.cache import quantize_kv, write_kv
 from tests.support.kernel_checks import CPU, IS_NATIVE, assert_within, eps_of
 from tests.support.paged_batches import meta_on, shuffled_tables, step_metadata

@@ -31,9 +31,9 @@ class ConnectorRig:
     Args:
         store: where it saves to and loads from.
         copier_of: makes what copies its blocks.
-        device: of its pool.
+        device: the pool's.
         pool: its pool; None for one of random blocks in `LAYOUT`.
-        layout: of a pool that is given.
+        layout: the shape and type of the given pool's blocks.
         form: see `KvConnectorWorker.register_pool`.
         share: see there.
 

@@ -1,9 +1,9 @@
-"""A connector worker over a dict, whose jobs end when and how the test says.
+"""A connector's worker half over a dict, whose jobs end when and how the test says.
 
-It is as unkind as the interface allows: saves read the pool, and loads write
-it, only at their end, even when the load was cancelled meanwhile. One that
-lends has others read its pool until the lease has ended, and says so late. A save
-ahead of its step can end as soon as the step has computed its layers.
+It uses all freedom that the contract leaves: saves read the pool, and loads write to it, only at
+their end, even if the load was cancelled before. If it lends blocks, other workers read its pool
+until the lease has ended, and it reports the release late. A save ahead of its step can end as
+soon as the step has computed its layers.
 """
 
 from collections.abc import Callable
@@ -69,10 +69,9 @@ class FakeWorker(KvConnectorWorker):
     """Saves to a store that others share.
 
     Args:
-        store: the blocks.
+        store: the saved blocks.
         lends: whether it saves nothing, but lets others read its pool.
-        ends_in_steps: whether the job that is pending longest ends whenever a step tells of its
-            layers.
+        ends_in_steps: whether the oldest pending job ends whenever a step reports layers.
     """
 
     def __init__(self, store: Store, *, lends: bool = False, ends_in_steps: bool = False) -> None:
@@ -135,22 +134,22 @@ class FakeWorker(KvConnectorWorker):
 
     @property
     def leases(self) -> list[str]:
-        """Those that were offered and have not ended, in this order."""
+        """The leases that were offered and have not ended, in this order."""
         return [lease_id for lease_id in self._offered if lease_id in self._held]
 
     def end_lease(self, lease_id: str) -> None:
-        """As when it is released, or has run out: nothing of it can be read any more."""
+        """Ends a lease, as by release or by timeout: its blocks cannot be read any more."""
         self._ended.add(lease_id)
         for name in [n for n in self.store if isinstance(n, tuple) and n[0] == lease_id]:
             del self.store[name]
         self._released += self._held.pop(lease_id, ())
 
     def lose(self, index: int) -> None:
-        """One pending job does not report until `find`; it may move bytes until then."""
+        """Holds back one pending job until `find`; it may move bytes until then."""
         self.lost.append(self.pending.pop(index))
 
     def find(self) -> None:
-        """What was lost is pending again."""
+        """Makes held-back jobs pending again."""
         self.pending += self.lost
         self.lost.clear()
 
@@ -182,7 +181,7 @@ class FakeWorker(KvConnectorWorker):
         return LoadResult(job.job_id, limit, "failed" if fails else "")
 
     def _look_at(self, job: SaveJob) -> list[list[Any]]:
-        """What a job saves: it may be read at any time from its start to its end."""
+        """Returns what a job saves; it may be read at any time from its start to its end."""
         blocks = [list(self._pool[block_id]) for block_id in job.block_ids]
         if job.num_tail_tokens:
             del blocks[-1][job.num_tail_tokens :]
@@ -222,7 +221,7 @@ class FakeWorker(KvConnectorWorker):
 
     def poll(self) -> TransferResults:
         results, self._results = self._results, []
-        # A release is told after the save that it is of.
+        # A release is reported after the result of its save.
         released, self._released = self._released, []
         return TransferResults(
             tuple(r for r in results if isinstance(r, LookupResult)),

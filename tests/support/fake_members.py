@@ -23,13 +23,13 @@ Job = LookupJob | LoadJob | SaveJob
 
 @dataclass
 class FakeMember:
-    """One member: its scheduler half, and what its worker half was told.
+    """One member: its scheduler half, and what its worker half was asked to do.
 
     Attributes:
-        objects: keys that it has.
+        objects: keys of the blocks that it has.
         pending: jobs whose result is not in.
         held: its save jobs that lend blocks.
-        told: all other work, in order, as (what, item).
+        received: all other work, in order, as (field, item).
     """
 
     name: str
@@ -39,8 +39,8 @@ class FakeMember:
     objects: set = field(default_factory=set)
     pending: list = field(default_factory=list)
     held: list = field(default_factory=list)
-    told: list = field(default_factory=list)
-    news: list = field(default_factory=list)
+    received: list = field(default_factory=list)
+    results: list = field(default_factory=list)
     released: list = field(default_factory=list)
     doubted: list = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class FakeMember:
 
     def start(self, work: ConnectorWork) -> None:
         jobs = (*work.lookups, *work.loads, *work.saves)
-        assert all(job.keys for job in jobs), "nothing is asked for"
+        assert all(job.keys for job in jobs), "a job without keys"
         self.pending += jobs
         for name in (
             "cancelled_lookups",
@@ -65,7 +65,7 @@ class FakeMember:
             "offered",
             "ended",
         ):
-            self.told += [(name, item) for item in getattr(work, name)]
+            self.received += [(name, item) for item in getattr(work, name)]
         self.objects -= set(work.deletes)
         self.pending = [job for job in self.pending if job.job_id not in work.cancelled_lookups]
 
@@ -74,27 +74,27 @@ class FakeMember:
 
     def answer(self, job: LookupJob) -> None:
         self.pending.remove(job)
-        self.news.append(LookupResult(job.job_id, self.num_leading(job.keys)))
+        self.results.append(LookupResult(job.job_id, self.num_leading(job.keys)))
 
     def end_load(self, job: LoadJob, num_blocks: int, error: str) -> None:
         self.pending.remove(job)
-        self.news.append(LoadResult(job.job_id, num_blocks, error))
+        self.results.append(LoadResult(job.job_id, num_blocks, error))
 
     def end_save(self, job: SaveJob, *, committed: bool = True, is_held: bool = False) -> None:
         self.pending.remove(job)
         self.objects |= set(job.keys) if committed else set()
         self.held += [job.job_id] if is_held else []
-        self.news.append(SaveResult(job.job_id, committed, is_held=is_held))
+        self.results.append(SaveResult(job.job_id, committed, is_held=is_held))
 
     def release(self, job_id: int) -> None:
         self.held.remove(job_id)
         self.released.append(job_id)
 
     def poll(self) -> TransferResults:
-        news, self.news = self.news, []
+        ended, self.results = self.results, []
         released, self.released = self.released, []
         kinds = (LookupResult, LoadResult, SaveResult)
-        results = [tuple(each for each in news if isinstance(each, kind)) for kind in kinds]
+        results = [tuple(each for each in ended if isinstance(each, kind)) for kind in kinds]
         doubted, self.doubted = self.doubted, []
         return TransferResults(*results, released=tuple(released), doubted=tuple(doubted))
 
@@ -118,7 +118,7 @@ class Members:
             member.start(share)
 
     def poll(self) -> TransferResults:
-        """What the engine hears."""
+        """Returns the results that the engine gets."""
         every = tuple(member.poll() for member in self.members)
         return self.scheduler.update(MultiResults(members=every))
 

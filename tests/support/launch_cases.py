@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from kernels import DrawTable, WeightUse
-from kernels.triton import ops
+from kernels import DrawTable, WeightUse, reference
+from kernels.triton import attention, blocks, cache, linear, pointwise, row_state, sampling
 from kernels.triton.draw_thresholds import find_thresholds
 from tests.support.ahead_of_time import compiling
 from tests.support.attention_cases import make_case as attention_case
@@ -35,7 +35,7 @@ def _prepare(dtype=BF16, *, is_narrow=False, **options) -> None:
     pool, scales = case.pool[:, 1], None
     if is_narrow:
         pool, scales = pool.to(torch.float8_e4m3fn), torch.empty(pool.shape[:4])
-    ops.rotate_and_write_kv(
+    cache.rotate_and_write_kv(
         *case.parts(), pool, case.meta, rotation=case.rotation, norms=case.norms, kv_scales=scales
     )
 
@@ -51,28 +51,28 @@ def _attend(spans, dtype=BF16, *, window=None, is_narrow=False, head_dim=128, so
         soft_cap=soft_cap,
     )
     case = case.quantized() if is_narrow else case
-    case.attend(window, module=ops)
+    case.attend(window, module=attention)
 
 
 def _pointwise(dtype=BF16) -> None:
-    ops.rms_norm(torch.empty(3, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-6)
-    ops.rms_norm(torch.empty(3, 100, dtype=dtype), torch.empty(100, dtype=dtype), 1e-6)
-    weight = ops.make_weight(2 * 1024, 16, dtype, CPU, WeightUse.GATED_LINEAR)
-    ops.linear_silu_and_mul(torch.zeros(3, 16, dtype=dtype), weight)
+    pointwise.rms_norm(torch.empty(3, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-6)
+    pointwise.rms_norm(torch.empty(3, 100, dtype=dtype), torch.empty(100, dtype=dtype), 1e-6)
+    weight = reference.make_weight(2 * 1024, 16, dtype, CPU, WeightUse.GATED_LINEAR)
+    linear.linear_silu_and_mul(torch.zeros(3, 16, dtype=dtype), weight)
 
 
 def _angles_and_maxima() -> None:
-    ops.rotary_angles(torch.arange(7), torch.ones(64), 1.0)
-    ops.row_maxima(torch.empty(3, 128_256))
-    ops.row_maxima(torch.empty(60, 3).t())
+    pointwise.rotary_angles(torch.arange(7), torch.ones(64), 1.0)
+    pointwise.row_maxima(torch.empty(3, 128_256))
+    pointwise.row_maxima(torch.empty(60, 3).t())
 
 
 def _blocks() -> None:
     pool, ids = torch.empty(9, 2, 4096), [5, 3]
-    ops.gather_blocks(pool, ids, torch.empty(2, 8192))
-    ops.scatter_blocks(torch.empty(2, 8192), pool, torch.tensor(ids))
-    ops.copy_blocks(pool, [(1, 2), (3, 4)])
-    ops.gather_blocks(torch.empty(9, 90), ids, torch.empty(2, 4 + 360, dtype=torch.uint8)[:, 4:])
+    blocks.gather_blocks(pool, ids, torch.empty(2, 8192))
+    blocks.scatter_blocks(torch.empty(2, 8192), pool, torch.tensor(ids))
+    blocks.copy_blocks(pool, [(1, 2), (3, 4)])
+    blocks.gather_blocks(torch.empty(9, 90), ids, torch.empty(2, 4 + 360, dtype=torch.uint8)[:, 4:])
 
 
 def _draw_table() -> DrawTable:
@@ -87,7 +87,7 @@ def _draw_table() -> DrawTable:
 def _draws() -> None:
     logits, ids, draws = torch.empty(3, 128_256), torch.arange(3), _draw_table()
     for rows in (None, ids):
-        ops.draw_tokens(
+        sampling.draw_tokens(
             logits,
             torch.empty(3),
             ids,
@@ -96,7 +96,7 @@ def _draws() -> None:
             positions=ids,
             logit_rows=rows,
         )
-        ops.token_logprobs(logits, torch.empty(3), ids, rows)
+        sampling.token_logprobs(logits, torch.empty(3), ids, rows)
 
 
 def _thresholds() -> None:
@@ -107,9 +107,9 @@ def _thresholds() -> None:
 
 def _rows() -> None:
     case, ids = RowCase.make(CPU, block_size=16), torch.tensor([2, 0])
-    ops.lay_out_decode(case.rows, ids, 16, case.new_inputs(2))
+    row_state.lay_out_decode(case.rows, ids, 16, case.new_inputs(2))
     for count in (1, 2):
-        ops.keep_drawn(case.rows, ids[:count], ids[:count])
+        row_state.keep_drawn(case.rows, ids[:count], ids[:count])
 
 
 CASES: Mapping[str, Callable[[], None]] = {

@@ -1,4 +1,4 @@
-"""Third parties' connectors: one that keeps the contract, and some that break it, each in one way.
+"""Connectors of installed packages: one keeps the contract, the others break it in one way each.
 
 `GoodConnector` lends blocks within one process: a load copies from pool to pool.
 """
@@ -18,7 +18,7 @@ _lenders = {}  # open workers, by what their handoffs carry
 
 
 class GoodWorker(KvConnectorWorker):
-    """All that is asked for is done in `start`."""
+    """Does all work in `start`."""
 
     def __init__(self, lease_s):
         self.params = uuid.uuid4().bytes
@@ -172,7 +172,7 @@ class GappyWorker(GoodWorker):
 
 
 class SilentWorker(GoodWorker):
-    """Wakes nobody."""
+    """Never wakes the engine."""
 
     def set_waker(self, wake):
         pass

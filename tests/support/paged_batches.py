@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.attention_metadata import AttentionMetadata
+from kernels.paged_kv import AttentionMetadata
 
 
 def shuffled_tables(

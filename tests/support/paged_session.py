@@ -11,7 +11,7 @@ from engine.kv_cache.spec import group_layers
 from engine.runtime.batch_inputs import BatchInputs
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.rows import Rows
-from kernels.paged_kv import AskingTokens, PagedKv
+from kernels.paged_kv import LogitRows, PagedKv
 from kvstore.block_views import view_blocks
 from kvstore.layout import KvLayout
 from tests.support.checkpoints import tiny_checkpoint
@@ -130,7 +130,7 @@ class PagedSession:
 
     def _asking(
         self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int]
-    ) -> AskingTokens:
+    ) -> LogitRows:
         ends = list(accumulate(len(tokens) for _, tokens in work))
         chosen = [work[index][0] for index in asking]
         spans = [(self.done[sequence] - 1, 1) for sequence in chosen]
@@ -139,7 +139,7 @@ class PagedSession:
             for tables in self.tables
         ]
         rows = torch.tensor([ends[index] - 1 for index in asking], dtype=torch.int64)
-        return AskingTokens(rows, tuple(meta for _, meta in steps))
+        return LogitRows(rows, tuple(meta for _, meta in steps))
 
     def _run(self, inputs: BatchInputs) -> torch.Tensor:
         kv = PagedKv(self.pool, inputs.groups, self.groups.slots, inputs.asking, scales=self.scales)

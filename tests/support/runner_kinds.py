@@ -1,9 +1,6 @@
 """The ways in which a `ModelRunner` computes its steps, all of them on the CPU."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from types import MappingProxyType, ModuleType
 
 import torch
 
@@ -17,7 +14,7 @@ from tests.support.traced_graphs import EagerDeviceSteps, RerunDeviceSteps, Trac
 
 __all__ = ["KINDS", "RunnerKind", "current_kind", "make_runner", "use_kind"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -36,15 +33,16 @@ class RunnerKind:
         """Makes runners compute so until the test ends."""
         monkeypatch.setattr(model_runner, "HostSteps", self.steps)
         if self.kernels is not None:
-            modules = _modules(self.kernels)
-            monkeypatch.setattr(dispatch, "_modules", lambda: modules)
+            use_kernels(self.kernels, monkeypatch)
 
 
-def _modules(name: str) -> Mapping[tuple[str, torch.dtype], ModuleType]:
-    if name == "torch":
-        return MappingProxyType({})
-    ops = import_module("kernels.triton.ops")
-    return MappingProxyType({("cpu", dtype): ops for dtype in _DTYPES})
+def use_kernels(name: str, monkeypatch) -> None:
+    """Makes the kernels of "torch" or "triton" serve the CPU until the test ends."""
+    implementations = dispatch.TRITON.implementations if name == "triton" else {}
+    for kernel_name, kernel in dispatch.KERNELS.items():
+        for dtype in _DTYPES:
+            found = implementations.get(kernel_name, kernel.reference)
+            monkeypatch.setitem(kernel, ("cpu", dtype), found)
 
 
 KINDS = {

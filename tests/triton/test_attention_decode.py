@@ -104,6 +104,6 @@ def test_any_step(spans, heads, sliding_window, **shape):
     check(make_case(spans, num_heads=heads[0], num_kv_heads=heads[1], **shape), sliding_window)
 
 
-def test_a_step_of_no_tokens_is_a_step():
+def test_a_step_of_no_tokens():
     case = make_case([(3, 2)])
     assert attend(replace(case, query=case.query[:0])).shape == (0, 3, 64)

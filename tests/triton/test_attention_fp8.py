@@ -18,7 +18,7 @@ MIXED = [(120, 1), (0, 29), (30, 1), (65, 6), (0, 1)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spans", [DECODE, MIXED])
-def test_what_is_stored_is_attended(spans, dtype):
+def test_the_stored_values_are_attended(spans, dtype):
     check(make_case(spans, dtype=dtype).quantized())
 
 
@@ -39,7 +39,7 @@ def test_matches_the_reference():
     torch.testing.assert_close(attend(case).cpu(), expected, atol=2e-6, rtol=2e-5)
 
 
-def test_is_close_to_what_was_not_quantized():
+def test_is_close_to_attention_without_quantization():
     case = make_case([(300, 1), (50, 40)], dtype=torch.bfloat16)
     expected = case.expected()
     error = attend(case.quantized()).double().cpu() - expected
@@ -70,7 +70,7 @@ def test_a_sequence_that_is_not_finite_spoils_no_other(spans):
     torch.testing.assert_close(output[others], expected[others], atol=0, rtol=0)
 
 
-def test_factors_are_asked_for():
+def test_missing_factors_are_refused():
     quantized = make_case(DECODE, dtype=torch.bfloat16).quantized()
     with pytest.raises(AssertionError):
         attend(replace(quantized, scales_pool=None))

@@ -22,7 +22,7 @@ def with_meta(case, **changes):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sliding_window", [1, 60])
 @pytest.mark.parametrize("spans", [[(200, 1), (3, 1)], [(170, 40), (64, 5), (90, 1)]])
-def test_what_lies_before_the_windows_may_be_gone(spans, sliding_window, dtype):
+def test_blocks_before_the_windows_may_be_freed(spans, sliding_window, dtype):
     check(make_case(spans, dtype=dtype).forgetting(sliding_window), sliding_window)
 
 
@@ -35,7 +35,7 @@ def test_tables_may_be_wider_than_contexts_and_name_any_blocks_there(spans):
 
 
 @pytest.mark.parametrize("spans", [DECODE, MIXED])
-def test_tables_may_lie_apart(spans):
+def test_tables_may_be_strided(spans):
     case = make_case(spans, dtype=torch.bfloat16)
     tables = case.meta.block_tables
     wide = torch.full((len(tables), tables.shape[1] + 3), 1 << 30, dtype=torch.int32)
@@ -118,7 +118,7 @@ def test_the_pool_and_the_query_are_left_as_they_were():
     assert torch.equal(case.query, query)
 
 
-# The interpreter computes with numpy, which tells of NaN.
+# The interpreter computes with numpy, which warns about NaN.
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,7 +147,7 @@ def test_a_query_that_is_not_finite_spoils_no_other_token_or_head(span):
     assert torch.equal(output, expected)
 
 
-def test_elements_of_a_head_must_lie_side_by_side():
+def test_elements_of_a_head_must_be_adjacent():
     case = make_case(DECODE)
     pool = case.pool.transpose(4, 5).contiguous().transpose(4, 5)
     with pytest.raises(AssertionError):

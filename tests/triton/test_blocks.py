@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.triton import ops
+from kernels.triton import blocks
 from tests.support.devices import DEVICE, IS_CUDA
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -35,24 +35,24 @@ def test_gathered_blocks_scatter_back_bit_for_bit(dtype, block_words, as_bytes):
     row_elements = bits(pool).shape[1] // staging_type.itemsize
     staging = torch.empty(6, row_elements, dtype=staging_type, device=DEVICE)
     untouched = bits(staging)[[0, 5]]
-    ops.gather_blocks(pool, ids, staging[1:5])
+    blocks.gather_blocks(pool, ids, staging[1:5])
     assert torch.equal(bits(staging[1:5]), bits(pool)[ids])
     assert torch.equal(bits(staging)[[0, 5]], untouched)
 
     before, target_ids = bits(other).clone(), [1, 2, 6, 5]
-    ops.scatter_blocks(staging[1:5], other, target_ids)
+    blocks.scatter_blocks(staging[1:5], other, target_ids)
     before[target_ids] = bits(pool)[ids]
     assert torch.equal(bits(other), before)
 
 
 @pytest.mark.parametrize("header_bytes", [4, 64])
-def test_rows_may_lie_apart(header_bytes):
+def test_rows_may_be_strided(header_bytes):
     pool, other = random_pool(), random_pool()
     slots = torch.full((3, header_bytes + 360), 9, dtype=torch.uint8, device=DEVICE)
-    ops.gather_blocks(pool, [7, 0, 3], slots[:, header_bytes:])
+    blocks.gather_blocks(pool, [7, 0, 3], slots[:, header_bytes:])
     assert torch.equal(slots[:, header_bytes:].cpu(), bits(pool)[[7, 0, 3]])
     assert (slots[:, :header_bytes] == 9).all()
-    ops.scatter_blocks(slots[:, header_bytes:], other, [5, 6, 1])
+    blocks.scatter_blocks(slots[:, header_bytes:], other, [5, 6, 1])
     assert torch.equal(bits(other)[[5, 6, 1]], bits(pool)[[7, 0, 3]])
 
 
@@ -61,9 +61,9 @@ def test_ids_may_lie_in_a_tensor_on_any_device(dtype):
     pool, out = random_pool(), torch.empty(3, 90, device=DEVICE)
     for device in (DEVICE, "cpu"):
         ids = torch.tensor([4, 4, 2], dtype=dtype, device=device)
-        ops.gather_blocks(pool, ids, out.fill_(1))
+        blocks.gather_blocks(pool, ids, out.fill_(1))
         assert torch.equal(bits(out), bits(pool)[[4, 4, 2]])
-    ops.scatter_blocks(out[1:], pool, torch.tensor([8, 0], dtype=dtype, device=DEVICE))
+    blocks.scatter_blocks(out[1:], pool, torch.tensor([8, 0], dtype=dtype, device=DEVICE))
     assert torch.equal(bits(pool)[[8, 0]], bits(out)[1:])
 
 
@@ -72,9 +72,9 @@ def test_ids_may_lie_in_a_tensor_on_any_device(dtype):
 def test_blocks_travel_to_the_host_and_back(pinned):
     pool, other = random_pool(), random_pool()
     slots = torch.full((3, 64 + 360), 9, dtype=torch.uint8, pin_memory=pinned)
-    ops.gather_blocks(pool, [7, 0, 3], slots[:, 64:])
+    blocks.gather_blocks(pool, [7, 0, 3], slots[:, 64:])
     assert torch.equal(slots[:, 64:], bits(pool)[[7, 0, 3]])
-    ops.scatter_blocks(slots[:, 64:], other, [5, 6, 1])
+    blocks.scatter_blocks(slots[:, 64:], other, [5, 6, 1])
     assert torch.equal(bits(other)[[5, 6, 1]], bits(pool)[[7, 0, 3]])
 
 
@@ -94,7 +94,7 @@ def test_copies_read_before_they_write(pairs, block_words):
     expected, before = bits(pool).clone(), bits(pool).clone()
     for source, target in pairs:
         expected[target] = before[source]
-    ops.copy_blocks(pool, pairs)
+    blocks.copy_blocks(pool, pairs)
     assert torch.equal(bits(pool), expected)
 
 
@@ -115,17 +115,17 @@ def test_swapped_blocks_arrive_bit_for_bit(pairs):
     expected = bits(host).clone()
     for source, target in pairs:
         expected[target] = bits(pool)[source]
-    ops.swap_blocks(pool, host, pairs)
+    blocks.swap_blocks(pool, host, pairs)
     if IS_CUDA:
         torch.cuda.synchronize()
     assert torch.equal(bits(host), expected)
     back = random_pool()
-    ops.swap_blocks(host, back, [(target, source) for source, target in pairs[:1]])
+    blocks.swap_blocks(host, back, [(target, source) for source, target in pairs[:1]])
     for source, target in pairs[:1]:
         assert torch.equal(bits(back)[source], bits(host)[target])
 
 
-def test_neighbours_travel_together(monkeypatch):
+def test_adjacent_blocks_are_one_transfer(monkeypatch):
     """Blocks that lie side by side in both pools are one transfer."""
     copies = []
     copy = torch.Tensor.copy_
@@ -135,20 +135,22 @@ def test_neighbours_travel_together(monkeypatch):
         return copy(tensor, source, non_blocking=non_blocking)
 
     monkeypatch.setattr(torch.Tensor, "copy_", counting)
-    ops.swap_blocks(random_pool(), random_pool(), [(2, 0), (3, 1), (4, 2), (6, 3), (7, 5), (8, 6)])
+    blocks.swap_blocks(
+        random_pool(), random_pool(), [(2, 0), (3, 1), (4, 2), (6, 3), (7, 5), (8, 6)]
+    )
     assert copies == [3, 1, 2]
 
 
 def test_no_blocks_change_nothing():
     pool = random_pool()
     before = bits(pool).clone()
-    ops.copy_blocks(pool, [])
-    ops.gather_blocks(pool, [], torch.empty(0, 90, device=DEVICE))
-    ops.scatter_blocks(torch.empty(0, 90, device=DEVICE), pool, [])
+    blocks.copy_blocks(pool, [])
+    blocks.gather_blocks(pool, [], torch.empty(0, 90, device=DEVICE))
+    blocks.scatter_blocks(torch.empty(0, 90, device=DEVICE), pool, [])
     assert torch.equal(bits(pool), before)
 
 
 def test_a_pool_that_is_not_contiguous_is_refused():
     pool = torch.zeros(4, 4, 4, device=DEVICE).transpose(0, 2)
     with pytest.raises(RuntimeError, match="view"):
-        ops.gather_blocks(pool, [0], torch.empty(1, 16, device=DEVICE))
+        blocks.gather_blocks(pool, [0], torch.empty(1, 16, device=DEVICE))

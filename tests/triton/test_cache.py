@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.cache import quantize_kv
-from kernels.triton import ops
+from kernels.triton import cache
 from tests.support import preparation_cases
 from tests.support.devices import DEVICE, rounding_error
 
@@ -20,7 +20,7 @@ def make_case(*, dtype=torch.float32, spans=SPANS, **options):
     return preparation_cases.make_case(
         dtype=dtype,
         spans=spans,
-        module=ops,
+        module=cache,
         device=DEVICE,
         rounding=rounding_error(dtype),
         **options,
@@ -46,7 +46,7 @@ def test_heads(heads):
     make_case(num_heads=heads[0], num_kv_heads=heads[1], head_dim=64, has_norms=True).check()
 
 
-def test_more_heads_than_a_program_takes():
+def test_more_heads_than_a_program_processes():
     make_case(num_heads=24, num_kv_heads=12, head_dim=256, has_norms=True, spans=[(3, 2)]).check()
 
 
@@ -65,7 +65,7 @@ def test_any_shape(heads, half_dim, **options):
     make_case(num_heads=heads[0], num_kv_heads=heads[1], head_dim=2 * half_dim, **options).check()
 
 
-def test_parts_that_lie_otherwise():
+def test_strided_parts():
     """Copies, as of GPT-2's parts, and heads that do not lie side by side."""
     case = make_case(has_norms=True)
     parts = [part.clone() for part in case.parts()]
@@ -74,7 +74,7 @@ def test_parts_that_lie_otherwise():
     case.check([part.repeat_interleave(2, dim=2)[:, :, ::2] for part in parts])
 
 
-def test_a_query_of_dense_heads_is_turned_where_it_is():
+def test_a_query_of_dense_heads_is_rotated_in_place():
     case = make_case()
     query, key, value = case.parts()
     assert case.run(query, key, value).data_ptr() == query.data_ptr()
@@ -125,7 +125,7 @@ class NarrowCase:
     def run(self, parts=None):
         """Query, `[num_tokens, 2, num_kv_heads, ...]` bytes and factors; the rest must stay."""
         case = self.case
-        query = ops.rotate_and_write_kv(
+        query = cache.rotate_and_write_kv(
             *(parts or case.parts()),
             self.pool.view(torch.float8_e4m3fn)[:, 1],
             case.meta,
@@ -186,7 +186,7 @@ def test_quantized_states_of_any_size(scale):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of NaN
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_so_and_spoils_no_other_head(bad):
+def test_nonfinite_values_are_kept_and_spoil_no_other_head(bad):
     narrow_case = NarrowCase(rotates=False)
     narrow_case.case.qkv[2, 7, 5] = bad  # the second head of a key
     _, narrow, scales = narrow_case.run()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels import WeightUse
-from kernels.triton import ops
+from kernels import WeightUse, reference
+from kernels.triton import linear
 from tests.support.devices import DEVICE, rounding_error
 from tests.support.kernel_checks import assert_within, eps_of, normal, product_bound
 
@@ -16,7 +16,7 @@ SHAPES = [(0, 16, 24), (1, 16, 24), (3, 33, 17), (40, 96, 50)]
 
 @pytest.fixture(autouse=True)
 def plain_float32_products():
-    """A GPU may shorten the factors of float32 products, unless it is told not to."""
+    """A GPU may shorten the factors of float32 products, unless that is turned off."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -28,7 +28,7 @@ def on_device(*shape, dtype, seed=0):
 
 
 def filled_weight(matrix, use=WeightUse.LINEAR):
-    weight = ops.make_weight(*matrix.shape, matrix.dtype, DEVICE, use)
+    weight = reference.make_weight(*matrix.shape, matrix.dtype, DEVICE, use)
     weight.rows(0, len(matrix)).copy_(matrix)
     return weight
 
@@ -50,7 +50,7 @@ def test_linear(rows, columns, outputs, has_residual, has_bias, dtype):
         sizes = sizes + addend.abs()
     # A rounding per addend, of sums that may be larger than the result.
     bound = bound + (1 + len(addends)) * eps_of(dtype) / 2 * sizes
-    out = ops.linear(hidden, filled_weight(matrix), bias, residual)
+    out = linear.linear(hidden, filled_weight(matrix), bias, residual)
     assert out.dtype == dtype
     assert_within(out, expected, bound)
 
@@ -62,7 +62,7 @@ def test_a_residual_is_added_where_it_lies_and_rounded_once(dtype):
     residual = on_device(5, 8, dtype=dtype, seed=2)
     expected = residual.double() + hidden.double() @ matrix.double().T
     bound = product_bound(hidden, matrix) + eps_of(dtype) / 2 * expected.abs()
-    out = ops.linear(hidden, filled_weight(matrix), residual=residual)
+    out = linear.linear(hidden, filled_weight(matrix), residual=residual)
     assert out.data_ptr() == residual.data_ptr()
     # Beside the product's own error, one of float32's for the sum.
     assert_within(out, expected, 1.01 * bound + eps_of(torch.float32) * expected.abs())
@@ -78,7 +78,7 @@ def test_logits_are_never_rounded_to_the_type_of_the_weights(extras, dtype):
     expected = hidden.double() @ matrix.double().T
     for addend in (bias, residual):
         expected = expected if addend is None else expected + addend.double()
-    out = ops.linear(hidden, filled_weight(matrix), bias, residual, out_dtype=torch.float32)
+    out = linear.linear(hidden, filled_weight(matrix), bias, residual, out_dtype=torch.float32)
     assert out.dtype == torch.float32
     bound = 2 * product_bound(hidden, matrix) + 4 * eps_of(torch.float32) * (1 + expected.abs())
     assert_within(out, expected, bound)
@@ -92,7 +92,7 @@ def test_gated(rows, columns, outputs, has_bias, dtype):
     matrix = on_device(2 * outputs, columns, dtype=dtype, seed=1) / columns**0.5
     bias = on_device(2 * outputs, dtype=dtype, seed=2) if has_bias else None
     weight = filled_weight(matrix, WeightUse.GATED_LINEAR)
-    out = ops.linear_silu_and_mul(hidden, weight, bias)
+    out = linear.linear_silu_and_mul(hidden, weight, bias)
     wide = hidden.double() @ matrix.double().T + (0 if bias is None else bias.double())
     gate, up = wide.chunk(2, dim=-1)
     expected = torch.nn.functional.silu(gate) * up
@@ -109,5 +109,5 @@ def test_gated(rows, columns, outputs, has_bias, dtype):
 def test_embedding_rows_and_rows_of_a_matrix():
     matrix = on_device(9, 6, dtype=torch.bfloat16)
     ids = torch.tensor([8, 0, 0, 3], device=DEVICE)
-    assert torch.equal(ops.embed(ids, filled_weight(matrix, WeightUse.LOOKUP)), matrix[ids])
-    assert torch.equal(ops.take_rows(matrix[:, 1:4], ids), matrix[ids, 1:4])
+    assert torch.equal(reference.embed(ids, filled_weight(matrix, WeightUse.LOOKUP)), matrix[ids])
+    assert torch.equal(reference.take_rows(matrix[:, 1:4], ids), matrix[ids, 1:4])

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
-from kernels.triton import ops
-from kernels.triton.pointwise import silu_and_mul
+from kernels.triton import pointwise
+from kernels.triton.linear import silu_and_mul
 from tests.support.devices import DEVICE, rounding_error
 from tests.support.kernel_checks import assert_within, eps_of, normal, spacing_at_zero
 
@@ -26,7 +26,7 @@ def on_device(*shape, dtype=torch.float32, seed=0):
 
 
 def check_rms_norm(hidden, weight, eps=1e-5):
-    out = ops.rms_norm(hidden, weight, eps)
+    out = pointwise.rms_norm(hidden, weight, eps)
     wide = hidden.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
     assert out.shape == hidden.shape
@@ -59,7 +59,7 @@ def test_rms_norm_of_any_shape(rows, size, dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_of_rows_that_lie_apart_and_of_more_axes(dtype):
+def test_rms_norm_of_strided_rows_and_of_more_axes(dtype):
     wide, weight = on_device(6, 4, 90, dtype=dtype), on_device(30, dtype=dtype, seed=1)
     for hidden in (wide[:, :, 20:50], wide[::2, 1:3, ::3], wide[:, 0, 3:33], wide[1, :, :30]):
         check_rms_norm(hidden, weight)
@@ -67,16 +67,16 @@ def test_rms_norm_of_rows_that_lie_apart_and_of_more_axes(dtype):
 
 def test_rms_norm_of_no_rows():
     weight = on_device(8)
-    assert ops.rms_norm(torch.empty(0, 8, device=DEVICE), weight, 1e-5).shape == (0, 8)
+    assert pointwise.rms_norm(torch.empty(0, 8, device=DEVICE), weight, 1e-5).shape == (0, 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_of_rows_that_are_zero_or_not_finite(dtype):
     hidden, weight = on_device(4, 40, dtype=dtype), torch.ones(40, dtype=dtype, device=DEVICE)
-    expected = ops.rms_norm(hidden, weight, 1e-6)
+    expected = pointwise.rms_norm(hidden, weight, 1e-6)
     hidden[1] = 0
     hidden[2, 39] = math.nan
-    out = ops.rms_norm(hidden, weight, 1e-6)
+    out = pointwise.rms_norm(hidden, weight, 1e-6)
     assert torch.equal(out[[0, 3]], expected[[0, 3]])
     assert not out[1].any()
     assert out[2].isnan().all()
@@ -85,7 +85,7 @@ def test_rms_norm_of_rows_that_are_zero_or_not_finite(dtype):
 def test_rms_norm_of_large_half_precision_values_does_not_overflow():
     hidden = torch.full((1, 8), 6e4, dtype=torch.float16, device=DEVICE)
     weight = torch.ones(8, dtype=torch.float16, device=DEVICE)
-    assert torch.equal(ops.rms_norm(hidden, weight, 1e-6), torch.ones_like(hidden))
+    assert torch.equal(pointwise.rms_norm(hidden, weight, 1e-6), torch.ones_like(hidden))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +115,7 @@ def test_rotary_angles(num_tokens, half_dim, amplitude):
     frequencies = 1e4 ** (-torch.arange(half_dim) / half_dim)
     positions = torch.randint(0, 40_000, (num_tokens,))
     positions[0] = 0
-    rotation = ops.rotary_angles(positions.to(DEVICE), frequencies.to(DEVICE), amplitude)
+    rotation = pointwise.rotary_angles(positions.to(DEVICE), frequencies.to(DEVICE), amplitude)
     # The angle is rounded to float32, as the models were trained with.
     angles = (positions.unsqueeze(1).float() * frequencies).double()
     bound = torch.tensor(2 * EPS32 * amplitude)
@@ -124,17 +124,17 @@ def test_rotary_angles(num_tokens, half_dim, amplitude):
     assert_within(rotation.sin.cpu(), angles.sin() * amplitude, bound)
 
 
-def test_rotary_angles_of_positions_that_lie_apart():
+def test_rotary_angles_of_strided_positions():
     frequencies, positions = torch.tensor([1.0, 0.1], device=DEVICE), torch.arange(20).to(DEVICE)
-    apart = ops.rotary_angles(positions[3::4], frequencies, 1.0)
-    dense = ops.rotary_angles(positions[3::4].clone(), frequencies, 1.0)
+    apart = pointwise.rotary_angles(positions[3::4], frequencies, 1.0)
+    dense = pointwise.rotary_angles(positions[3::4].clone(), frequencies, 1.0)
     assert torch.equal(apart.cos, dense.cos)
     assert torch.equal(apart.sin, dense.sin)
 
 
 def check_maxima(logits):
     """As torch finds them, in one row after the other."""
-    maxima, indices = ops.row_maxima(logits.to(DEVICE))
+    maxima, indices = pointwise.row_maxima(logits.to(DEVICE))
     assert (maxima.dtype, indices.dtype) == (torch.float32, torch.int64)
     expected, places = reference.row_maxima(logits)
     assert torch.equal(indices.cpu(), places)
@@ -175,28 +175,28 @@ def test_the_first_of_equals_counts_over_parts_too(places):
     logits = normal(1, 9000).clamp(max=4)
     logits[0, list(places)] = 5
     check_maxima(logits)
-    assert int(ops.row_maxima(logits.to(DEVICE))[1]) == places[0]
+    assert int(pointwise.row_maxima(logits.to(DEVICE))[1]) == places[0]
 
 
 def test_rows_without_a_finite_value_have_no_index():
     logits = torch.full((2, 5000), -INFINITY)
     logits[1] = math.nan
-    assert ops.row_maxima(logits.to(DEVICE))[1].tolist() == [-1, -1]
+    assert pointwise.row_maxima(logits.to(DEVICE))[1].tolist() == [-1, -1]
 
 
-def test_row_maxima_go_where_they_shall():
+def test_row_maxima_are_written_to_out():
     logits = on_device(9, 60)
     logits[4, 7] = math.nan
     maxima, indices = torch.full((12,), 5.0, device=DEVICE), torch.full((12,), 5, device=DEVICE)
-    found = ops.row_maxima(logits, (maxima[2:11], indices[2:11]))
+    found = pointwise.row_maxima(logits, (maxima[2:11], indices[2:11]))
     places = [maxima[2:].data_ptr(), indices[2:].data_ptr()]
     assert [tensor.data_ptr() for tensor in found] == places
-    for got, expected in zip(found, ops.row_maxima(logits), strict=True):
+    for got, expected in zip(found, pointwise.row_maxima(logits), strict=True):
         assert torch.equal(got.nan_to_num(), expected.nan_to_num())
     assert maxima[[0, 1, 11]].tolist() == indices[[0, 1, 11]].tolist() == [5, 5, 5]
 
 
-def test_row_maxima_of_logits_that_lie_apart():
+def test_row_maxima_of_strided_logits():
     logits = normal(9, 60)
     for view in (logits[::2], logits[:, 5:38], logits[1:, ::2], logits.T):
         check_maxima(view)

@@ -6,14 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
-from kernels.triton import ops, row_state
+from kernels.triton import row_state
 from tests.support.devices import DEVICE
 from tests.support.row_cases import RowCase
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
-    pytest.mark.parametrize("module", [ops, reference], ids=["triton", "reference"]),
-]
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+by_both = pytest.mark.parametrize("module", [row_state, reference], ids=["triton", "reference"])
 
 
 def _ids(row_ids):
@@ -29,6 +28,7 @@ def _check_layout(module, case, row_ids, spare=0):
     return inputs
 
 
+@by_both
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), block_size=st.sampled_from([1, 3, 8, 16]), seed=st.integers(0, 2**20))
 def test_inputs_of_any_rows(module, data, block_size, seed):
@@ -37,18 +37,21 @@ def test_inputs_of_any_rows(module, data, block_size, seed):
     _check_layout(module, case, row_ids, spare=data.draw(st.integers(0, 3)))
 
 
-def test_padding_names_the_spare_row_many_times(module):
+@by_both
+def test_padding_refers_to_the_spare_row_many_times(module):
     case = RowCase.make(DEVICE)
     inputs = _check_layout(module, case, [2, 5, 5, 5, 0])
     assert inputs.positions[1:4].tolist() == [0, 0, 0]
 
 
+@by_both
 def test_tables_of_several_programs(module):
     columns = 2 * row_state._COLUMNS + 5
     case = RowCase.make(DEVICE, num_groups=1, num_rows=4, max_blocks=columns, block_size=2)
     _check_layout(module, case, [0, 3, 1, 2])
 
 
+@by_both
 def test_no_rows(module):
     case = RowCase.make(DEVICE)
     before = case.state()
@@ -57,7 +60,8 @@ def test_no_rows(module):
     assert case.state() == before
 
 
-def test_rows_move_on_by_the_token_drawn(module):
+@by_both
+def test_rows_advance_by_the_token_drawn(module):
     case = RowCase.make(DEVICE)
     before = case.state()
     module.keep_drawn(case.rows, _ids([4, 0, 3]), _ids([17, -1, 0]))
@@ -69,7 +73,8 @@ def test_rows_move_on_by_the_token_drawn(module):
         assert after["last_tokens"][row] == moved.get(row, before["last_tokens"][row])
 
 
-def test_more_rows_than_one_program_moves(module):
+@by_both
+def test_more_rows_than_one_program_advances(module):
     case = RowCase.make(DEVICE, num_rows=200)
     before = case.state()
     row_ids = list(range(198, -1, -1))
@@ -82,7 +87,7 @@ def test_more_rows_than_one_program_moves(module):
     assert after["last_tokens"][:199] == list(range(199))
 
 
-def test_table_entries_go_where_they_shall(module):
+def test_table_entries_are_written_at_their_indices():
     case = RowCase.make(DEVICE)
     expected = case.rows.tables.clone()
     entries = [(0, 0, 0, 5), (1, 5, 8, 2**31 - 1), (1, 2, 3, 7)]
@@ -90,5 +95,5 @@ def test_table_entries_go_where_they_shall(module):
         expected[group, row, column] = block_id
     indices = [(group * 6 + row) * 9 + column for group, row, column, _ in entries]
     block_ids = torch.tensor([entry[-1] for entry in entries], dtype=torch.int32, device=DEVICE)
-    module.write_table_entries(case.rows.tables, _ids(indices), block_ids)
+    reference.write_table_entries(case.rows.tables, _ids(indices), block_ids)
     assert torch.equal(case.rows.tables, expected)

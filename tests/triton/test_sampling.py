@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from engine.batch import INVALID_TOKEN
 from kernels.reference import sampling as reference_sampling
-from kernels.triton import draw_thresholds, ops, sampling
+from kernels.triton import draw_thresholds, sampling
 from kernels.triton.draw_thresholds import find_thresholds
 from kernels.triton.launch import launch_table
+from kernels.triton.pointwise import row_maxima
 from tests.support.devices import DEVICE
 from tests.support.draw_cases import (
     LOGIT_KINDS,
@@ -35,7 +36,7 @@ def _case(logits, draws, positions=None, **options):
 
 
 def _check(case):
-    assert case.draw(ops, DEVICE).tolist() == case.expected().tolist()
+    assert case.draw(sampling, DEVICE).tolist() == case.expected().tolist()
 
 
 @pytest.mark.parametrize("kind", LOGIT_KINDS)
@@ -61,7 +62,7 @@ def test_vocabularies_of_several_splits(vocab_size):
     # The only one left is the last one, which is in a split of its own where there is one more.
     logits[:2] = -math.inf
     logits[:2, -1] = -5.0
-    assert _case(logits, draws).draw(ops, DEVICE)[:2].tolist() == [vocab_size - 1] * 2
+    assert _case(logits, draws).draw(sampling, DEVICE)[:2].tolist() == [vocab_size - 1] * 2
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_same_tokens_are_kept_whatever_the_logits(kind, vocab_size, data):
 def _kept(logits, draws):
     """Which tokens the thresholds keep, by Triton and by the reference: `[rows, vocab]`."""
     draws = dataclasses.replace(draws, temperature=draws.temperature.clamp(min=1e-3))
-    maxima, likeliest = ops.row_maxima(logits.to(DEVICE))
+    maxima, likeliest = row_maxima(logits.to(DEVICE))
     ids = torch.arange(len(logits), device=DEVICE)
     found = find_thresholds(
         logits.to(DEVICE), maxima, likeliest, table_on(DEVICE, draws), ids, None
@@ -119,7 +120,7 @@ def test_programs_that_share_a_row_add_up_what_each_keeps(kind):
 
 
 @pytest.mark.parametrize(("top_k", "sign"), [(1, 1.0), (4, -1.0)])
-def test_neighbouring_numbers_are_told_apart(top_k, sign):
+def test_adjacent_numbers_are_distinguished(top_k, sign):
     """Wherever in the search's sixteenths the threshold and the largest number lie."""
     first = int(torch.tensor(1.5).view(torch.int32))
     bits = first + torch.arange(16).unsqueeze(-1) + torch.arange(7)
@@ -129,7 +130,7 @@ def test_neighbouring_numbers_are_told_apart(top_k, sign):
     assert kept.sum(dim=-1).tolist() == [top_k] * 16
 
 
-def test_what_lies_exactly_at_the_share_is_not_kept():
+def test_a_token_exactly_at_the_share_is_not_kept():
     """The first token alone makes up `top_p` of the weight, to the last unit of 2**-32."""
     second = round(math.exp(-0.5) * 2**32)
     top_p = 2**32 / (2**32 + second)
@@ -153,7 +154,7 @@ def test_every_noise_word_and_the_whole_seed_and_position_count():
     draws = draw_table(*((1.0, 0, 1.0, seed) for seed in seeds))
     case = _case(make_logits("equal", 7, 1030), draws, positions=[0, 1, 2, 3, 2**20, 2**31, 77])
     _check(case)
-    assert len(set(case.draw(ops, DEVICE).tolist())) > 5
+    assert len(set(case.draw(sampling, DEVICE).tolist())) > 5
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
@@ -164,7 +165,7 @@ def test_a_bad_row_is_invalid_and_hurts_no_other(bad):
     logits[:3] = -math.inf
     if bad != "all -inf":
         logits[:3, 20] = bad
-    tokens = _case(logits, draws).draw(ops, DEVICE).tolist()
+    tokens = _case(logits, draws).draw(sampling, DEVICE).tolist()
     assert tokens == [INVALID_TOKEN] * 3 + expected[3:]
 
 
@@ -185,16 +186,16 @@ def test_fewer_draws_than_rows_take_the_first():
     _check(_case(make_logits("normal", 5, 90), draws))
 
 
-def test_rows_may_lie_apart():
+def test_rows_may_be_strided():
     wide = torch.full((4, 900), math.nan)
     wide[:, :333] = make_logits("normal", 4, 333)
     _check(_case(wide[:, :333], draw_table(*((1.0, 20, 0.9, seed) for seed in range(4)))))
 
 
-def test_tokens_go_where_they_shall():
+def test_tokens_are_written_to_out():
     case = _case(make_logits("normal", 3, 50), make_draws(3, 50))
     whole = torch.full((5,), -7, device=DEVICE)
-    case.draw(ops, DEVICE, out=whole[1:4])
+    case.draw(sampling, DEVICE, out=whole[1:4])
     assert whole.tolist() == [-7, *case.expected().tolist(), -7]
 
 
@@ -202,9 +203,9 @@ def test_no_draws():
     case = _case(torch.zeros(0, 10), make_draws(1, 10)).replace(
         draw_ids=torch.zeros(0).long(), positions=torch.zeros(0).long()
     )
-    assert case.draw(ops, DEVICE).tolist() == []
+    assert case.draw(sampling, DEVICE).tolist() == []
     assert (
-        ops.token_logprobs(
+        sampling.token_logprobs(
             torch.zeros(0, 10, device=DEVICE),
             torch.zeros(0, device=DEVICE),
             torch.zeros(0, device=DEVICE).long(),
@@ -219,7 +220,7 @@ def test_logprobs(vocab_size):
     rows = torch.tensor([3, 0, 0, 1, 2])
     tokens = torch.tensor([0, vocab_size - 1, vocab_size // 2, 0, -1])
     exact = logits.double().log_softmax(dim=-1)[rows, tokens.clamp(min=0)]
-    found = ops.token_logprobs(
+    found = sampling.token_logprobs(
         logits.to(DEVICE), logits.amax(dim=-1).to(DEVICE), tokens.to(DEVICE), rows.to(DEVICE)
     ).cpu()
     assert found.dtype == torch.float32
@@ -232,8 +233,8 @@ def test_logprobs_of_bad_rows_masked_tokens_and_huge_logits():
     logits[0, 5], logits[1, 5], logits[2] = math.nan, math.inf, -math.inf
     logits[3, 9] = -math.inf
     logits[4], logits[4, 30] = -1e38, 1e38
-    maxima, likeliest = ops.row_maxima(logits.to(DEVICE))
+    maxima, likeliest = row_maxima(logits.to(DEVICE))
     tokens = torch.tensor([1, 5, 0, 9, int(likeliest[4])], device=DEVICE)
-    found = ops.token_logprobs(logits.to(DEVICE), maxima, tokens).tolist()
+    found = sampling.token_logprobs(logits.to(DEVICE), maxima, tokens).tolist()
     assert [math.isnan(value) for value in found] == [True] * 3 + [False] * 2
     assert found[3:] == [-math.inf, 0.0]

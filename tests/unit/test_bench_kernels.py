@@ -4,15 +4,12 @@ import pytest
 import torch
 
 from benchmarks.ceilings import Rates
-from benchmarks.kernels.cache import Cycle, last_level_cache_bytes, plan_cycle
-from benchmarks.kernels.check import find_difference
+from benchmarks.kernels.attention import BLOCK_SIZE, step_metadata
+from benchmarks.kernels.case import DecoderShape
 from benchmarks.kernels.cost import Cost, Span, attention_cost, limit_s, product_cost
-from benchmarks.kernels.measure import Outcome
-from benchmarks.kernels.paged_step import BLOCK_SIZE, step_metadata
-from benchmarks.kernels.registry import PRIMITIVES, make_cases
-from benchmarks.kernels.shapes import DecoderShape
+from benchmarks.kernels.measure import PRIMITIVES, Outcome, find_difference, make_cases
 from benchmarks.kernels.table import make_tables, to_plain
-from benchmarks.kernels.timing import median_call_s
+from benchmarks.kernels.timing import Cycle, last_level_cache_bytes, median_call_s, plan_cycle
 from benchmarks.model_cost import Ceilings
 from benchmarks.models import RANDOM_MODELS
 

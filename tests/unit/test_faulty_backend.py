@@ -1,4 +1,4 @@
-"""`faulty+`: options, and what each fault does to what is put and fetched."""
+"""`faulty+`: its options, and the effect of each fault on puts and fetches."""
 
 import time
 
@@ -16,7 +16,7 @@ SLOT_BYTES = HEADER_BYTES + 200
 
 
 class DictBackend:
-    """Objects by key; remembers each call of `put`."""
+    """Keeps objects by key, and records each call of `put`."""
 
     takes_frames = True
 
@@ -70,7 +70,7 @@ def faulty(inner=None, seed=0, delay_s=0.0, **probabilities):
 
 
 def fetched(backend, *, are_whole=True):
-    """Each key's state: good, bad, missing, or another size."""
+    """Returns each key's state: good, bad, missing, or another size."""
     slots = [new_slot(is_whole=are_whole) for _ in KEYS]
     statuses = backend.fetch(None, KEYS, slots)
     states = {GetStatus.MISSING: "missing", GetStatus.WRONG_SIZE: "size"}
@@ -219,5 +219,32 @@ def test_a_bad_option_is_named(options, message):
 
 
 def test_faults_go_into_members_and_not_into_all_of_them():
-    with pytest.raises(ConfigurationError, match="one by one"):
+    with pytest.raises(ConfigurationError, match="before each member"):
         open_connector("faulty+multi://memory://a,memory://b?faults=drop:1")
+
+
+class MiscountingBackend(DictBackend):
+    """Returns fewer or more statuses than keys."""
+
+    def __init__(self, num_more):
+        super().__init__()
+        self.num_more = num_more
+
+    def fetch(self, job, keys, slots):
+        statuses = super().fetch(job, keys, slots)
+        extra = [GetStatus.MISSING] * max(0, self.num_more)
+        return (statuses + extra)[: len(keys) + self.num_more]
+
+
+@pytest.mark.parametrize("num_more", [-8, -2, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_any_number_of_statuses_is_passed_on(fault, num_more):
+    inner = MiscountingBackend(num_more)
+    inner.put(None, KEYS, sealed())
+    slots = [new_slot(is_whole=True) for _ in KEYS]
+    try:
+        statuses = faulty(inner, **{fault: 1.0}).fetch(None, KEYS, slots)
+    except StoreUnavailableError:
+        assert fault == "fail_load"
+    else:
+        assert len(statuses) == len(KEYS) + num_more

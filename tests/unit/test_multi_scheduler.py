@@ -1,4 +1,4 @@
-"""`multi://`, the scheduler half: cascades, ways round a member that fails, terms of handoffs."""
+"""`multi://`, the scheduler half: order of members, members that fail, terms of handoffs."""
 
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ def test_a_look_up_that_is_forgotten_is_taken_back_where_it_is_open(store, other
     both.start()
 
     assert not other.pending
-    assert [what for what, _ in other.told] == ["cancelled_lookups"]
+    assert [what for what, _ in other.received] == ["cancelled_lookups"]
     assert not both.step().lookups
 
 
@@ -143,7 +143,7 @@ def test_a_cancelled_load_goes_to_nobody_else(peer, store):
     both.scheduler.cancel_load(job)
     both.scheduler.cancel_load(job)
     both.start()
-    assert [what for what, _ in peer.told] == ["cancelled_loads"]
+    assert [what for what, _ in peer.received] == ["cancelled_loads"]
     peer.end_load(peer.pending[0], 1, "cancelled")
 
     assert both.step().loads == (LoadResult(job, 1, "cancelled"),)
@@ -220,8 +220,10 @@ def test_results_say_why_and_how_long(store, other):
         loading = next((job for job in member.pending if isinstance(job, LoadJob)), None)
         saving = next(job for job in member.pending if isinstance(job, SaveJob))
         member.pending.clear()
-        member.news.append(SaveResult(saving.job_id, False, error="unavailable", seconds=seconds))
-        member.news.append(LoadResult(loading.job_id, 2, "failed", seconds))
+        member.results.append(
+            SaveResult(saving.job_id, False, error="unavailable", seconds=seconds)
+        )
+        member.results.append(LoadResult(loading.job_id, 2, "failed", seconds))
         results = both.step()
 
     assert results.loads == (LoadResult(load, 4, "failed"),)
@@ -269,7 +271,7 @@ def test_a_handoff_carries_each_members_own_terms(peer, store):
     reader.start()
     for reading, publishing in zip(reader.members, (peer, store), strict=True):
         own = publishing.scheduler.make_handoff("h", b"n", KEYS, 20, "words")
-        assert reading.told == [("kept", own), ("dropped", "h")]
+        assert reading.received == [("kept", own), ("dropped", "h")]
     assert reader.members[0].pending[0].handoff == peer.scheduler.make_handoff(
         "h", b"n", KEYS, 20, "words"
     )
@@ -289,7 +291,7 @@ def test_leases_and_deletions_go_to_all(peer, store):
     both.scheduler.end_lease("h")
     both.scheduler.delete(KEYS[:1])
     both.start()
-    assert sorted(peer.told) == sorted(store.told) == [("deletes", KEYS[0]), ("ended", "h")]
+    assert sorted(peer.received) == sorted(store.received) == [("deletes", KEYS[0]), ("ended", "h")]
 
 
 def test_params_come_back_and_nothing_else_passes():
@@ -303,7 +305,7 @@ def test_params_come_back_and_nothing_else_passes():
 
 
 def test_a_load_in_doubt_goes_to_no_other_member(peer, store):
-    """Who was asked first may still write to its blocks."""
+    """The first member may still write to the blocks."""
     store.objects = set(KEYS)
     both = Members(peer, store)
     job = both.scheduler.load(KEYS, BLOCKS, both.scheduler.make_handoff("h", b"n", KEYS, 5))

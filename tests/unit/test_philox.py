@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.reference.philox import philox4x32
+from kernels.reference.sampling import philox4x32
 
 _ONES = 0xFFFFFFFF
 # counter, key, output

@@ -11,7 +11,7 @@ import kernels
 from engine.batch import INVALID_TOKEN, DrawParams
 from engine.runtime import sampler
 from kernels.reference import sampling
-from kernels.reference.philox import philox4x32
+from kernels.reference.sampling import philox4x32
 
 _CHI_SQUARE_P = 1e-6
 _CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Opening stores and connectors by URL: schemes, options, and messages that keep secrets."""
+"""Opening stores and connectors by URL: schemes, options, and errors without secrets."""
 
 import importlib
 from importlib.metadata import EntryPoint
@@ -169,7 +169,7 @@ def test_a_third_partys_connector_is_found_by_its_entry_point(monkeypatch):
 
 
 def _load(point):
-    """As the real one, but that this module may be known by another name."""
+    """Loads an entry point like `EntryPoint.load`, but does not import this module again."""
     module, _, attribute = point.value.partition(":")
     if module == __name__:
         return globals()[attribute]

@@ -10,7 +10,7 @@ from benchmarks.gpu.small_cases import (
     product_cases,
     sampling_cases,
 )
-from benchmarks.kernels.shapes import DecoderShape
+from benchmarks.kernels.case import DecoderShape
 from benchmarks.model_cost import Ceilings
 
 __all__ = ["measure"]

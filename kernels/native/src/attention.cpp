@@ -1,8 +1,8 @@
 // Causal attention over paged KV: the same code for prompts, chunks and single tokens.
 //
-// The rows of a unit of work (see attention_plan.h) meet the tiles of 128 cached tokens one by
+// The rows of a unit of work (see attention_plan.h) process tiles of 128 cached tokens one by
 // one. Tiles begin at multiples of 128 of a sequence's positions, so a token's result depends
-// neither on the chunk it came in nor on other sequences.
+// neither on the chunk it was computed in nor on other sequences.
 #include <algorithm>
 #include <vector>
 
@@ -24,7 +24,7 @@ class UnitAttention {
   using Stored = typename E::Stored;
   using Operand = typename E::Operand;
 
-  // Without memory it can only find tokens.
+  // Without memory the object can only find tokens.
   UnitAttention(const PagedAttention& job, const Plan& plan, const Unit& unit)
       : job_(job),
         batch_(*job.batch),
@@ -51,7 +51,7 @@ class UnitAttention {
 
   void find_first_tile(TileTokens<E>& tokens) const { find(first_tile(), tokens); }
 
-  // Comes upon its own first tile in `tokens`, and leaves that of the unit `after` there.
+  // Expects the unit's own first tile in `tokens`, and leaves the first tile of unit `after` there.
   void run(TileTokens<E>& tokens, const UnitAttention* after) {
     std::fill(outputs_, outputs_ + num_rows_ * width_, 0.0f);
     softmax_.begin(num_rows_);
@@ -76,7 +76,7 @@ class UnitAttention {
  private:
   static constexpr int64_t kTokenGroups = kTileTokens / E::kGroup;
 
-  // Tokens [first, last) of the unit, which see nothing of one block table but [low, end).
+  // Tokens [first, last) of the unit, which attend to [low, end) of one block table.
   struct Part {
     int64_t first, last, low, end;
     bool is_shared;
@@ -109,7 +109,8 @@ class UnitAttention {
     return true;
   }
 
-  // The tokens of one sequence from `first` on, and what they see that the unit does not share.
+  // The tokens of one sequence from `first` on, and the positions they attend to that the unit does
+  // not share.
   Part part_after(int64_t first) const {
     int64_t last = first + 1;
     while (last < num_query_tokens_ && query_tokens_[last].seq == query_tokens_[first].seq) ++last;
@@ -167,7 +168,7 @@ class UnitAttention {
   void meet(const Tile& tile, const TileTokens<E>& tokens) {
     const Part& part = tile.part;
     const int64_t num_tokens = std::min(kTileTokens, part.end - tile.start);
-    if (num_tokens == 0) return;  // all that it sees is shared
+    if (num_tokens == 0) return;  // all positions it attends to are shared
     const int64_t first = part.first * group_heads_, last = part.last * group_heads_;
     if (tile.is_first) pack_query(first, last);
     if (last - first <= kTileRows && job_.head_dim % kPanelColumns == 0) {
@@ -177,7 +178,7 @@ class UnitAttention {
     }
   }
 
-  // K is multiplied as it is packed, V where it is cached.
+  // K is multiplied while it is packed, V is read from the cache.
   void meet_few(int64_t tile, int64_t first, int rows, int64_t num_tokens,
                 const TileTokens<E>& tokens) {
     for (int64_t token = 0; token < num_tokens; token += kPanelColumns) {
@@ -215,7 +216,7 @@ class UnitAttention {
         kTileTokens, nullptr);
   }
 
-  // From the scores of the tile's first `num_tokens` on; values_at(column) is a panel of V.
+  // Continues from the scores of the tile's first `num_tokens`; values_at(column) is a panel of V.
   template <class ValuesAt>
   void attend(int64_t tile, int64_t first, int rows, int64_t num_tokens,
               const ValuesAt& values_at) {
@@ -265,7 +266,7 @@ class UnitAttention {
   Operand* weights_;  // [kTileRows][kTokenGroups]
 };
 
-// Memory for any unit, by thread. Got before the tasks begin: a task must not throw.
+// Memory for any unit, by thread. Allocated before the tasks begin: a task must not throw.
 template <class E>
 std::vector<void*> reserve_memory(const PagedAttention& job, const Plan& plan, Workers& workers) {
   int64_t num_bytes = 0;

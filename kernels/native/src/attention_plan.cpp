@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kFewestUnitRows = 48, kMostUnitRows = 384;
 constexpr int64_t kUnitsPerThread = 4;  // so that all threads end at about the same time
 
-// Deals a step out in units of work.
+// Divides a step into units of work.
 class Planner {
  public:
   Planner(const PagedAttention& job, int num_threads) : job_(job), batch_(*job.batch) {
@@ -40,7 +40,8 @@ class Planner {
     int64_t num_tiles;
   };
 
-  // Later tokens see more: they come first, so that no thread is left with the longest unit.
+  // Later tokens attend to more positions: their units come first, so that the longest unit is not
+  // the last.
   void add_prompt(int64_t seq, int64_t query_len) {
     for (int64_t end = query_len; end > 0; end -= tokens_per_unit_) {
       const auto first = static_cast<int64_t>(plan_.tokens.size());
@@ -89,7 +90,7 @@ class Planner {
     return batch_.block_tables + seq * batch_.table_stride;
   }
 
-  // Whole tiles that both sequences see and have in the same blocks.
+  // Whole tiles that both sequences attend to and store in the same blocks.
   int64_t common_tiles(int64_t a, int64_t b) const {
     const int64_t seen = std::min(batch_.context_lens[a], batch_.context_lens[b]);
     const int64_t num_blocks = (seen + job_.block_size - 1) / job_.block_size;

@@ -1,8 +1,8 @@
-// How a step's attention is dealt out in units of work.
+// Divides a step's attention into units of work.
 //
-// A unit is some query tokens and the heads that share one KV head. The tokens are neighbours in
-// a prompt, or the last ones of sequences that begin with the same cached blocks, which are then
-// read and packed once for all of them.
+// A unit is a set of query tokens and the heads that share one KV head. The tokens are adjacent in
+// a prompt, or are the last tokens of sequences that begin with the same cached blocks, which are
+// then read and packed once for all of them.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 
 namespace baton {
 
-constexpr int64_t kTileTokens = 128;  // cached ones that are packed at once
+constexpr int64_t kTileTokens = 128;  // cached tokens that are packed at once
 
 struct QueryToken {
   int64_t row;  // in the query
   int64_t seq;
-  int64_t position;  // it sees those up to its own
+  int64_t position;  // it attends to positions up to this one
 };
 
-// Query tokens [first, last) of the plan, for the heads of one KV head. What lies before
-// `shared_end` is the same cached blocks for all of them.
+// Query tokens [first, last) of the plan, for the heads of one KV head. Positions before
+// `shared_end` lie in the same cached blocks for all of the tokens.
 struct Unit {
   int64_t first, last, kv_head, shared_end;
 };

@@ -1,4 +1,4 @@
-// The cached tokens that a unit of attention meets, a tile of 128 positions at a time.
+// The cached tokens that a unit of attention reads, a tile of 128 positions at a time.
 #pragma once
 
 #include <algorithm>
@@ -23,31 +23,32 @@ struct Context {
   int64_t low, end;
 };
 
-// The tokens of a tile, and those of the tile after it, which whoever reads this one fetches
-// from memory as he goes, some with each: a core waits for a few dozen lines at once, so more
-// of them in a row would hold up the computing.
+// The tokens of a tile, and those of the next tile. The reader of a tile prefetches the next
+// tile's tokens, a few with each token it reads: a core can wait for a few dozen cache lines at
+// once, so more prefetches in a row would stall the computation.
 template <class E>
 class TileTokens {
  public:
   using Token = CachedToken<E>;
 
-  // `zeros`: a head's, read where there is no token.
+  // zeros: a head of zeros, which stands for missing tokens.
   explicit TileTokens(const typename E::Stored* zeros) : zeros_{zeros, zeros} {
     std::fill(memory_[0], memory_[0] + 4 * kTileTokens, zeros_);
   }
 
-  // Of the tile.
+  // Tokens of the tile.
   const Token* now() const { return now_; }
 
-  // Of the tile after it; zeros past its end, for as many as `num_fetched` leads to.
+  // Tokens of the next tile, followed by zeros for the indices that `num_fetched` may reach.
   const Token* next() const { return next_; }
 
-  // How many tokens of the next tile to fetch with one, of the `num_tokens` that are read.
+  // Tokens of the next tile to prefetch with each of the `num_tokens` that are read.
   int64_t num_fetched(int64_t num_tokens) const {
     return (num_next_ + num_tokens - 1) / num_tokens;
   }
 
-  // The tile that begins at position `tile` comes next. What is outside of the context is zeros.
+  // Makes the tile that begins at position `tile` the next one. Tokens outside of the context are
+  // zeros.
   void find_next(const PagedAttention& job, int64_t kv_head, const Context& context,
                  int64_t tile) {
     int64_t position = std::max(tile, context.low);

@@ -1,8 +1,8 @@
-// What `baton_run` is given: commands, each a code and its arguments.
+// The arguments of `baton_run`: commands, each a code and its fields.
 //
 // Every field is eight bytes, so that Python packs a command as a row of int64 and doubles
 // (kernels/native/commands.py mirrors this file). Strides are in elements. Nothing is checked
-// here: the Python wrappers are the door.
+// here: the Python wrappers check.
 #pragma once
 
 #include <cstdint>
@@ -37,21 +37,21 @@ struct Linear {
   int64_t in_features;
   const uint32_t* weight;
   int64_t out_features;  // columns of the result
-  const void* bias;      // by row of the weight as it was before packing; or null
+  const void* bias;      // one per row of the unpacked weight; or null
   const void* residual;  // null for none
   int64_t residual_stride;
   Activation activation;
   void* out;
   int64_t out_stride;
-  int64_t out_is_float;  // else `element`
+  int64_t out_is_float;  // whether `out` is float32; otherwise it has the type `element`
 };
 
 // out[m] = row rows[m] of a weight, or of any matrix
 struct TakeRows {
   ElementType element;
   const void* matrix;
-  int64_t is_packed;   // a weight; else row after row
-  int64_t row_stride;  // of those
+  int64_t is_packed;   // whether the matrix is a packed weight; otherwise it is stored by rows
+  int64_t row_stride;  // of a matrix stored by rows
   int64_t num_columns;
   const int64_t* rows;
   int64_t num_rows;
@@ -70,7 +70,7 @@ struct RmsNorm {
   void* out;  // [num_rows, size]
 };
 
-// cos[m][i] = cos(positions[m] * frequencies[i]) * amplitude, and so sin
+// cos[m][i] = cos(positions[m] * frequencies[i]) * amplitude, and likewise sin
 struct RotaryAngles {
   const int64_t* positions;
   int64_t num_tokens;
@@ -81,8 +81,8 @@ struct RotaryAngles {
   float* sin;
 };
 
-// One step's sequences; the arrays of kernels.AttentionMetadata. Lives outside of the commands
-// so that a recorded step reads each step's own.
+// One step's sequences; the arrays of kernels.AttentionMetadata. Commands point to it, so that a
+// recorded step can be pointed to another step's sequences.
 struct Batch {
   const int32_t* block_tables;
   int64_t table_stride;
@@ -93,13 +93,13 @@ struct Batch {
   int64_t num_tokens;
 };
 
-// Normalizes and rotates Q in place and K, where asked; writes K and V into the cache.
+// Normalizes and rotates Q (in place) and K, both optional; writes K and V into the cache.
 struct RotateAndWriteKv {
   ElementType element;
   void* query;  // [num_tokens, num_heads, head_dim]
-  void* key;    // [num_tokens, num_kv_heads, head_dim]; spoiled
+  void* key;    // [num_tokens, num_kv_heads, head_dim]; overwritten
   const void* value;
-  int64_t query_stride;  // from token to token; heads lie side by side
+  int64_t query_stride;  // from token to token; a token's heads are adjacent
   int64_t key_stride;
   int64_t value_stride;
   int64_t num_heads;
@@ -140,8 +140,8 @@ struct PagedAttention {
   const Batch* batch;
 };
 
-// maxima[m], indices[m] = the largest of logits[m] and its first index; NaN where one is there;
-// no index, -1, where it is not finite
+// maxima[m], indices[m] = the largest of logits[m], NaN if one is NaN, and its first index; -1 if
+// the maximum is not finite
 struct Argmax {
   const float* logits;
   int64_t logits_stride;
@@ -158,10 +158,10 @@ struct Command {
   int64_t fields[kMaxFields];
 };
 
-// Memory of one command, reused by the next; grows to what was asked at most.
+// Scratch memory of one command, reused by the next; it grows to the largest size requested.
 class Scratch {
  public:
-  // At least `num_bytes`, aligned to a cache line. What was there before is gone.
+  // Returns at least `num_bytes`, aligned to a cache line, with undefined contents.
   void* reserve(int64_t num_bytes);
   ~Scratch();
 
@@ -170,7 +170,7 @@ class Scratch {
   int64_t num_bytes_ = 0;
 };
 
-// Who computes, and with which memory.
+// The threads that compute, and their scratch memory.
 struct Workers {
   explicit Workers(int num_threads) : pool(num_threads), own(num_threads) {}
   ThreadPool pool;

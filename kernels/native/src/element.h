@@ -34,14 +34,14 @@ struct Float32 {
   static float widen_one(Stored value) { return value; }
   static Stored narrow_one(float value) { return value; }
   static Operand operand(const Stored* group) { return *group; }
-  // kLanes neighbouring elements of the left side, `place` being the row's first operand.
+  // Stores kLanes adjacent elements of the left side; `place` is the row's first operand.
   static void store_operands(Operand* place, int64_t element, Floats values) {
     store(place + element, values);
   }
   static Floats multiply_add(Floats sum, const Columns& columns, Operand operand) {
     return sum + columns.values * broadcast(operand);
   }
-  // 2 * kLanes columns of a group whose elements lie in one row each.
+  // Loads 2 * kLanes columns of a group; each element of the group lies in a row of its own.
   static void interleave(const Stored* row, const Stored*, Columns& first, Columns& second) {
     first.values = load<Floats>(row);
     second.values = load<Floats>(row + kLanes);

@@ -1,4 +1,4 @@
-// Linear layers over packed weights; rows of those and of other matrices.
+// Linear layers over packed weights; row look-ups in packed weights and other matrices.
 #include <algorithm>
 #include <cmath>
 
@@ -9,10 +9,10 @@
 namespace baton {
 namespace {
 
-// Of packed operands that all panels meet before the next ones do: they stay in the second-level
-// cache, beside two panels.
+// Size of the packed operands that all panels are multiplied with before the next ones: they stay
+// in the second-level cache, beside two panels.
 constexpr int64_t kBlockBytes = 256 << 10;
-constexpr int64_t kRowsPerTask = 8;  // that are taken out of a matrix
+constexpr int64_t kRowsPerTask = 8;  // of a look-up
 
 template <class E>
 void pack_as(const Pack& job) {
@@ -33,7 +33,7 @@ void pack_as(const Pack& job) {
   }
 }
 
-// Rows of a tile when `num_rows` are dealt evenly over as few tiles as can be.
+// Rows per tile if `num_rows` are divided evenly among as few tiles as possible.
 struct Tiling {
   int64_t num_tiles, rows_per_tile, num_longer;
 
@@ -77,7 +77,7 @@ class Epilogue {
  public:
   explicit Epilogue(const Linear& job) : job_(job) {}
 
-  // Takes sums[rows][32] of one panel.
+  // Processes sums[rows][32] of one panel.
   void operator()(float* sums, int64_t start, int rows, int64_t panel) const {
     const bool is_paired = job_.activation == Activation::kSiluAndMul;
     const int64_t width = is_paired ? kHalfPanel : kPanelColumns;
@@ -105,7 +105,7 @@ class Epilogue {
     }
   }
 
-  // What a tensor of this type between the operations would hold.
+  // The value rounded as if it were stored in a tensor of this type between the operations.
   static Floats round(Floats values) {
     typename E::Stored stored[kLanes];
     E::narrow_lanes(stored, values);
@@ -141,12 +141,12 @@ class Epilogue {
   const Linear& job_;
 };
 
-// A panel of weights that brings the next one into the second-level cache as it goes.
+// A panel of weights that prefetches the next one into the second-level cache while it is read.
 template <class E>
 class WeightPanel {
  public:
-  // The next panel, `ahead` words on, is fetched by the one tile, or by halves by the first two
-  // of several. 0: there is none.
+  // The next panel lies `ahead` words on; 0 if there is none. A single tile prefetches all of it,
+  // of several tiles the first two prefetch a half each.
   WeightPanel(const uint32_t* words, int64_t ahead, int64_t tile, int64_t num_tiles)
       : panel_(words), ahead_(words), step_(0) {
     if (ahead == 0 || tile > 1) return;

@@ -1,5 +1,5 @@
-// Copies and digests of many runs of memory, one after the other, in the calling thread: what
-// moves KV has threads of its own, and must not wait for those that compute.
+// Copies and digests of many runs of memory, one after the other, in the calling thread: the code
+// that moves KV has its own threads, and must not wait for the compute threads.
 #include <cstdint>
 #include <cstring>
 
@@ -15,12 +15,12 @@ namespace {
 
 #if defined(__SSE2__)
 
-// Shorter runs are likely to be wanted while they are still in a cache.
+// Shorter runs are likely to be read while they are still in a cache.
 constexpr int64_t kLeastStreamedBytes = 32 << 10;
 constexpr int64_t kLineBytes = 64;
 
-// Stores past the caches: they would first read what is about to be overwritten, and push out
-// what others are at. Other threads see the bytes after a fence.
+// Stores that bypass the caches: ordinary stores would first read the lines that are about to be
+// overwritten, and evict other data. Other threads see the bytes after a fence.
 void copy_past_caches(uint8_t* to, const uint8_t* source, int64_t num_bytes) {
   const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kLineBytes);
   const int64_t head = misaligned ? kLineBytes - misaligned : 0;
@@ -69,7 +69,7 @@ void baton_copy_runs(int64_t count, uint8_t* const* to, const uint8_t* const* so
 }
 
 // Writes XXH3-128 digests, canonical, of 16 bytes each: of a prefix and the run after it. The
-// prefixes lie behind one another, each up to its end.
+// prefixes are concatenated; each ends at its `prefix_ends`.
 void baton_digest_runs(int64_t count, const uint8_t* prefixes, const int64_t* prefix_ends,
                        const uint8_t* const* runs, const int64_t* num_bytes, uint8_t* digests) {
   XXH3_state_t state;

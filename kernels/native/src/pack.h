@@ -1,8 +1,8 @@
-// How weights lie in memory: panels of 32 rows, read in the order they are multiplied.
+// The memory layout of weights: panels of 32 rows, read in the order they are multiplied.
 //
 // A weight [rows][columns], whose rows are a product's output columns, is stored as
-// [rows / 32][groups][32] words, each word a group of neighbouring elements of a row. What is
-// missing to a full panel or group is zero.
+// [rows / 32][groups][32] words, each word a group of adjacent elements of a row. Panels
+// and groups are padded with zeros.
 #pragma once
 
 #include "commands.h"
@@ -20,7 +20,7 @@ struct Pack {
   int64_t num_rows;
   int64_t num_columns;
   uint32_t* weight;
-  int64_t first_row;    // where the source's first row goes
+  int64_t first_row;    // row of the weight that the source's first row is written to
   int64_t paired_part;  // -1; or 0 / 1: the weight pairs two parts, 16 rows of each in a panel
 };
 

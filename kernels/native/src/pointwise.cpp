@@ -1,4 +1,4 @@
-// What is done to each row by itself: norms, rotary angles and rotation, KV writes, maxima.
+// Operations on single rows: norms, rotary angles and rotation, KV writes, maxima.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -9,9 +9,9 @@
 namespace baton {
 namespace {
 
-constexpr int64_t kElementsPerTask = 8192;  // some microseconds: worth a thread's while
+constexpr int64_t kElementsPerTask = 8192;  // some microseconds: enough for a task
 
-// Deals `num_rows` out in runs of rows that are worth a task.
+// Divides `num_rows` into runs of rows that are large enough for a task.
 template <class Body>
 void for_rows(int64_t num_rows, int64_t row_size, Workers& workers, const Body& body) {
   const int64_t rows_per_task =
@@ -45,7 +45,7 @@ void normalize(const typename E::Stored* input, const typename E::Stored* weight
   }
 }
 
-// Turns the halves of one head by the token's angles (arXiv:2104.09864, half-split pairs).
+// Rotates the halves of one head by the token's angles (arXiv:2104.09864, half-split pairs).
 template <class E>
 void rotate(typename E::Stored* head, const float* cos, const float* sin, int64_t half_dim) {
   auto* upper = head + half_dim;

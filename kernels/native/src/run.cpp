@@ -29,8 +29,8 @@ Scratch::~Scratch() { std::free(memory_); }
 
 namespace {
 
-std::mutex running;  // one step computes at a time: the cores are one set
-Workers* workers = nullptr;  // for good: at exit a thread of Python's may still compute
+std::mutex running;  // one step computes at a time: all steps use the same cores
+Workers* workers = nullptr;  // never freed: at exit a Python thread may still compute
 int64_t wanted_threads = 1;
 
 Workers& ready_workers() {
@@ -38,8 +38,8 @@ Workers& ready_workers() {
   return *workers;
 }
 
-// A fork copies the memory, but of the threads only the one that calls it: the child's workers
-// are not there, nor is whoever held the lock. It begins anew when it first computes.
+// A fork copies the memory, but only the calling thread: in the child neither the workers exist
+// nor the thread that held the lock. The child creates new ones when it first computes.
 void forget_threads() {
   new (&running) std::mutex;
   workers = nullptr;
@@ -65,7 +65,7 @@ void run_one(const Command& command) {
   }
 }
 
-// What the functions below return; kernels/native/commands.py knows them.
+// Return values of the functions below; kernels/native/commands.py mirrors them.
 enum Outcome : int64_t { kDone = 0, kNoMemory = 1, kNoThreads = 2 };
 
 template <class Body>
@@ -87,7 +87,7 @@ using namespace baton;
 
 extern "C" {
 
-// Runs commands in turn.
+// Runs commands in order.
 int64_t baton_run(const void* commands, int64_t count) {
   const std::lock_guard<std::mutex> lock(running);
   return outcome_of([=] {
@@ -96,8 +96,8 @@ int64_t baton_run(const void* commands, int64_t count) {
   });
 }
 
-// Makes the threads at once, so that whoever asks for too many hears of it; then the number
-// stays what it was.
+// Creates the threads at once, so that a caller that requests too many gets an error; the number
+// then stays as it was.
 int64_t baton_set_num_threads(int64_t num_threads) {
   const std::lock_guard<std::mutex> lock(running);
   if (num_threads == wanted_threads) return kDone;

@@ -1,4 +1,4 @@
-// Softmax over keys that come tile by tile (arXiv:2205.14135).
+// Softmax over keys that are processed tile by tile (arXiv:2205.14135).
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace baton {
 
 constexpr float kLog2E = 1.44269504f;
-constexpr float kLowest = -1e30f;  // stands for -inf where a difference must not be NaN
+constexpr float kLowest = -1e30f;  // used in place of -inf if a difference must not be NaN
 
 struct TileIndices {
   alignas(64) float values[kTileTokens];
@@ -19,12 +19,12 @@ struct TileIndices {
 };
 constexpr TileIndices kTileIndices;
 
-// Which tokens of a tile, of those before `width`, a row sees: [low, high].
+// The tokens of a tile, among those before `width`, that a row attends to: [low, high].
 struct Sight {
   int64_t low, high;
 };
 
-// Hides what a row does not see; returns the largest of what is left, by lane.
+// Masks the tokens that a row does not attend to; returns the largest of the rest, by lane.
 inline Floats larger_scores(const Sight& sight, int64_t width, float* scores) {
   if (sight.low > 0 || sight.high + 1 < width) {
     const Floats low = broadcast(static_cast<float>(sight.low));
@@ -40,20 +40,20 @@ inline Floats larger_scores(const Sight& sight, int64_t width, float* scores) {
   return best;
 }
 
-// What rows have summed so far. Scores are scaled to base 2.
+// The sums of rows so far. Scores are scaled to base 2.
 template <class E>
 struct RunningSoftmax {
   float* maxima;  // [rows]
-  float* sums;    // [rows][kLanes]: of the weights, to be added up
+  float* sums;    // [rows][kLanes]: partial sums of the weights
 
   void begin(int64_t rows) {
     std::fill(maxima, maxima + rows, kLowest);
     std::fill(sums, sums + rows * kLanes, 0.0f);
   }
 
-  // From a tile's scores [rows][kTileTokens], of which `width` count, to weights of as many
-  // operands, for rows from `first` on; factors[r] brings what row r has summed to its new
-  // maximum. sight(r): see `Sight`.
+  // Turns a tile's scores [rows][kTileTokens], of which the first `width` count, into weights as
+  // operands, for rows from `first` on; factors[r] rescales the sums of row r to its new maximum.
+  // sight(r): see `Sight`.
   template <class SightOf>
   void weigh(int64_t first, int rows, int64_t width, float scale, const SightOf& sight,
              float* scores, typename E::Operand* weights, float* factors) {

@@ -1,8 +1,8 @@
 // Vectors of floats as wide as the instruction set the file is compiled for.
 //
-// GCC's and Clang's vector extensions give arithmetic on every instruction set; what they
-// lack (rounding to bfloat16, shuffles) is spelled out here once, and where AVX-512 has an
-// instruction that compilers do not find, beside it.
+// GCC's and Clang's vector extensions provide arithmetic on every instruction set. What they
+// lack (rounding to bfloat16, shuffles) is written out here once, beside the AVX-512 instruction
+// if compilers do not find it.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ inline Floats select(Masks which, Floats yes, Floats no) {
   return (Floats)(((Masks)yes & which) | ((Masks)no & ~which));
 }
 
-// The larger of each lane; `b` where either is NaN.
+// The larger of each lane; `b` if either is NaN.
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -75,7 +75,7 @@ inline Floats widen(Halves halves) {
   return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
-// To the nearest bfloat16, ties to even; NaN stays NaN.
+// Rounds to the nearest bfloat16, ties to even; NaN stays NaN.
 inline Words round_to_bf16_bits(Floats values) {
   const Words bits = (Words)values;
   const Words rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16;

@@ -23,7 +23,7 @@ inline void pause() {
 #endif
 }
 
-// Spins until `is_over()`, then returns true; false when the time is up.
+// Spins until `is_over()` and returns true; returns false when the time is up.
 template <class Condition>
 bool spin(Condition is_over) {
   const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
@@ -75,7 +75,7 @@ void ThreadPool::run_job(Job job) {
   const auto is_alone = [this] {
     return (state_.load(std::memory_order_acquire) & kWorkers) == 0;
   };
-  // A worker still at its last task may have lost its core to a neighbour.
+  // A worker still at its last task may have lost its core to another process.
   while (!spin(is_alone)) std::this_thread::yield();
 }
 

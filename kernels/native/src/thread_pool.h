@@ -9,12 +9,13 @@
 
 namespace baton {
 
-// The caller works too. A worker that comes late finds the job closed and is not waited for, so
-// a neighbour on the same core delays a job by the one task it interrupted. Idle workers
-// spin for some microseconds, since the next job of a step is that near, and then sleep.
+// The caller works too. A worker that wakes late finds the job closed and is not waited for, so
+// another process on the same core delays a job by no more than the task it interrupted. Idle
+// workers spin for some microseconds, since a step's next job usually follows that soon, and then
+// sleep.
 class ThreadPool {
  public:
-  // Throws std::system_error when the system makes no more threads; then there are none.
+  // Throws std::system_error if the system refuses to create a thread; then none are left running.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -23,7 +24,7 @@ class ThreadPool {
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   // Calls task(index, thread) for each index below `num_tasks`; returns when all are done.
-  // A task must not throw: the other threads would still be at the job.
+  // A task must not throw: the other threads would still be working on the job.
   template <class Task>
   void run(int64_t num_tasks, const Task& task) {
     auto call = [](const void* body, int64_t begin, int64_t end, int thread) noexcept {
@@ -34,8 +35,8 @@ class ThreadPool {
     run_job({call, &task, num_tasks, 1});
   }
 
-  // Calls task(begin, end, thread) for runs of neighbouring indices below `count`. A run is a
-  // part of what is left, so that runs are long at first and no thread has much left at the end.
+  // Calls task(begin, end, thread) for runs of adjacent indices below `count`. A run is a share of
+  // the indices left, so that runs are long at first and short at the end.
   template <class Task>
   void run_ranges(int64_t count, const Task& task) {
     auto call = [](const void* body, int64_t begin, int64_t end, int thread) noexcept {
@@ -49,7 +50,7 @@ class ThreadPool {
     void (*call)(const void* body, int64_t begin, int64_t end, int thread) noexcept;
     const void* body;
     int64_t num_tasks;
-    int64_t share;  // one of how many parts of what is left is taken at a time; 1: one task
+    int64_t share;  // a run takes 1 / share of the indices left; 1: a single index
   };
 
   void end_workers();
@@ -60,9 +61,9 @@ class ThreadPool {
 
   Job job_{};
   alignas(64) std::atomic<int64_t> next_{0};
-  // Number of the job << 32 | open flag << 31 | workers at it.
+  // Number of the job << 32 | open flag << 31 | workers working on it.
   alignas(64) std::atomic<uint64_t> state_{0};
-  // Changes with each job and at the end: what sleeping workers wait on.
+  // Changes with each job and on shutdown; sleeping workers wait for a change.
   alignas(64) std::atomic<uint32_t> signal_{0};
   std::atomic<bool> stopping_{false};
   std::vector<std::thread> workers_;

@@ -10,7 +10,7 @@ namespace baton {
 constexpr int kPanelColumns = 32;
 constexpr int kLineWords = 16;  // of a cache line
 
-// Rows of one tile: their sums fill the registers beside a group of columns and an operand.
+// Rows of one tile: with a group of columns and an operand, their sums fill the registers.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12;
 #else
@@ -21,7 +21,8 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Where a tile's left operands are: group g of row r at `first[g * group_stride + r * row_stride]`.
+// The addresses of a tile's left operands: group g of row r is at
+// `first[g * group_stride + r * row_stride]`.
 // Rows packed side by side have group_stride kPackedRows: the tile's own number of rows.
 constexpr int kPackedRows = 0;
 
@@ -46,8 +47,8 @@ class PackedPanel {
 
 // out[r][c] = (out[r][c] * scales[r], or 0) + sum over g of left[g][r] * panel[g][c]
 //
-// Each sum runs in the order of g, whatever the number of rows and wherever the panel's columns
-// come from: a row's result does not depend on its neighbours.
+// Each sum runs in the order of g, for any number of rows and any source of the panel's columns:
+// a row's result does not depend on the other rows.
 template <class E, class Panel, int rows, int group_stride, int row_stride>
 inline void multiply_tile(const typename E::Operand* left, Panel panel, int64_t num_groups,
                           float* out, int64_t out_stride, const float* scales) {

@@ -5,13 +5,13 @@
 
 namespace baton {
 
-// Into the second-level cache, which waits for more lines at once than the first.
+// Prefetches into the second-level cache, which can wait for more lines at once than the first.
 template <class T>
 inline void fetch(const T* line) {
   __builtin_prefetch(line, 0, 2);
 }
 
-// A vector whose first `count` elements are those at `from`, and the others zero.
+// Loads a vector whose first `count` elements are those at `from`; the others are zero.
 template <class V, class T>
 inline __attribute__((always_inline)) V load_part(const T* from, int64_t count) {
   if (count * sizeof(T) == sizeof(V)) return load<V>(from);
@@ -93,8 +93,8 @@ void pack_values(const TileTokens<E>& tokens, int64_t num_tokens, int64_t head_d
   }
 }
 
-// A panel of V that is not packed but read where it is cached, which pays off when few rows meet
-// it. For heads of whole panels.
+// A panel of V that is read from the cache without packing, which is faster if few rows use it.
+// The head width must be a whole number of panels.
 template <class E>
 class CachedValues {
  public:
@@ -110,7 +110,7 @@ class CachedValues {
     return panel;
   }
 
-  // As `PackedPanel::next`.
+  // The same as `PackedPanel::next`.
   void next(typename E::Columns& first, typename E::Columns& second) {
     E::interleave(now_[0].value + column_, now_[E::kGroup - 1].value + column_, first, second);
     now_ += E::kGroup;

@@ -1,4 +1,4 @@
-"""What is asked for has the bits that computing everything gives, and no other KV is written."""
+"""Logits of some tokens equal, bit for bit, those of computing all tokens; so does the KV."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.support.paged_session import PagedSession, loaded
 NATIVE_VARIANTS = [name for name in VARIANTS if not name.startswith(("opt", "gpt2"))]
 LENGTHS = (150, 40, 9, 70)
 PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
-# Each step: (sequence, how many tokens) in order, and the indices of those that ask.
+# Each step: (sequence, number of tokens) in order, and the indices whose logits are wanted.
 STEPS = [
     ([(0, 60), (1, 33)], []),
     ([(2, 8), (0, 1), (1, 1)], [1]),
@@ -24,7 +24,7 @@ STEPS = [
 
 
 def run(variant, dtype, asks):
-    """Logits that each step's asking tokens get, and the pool."""
+    """Returns the logits of each step's chosen tokens, and the pool."""
     session = PagedSession(loaded(variant, dtype), LENGTHS)
     logits = []
     for step, asking in STEPS:
@@ -41,7 +41,7 @@ def run(variant, dtype, asks):
 @native_only("torch's sums depend on the size of a batch")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", NATIVE_VARIANTS)
-def test_asking_for_some_gives_the_bits_of_asking_for_all(variant, dtype):
+def test_logits_of_some_tokens_have_the_bits_of_computing_all(variant, dtype):
     some, pool = run(variant, dtype, asks=True)
     everything, expected_pool = run(variant, dtype, asks=False)
     for got, expected in zip(some, everything, strict=True):
@@ -52,7 +52,7 @@ def test_asking_for_some_gives_the_bits_of_asking_for_all(variant, dtype):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_asking_for_some_gives_what_asking_for_all_gives(variant):
+def test_logits_of_some_tokens_are_close_to_computing_all(variant):
     some, _ = run(variant, "float32", asks=True)
     everything, _ = run(variant, "float32", asks=False)
     for got, expected in zip(some, everything, strict=True):
@@ -61,7 +61,7 @@ def test_asking_for_some_gives_what_asking_for_all_gives(variant):
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize("asking", [[], [0], [1, 2]])
-def test_the_last_layer_goes_on_with_those_that_ask(variant, asking):
+def test_the_last_layer_computes_only_the_chosen_tokens(variant, asking):
     session = PagedSession(loaded(variant, "float32"), LENGTHS)
     counts = []
     hooks = [

@@ -1,0 +1,185 @@
+"""The native CPU kernels around attention: rotation and KV writes, paged attention.
+
+The library trusts the shapes of the tensors whose addresses it gets: they are asserted here.
+"""
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from kernels import reference
+from kernels.dispatch import NATIVE
+from kernels.native import commands
+from kernels.native.ops import is_vector, run_command
+from kernels.native.packed_weight import ELEMENT_TYPES
+from kernels.paged_kv import AttentionMetadata, QkNorms, Rotation
+
+__all__ = ["paged_attention", "point_to", "rotate_and_write_kv"]
+
+
+@NATIVE.implements(reference.rotate_and_write_kv)
+def rotate_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    rotation: Rotation | None = None,
+    norms: QkNorms | None = None,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotates the query in place."""
+    if not _takes_heads(query) or kv_scales is not None:
+        return reference.rotate_and_write_kv(
+            query, key, value, kv_layer, meta, rotation=rotation, norms=norms, kv_scales=kv_scales
+        )
+    _check_heads((query, key, value), kv_layer, meta)
+    _check_preparation(query, rotation, norms)
+    assert key.shape == value.shape
+    query, key, value = _heads(query), _heads(key), _heads(value)
+    run_command(
+        commands.ROTATE_AND_WRITE_KV,
+        ELEMENT_TYPES[query.dtype],
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        query.shape[1],
+        *key.shape[1:],
+        norms.query_weight.data_ptr() if norms else 0,
+        norms.key_weight.data_ptr() if norms else 0,
+        norms.eps if norms else 0.0,
+        rotation.cos.data_ptr() if rotation else 0,
+        rotation.sin.data_ptr() if rotation else 0,
+        *_cache_fields(kv_layer),
+        _batch_of(meta).ctypes.data,
+        keep=(query, key, value),
+    )
+    return query
+
+
+@NATIVE.implements(reference.paged_attention)
+def paged_attention(
+    query: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not _takes_heads(query) or soft_cap is not None or kv_scales is not None:
+        return reference.paged_attention(
+            query,
+            kv_layer,
+            meta,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            kv_scales=kv_scales,
+        )
+    _check_heads((query,), kv_layer, meta)
+    query = _heads(query)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    run_command(
+        commands.PAGED_ATTENTION,
+        ELEMENT_TYPES[query.dtype],
+        query.data_ptr(),
+        query.stride(0),
+        query.shape[1],
+        kv_layer.shape[2],
+        query.shape[2],
+        *_cache_fields(kv_layer),
+        scale,
+        sliding_window or 0,
+        out.data_ptr(),
+        _batch_of(meta).ctypes.data,
+        keep=(query, out),
+    )
+    return out
+
+
+@NATIVE.implements(reference.point_to)
+def point_to(recorded: AttentionMetadata, current: AttentionMetadata) -> None:
+    _batch_of(recorded)[:] = _batch_fields(current)
+
+
+def _check_heads(
+    states: tuple[torch.Tensor, ...], kv_layer: torch.Tensor, meta: AttentionMetadata
+) -> None:
+    """Asserts that `[num_tokens, heads, head_dim]` states fit the cache and the step."""
+    for tensor in states:
+        assert tensor.dtype == kv_layer.dtype
+        assert tensor.shape[2] == kv_layer.shape[4]
+        assert len(tensor) == len(meta.slot_mapping)
+        assert tensor.shape[1] % kv_layer.shape[2] == 0
+
+
+def _check_preparation(
+    query: torch.Tensor, rotation: Rotation | None, norms: QkNorms | None
+) -> None:
+    """Asserts that angles and norms fit a query of `[num_tokens, num_heads, head_dim]`."""
+    num_tokens, _, head_dim = query.shape
+    if rotation is not None:
+        assert head_dim % 2 == 0
+        for angles in (rotation.cos, rotation.sin):
+            assert angles.dtype == torch.float32
+            assert angles.shape == (num_tokens, head_dim // 2)
+            assert angles.is_contiguous()
+    if norms is not None:
+        assert is_vector(norms.query_weight, head_dim, query.dtype)
+        assert is_vector(norms.key_weight, head_dim, query.dtype)
+
+
+def _takes_heads(states: torch.Tensor) -> bool:
+    """Returns whether a head fills a whole number of the library's four-byte words."""
+    return states.shape[2] * states.element_size() % 4 == 0
+
+
+def _heads(states: torch.Tensor) -> torch.Tensor:
+    """Returns `[tokens, heads, head_dim]`, copied if the heads of a token are not adjacent."""
+    return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
+
+
+def _cache_fields(kv_layer: torch.Tensor) -> tuple[int, ...]:
+    """Returns address, strides and block size of a cache as `paged_attention` takes it."""
+    block, value, head, slot, element = kv_layer.stride()
+    assert element == 1
+    return kv_layer.data_ptr(), block, value, head, slot, kv_layer.shape[3]
+
+
+# The fields of `Batch` in src/commands.h, cached by the metadata that they were made from.
+_batches: "WeakKeyDictionary[AttentionMetadata, np.ndarray]" = WeakKeyDictionary()
+
+
+def _batch_of(meta: AttentionMetadata) -> np.ndarray:
+    batch = _batches.get(meta)
+    if batch is None:
+        batch = _batches[meta] = _batch_fields(meta)
+    return batch
+
+
+def _batch_fields(meta: AttentionMetadata) -> np.ndarray:
+    for tensor in (meta.block_tables[:1], meta.query_starts, meta.context_lens):
+        assert tensor.is_contiguous()
+        assert tensor.dtype == torch.int32
+    assert meta.slot_mapping.is_contiguous()
+    assert meta.slot_mapping.dtype == torch.int64
+    assert len(meta.block_tables) == len(meta.context_lens) == len(meta.query_starts) - 1
+    return np.array(
+        [
+            meta.block_tables.data_ptr(),
+            meta.block_tables.stride(0),
+            meta.query_starts.data_ptr(),
+            meta.context_lens.data_ptr(),
+            meta.slot_mapping.data_ptr(),
+            len(meta.context_lens),
+            len(meta.slot_mapping),
+        ],
+        np.int64,
+    )

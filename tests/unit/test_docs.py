@@ -1,0 +1,68 @@
+"""The documentation agrees with the repository: paths, links, make targets and variables."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts import generate_configuration
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+VARIABLE = re.compile(r"\bBATON_[A-Z_]+\b")
+
+
+def source_files():
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    suffixes = {".py", ".sh", ".yml", ".cpp", ".h"}
+    for name in listed:
+        path = ROOT / name
+        is_source = path.suffix in suffixes or path.name in ("Makefile", "Dockerfile")
+        if is_source and path.is_file() and path != Path(__file__):
+            yield path
+
+
+def test_every_variable_of_baton_is_in_the_table():
+    used = {name for path in source_files() for name in VARIABLE.findall(path.read_text())}
+    declared = {
+        name
+        for variable in generate_configuration.VARIABLES
+        for name in variable.name.split(", ")
+        if name.startswith("BATON_")
+    }
+    assert used == declared
+
+
+def test_the_configuration_page_is_up_to_date():
+    assert generate_configuration.PAGE.read_text() == generate_configuration.render(), "make docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file(page):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [
+        link
+        for link in links
+        if not link.startswith(("http://", "https://")) and not (page.parent / link).exists()
+    ]
+    assert missing == []
+
+
+def test_every_path_in_the_table_of_where_to_add_things_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.split("## Where to add things", 1)[1].split("\n## ", 1)[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    paths_by_row = [re.findall(r"`(\w[\w.]*/[\w./]*)`", row) for row in rows]
+    assert len(rows) >= 11
+    assert all(paths_by_row)
+    paths = [path for row in paths_by_row for path in row]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_make_target_that_is_named_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE)
+        assert named
+        assert set(named) <= targets
