@@ -57,7 +57,7 @@ class EngineCore:
         clock: monotonic seconds.
 
     Attributes:
-        config: as given.
+        config: the limits and role.
         info: the loaded model's facts.
         form: how KV looks between tiers.
         namespace: digest that block keys are rooted in.
@@ -140,7 +140,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request has not had its last output."""
+        """Whether a request has not had its last output."""
         return self.scheduler.num_unfinished > 0
 
     @property
@@ -233,6 +233,7 @@ class EngineCore:
 
         Args:
             on_outputs: called with outputs, at most one per candidate of a request in one call.
+                It may add and end requests.
 
         Raises:
             Exception: what the runner raised, if several steps in a row have failed; the engine
@@ -263,7 +264,7 @@ class EngineCore:
         self._woken.set()
 
     def close(self) -> None:
-        """Ends the runner and closes the connector. Idempotent."""
+        """Closes the runner and the connector. Idempotent."""
         try:
             self._runner.close()
         finally:

@@ -30,8 +30,8 @@ class _Begun:
     """A prompt of which some portions have come.
 
     Attributes:
-        end: transfer blocks so far.
-        keys: those in the last pool block, which is not full.
+        end: number of transfer blocks so far.
+        keys: keys of the transfer blocks in the last pool block, which is not full.
         parent: key of the pool block before it.
     """
 

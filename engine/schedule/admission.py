@@ -233,9 +233,12 @@ class Admission:
         if loads.start(group, num_loadable, num_queued):
             self._queues.start_loading(group)
         else:
-            self._queues.start_running(group)
-            self.run_chunks(group, plan)
+            self._start_running(group, plan)
         return True
+
+    def _start_running(self, group: SequenceGroup, plan: StepPlan) -> None:
+        self._queues.start_running(group)
+        self.run_chunks(group, plan)
 
     def _may_compute(self, keys: abc.Sequence[bytes], num_tokens: int, plan: StepPlan) -> bool:
         """Returns whether the step may have room for the tokens that are not cached.
@@ -289,8 +292,7 @@ class Admission:
             group.branches.remove(sequence)
             self._branches.drop(sequence)
             self._queues.leave_seat(group)
-        self._queues.start_running(group)
-        self.run_chunks(group, plan)
+        self._start_running(group, plan)
         return True
 
 

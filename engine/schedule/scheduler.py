@@ -178,7 +178,7 @@ class Scheduler:
 
     @property
     def num_transfers(self) -> int:
-        """Loads and saves under way, those of finished requests included."""
+        """Connector jobs without a result, those of finished requests included."""
         return self._transfers.in_flight
 
     @property

@@ -265,7 +265,7 @@ class Cluster(RuleBasedStateMachine):
             self._check_full_load(engine)
 
     def _end_leases(self) -> None:
-        """As time does."""
+        """Ends all leases, as their timeouts would."""
         for engine in getattr(self, "engines", ()):
             for lease_id in engine.worker.leases:
                 engine.worker.end_lease(lease_id)
@@ -284,7 +284,7 @@ class Cluster(RuleBasedStateMachine):
         raise AssertionError("this goes on and on")
 
     def _check_full_load(self, engine: CheckedEngine) -> None:
-        """As many sequences as may run do run, at once."""
+        """Checks that as many sequences run at once as the configuration allows."""
         num_groups = len(engine.info.windows)
         count = min(engine.config.max_running, (engine.core.num_blocks - 1) // num_groups)
         if engine.config.role == "prefill":
@@ -331,7 +331,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 def _blocks_of_largest(info: ModelInfo, config: dict[str, object]) -> int:
-    """As many as one candidate can need."""
+    """Returns how many blocks one candidate needs at most."""
     largest = EngineRequest(
         request_id="", prompt_token_ids=(0,), draw=GREEDY, max_tokens=MAX_MODEL_LEN
     )

@@ -24,8 +24,8 @@ __all__ = ["CheckedEngine", "CheckedRequest"]
 class CheckedRequest:
     """A request, what it must get, and what it has got so far on all tiers.
 
-    `told` has each candidate's tokens, or each returned hypothesis' where candidates are
-    ranked; `ended` the numbers of those of which nothing more may come.
+    `told` has the tokens so far of each candidate, or of each returned hypothesis of a ranked
+    request. `ended` has the numbers of those that have ended.
     """
 
     request: EngineRequest
@@ -79,13 +79,13 @@ class CheckedEngine:
     Args:
         info: the fake model's facts.
         num_blocks: KV blocks in the pool.
-        store: what the connector's worker saves to; None runs without a connector.
-        clock: what the engine takes for time.
+        store: the connector's store; None runs without a connector.
+        clock: the engine's clock.
         num_host_blocks: KV blocks in the host pool.
         submits: see `FakeRunner`.
         lends: see `FakeWorker`.
         ends_in_steps: whether transfers end while steps compute.
-        config: of the engine.
+        config: fields of the engine's configuration.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class CheckedEngine:
         self._first_tokens.pop(request_id, None)
 
     def finish_candidate(self, request_id: str, index: int) -> None:
-        """As a router does that has found a stop text in what it was told."""
+        """Ends a candidate, as a router does that has found a stop text."""
         checked = self.live[request_id]
         outputs = self.core.finish_candidate(request_id, index)
         checked.ended.add(index)
@@ -274,7 +274,7 @@ class CheckedEngine:
             self.finished[output.request_id] = self.live.pop(output.request_id)
 
     def _take_saved(self, request: EngineRequest, saved: KvHandoff) -> None:
-        """Full blocks of the prompt, each once and in order; once more if it had to give way."""
+        """Checks a report of saved blocks: full ones, in order, each once per handoff id."""
         self._num_saved[saved.handoff_id] += len(saved.block_keys)
         num_tokens = self._num_saved[saved.handoff_id] * self.config.transfer_block_size
         assert saved.block_keys

@@ -60,14 +60,14 @@ class DrivenScheduler:
     Args:
         num_blocks: KV blocks in the pool.
         num_host_blocks: KV blocks in the host pool.
-        windows: of the layer groups.
-        with_connector: whether there is a connector, whose jobs end as told here.
-        config: of the engine.
+        windows: one per layer group.
+        with_connector: whether there is a connector, whose jobs end when the test says.
+        config: fields of the engine's configuration.
 
     Attributes:
-        now: what the scheduler takes for time.
-        metrics: where its transfers are counted.
-        shares: how many tokens each request got in the last step that was begun.
+        now: the scheduler's clock.
+        metrics: counts its transfers.
+        shares: tokens per request in the last step that was scheduled.
     """
 
     def __init__(
