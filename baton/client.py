@@ -1,7 +1,7 @@
-"""`Client` and `AsyncClient`: speak to a running router.
+"""`Client` and `AsyncClient`: clients of a running router.
 
-Both build requests and read responses with the pure functions of `baton.wire`;
-here is only what differs: how a call is awaited, streamed and closed.
+Both build requests and read responses with the pure functions of `baton.wire`.
+They differ in how a call is awaited, streamed and closed.
 """
 
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
@@ -32,7 +32,7 @@ _DEFAULT_PARAMS = SamplingParams()
 
 @contextmanager
 def _baton_errors() -> Iterator[None]:
-    """Raises what gRPC reports as the matching error of `baton.errors`."""
+    """Turns errors of gRPC into the matching errors of `baton.errors`."""
     try:
         yield
     except grpc.RpcError as error:
@@ -40,22 +40,22 @@ def _baton_errors() -> Iterator[None]:
 
 
 def _check_finished(last_chunk: CompletionChunk | None) -> None:
-    """A stream that ends early must not pass for a whole one."""
+    """Raises `InternalError` if a stream ended without its last chunk."""
     if last_chunk is None or last_chunk.usage is None:
         raise InternalError("the server ended the stream before the generation ended")
 
 
 class Client:
-    """A blocking client of a router; usable from several threads.
+    """A blocking client of a router, usable from several threads.
 
     Every method raises the errors of `baton.errors` that
-    `baton.v1.GenerationService` tells of, and takes `timeout_s`, after which
-    the call ends in `DeadlineExceededError`; None leaves the limit to the
+    `baton.v1.GenerationService` documents. A call that takes longer than
+    `timeout_s` raises `DeadlineExceededError`; None leaves the limit to the
     server.
 
     Args:
         address: the router's `host:port`.
-        model: the model to ask for; empty for the served one.
+        model: the model to request; empty for the served one.
     """
 
     def __init__(self, address: str, *, model: str = "") -> None:
@@ -73,7 +73,7 @@ class Client:
     ) -> Generation:
         """Completes `prompt`, a text or token ids, and returns the whole result.
 
-        `options` are those of `baton.wire.RequestOptions`.
+        `baton.wire.RequestOptions` documents `options`.
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
@@ -88,8 +88,8 @@ class Client:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[CompletionChunk, None, None]:
-        """Completes `prompt` and yields the pieces as they come, those of several
-        candidates in any order.
+        """Completes `prompt` and yields chunks as they come; chunks of several
+        candidates come in any order.
 
         Leaving the loop early, or closing the generator, cancels the request.
         """
@@ -157,12 +157,12 @@ class Client:
 
 
 class AsyncClient:
-    """`Client` for coroutines: the same methods, awaited. Make it in the event
-    loop that uses it.
+    """`Client` for coroutines: the same methods, awaited. Must be created in the
+    event loop that uses it.
 
     Args:
         address: the router's `host:port`.
-        model: the model to ask for; empty for the served one.
+        model: the model to request; empty for the served one.
     """
 
     def __init__(self, address: str, *, model: str = "") -> None:
@@ -180,7 +180,7 @@ class AsyncClient:
     ) -> Generation:
         """Completes `prompt`, a text or token ids, and returns the whole result.
 
-        `options` are those of `baton.wire.RequestOptions`.
+        `baton.wire.RequestOptions` documents `options`.
         """
         request = build_request(prompt, params, self._model, **options)
         with _baton_errors():
@@ -195,8 +195,8 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[CompletionChunk, None]:
-        """Completes `prompt` and yields the pieces as they come, those of several
-        candidates in any order.
+        """Completes `prompt` and yields chunks as they come; chunks of several
+        candidates come in any order.
 
         Closing the generator (`contextlib.aclosing`), or cancelling the task
         that reads it, cancels the request.

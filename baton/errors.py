@@ -1,19 +1,19 @@
 """Every error Baton raises on purpose, in one tree.
 
     BatonError
-    ├── InvalidArgumentError      a bad or out-of-range field
-    ├── FailedPreconditionError   tiers that do not match; unsupported feature
-    ├── NotFoundError             unknown model or object
-    ├── ResourceExhaustedError    queue full, or larger than can ever fit
+    ├── InvalidArgumentError      a field is out of range
+    ├── FailedPreconditionError   tiers do not match, or a feature is unsupported
+    ├── NotFoundError             the model or object is unknown
+    ├── ResourceExhaustedError    the queue is full, or the request can never fit
     ├── DeadlineExceededError     the caller's deadline passed
-    ├── RequestCancelledError     the caller went away
-    ├── UnavailableError          nothing can take it now; safe to retry
-    ├── AbortedError              retry at a higher level
-    ├── InternalError             a bug; the text says nothing of the cause
-    └── ConfigurationError        start-up: a flag, a checkpoint, a URL
+    ├── RequestCancelledError     the caller cancelled or left
+    ├── UnavailableError          no replica can take the request now; safe to retry
+    ├── AbortedError              ended from outside; retry the whole request
+    ├── InternalError             a bug; the text does not contain the cause
+    └── ConfigurationError        at start-up: a flag, a checkpoint, a URL
 
 A leaf module: every package may import it, and it imports only the standard
-library. `code` is the name of the gRPC status; `rpc.errors` translates.
+library. `code` is the name of the gRPC status; `rpc.errors` converts errors.
 """
 
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class BatonError(Exception):
-    """Base of the tree. `message` is fit for the caller's eyes."""
+    """Base of the tree. `message` may be shown to the caller."""
 
     code: ClassVar[str] = "UNKNOWN"
 
@@ -44,7 +44,7 @@ class BatonError(Exception):
 
 
 class InvalidArgumentError(BatonError):
-    """A field of a request is bad; names the field, its value and the limit."""
+    """A field of a request is out of range; names the field, its value and the limit."""
 
     code = "INVALID_ARGUMENT"
 
@@ -55,13 +55,13 @@ class InvalidArgumentError(BatonError):
 
 
 class FailedPreconditionError(BatonError):
-    """The tiers do not match, or the model lacks a feature; do not retry."""
+    """The tiers do not match, or a feature is unsupported; a retry does not help."""
 
     code = "FAILED_PRECONDITION"
 
 
 class NotFoundError(BatonError):
-    """No such model or object."""
+    """The model or object is unknown."""
 
     code = "NOT_FOUND"
 
@@ -97,7 +97,7 @@ class AbortedError(BatonError):
 
 
 class InternalError(BatonError):
-    """A bug. The log has the cause under the request's id; the caller does not."""
+    """A bug. The cause is in the log with the request's id; the caller does not get it."""
 
     code = "INTERNAL"
 

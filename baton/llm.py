@@ -1,10 +1,9 @@
-"""`LLM`: offline generation. The engine and the router's text handling, in one process.
+"""`LLM`: offline generation, with the engine and the router's text handling in one process.
 
 prompts -> token ids -> EngineCore steps -> TextStream per request -> results
 """
 
 import logging
-import secrets
 import time
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -16,11 +15,12 @@ from tqdm import tqdm
 
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.offline_request import OfflineRequest
+from baton.request_spec import RequestSpec
 from baton.results import Generation
 from baton.sampling_params import SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import RequestOutput
+from engine.request import EngineRequest, RequestOutput
 from router.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
@@ -37,8 +37,8 @@ class LLM:
 
     Args:
         model: checkpoint folder or Hugging Face Hub name.
-        engine_arguments: fields of `engine.config.EngineConfig`, which bear
-            the names of the flags: `dtype`, `max_num_seqs`, `block_size` ...
+        engine_arguments: fields of `engine.config.EngineConfig`, named like
+            the flags: `dtype`, `max_num_seqs`, `block_size` ...
 
     Raises:
         ConfigurationError: the checkpoint or an argument's value is bad.
@@ -58,10 +58,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[Generation]:
-        """Completes the prompts together; the results are in their order.
+        """Completes the prompts together and returns the results in their order.
 
-        A prompt that can never fit the KV pool gets one empty completion, whose
-        finish reason is "ignored", and a warning in the log.
+        A prompt that can never fit the KV pool gets one empty completion with
+        finish reason "ignored", and a warning in the log.
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
@@ -69,8 +69,8 @@ class LLM:
             use_tqdm: show a progress bar on stderr.
 
         Raises:
-            InvalidArgumentError: a prompt or a parameter that the model cannot
-                take, told before anything is computed.
+            InvalidArgumentError: the model cannot take a prompt or a parameter;
+                raised before anything is computed.
         """
         requests = self._make_requests(_as_list(prompts), params)
         for request in requests.values():
@@ -84,7 +84,7 @@ class LLM:
         return [request.result() for request in requests.values()]
 
     def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix; returns how many KV blocks were cached."""
+        """Empties the prefix cache; returns how many KV blocks were cached."""
         return self._core.reset_prefix_cache()
 
     def close(self) -> None:
@@ -114,22 +114,21 @@ class LLM:
             self._make_request(prompt, own_params)
             for prompt, own_params in zip(prompts, per_prompt, strict=True)
         )
-        return {request.engine_request.request_id: request for request in requests}
+        return {request.spec.request_id: request for request in requests}
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> OfflineRequest:
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return OfflineRequest(
+        spec = RequestSpec.with_defaults(
             f"offline-{next(self._numbers)}",
-            token_ids,
+            tuple(token_ids),
             params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
             eos_token_ids=self._core.info.eos_token_ids,
-            tokenizer=self._tokenizer,
         )
+        return OfflineRequest(spec, self._tokenizer)
 
     def _check(self, request: OfflineRequest) -> None:
         try:
-            self._core.check(request.engine_request)
+            self._core.check(EngineRequest(spec=request.spec))
         except ResourceExhaustedError as error:
             _ignore(request, error)
 
@@ -140,23 +139,23 @@ class LLM:
             progress.update(len(requests) - len(unfinished))
             for request in list(unfinished.values()):
                 request.arrived_at = time.monotonic()
-                self._take(self._core.add_request(request.engine_request), unfinished)
+                self._deliver(self._core.add_request(EngineRequest(spec=request.spec)), unfinished)
             while unfinished:
                 num_before = len(unfinished)
-                self._core.run_step(lambda outputs: self._take(outputs, unfinished))
+                self._core.run_step(lambda outputs: self._deliver(outputs, unfinished))
                 progress.update(num_before - len(unfinished))
                 if unfinished:
                     self._core.wait()
 
-    def _take(
+    def _deliver(
         self, outputs: Iterable[RequestOutput], unfinished: dict[str, OfflineRequest]
     ) -> None:
-        """Gives each output to its request; takes out those that ended."""
+        """Adds each output to its request; removes the requests that ended."""
         for output in outputs:
             request = unfinished.get(output.request_id)
             if request is None:
-                continue  # the rest of a step that held its end
-            if request.take(output):
+                continue  # the request ended with an earlier output of this step
+            if request.add(output):
                 self._core.finish_candidate(output.request_id, output.index)
             if request.is_finished:
                 del unfinished[output.request_id]
@@ -165,12 +164,12 @@ class LLM:
 
 
 def _ignore(request: OfflineRequest, error: BatonError) -> None:
-    _logger.warning("%s is ignored: %s", request.engine_request.request_id, error.message)
+    _logger.warning("%s is ignored: %s", request.spec.request_id, error.message)
     request.ignore()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A single prompt becomes a list of one."""
+    """Returns the prompts as a sequence; a single prompt becomes a list of one."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""What `Client`, `AsyncClient` and `LLM` return: frozen plain data."""
+"""The results of `Client`, `AsyncClient` and `LLM`: frozen plain data."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ __all__ = ["Completion", "CompletionChunk", "Generation", "ModelDescription", "T
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. `cached_tokens` are the prompt tokens whose
-    KV was found and not computed.
+    """Token counts of one request. `cached_tokens` counts the prompt tokens whose
+    KV was found instead of computed.
     """
 
     prompt_tokens: int
@@ -18,9 +18,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a request's time went, in milliseconds; see `baton.v1.Timings`.
+    """The time that each stage of a request took, in milliseconds.
 
-    Stages that a request did not pass are 0.
+    `baton.v1.Timings` documents the stages. A stage that the request skipped is 0.
     """
 
     route_ms: float = 0.0
@@ -41,12 +41,12 @@ class Completion:
         index: the candidate's number, from 0.
         text: the text of the tokens, cut before a matched stop text.
         token_ids: every generated token, the stopping one included.
-        finish_reason: "stop", "length" or "aborted"; offline also "ignored": the
-            prompt can never fit the KV pool.
+        finish_reason: "stop", "length" or "aborted". `LLM` also uses "ignored":
+            the prompt can never fit the KV pool.
         matched_stop: the stop text, or the id of the stop or end-of-sequence
             token, that ended it; None otherwise.
-        score: what candidates were compared by: beam search's score, or the
-            mean log-probability per token. None where they were not compared.
+        score: the score of a ranked candidate: that of beam search, or the mean
+            log-probability per token. None if candidates were not ranked.
     """
 
     index: int
@@ -64,10 +64,10 @@ class Generation:
 
     Attributes:
         request_id: the request's name.
-        outputs: the candidates, by index; the best first where they were compared.
+        outputs: the candidates by index; ranked candidates come best first.
         usage: token counts.
-        timings: where the time went.
-        prompt_token_ids: the prompt; None where it went to a server as text.
+        timings: time per stage.
+        prompt_token_ids: the prompt; None if it was sent to a server as text.
     """
 
     request_id: str
@@ -93,24 +93,24 @@ class Generation:
 
     @property
     def matched_stop(self) -> str | int | None:
-        """What stopped the first candidate."""
+        """The stop that ended the first candidate."""
         return self.outputs[0].matched_stop
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionChunk:
-    """A piece of one candidate, as it is generated.
+    """New tokens of one candidate, or its end.
 
     Attributes:
         request_id: the request's name.
         index: the candidate's number, from 0.
-        text: text since the candidate's chunk before; lags behind `token_ids`
+        text: text since the candidate's previous chunk. It lags behind `token_ids`
             while a character or a stop text is incomplete.
-        token_ids: tokens since the candidate's chunk before.
+        token_ids: tokens since the candidate's previous chunk.
         finish_reason: set on the candidate's last chunk.
         matched_stop: as in `Completion`; on the candidate's last chunk.
         usage: token counts; on the last chunk of all.
-        timings: where the time went; on the last chunk of all.
+        timings: time per stage; on the last chunk of all.
         score: as in `Completion`; on the candidate's last chunk.
     """
 
@@ -127,11 +127,11 @@ class CompletionChunk:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The served model; see `baton.v1.GetModelResponse`.
+    """The served model.
 
     Attributes:
-        name: as requests give it.
-        max_model_len: the most prompt and generated tokens together.
+        name: the name that requests use.
+        max_model_len: the most tokens of a prompt and its completion together.
         vocab_size: token ids are below it.
         eos_token_ids: ids that end a generation unless `ignore_eos` is set.
         block_size: tokens in one KV block.

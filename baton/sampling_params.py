@@ -28,24 +28,25 @@ class SamplingParams:
         top_k: keep only the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens that reaches this
             probability, in (0, 1].
-        seed: 64-bit; noise is a function of (seed, position) alone. None: one
-            is drawn for the request.
+        seed: 64-bit; the random noise depends on (seed, position) alone. None: a
+            seed is drawn for the request.
         max_tokens: the most tokens to generate.
         stop: texts that end the generation, matched across token boundaries;
             the output text stops before the match.
         stop_token_ids: token ids that end the generation.
-        ignore_eos: go on past the model's end-of-sequence token.
+        ignore_eos: continue past the model's end-of-sequence token.
         n: how many candidates to return. Candidate 0 draws with `seed`, the
-            others with seeds made from it.
-        best_of: how many candidates to generate; the `n` with the highest mean
+            others with seeds derived from it.
+        best_of: how many candidates to generate. The `n` with the highest mean
             log-probability per token are returned, the best first. None: `n`.
         beam_width: search with this many beams instead of drawing, and return
             the `n` best hypotheses. None: no beam search.
         length_penalty: beam search divides a hypothesis' summed
             log-probability by its length to this power.
-        early_stopping: when beam search ends; True: with the first
-            `beam_width` finished hypotheses; False: when no running beam is
-            likely to do better; "never": when none can.
+        early_stopping: when beam search ends. True: as soon as it has
+            `beam_width` finished hypotheses; False: when no running beam, scored
+            at its present length, is better than the worst of them; "never":
+            when no running beam can become better.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
@@ -76,12 +77,12 @@ class SamplingParams:
 
     @property
     def num_candidates(self) -> int:
-        """Sequences generated."""
+        """Sequences that are generated: beams, or candidates."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def is_ranked(self) -> bool:
-        """Whether candidates are compared, and the best returned when all have ended."""
+        """Whether candidates are ranked: the `n` best are returned once all have ended."""
         return self.beam_width is not None or self.n < self.num_candidates
 
     def _check_numbers(self) -> None:
@@ -121,9 +122,9 @@ class SamplingParams:
         if self.beam_width is not None and self.best_of is not None:
             raise InvalidArgumentError("best_of and beam_width are both set; set one of them")
         if self.n > self.num_candidates:
-            of = "beam_width" if self.beam_width is not None else "best_of"
+            limiting = "beam_width" if self.beam_width is not None else "best_of"
             raise InvalidArgumentError.for_field(
-                "n", self.n, f"at most {of}, {self.num_candidates}"
+                "n", self.n, f"at most {limiting}, {self.num_candidates}"
             )
         if not math.isfinite(self.length_penalty):
             raise InvalidArgumentError.for_field("length_penalty", self.length_penalty, "finite")

@@ -1,6 +1,6 @@
-"""Between the public Python types and `baton.v1` messages: pure functions.
+"""The public Python types as `baton.v1` messages and back: pure functions.
 
-`Client` and `AsyncClient` share them, so that both speak the same wire.
+`Client` and `AsyncClient` share them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from baton.results import (
     Usage,
 )
 from baton.sampling_params import SamplingParams
-from baton.sampling_wire import sampling_to_proto
+from baton.spec_wire import sampling_to_proto, stopping_to_proto
 from baton.v1 import common_pb2, generation_pb2
 
 __all__ = ["RequestOptions", "build_request", "parse_chunk", "parse_generation", "parse_model"]
@@ -30,10 +30,10 @@ _FINISH_REASONS = {
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say besides its prompt and sampling parameters.
+    """Options of a request besides its prompt and sampling parameters.
 
     Attributes:
-        request_id: names the request in logs; default: the router makes one.
+        request_id: names the request in logs; default: the router chooses one.
         priority: larger is scheduled first; default 0.
         cache_salt: requests share cached prefixes only under the same salt.
     """
@@ -62,12 +62,7 @@ def build_request(
             request_id=request_id,
             model=model,
             sampling=sampling_to_proto(params),
-            stopping=common_pb2.StoppingParams(
-                max_tokens=params.max_tokens,
-                stop=params.stop,
-                stop_token_ids=params.stop_token_ids,
-                ignore_eos=params.ignore_eos,
-            ),
+            stopping=stopping_to_proto(params),
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -81,7 +76,7 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: str | Sequence[
     if isinstance(prompt, str):
         request.text = prompt
     else:
-        # An empty list must still say which kind of prompt it is.
+        # An empty list must still set the kind of the prompt.
         request.token_ids.SetInParent()
         request.token_ids.ids.extend(prompt)
 
@@ -112,7 +107,7 @@ def parse_generation(
 
 
 def parse_chunk(response: generation_pb2.GenerateStreamResponse) -> CompletionChunk:
-    """The public form of a piece of a stream."""
+    """The public form of a message of a stream."""
     is_finished = response.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
     is_last = response.HasField("usage")
     return CompletionChunk(

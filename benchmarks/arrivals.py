@@ -2,12 +2,12 @@
 
 burst     all at once
 constant  one every 1 / rate seconds
-poisson   gaps drawn from an exponential distribution: users who know nothing of each other
+poisson   gaps drawn from an exponential distribution: independent users
 gamma     gaps drawn from a gamma distribution; its shape is `burstiness`: 1 is poisson,
           less comes in clusters, more is steadier (the squared coefficient of variation
           is 1 / burstiness)
 bursts    every `period_s` seconds, all requests of that period at once
-trace     as the workload says
+trace     at the times that the workload has
 """
 
 import argparse
@@ -41,17 +41,17 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalProcess:
-    """How requests arrive; the first one does at 0.
+    """An arrival process. The first request arrives at 0.
 
     Attributes:
         kind: one of `ARRIVALS`.
         request_rate: requests per second, on average.
         burstiness: shape of the gamma distribution.
         burst_period_s: seconds from burst to burst.
-        seed: of the draws.
+        seed: seed of all draws.
 
     Raises:
-        ConfigurationError: a value is missing, out of range, or of another kind.
+        ConfigurationError: a value is missing or out of range, or belongs to another kind.
     """
 
     kind: str
@@ -69,12 +69,12 @@ class ArrivalProcess:
             _check_parameter(self.kind, name, getattr(self, name))
 
     def apply(self, workload: Workload) -> Workload:
-        """The workload with times of arrival.
+        """Returns the workload with times of arrival.
 
-        Requests that wait for another keep doing so, and have no time of their own.
+        Requests that wait for another request get no time.
 
         Raises:
-            ConfigurationError: the workload has no times, and this process takes them from it.
+            ConfigurationError: the process is "trace" and the workload has no times.
         """
         if self.kind == "trace":
             if not _is_timed(workload):
@@ -88,7 +88,7 @@ class ArrivalProcess:
         return replace(workload, requests=requests)
 
     def times(self) -> Iterator[float]:
-        """Times of arrival in seconds, without end, ascending from 0."""
+        """Yields times of arrival in seconds, ascending from 0, without end."""
         if self.kind == "burst":
             return repeat(0.0)
         assert self.request_rate is not None
@@ -108,20 +108,20 @@ class ArrivalProcess:
 
 
 def add_arrival_args(parser: argparse.ArgumentParser) -> None:
-    """Adds `--arrival`, `--request-rate` and the parameters of single processes."""
+    """Adds `--arrival`, `--request-rate` and the flags of single processes."""
     group = parser.add_argument_group("arrivals")
     group.add_argument(
         "--arrival",
         choices=ARRIVALS,
-        help="how requests arrive (default: trace where the workload has times, poisson where "
-        "there is a --request-rate, else burst: all at once)",
+        help="how requests arrive (default: poisson with a --request-rate, else trace if the "
+        "workload has times, else burst: all at once)",
     )
     group.add_argument("--request-rate", type=float, metavar="R", help="requests per second")
     _add_parameters(group)
 
 
 def add_rated_arrival_args(parser: argparse.ArgumentParser) -> None:
-    """Adds `--arrival` and its parameters for a command that sets the rate itself."""
+    """Adds `--arrival` and the flags of single processes, for commands that set the rate."""
     group = parser.add_argument_group("arrivals")
     kinds = [kind for kind, names in _PARAMETERS.items() if "request_rate" in names]
     group.add_argument(
@@ -138,18 +138,18 @@ def _add_parameters(group: argparse._ArgumentGroup) -> None:
         "--burstiness",
         type=float,
         metavar="B",
-        help="of gamma: 1 is poisson, less comes in clusters, more is steadier",
+        help="shape of gamma: 1 is poisson, less gives clusters, more is steadier",
     )
     group.add_argument(
-        "--burst-period-s", type=float, metavar="S", help="of bursts: seconds from one to the next"
+        "--burst-period-s", type=float, metavar="S", help="seconds from one burst to the next"
     )
 
 
 def arrivals_from_args(args: argparse.Namespace, workload: Workload) -> ArrivalProcess:
-    """The process that parsed flags describe, or the one that suits the workload.
+    """Returns the process that parsed flags describe, or the default for the workload.
 
     Raises:
-        ConfigurationError: a parameter is missing, out of range or of another process.
+        ConfigurationError: a flag is missing, out of range, or belongs to another process.
     """
     return ArrivalProcess(
         kind=args.arrival or _suitable_kind(args, workload),

@@ -1,31 +1,31 @@
-"""What the machine does at best, measured: bytes read and matrix operations per second.
+"""Measures the machine's ceilings: bytes read and matrix operations per second.
 
-On the CPU a rate is the better one of torch's and the selected kernels': a ceiling that was
-measured with the slower of the two would be no ceiling for the other.
+On the CPU, a rate is the better one of torch's and the selected kernels'. The slower one would not
+limit the faster.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 import kernels
-from benchmarks.threads import kernel_threads, torch_threads
 
-__all__ = ["Rates", "measure_ceilings"]
+__all__ = ["Rates", "kernel_threads", "measure_ceilings", "torch_threads"]
 
 _LEAST_REPEATS = 9
 _LEAST_SECONDS = 0.25
 _STREAMED_COLUMNS = 4096
-"""Of the weight that the kernels read; the row it meets stays in the first-level cache."""
+"""Columns of the weight that the kernels read. The input row stays in the first-level cache."""
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of what ceilings are measured with: larger than any cache, enough work for all cores."""
+    """Sizes of the inputs: memory larger than any cache, products with work for all cores."""
 
     read_bytes: int
     matrix_size: int
@@ -36,14 +36,14 @@ _SIZES = {"cpu": _Sizes(1 << 29, 1024), "cuda": _Sizes(1 << 32, 8192)}
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Per second: bytes read from memory, and operations of matrix products by type."""
+    """Rates per second: bytes read from memory, and operations of matrix products by type."""
 
     read_bytes: float
     float32_operations: float
     bfloat16_operations: float
 
     def or_better(self, other: "Rates") -> "Rates":
-        """The higher of each."""
+        """Returns the higher of each rate."""
         return Rates(
             max(self.read_bytes, other.read_bytes),
             max(self.float32_operations, other.float32_operations),
@@ -52,11 +52,11 @@ class Rates:
 
 
 def measure_ceilings(device: str, num_threads: int) -> Rates:
-    """Measures a device; takes two seconds, and half a GiB of memory on a CPU.
+    """Measures a device. This takes two seconds, and half a GiB of memory on a CPU.
 
     Args:
         device: "cpu" or a CUDA device, as torch calls it.
-        num_threads: of the CPU.
+        num_threads: threads of the CPU.
     """
     with torch_threads(num_threads):
         by_torch = _rates_of_torch(device)
@@ -95,7 +95,7 @@ def _multiplied_by_torch(dtype: torch.dtype, device: str, size: int) -> float:
 
 
 def _read_by_kernels(num_bytes: int) -> float:
-    """A row times a weight, which is read once."""
+    """Multiplies a row by a weight, which is read once."""
     num_rows = max(1, num_bytes // torch.float32.itemsize // _STREAMED_COLUMNS)
     weight = _weight(num_rows, _STREAMED_COLUMNS, torch.float32)
     call = partial(kernels.linear, torch.ones(1, _STREAMED_COLUMNS), weight)
@@ -110,13 +110,13 @@ def _multiplied_by_kernels(dtype: torch.dtype, size: int) -> float:
 def _weight(num_rows: int, num_columns: int, dtype: torch.dtype) -> kernels.Weight:
     use = kernels.WeightUse.LINEAR
     weight = kernels.make_weight(num_rows, num_columns, dtype, _CPU, use)
-    # Written, since the system gives pages of zeros no memory of their own.
+    # Written, because the system maps unwritten pages to one page of zeros.
     weight.data.fill_(0.5)
     return weight
 
 
 def _best_seconds(call: Callable[[], object], device: str) -> float:
-    """Of calls over a while, so that a neighbour's burst does not count; each is waited for."""
+    """Returns the seconds of the fastest call. Calls are repeated to outlast disturbances."""
     times: list[float] = []
     while len(times) < _LEAST_REPEATS or sum(times) < _LEAST_SECONDS:
         started = time.perf_counter()
@@ -129,3 +129,29 @@ def _best_seconds(call: Callable[[], object], device: str) -> float:
 
 def _kind(device: str) -> str:
     return device.partition(":")[0]
+
+
+@contextmanager
+def kernel_threads(num_threads: int) -> Iterator[None]:
+    """Makes the selected kernels compute on `num_threads`; they set torch's number to suit."""
+    with _restored_threads():
+        kernels.set_num_threads(num_threads)
+        yield
+
+
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Makes torch compute on `num_threads`."""
+    with _restored_threads():
+        torch.set_num_threads(num_threads)
+        yield
+
+
+@contextmanager
+def _restored_threads() -> Iterator[None]:
+    of_kernels, of_torch = kernels.num_threads(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        kernels.set_num_threads(of_kernels)
+        torch.set_num_threads(of_torch)

@@ -11,7 +11,7 @@ __all__ = ["add_args", "main"]
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A subcommand: where its `add_args(parser)` and `main(args)` are, and its help."""
+    """A subcommand: the module of its `add_args(parser)` and `main(args)`, and its help."""
 
     module: str
     help: str
@@ -27,17 +27,17 @@ _COMMANDS = {
     "transfer": _Command("benchmarks.transfer.command", "KV connectors beside memcpy, and prefill"),
     "gpu": _Command("benchmarks.gpu.command", "a GPU: its ceilings, kernels, steps, tiers"),
     "compare": _Command("benchmarks.compare_command", "Baton beside other engines"),
-    "scheduling": _Command("benchmarks.scheduling_command", "KV memory and the scheduler"),
+    "scheduling": _Command("benchmarks.scheduling.command", "KV memory and the scheduler"),
 }
 
 
 class _LazyParser(argparse.ArgumentParser):
-    """Gets its flags when it is first used: the other subcommands' modules stay unimported."""
+    """A parser that adds its flags on first use, so that other subcommands are not imported."""
 
     module = ""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in `argparse`; the module's flags come first."""
+        """Adds the module's flags, then parses."""
         module = import_module(self.module)
         self.description = module.main.__doc__
         module.add_args(self)
@@ -55,6 +55,6 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures, and prints each figure with its baseline or its floor."""
+    """Runs the subcommand; returns its exit status."""
     run: Callable[[argparse.Namespace], int | None] = args.run_benchmark
     return run(args) or 0

@@ -1,9 +1,10 @@
-"""`baton bench compare`: Baton and other engines, the same weights and token ids, in one run."""
+"""`baton bench compare`: Baton and other engines, on the same weights and token ids, in one run."""
 
 import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from baton.machine_limits import affine_cores
 from benchmarks.machine import describe_machine, name_machine, rates_of, with_median_rates
 from benchmarks.model_cost import Ceilings, ModelShape
 from benchmarks.models import RANDOM_MODELS, cached_random_model, num_weights, read_config
-from benchmarks.peers.cases import CASE_NAMES
+from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
 from benchmarks.peers.catalogue import ENGINES, Setting
-from benchmarks.peers.compare_table import print_comparison
 from benchmarks.peers.comparison import compare
-from benchmarks.peers.split import measure_split
 from benchmarks.peers.summary import summarize
+from benchmarks.split_vs_whole import measure_rates
+from engine.config import EngineConfig
 
-__all__ = ["add_args", "main"]
+__all__ = ["add_args", "main", "print_comparison"]
 
 _SPLIT = "split"
 _MAX_MODEL_LEN = 4096
@@ -32,7 +33,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--engines",
         default="baton,vllm,openvino,transformers",
         metavar="NAME,...",
-        help=f"of {', '.join(ENGINES)} (default: %(default)s)",
+        help=f"engines, of {', '.join(ENGINES)} (default: %(default)s)",
     )
     parser.add_argument(
         "--model",
@@ -47,7 +48,9 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         help="repeatable; split: Baton's two tiers as servers (default: all)",
     )
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
-    parser.add_argument("--num-threads", type=int, help="of each engine (default: every core)")
+    parser.add_argument(
+        "--num-threads", type=int, help="threads of each engine (default: every core)"
+    )
     parser.add_argument(
         "--peers-folder",
         type=Path,
@@ -71,7 +74,7 @@ def main(args: argparse.Namespace) -> None:
     }
     try:
         _measure(args, setting, report)
-    finally:  # what was measured before an error has taken minutes
+    finally:  # figures measured before an error are worth printing
         print_comparison(report)
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -82,14 +85,14 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
     wanted = args.case or (*CASE_NAMES, _SPLIT)
     if cases := [name for name in CASE_NAMES if name in wanted]:
         engines = list(dict.fromkeys(args.engines.split(",")))
-        # Beside each round: what memory gives changes with the neighbours on a shared host.
+        # Measured for each round: on a shared host, memory bandwidth changes.
         machines: list[dict[str, object]] = []
         comparison = compare(
             engines,
             cases,
             setting,
             args.repeats,
-            _tell,
+            _write_line,
             lambda: machines.append(describe_machine(num_threads=setting.num_threads)),
         )
         report["machine"] = with_median_rates(machines)
@@ -102,7 +105,18 @@ def _measure(args: argparse.Namespace, setting: Setting, report: dict[str, Any])
             Ceilings.of_machine(report["machine"]),
         )
     if _SPLIT in wanted:
-        report["split"] = asyncio.run(measure_split(setting, args.repeats, _tell))
+        report["split"] = _measure_split(setting, args.repeats)
+
+
+def _measure_split(setting: Setting, repeats: int) -> dict[str, Any]:
+    """Returns the rates of the mixed requests through servers: two tiers, and one worker."""
+    vocab_size = read_config(setting.model)["vocab_size"]
+    case = build_cases(vocab_size)["mixed"]
+    rounds = [requests_of_round(case, number, vocab_size) for number in range(1 + repeats)]
+    engine = EngineConfig(
+        model=str(setting.model), dtype="bfloat16", max_model_len=setting.max_model_len
+    )
+    return asyncio.run(measure_rates(engine, rounds, _write_line))
 
 
 def _setting(args: argparse.Namespace) -> Setting:
@@ -127,5 +141,68 @@ def _model(name: str, models: Path) -> Path:
     return folder
 
 
-def _tell(line: str) -> None:
+def _write_line(line: str) -> None:
     sys.stderr.write(f"{line}\n")
+
+
+def print_comparison(report: dict[str, Any]) -> None:
+    """Prints the machine, figures with floors, the engines' start and memory, and the split."""
+    print(", ".join(f"{name} {value}" for name, value in report["machine"].items()))
+    print(
+        f"\n{report['model']}, {report['num_weights'] / 1e6:.0f}M weights, bfloat16, "
+        f"{report['num_threads']} threads, medians of {report['repeats']}"
+    )
+    if "engines" in report:
+        _print_engines(report["engines"], report["figures"])
+    if "split" in report:
+        _print_split(report["split"])
+
+
+def _print_engines(engines: dict[str, Any], figures: Sequence[dict[str, Any]]) -> None:
+    _print_table(
+        ("case", "figure", *engines, "floor", "Baton / best peer"),
+        [_figure_row(entry, list(engines)) for entry in figures],
+    )
+    _print_table(
+        ("engine", "start to first token, s", "peak memory, MiB", "tokens as float32's"),
+        [_engine_row(name, facts) for name, facts in engines.items()],
+    )
+
+
+def _print_split(split: dict[str, Any]) -> None:
+    _print_table(
+        ("mixed, through servers", "output tokens/s"),
+        [
+            ("undivided", f"{split['whole']:.1f}"),
+            ("one prefill, one decode", f"{split['split']:.1f}"),
+            ("split / undivided", f"{split['split_to_whole']:.3f}"),
+        ],
+    )
+
+
+def _figure_row(entry: dict[str, Any], engines: Sequence[str]) -> Sequence[str]:
+    ratio = entry.get("baton_to_best_peer")
+    return (
+        entry["case"],
+        f"{entry['figure']} ({'less' if entry['is_less_better'] else 'more'} is better)",
+        *(f"{entry['median'][engine]:.1f}" for engine in engines),
+        f"{entry['floor']:.1f}",
+        f"{ratio:.2f} ({entry['best_peer']})" if ratio else "",
+    )
+
+
+def _engine_row(name: str, facts: dict[str, Any]) -> Sequence[str]:
+    agreement = facts["agreement"]
+    shares = zip(agreement["agreeing"], agreement["of"], strict=True)
+    return (
+        f"{name} ({facts['description']})",
+        f"{facts['start_to_first_token_s']:.1f}",
+        f"{facts['peak_memory_mib']:.0f}",
+        ", ".join(f"{agreeing} of {num}" for agreeing, num in shares),
+    )
+
+
+def _print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    print(f"\n| {' | '.join(head)} |\n|{' --- |' * len(head)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from baton.errors import ConfigurationError
 from benchmarks.machine import in_words, name_machine
+from benchmarks.models import add_offline_args, offline_config
 from benchmarks.offline.cases import Case, make_cases
-from benchmarks.offline.engine_args import add_offline_args, offline_config
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
 
@@ -28,10 +28,14 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[1, 8, 32],
         metavar="N",
-        help="requests that begin together (default: 1 8 32)",
+        help="requests that start together (default: 1 8 32)",
     )
     parser.add_argument(
-        "--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (%(default)s)"
+        "--input-len",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of a prompt (default: %(default)s)",
     )
     parser.add_argument(
         "--num-steps",
@@ -62,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
         vocab_size = engine.core.info.vocab_size
         for case in cases:
             warm_up = Case(case.batch_size, case.input_len, _WARM_UP_STEPS)
-            for seed in (1, 2):  # prompts of a size are recorded when they come again
+            for seed in (1, 2):  # the runner records prompts of a size when the size is repeated
                 engine.run(warm_up.requests(vocab_size, seed))
             profiles += profile_steps(engine, case.requests(vocab_size, seed=0))
     machine = name_machine()
@@ -83,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _kinds(profiles: Iterable["StepProfile"]) -> list[str]:
-    """Decode first."""
+    """Returns the kinds of steps, decoding first."""
     return sorted({profile.kind for profile in profiles})
 
 
@@ -92,7 +96,7 @@ def _of_kind(kind: str, profiles: Iterable["StepProfile"]) -> list["StepProfile"
 
 
 def _table(kind: str, profiles: Sequence["StepProfile"]) -> Table:
-    """A row per phase; per batch size its median and its share of the step."""
+    """Returns a row per phase: for each batch size, its median and its share of the step."""
     own = _of_kind(kind, profiles)
     columns = [name for profile in own for name in (f"batch {profile.batch_size}, us", "%")]
     rows: list[list[str | float | int]] = []
@@ -112,7 +116,7 @@ def _panel(kind: str, profiles: Sequence["StepProfile"]) -> Panel:
     own = _of_kind(kind, profiles)
     series = []
     for phase in own[0].phases_us:
-        # A logarithmic scale has no place for phases that are part of another one.
+        # A logarithmic scale cannot show phases that are part of another one.
         taken = [(profile.batch_size, us) for profile in own if (us := profile.phases_us[phase])]
         if taken:
             sizes, times_us = zip(*taken, strict=True)

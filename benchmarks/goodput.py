@@ -14,12 +14,12 @@ _NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """Limits in milliseconds; None sets no limit.
+    """Limits of latencies in milliseconds; None sets no limit.
 
     Attributes:
         ttft_ms: time to the first token.
         tpot_ms: mean time per token after the first; a request of one token keeps it.
-        e2el_ms: time to the end.
+        e2el_ms: time to the last token.
     """
 
     ttft_ms: float | None = None
@@ -27,7 +27,7 @@ class ServiceLevel:
     e2el_ms: float | None = None
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Whether a request succeeded within all limits."""
+        """Returns whether a request succeeded within all limits."""
         if record.error is not None:
             return False
         figures = (
@@ -49,7 +49,7 @@ def parse_service_level(texts: Sequence[str]) -> ServiceLevel:
     """Reads `NAME:MS` pairs.
 
     Raises:
-        ConfigurationError: a pair is none, or names nothing that is measured.
+        ConfigurationError: a pair is malformed, or names no latency.
     """
     limits: dict[str, float] = {}
     for text in texts:

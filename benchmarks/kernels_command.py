@@ -28,13 +28,19 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=list(RANDOM_MODELS),
         default=_DEFAULT_MODEL,
-        help="whose shapes to take (default: %(default)s)",
+        help="the model whose shapes are measured (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", choices=_DTYPES, default=_DTYPES[0], help="of weights and KV (%(default)s)"
+        "--dtype",
+        choices=_DTYPES,
+        default=_DTYPES[0],
+        help="type of weights and KV (default: %(default)s)",
     )
     parser.add_argument(
-        "--num-threads", type=int, metavar="N", help="default: the cores it may use"
+        "--num-threads",
+        type=int,
+        metavar="N",
+        help="threads of the CPU (default: all usable cores)",
     )
     parser.add_argument(
         "--primitive", choices=list(PRIMITIVES), action="append", help="repeatable; all by default"
@@ -55,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     num_threads = args.num_threads or kernels.default_num_threads()
     before = describe_machine(num_threads=num_threads)
     outcomes = _measure(args, num_threads)
-    # Again: a machine that was disturbed at the start would set limits that are none.
+    # Measured twice: a disturbance at the start would make the limits too low.
     machine = with_best_ceilings(before, describe_machine(num_threads=num_threads))
     write_report(_report(args, machine, num_threads, outcomes), args)
     return int(any(outcome.difference is not None for outcome in outcomes))

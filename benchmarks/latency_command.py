@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from baton.errors import ConfigurationError
 from benchmarks.machine import in_words
+from benchmarks.models import add_offline_args, offline_config
 from benchmarks.offline.cases import Case, CaseResult, RunTimes, make_cases, run_times, summarize
-from benchmarks.offline.engine_args import add_offline_args, offline_config
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
 
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _run_cases(engine: Any, cases: Sequence[Case], repeats: int) -> dict[Case, list[RunTimes]]:
-    """Each case in turn, `repeats` times over, after a round that does not count."""
+    """Runs all cases in turn, `repeats` times, after a round that does not count."""
     vocab_size = engine.core.info.vocab_size
     runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
     rounds = [(number, case) for number in range(1 + repeats) for case in cases]
@@ -122,7 +122,7 @@ def _table(results: Iterable[CaseResult]) -> Table:
 
 
 def _panels(results: Sequence[CaseResult]) -> list[Panel]:
-    """By batch size, a line per length, the floors beside."""
+    """Returns plots over the batch size: a line for each length, and its floor."""
     return [
         _panel("Time per token", "ms per token", results, "step_ms", "step_floor_ms"),
         _panel("Time to all first tokens", "ms", results, "prefill_ms", "prefill_floor_ms"),

@@ -1,25 +1,28 @@
-"""`run_load`: sends requests when their time has come, and notes when their tokens arrive."""
+"""`run_load`: sends requests at their times, and records when their tokens arrive."""
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 
-from baton.errors import ConfigurationError
-from benchmarks.request import BenchRequest, RequestRecord
-from benchmarks.targets.target import LostRequestError, Target
+from baton.errors import ConfigurationError, UnavailableError
+from benchmarks.request import BenchRequest, LostRequestError, RequestRecord, Target
+from benchmarks.workloads.kind import draw_tokens
 
-__all__ = ["LoadLimits", "run_load"]
+__all__ = ["LoadLimits", "run_load", "warm_up", "warm_up_requests"]
+
+_WARM_UP_SEED = "warm-up"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
-    """What bounds a run.
+    """Limits of a run.
 
     Attributes:
         max_concurrency: the most requests in flight; None for any number.
-        request_timeout_s: after which a request counts as lost.
+        request_timeout_s: seconds after which a request counts as lost.
 
     Raises:
         ConfigurationError: a limit is out of range.
@@ -40,7 +43,7 @@ class LoadLimits:
 
 
 def _ignore(record: RequestRecord) -> None:
-    """Where nobody watches."""
+    """The default of `on_end`."""
 
 
 async def run_load(
@@ -49,16 +52,15 @@ async def run_load(
     limits: LoadLimits,
     on_end: Callable[[RequestRecord], None] = _ignore,
 ) -> list[RequestRecord]:
-    """Sends the requests and returns what became of each, in their order.
+    """Sends the requests; returns their records in the same order.
 
-    A request is sent at its time of arrival, after the request it waits for,
-    and when the limit of concurrency lets it; they queue in the order in which
-    they become ready.
+    A request becomes ready at its time of arrival, or when the request that it waits for has
+    ended. Ready requests queue for a place under the limit of concurrency.
 
     Args:
         requests: what to send.
-        target: where to.
-        limits: of the run.
+        target: the endpoint.
+        limits: limits of the run.
         on_end: called with each request's record when it ends.
     """
     run = _Run(requests, target, limits, on_end)
@@ -68,7 +70,7 @@ async def run_load(
 
 
 class _Run:
-    """One run; time 0 is when it is made."""
+    """One run. Its clock starts at 0 when it is constructed."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class _Run:
         self._started_at = time.perf_counter()
 
     async def send(self, index: int) -> RequestRecord:
-        """Waits for the request's turn, sends it, and follows it to its end."""
+        """Waits until the request may be sent, sends it, and returns its record at its end."""
         request = self._requests[index]
         if request.after is not None:
             await self._ended[request.after].wait()
@@ -103,7 +105,7 @@ class _Run:
         return record
 
     async def _follow(self, request: BenchRequest, record: RequestRecord) -> str | None:
-        """Notes the tokens' times; returns why the request failed, None if it did not."""
+        """Records the tokens' times; returns why the request failed, None if it succeeded."""
         times_s = record.token_times_s
         try:
             async with (
@@ -122,3 +124,32 @@ class _Run:
 
     def _now(self) -> float:
         return time.perf_counter() - self._started_at
+
+
+def warm_up_requests(
+    requests: Sequence[BenchRequest], num_warmups: int, vocab_size: int
+) -> list[BenchRequest]:
+    """Returns requests as long as the first `num_warmups`, of tokens that no cache will find."""
+    source = random.Random(_WARM_UP_SEED)
+    return [
+        BenchRequest(
+            draw_tokens(source, len(request.prompt_token_ids), vocab_size),
+            request.num_output_tokens,
+        )
+        for request in requests[:num_warmups]
+    ]
+
+
+async def warm_up(
+    target: Target,
+    limits: LoadLimits,
+    requests: Sequence[BenchRequest],
+) -> None:
+    """Sends the requests at once, without figures.
+
+    Raises:
+        UnavailableError: none of them succeeded; says why the first one failed.
+    """
+    records = await run_load(requests, target, limits)
+    if records and all(record.error is not None for record in records):
+        raise UnavailableError(f"no warm-up request succeeded: {records[0].error}")

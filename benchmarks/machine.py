@@ -1,4 +1,4 @@
-"""What a run was measured on: hardware, versions, commit, and the machine's ceilings."""
+"""Describes the machine of a run: hardware, versions, commit and ceilings."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ _COMMIT_VARIABLE = "BATON_COMMIT"
 
 
 def name_machine() -> dict[str, object]:
-    """Names the machine, to be written beside every figure."""
+    """Returns the machine's hardware, versions and commit."""
     return {
         "cpu": _cpu_name(),
         "cores": affine_cores(),
@@ -33,16 +33,16 @@ def name_machine() -> dict[str, object]:
 
 
 def in_words(machine: Mapping[str, object]) -> str:
-    """A machine in a line, for readers."""
+    """Returns a machine's names in one line."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())
 
 
 def describe_machine(device: str = "cpu", num_threads: int | None = None) -> dict[str, object]:
-    """Names the machine and measures its ceilings.
+    """Returns the machine's names and its ceilings, which it measures.
 
     Args:
-        device: the torch device whose ceilings they are: "cpu" or "cuda".
-        num_threads: of the CPU; None: the cores this process may use.
+        device: the torch device to measure: "cpu" or "cuda".
+        num_threads: threads of the CPU; None for the cores that this process may use.
     """
     import torch
 
@@ -63,17 +63,17 @@ def describe_machine(device: str = "cpu", num_threads: int | None = None) -> dic
 
 
 def with_best_ceilings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, object]:
-    """A machine described twice: each of its rates as the better measurement has it."""
+    """Returns a machine that was measured twice, with the better value of each rate."""
     return dict(before) | {name: max(before[name], after[name]) for name in rates_of(before)}
 
 
 def rates_of(machine: Mapping[str, Any]) -> dict[str, float]:
-    """What a machine does per second."""
+    """Returns a machine's rates."""
     return {name: value for name, value in machine.items() if name.endswith("_per_s")}
 
 
 def with_median_rates(machines: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """A machine described several times: each of its rates as the median has it."""
+    """Returns a machine that was measured several times, with the median of each rate."""
     rates = [rates_of(machine) for machine in machines]
     return dict(machines[0]) | {
         name: statistics.median(own[name] for own in rates) for name in rates[0]
@@ -87,12 +87,12 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """As git tells it, or for sources that were copied without it, as the one who copied them."""
-    told = os.environ.get(_COMMIT_VARIABLE)
-    if told:
-        return told
+    """Returns the commit that git reports, or BATON_COMMIT for sources without a repository."""
+    copied = os.environ.get(_COMMIT_VARIABLE)
+    if copied:
+        return copied
     here = str(Path(__file__).parent)
-    # A copy may belong to another user, which git would refuse.
+    # Git refuses a repository of another user unless it is named as safe.
     git = ["git", "-C", here, "-c", "safe.directory=*", "describe", "--always", "--dirty"]
     result = subprocess.run(git, capture_output=True, text=True, check=False)
     return result.stdout.strip() or "unknown"

@@ -1,4 +1,4 @@
-"""What a run's records say: latencies, throughput, goodput, concurrency. Pure.
+"""Computes latencies, throughput, goodput and concurrency from a run's records. Pure.
 
 Definitions (docs/benchmarks.md has them for readers):
 
@@ -9,8 +9,8 @@ Definitions (docs/benchmarks.md has them for readers):
     duration     from the first request sent to the last one ended
     concurrency  sum of the times from sent to ended, of all requests, over the duration
 
-Latencies and throughput are of requests that succeeded; failed ones are
-counted, and never meet a service level.
+Latencies and throughput count requests that succeeded. Failed requests are counted, and never meet
+a service level.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of a latency, in milliseconds. Percentiles are interpolated linearly."""
+    """A latency in milliseconds. Percentiles are interpolated linearly."""
 
     mean: float
     p50: float
@@ -51,9 +51,9 @@ class Goodput:
     """Requests that succeeded within the service level.
 
     Attributes:
-        num_good: how many.
-        share: of all requests, those that failed included.
-        requests_per_s: good ones over the duration.
+        num_good: how many requests are good.
+        share: their share of all requests, failed ones included.
+        requests_per_s: good requests over the duration.
     """
 
     num_good: int
@@ -66,22 +66,22 @@ class Metrics:
     """The figures of a run.
 
     Attributes:
-        num_requests: sent.
-        num_failed: of these, lost, refused, or short of tokens.
+        num_requests: requests sent.
+        num_failed: requests that were lost, refused, or got too few tokens.
         errors: how many requests failed for each reason.
         duration_s: from the first request sent to the last one ended.
-        num_input_tokens: of the requests that succeeded.
-        num_output_tokens: of the requests that succeeded.
-        requests_per_s: that succeeded.
+        num_input_tokens: prompt tokens of the requests that succeeded.
+        num_output_tokens: generated tokens of the requests that succeeded.
+        requests_per_s: requests that succeeded, over the duration.
         input_tokens_per_s: prompt tokens over the duration.
         output_tokens_per_s: generated tokens over the duration.
-        total_tokens_per_s: both.
+        total_tokens_per_s: prompt and generated tokens over the duration.
         mean_concurrency: requests in flight, on average over time.
         peak_concurrency: the most requests in flight.
         ttft_ms: time to first token.
         itl_ms: time between tokens.
         tpot_ms: time per output token after the first.
-        e2el_ms: time to the end.
+        e2el_ms: time to the last message.
         goodput: None without a service level.
     """
 
@@ -105,7 +105,7 @@ class Metrics:
 
 
 def compute_metrics(records: Sequence[RequestRecord], level: ServiceLevel | None) -> Metrics:
-    """The figures of a run of one request or more."""
+    """Returns the figures of a run with at least one request."""
     done = [record for record in records if record.error is None]
     num_inputs = sum(record.num_prompt_tokens for record in done)
     num_outputs = sum(len(record.token_times_s) for record in done)
@@ -133,7 +133,7 @@ def compute_metrics(records: Sequence[RequestRecord], level: ServiceLevel | None
 
 
 def distribution_of(values_ms: Sequence[float]) -> Distribution | None:
-    """None of no values."""
+    """Returns the distribution of latencies in milliseconds; None without values."""
     if not values_ms:
         return None
     p50, p90, p99 = np.percentile(values_ms, (50, 90, 99))
@@ -141,13 +141,13 @@ def distribution_of(values_ms: Sequence[float]) -> Distribution | None:
 
 
 def first_tokens_ms(records: Iterable[RequestRecord]) -> list[float]:
-    """TTFT of each request that has a token."""
+    """Returns the TTFT of each request that has a token."""
     seconds = (record.first_token_s for record in records)
     return [1000 * value for value in seconds if value is not None]
 
 
 def token_gaps_ms(records: Iterable[RequestRecord]) -> list[float]:
-    """ITL: of all requests, each gap between a token and the next."""
+    """Returns the ITL: every gap between two tokens of a request."""
     return [
         1000 * (late - early)
         for record in records
@@ -156,18 +156,18 @@ def token_gaps_ms(records: Iterable[RequestRecord]) -> list[float]:
 
 
 def tokens_per_output_ms(records: Iterable[RequestRecord]) -> list[float]:
-    """TPOT of each request that has two tokens or more."""
+    """Returns the TPOT of each request that has at least two tokens."""
     seconds = (record.token_gap_s for record in records)
     return [1000 * value for value in seconds if value is not None]
 
 
 def latencies_ms(records: Iterable[RequestRecord]) -> list[float]:
-    """E2E of each request."""
+    """Returns the E2E of each request."""
     return [1000 * record.latency_s for record in records]
 
 
 def peak_concurrency(records: Iterable[RequestRecord]) -> int:
-    """The most requests in flight; one that ends as another is sent makes room for it."""
+    """Returns the most requests in flight. One that ends when another is sent does not overlap."""
     changes = sorted(
         change for record in records for change in ((record.sent_s, 1), (record.ended_s, -1))
     )

@@ -1,10 +1,9 @@
-"""What a decoder's tokens cost in operations and bytes, and how long that takes at least. Pure.
+"""Least times of a decoder's work: its operations and bytes over the machine's ceilings. Pure.
 
-A lower bound: weights are read once per step, all of a run's steps are as full
-as its longest answer allows, a prefix that prompts share is computed once, only
-tokens that draw the next one go through the last layer, and the KV that the others
-leave there, reading KV, norms and the sampler cost nothing. Rates that were
-measured on a machine that drifts are medians: a good round may come below.
+The floors are lower bounds. Each step reads the weights once. A run has as many steps as its
+longest answer has tokens. A prefix that prompts share is computed once. Only tokens that draw the
+next one go through the last layer. Reading KV, norms and sampling cost nothing. If the ceilings are
+medians of a machine whose speed changes, a good round may be faster than its floor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,19 +13,19 @@ from typing import Any
 from benchmarks.request import BenchRequest
 from kvstore.layout import DTYPE_BYTES
 
-__all__ = ["Ceilings", "ModelShape", "floor_s", "step_floor_s", "token_floor_s"]
+__all__ = ["Ceilings", "ModelShape", "decode_floor_s", "floor_s", "step_floor_s", "token_floor_s"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine does at best: bytes read, and matrix operations, per second."""
+    """The machine's best rates: bytes read and matrix operations per second."""
 
     read_bytes_per_s: float
     operations_per_s: float
 
     @classmethod
     def of_machine(cls, machine: Mapping[str, Any], dtype: str = "bfloat16") -> "Ceilings":
-        """From `benchmarks.machine.describe_machine`, for products of `dtype`."""
+        """Returns the rates of `benchmarks.machine.describe_machine`, for products of `dtype`."""
         return cls(1e9 * machine["read_gb_per_s"], 1e9 * machine[f"{dtype}_gflop_per_s"])
 
 
@@ -35,11 +34,11 @@ class ModelShape:
     """A decoder's size.
 
     Attributes:
-        num_body_weights: of its layers.
-        num_layers: how many these are, all of one size.
-        num_head_weights: of the output projection, for tokens that draw the next one.
+        num_body_weights: weights of all layers.
+        num_layers: number of layers, all of one size.
+        num_head_weights: weights of the output projection, which tokens that draw the next one use.
         num_attention_features: layers times query heads times the size of a head.
-        bytes_per_weight: 2 in bfloat16.
+        bytes_per_weight: size of a weight, 2 in bfloat16.
     """
 
     num_body_weights: int
@@ -52,7 +51,13 @@ class ModelShape:
     def of_config(
         cls, config: Mapping[str, Any], num_weights: int, dtype: str = "bfloat16"
     ) -> "ModelShape":
-        """From a checkpoint's config.json, how many weights it holds, and the type it runs in."""
+        """Returns the size of a checkpoint.
+
+        Args:
+            config: the fields of its config.json.
+            num_weights: how many weights it has.
+            dtype: the type that it computes in.
+        """
         width = config["hidden_size"]
         head = config["vocab_size"] * width
         num_tables = 1 if config.get("tie_word_embeddings", False) else 2
@@ -64,19 +69,21 @@ class ModelShape:
 
 
 def token_floor_s(shape: ModelShape, ceilings: Ceilings) -> float:
-    """Seconds per token of a request alone: the weights are read, the embeddings are not."""
+    """Returns the least seconds per token of one request: its step reads all weights but the
+    embeddings.
+    """
     return _step_bytes(shape) / ceilings.read_bytes_per_s
 
 
 def step_floor_s(shape: ModelShape, ceilings: Ceilings, batch_size: int, context: int) -> float:
-    """Seconds of a step that takes `batch_size` sequences of `context` tokens one further."""
+    """Returns the least seconds of a step that decodes sequences of `context` tokens each."""
     per_token = shape.num_body_weights + shape.num_head_weights
     operations = 2 * per_token + 4 * shape.num_attention_features * context
     return max(token_floor_s(shape, ceilings), batch_size * operations / ceilings.operations_per_s)
 
 
 def floor_s(requests: Sequence[BenchRequest], shape: ModelShape, ceilings: Ceilings) -> float:
-    """Seconds for all requests, if they come at once."""
+    """Returns the least seconds for requests that arrive at the same time."""
     num_steps = max(request.num_output_tokens for request in requests)
     return max(
         _operations(requests, shape) / ceilings.operations_per_s,
@@ -99,13 +106,13 @@ def _operations(requests: Sequence[BenchRequest], shape: ModelShape) -> float:
 
 
 def _body_operations(contexts: Sequence[int], shape: ModelShape) -> int:
-    """Of all layers, for tokens that attend to so many each."""
+    """Returns the operations of all layers for tokens that attend to `contexts` tokens each."""
     products = 2 * shape.num_body_weights * len(contexts)
     return products + 4 * shape.num_attention_features * sum(contexts)
 
 
 def _drawing_contexts(requests: Sequence[BenchRequest]) -> list[int]:
-    """For each token that draws the next one, how many it attends to, itself included."""
+    """Returns, for each token that draws the next one, how many tokens it attends to."""
     contexts: list[int] = []
     for request in requests:
         length = len(request.prompt_token_ids)
@@ -114,9 +121,9 @@ def _drawing_contexts(requests: Sequence[BenchRequest]) -> list[int]:
 
 
 def _contexts(requests: Sequence[BenchRequest]) -> list[int]:
-    """For each token that must go through the model, how many it attends to, itself included.
+    """Returns, for each token that goes through the model, how many tokens it attends to.
 
-    A request's last token is drawn and goes nowhere.
+    A request's last token is drawn, but does not go through the model.
     """
     contexts = _prompt_contexts(requests)
     for request in requests:
@@ -126,7 +133,7 @@ def _contexts(requests: Sequence[BenchRequest]) -> list[int]:
 
 
 def _prompt_contexts(requests: Sequence[BenchRequest]) -> list[int]:
-    """Of all prompts, each distinct beginning once: the nodes of their prefix tree."""
+    """Returns the contexts of the prompts' tokens, with each shared prefix counted once."""
     nodes: dict[tuple[int, int], int] = {}
     contexts = []
     for request in requests:
@@ -138,3 +145,25 @@ def _prompt_contexts(requests: Sequence[BenchRequest]) -> list[int]:
                 contexts.append(position + 1)
             parent = node
     return contexts
+
+
+def decode_floor_s(
+    shape: ModelShape,
+    ceilings: Ceilings,
+    *,
+    batch_size: int,
+    context: int,
+    kv_bytes_per_token: int,
+) -> float:
+    """Returns the least seconds of a decode step that also reads the KV of all sequences.
+
+    Args:
+        shape: the model's size.
+        ceilings: the device's rates. On a GPU, bytes copied per second stand for bytes read.
+        batch_size: number of sequences.
+        context: tokens of each sequence.
+        kv_bytes_per_token: bytes of a token's KV over all layers.
+    """
+    kv_s = batch_size * context * kv_bytes_per_token / ceilings.read_bytes_per_s
+    of_bytes = token_floor_s(shape, ceilings) + kv_s
+    return max(of_bytes, step_floor_s(shape, ceilings, batch_size, context))

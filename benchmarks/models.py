@@ -1,10 +1,12 @@
-"""Models to measure: random weights of a known shape, made when needed."""
+"""Models of random weights that benchmarks make, and the flags that choose a model."""
 
+import argparse
 import hashlib
 import json
 import math
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,22 @@ import torch
 from safetensors import safe_open
 
 from baton.demo import demo_model_path
+from engine.cli_args import add_engine_args, engine_config_from_args
+from engine.config import EngineConfig
 
 __all__ = [
     "RANDOM_MODELS",
+    "add_offline_args",
     "cached_random_model",
     "make_random_model",
     "num_weights",
+    "offline_config",
     "read_config",
+    "resolve_model",
+    "write_dummy_model",
 ]
 
+_MODELS_FOLDER = Path("~/.cache/baton-bench")
 _LLAMA: dict[str, Any] = {
     "vocab_size": 16_384,
     "hidden_size": 768,
@@ -45,13 +54,14 @@ RANDOM_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-120m": ("Llama", _LLAMA | {"intermediate_size": 2816}),
     "qwen2-0.5b": ("Qwen2", _QWEN2),
 }
-"""By name: the family, and its shape. Qwen2 has the 0.5B's, but for a smaller vocabulary."""
+"""By name: the family and the shape. The shape of qwen2-0.5b is the real one's except for a smaller
+vocabulary."""
 
 
 def make_random_model(name: str, folder: Path) -> Path:
     """Writes one of `RANDOM_MODELS` in bfloat16; returns its folder.
 
-    It borrows the demo model's tokenizer, whose ids are among its own.
+    It has the demo model's tokenizer, which uses a part of its vocabulary.
     """
     import transformers
 
@@ -60,33 +70,86 @@ def make_random_model(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.to(torch.bfloat16).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(demo_model_path() / file, folder / file)
+    _copy_tokenizer(folder)
+    return folder
+
+
+def write_dummy_model(config: Mapping[str, Any], folder: Path) -> Path:
+    """Writes a model without weights, for `--load-format dummy`; returns its folder.
+
+    Args:
+        config: the fields of its config.json.
+        folder: is made if it does not exist.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    _copy_tokenizer(folder)
     return folder
 
 
 def cached_random_model(name: str, root: Path) -> Path:
-    """The model's folder below `root`, made if it is not there. A new shape makes a new one."""
+    """Returns a random model's folder below `root`, and makes it if it does not exist.
+
+    The folder's name has a digest of the shape.
+    """
     digest = hashlib.sha256(json.dumps(RANDOM_MODELS[name]).encode()).hexdigest()
     folder = root / f"{name}-{digest[:8]}"
     if not folder.exists():
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as unfinished:
-            # Renamed when whole: an interrupted run leaves no half of a model.
+            # Renamed when complete: an interrupted run leaves no partial model.
             make_random_model(name, Path(unfinished) / name).rename(folder)
     return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's config.json."""
+    """Returns the fields of a checkpoint's config.json."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
 
 
 def num_weights(folder: Path) -> int:
-    """Numbers in a checkpoint's weights."""
+    """Returns how many numbers a checkpoint's weights have."""
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no iterator
     return total
+
+
+def add_offline_args(parser: argparse.ArgumentParser) -> None:
+    """Adds `--model` and the engine's flags."""
+    add_model_arg(parser)
+    add_engine_args(parser, omit=("model", "role", "served_model_name", "kv_connector"))
+
+
+def add_model_arg(parser: argparse.ArgumentParser) -> None:
+    """Adds `--model`."""
+    parser.add_argument(
+        "--model",
+        help="checkpoint folder or Hugging Face Hub name, or random weights made when needed: "
+        f"{', '.join(RANDOM_MODELS)} (default: the demo model)",
+    )
+
+
+def offline_config(args: argparse.Namespace) -> EngineConfig:
+    """Returns the config that parsed flags describe, for an engine of role "both".
+
+    Raises:
+        ConfigurationError: a value is out of range; names the flag.
+    """
+    return engine_config_from_args(args, model=resolve_model(args.model), role="both")
+
+
+def resolve_model(model: str | None) -> str:
+    """Returns the checkpoint folder or Hub name that `--model` means; makes random models."""
+    if model is None:
+        return str(demo_model_path())
+    if model in RANDOM_MODELS:
+        return str(cached_random_model(model, _MODELS_FOLDER.expanduser()))
+    return model
+
+
+def _copy_tokenizer(folder: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(demo_model_path() / file, folder / file)

@@ -1,9 +1,20 @@
-"""What a load generator sends and notes: plain data shared by workloads, targets and metrics."""
+"""Requests of a load generator, their records, and the endpoints that they are sent to."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-__all__ = ["BenchRequest", "RequestRecord", "Workload"]
+__all__ = [
+    "BenchRequest",
+    "EndpointDescription",
+    "LostRequestError",
+    "RequestRecord",
+    "Target",
+    "Workload",
+    "with_fresh_tokens",
+]
+
+_STRIDE = 7919  # a prime, so that shifts of different numbers differ in any vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,10 +24,10 @@ class BenchRequest:
     Attributes:
         prompt_token_ids: the prompt.
         num_output_tokens: how many tokens to generate; the end of sequence is ignored.
-        arrival_s: seconds after the run's start at which it is sent; None: when
-            the arrival process or the concurrency cap lets it.
-        after: index of the request that must have ended first (the turn before
-            in a conversation); None for none.
+        arrival_s: seconds after the start of the run at which it is sent. None: it is sent as soon
+            as the limit of concurrency allows.
+        after: index of the request that must have ended first (the turn before in a conversation);
+            None for none.
     """
 
     prompt_token_ids: Sequence[int]
@@ -30,8 +41,8 @@ class Workload:
     """Requests, in the order they are to be sent.
 
     Attributes:
-        name: says what it is, such as "random 128:32".
-        requests: what to send.
+        name: a description, such as "random 128:32".
+        requests: the requests.
     """
 
     name: str
@@ -40,14 +51,14 @@ class Workload:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request; all times are seconds after the run's start.
+    """The record of one request. All times are seconds after the start of the run.
 
     Attributes:
-        num_prompt_tokens: of the request.
+        num_prompt_tokens: length of the prompt.
         sent_s: when it was sent.
         token_times_s: when each token arrived; tokens of one message share a time.
         ended_s: when its last message arrived.
-        error: why it failed; None if it did not.
+        error: why it failed; None if it succeeded.
     """
 
     num_prompt_tokens: int
@@ -58,16 +69,74 @@ class RequestRecord:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from sending it to its first token: TTFT. None without a token."""
+        """TTFT: seconds from sending the request to its first token. None without a token."""
         return self.token_times_s[0] - self.sent_s if self.token_times_s else None
 
     @property
     def token_gap_s(self) -> float | None:
-        """Mean seconds per token after the first: TPOT. None below two tokens."""
+        """TPOT: mean seconds per token after the first. None below two tokens."""
         times = self.token_times_s
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     @property
     def latency_s(self) -> float:
-        """Seconds from sending it to its end: E2E."""
+        """E2E: seconds from sending the request to its end."""
         return self.ended_s - self.sent_s
+
+
+def with_fresh_tokens(
+    requests: Sequence[BenchRequest], number: int, vocab_size: int
+) -> list[BenchRequest]:
+    """Returns the same requests with other tokens: each id is shifted by an amount per `number`.
+
+    Prompts keep their lengths and their common prefixes, so they cost as much as before. Those of
+    different numbers share no prefix, so no cache finds them.
+    """
+    shift = number * _STRIDE % vocab_size
+    return [
+        replace(
+            request,
+            prompt_token_ids=tuple((t + shift) % vocab_size for t in request.prompt_token_ids),
+        )
+        for request in requests
+    ]
+
+
+class LostRequestError(Exception):
+    """A request failed, or its stream ended early; the text says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointDescription:
+    """What an endpoint serves.
+
+    Attributes:
+        model: the name that requests give.
+        vocab_size: every token id is smaller; None if the endpoint does not report it.
+    """
+
+    model: str
+    vocab_size: int | None
+
+
+class Target(Protocol):
+    """An endpoint that requests are sent to. It is opened and used in one event loop."""
+
+    async def describe(self) -> EndpointDescription:
+        """Returns what the endpoint serves.
+
+        Raises:
+            BatonError: the endpoint does not answer, or its answer is malformed.
+        """
+
+    def stream(self, request: BenchRequest) -> AsyncGenerator[int, None]:
+        """Generates greedily past the end of sequence; yields the number of tokens of each message.
+
+        Closing the generator cancels the request.
+
+        Raises:
+            LostRequestError: the request failed, or the stream ended before its end.
+        """
+
+    async def close(self) -> None:
+        """Closes the connections. Idempotent."""

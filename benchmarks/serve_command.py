@@ -1,4 +1,4 @@
-"""`baton bench serve`: sends a workload to a running endpoint, and reports what users would see."""
+"""`baton bench serve`: sends a workload to a running endpoint, and reports what users see."""
 
 import argparse
 import asyncio
@@ -11,17 +11,14 @@ from tqdm import tqdm
 from baton.errors import ConfigurationError
 from benchmarks.arrivals import ArrivalProcess, add_arrival_args, arrivals_from_args
 from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
-from benchmarks.latency_panels import latency_panels
-from benchmarks.latency_tables import error_tables, latency_table, throughput_table
-from benchmarks.load import LoadLimits, run_load
+from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table
+from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
 from benchmarks.machine import in_words, name_machine
 from benchmarks.metrics import compute_metrics, distribution_of
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report
-from benchmarks.request import BenchRequest, RequestRecord
+from benchmarks.request import BenchRequest, EndpointDescription, RequestRecord
 from benchmarks.targets.open_target import opened_target
-from benchmarks.targets.target import EndpointDescription
-from benchmarks.warm_up import warm_up, warm_up_requests
 from benchmarks.workloads.registry import add_workload_args, workload_from_args
 
 __all__ = ["add_args", "main"]
@@ -38,7 +35,10 @@ def add_args(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default="", help="model to ask for (default: the served one)")
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="token ids are below it (default: the model's)"
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="every token id is smaller (default: the model's)",
     )
     parser.add_argument(
         "--max-concurrency", type=int, metavar="N", help="most requests in flight (default: any)"
@@ -48,21 +48,21 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4,
         metavar="N",
-        help="requests sent before, which do not count (default: %(default)s)",
+        help="requests sent before the run, which do not count (default: %(default)s)",
     )
     parser.add_argument(
         "--request-timeout-s",
         type=float,
         default=600.0,
         metavar="S",
-        help="after which a request counts as failed (default: %(default)g)",
+        help="seconds after which a request counts as failed (default: %(default)g)",
     )
     add_goodput_arg(parser)
     add_workload_args(parser)
     add_arrival_args(parser)
     add_output_args(parser)
     parser.add_argument(
-        "--save-records", action="store_true", help="put every request's times into the JSON"
+        "--save-records", action="store_true", help="write every request's times to the JSON"
     )
 
 
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What was sent where, and what became of it."""
+    """The endpoint, the requests that were sent, and their records."""
 
     endpoint: EndpointDescription
     workload_name: str
@@ -106,12 +106,14 @@ async def _measure(args: argparse.Namespace) -> _Run:
 def _vocab_size(args: argparse.Namespace, endpoint: EndpointDescription) -> int:
     size = args.vocab_size or endpoint.vocab_size
     if size is None:
-        raise ConfigurationError(f"--vocab-size is missing, and {args.target} does not tell it")
+        raise ConfigurationError(
+            f"--vocab-size is missing, and {args.target} does not report the size"
+        )
     return int(size)
 
 
 def _shown_on(bar: "tqdm[Any]") -> Callable[[RequestRecord], None]:
-    """Counts ended requests, and failures beside them."""
+    """Returns a callback that counts ended and failed requests on a progress bar."""
     num_failed = 0
 
     def show(record: RequestRecord) -> None:
@@ -157,7 +159,7 @@ def _facts(run: _Run, args: argparse.Namespace) -> dict[str, str]:
 
 
 def _delays(run: _Run) -> str:
-    """How long requests whose time had come waited for a place, or for the load generator."""
+    """Returns how long requests waited beyond their time, for a place or the load generator."""
     delays_ms = [
         1000 * (record.sent_s - request.arrival_s)
         for request, record in zip(run.requests, run.records, strict=True)

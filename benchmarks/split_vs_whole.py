@@ -1,38 +1,49 @@
-"""Latency of a prompt split over two tiers, against one undivided engine.
+"""Prefill and decode as two tiers, measured beside one undivided engine.
 
-Both clusters run beside each other and answer in turn, one request at a time,
-so that a machine whose speed drifts treats them alike. Every prompt is new:
-no prefix is cached. Clients are outside, over gRPC, as users are.
+Two clusters run at the same time: one with a prefill and a decode worker, one with a decode worker
+that does both. A client sends requests over gRPC to one cluster, then to the other, so that a
+machine whose speed changes treats both alike.
 """
 
+import asyncio
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from baton import AsyncClient, SamplingParams
-from baton.results import Timings
-from baton.up.cluster import ClusterConfig
-from baton.up.run_folder import embedded_store
+from benchmarks.cluster import Answer, ServedCluster, served_cluster
 from benchmarks.models import num_weights
-from benchmarks.running_cluster import running_cluster
+from benchmarks.request import BenchRequest
 from engine.config import EngineConfig
-from rpc.server_config import ServerConfig
 
-__all__ = ["MODELS", "Workload", "measure"]
+__all__ = ["MODELS", "Workload", "measure_latencies", "measure_rates"]
 
 MODELS = {"demo": "float32", "llama-100m": "bfloat16"}
-"""What is measured, and the type that it computes in."""
+"""The models that `baton bench split` measures, and the type that each computes in."""
 _WARM_UP_REQUESTS = 3
-_PROMPT_VOCABULARY = 2000  # below every model's
+_PROMPT_VOCABULARY = 2000  # smaller than every model's
+_STAGES = ("route_ms", "queue_ms", "prefill_ms", "transfer_ms", "load_ms", "decode_ms")
+
+Clusters = Mapping[str, ServedCluster]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What to measure; every figure is a median over `repeats` requests."""
+    """Requests of which one is in flight at a time. Figures are medians over `repeats` requests.
+
+    Attributes:
+        model: a name in `MODELS`.
+        path: the model's folder.
+        prompt_tokens: length of every prompt. No prompt is sent twice.
+        output_tokens: tokens to generate for each.
+        repeats: requests that count.
+        num_threads: threads of each worker.
+        kv_connector: URL; None for a `shm://` store.
+    """
 
     model: str
     path: Path
@@ -43,78 +54,99 @@ class Workload:
     kv_connector: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """One request: seconds to its first token and between its tokens, and its stages."""
+async def measure_latencies(workload: Workload) -> dict[str, object]:
+    """Returns latencies and stages of both clusters as medians, and their ratios.
 
-    first_token_s: float
-    token_gap_s: float
-    timings: Timings
-
-
-async def measure(workload: Workload) -> dict[str, object]:
-    """Runs both clusters, asks them in turn, and returns medians, ratios and floors."""
-    with embedded_store() as store:
-        connector = workload.kv_connector or store
-        async with (
-            _running(workload, connector, num_prefill=0) as whole,
-            _running(workload, connector, num_prefill=1) as split,
-        ):
-            samples = await _ask_in_turn(workload, {"whole": whole, "split": split})
-    return _summarize(workload, samples)
-
-
-@asynccontextmanager
-async def _running(
-    workload: Workload, kv_connector: str, num_prefill: int
-) -> AsyncIterator[AsyncClient]:
-    """A cluster of real processes, and a client of its router."""
+    Raises:
+        BatonError: a cluster did not start, or a request failed.
+    """
     engine = EngineConfig(
         model=str(workload.path),
         dtype=MODELS[workload.model],
-        kv_connector=kv_connector,
+        kv_connector=workload.kv_connector,
         num_threads=workload.num_threads,
         kv_cache_memory=1 << 28,
     )
-    config = ClusterConfig(
-        engine=engine,
-        num_prefill=num_prefill,
-        num_decode=1,
-        router=ServerConfig(),
-        log_level="warning",
-    )
-    async with running_cluster(config) as plan, AsyncClient(plan.router.address) as client:
-        yield client
+    async with _both_clusters(engine) as clusters:
+        answers = await _ask_in_turn(workload, clusters)
+    return _summarize(workload, answers)
 
 
-async def _ask_in_turn(
-    workload: Workload, clients: dict[str, AsyncClient]
-) -> dict[str, list[_Sample]]:
+async def measure_rates(
+    engine: EngineConfig,
+    rounds: Sequence[Sequence[BenchRequest]],
+    write_line: Callable[[str], None],
+) -> dict[str, Any]:
+    """Returns output tokens per second of both clusters, and their ratio, as medians over rounds.
+
+    Args:
+        engine: configures every worker.
+        rounds: the requests of each round, which are sent at once. The first round warms up and
+            does not count.
+        write_line: called with a line about each round.
+
+    Raises:
+        BatonError: a cluster did not start, or a request failed.
+    """
+    async with _both_clusters(engine) as clusters:
+        rates = await _take_turns(clusters, rounds, write_line)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        **{name: round(median, 2) for name, median in medians.items()},
+        "split_to_whole": round(medians["split"] / medians["whole"], 3),
+        "values": {name: [round(v, 2) for v in values] for name, values in rates.items()},
+    }
+
+
+@asynccontextmanager
+async def _both_clusters(engine: EngineConfig) -> AsyncGenerator[Clusters, None]:
+    async with (
+        served_cluster(engine, num_prefill=0) as whole,
+        served_cluster(engine, num_prefill=1) as split,
+    ):
+        yield {"whole": whole, "split": split}
+
+
+async def _ask_in_turn(workload: Workload, clusters: Clusters) -> dict[str, list[Answer]]:
     draw = random.Random(0)
-    samples: dict[str, list[_Sample]] = {name: [] for name in clients}
+    answers: dict[str, list[Answer]] = {name: [] for name in clusters}
     for _ in range(_WARM_UP_REQUESTS + workload.repeats):
-        for name, client in clients.items():
+        for name, cluster in clusters.items():
             prompt = [draw.randrange(_PROMPT_VOCABULARY) for _ in range(workload.prompt_tokens)]
-            samples[name].append(await _ask(client, prompt, workload.output_tokens))
-    return {name: taken[_WARM_UP_REQUESTS:] for name, taken in samples.items()}
+            answers[name].append(await cluster.ask(prompt, workload.output_tokens))
+    return {name: taken[_WARM_UP_REQUESTS:] for name, taken in answers.items()}
 
 
-async def _ask(client: AsyncClient, prompt: list[int], num_tokens: int) -> _Sample:
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+async def _take_turns(
+    clusters: Clusters,
+    rounds: Sequence[Sequence[BenchRequest]],
+    write_line: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """Returns the rates of the rounds that count; the cluster that goes first alternates."""
+    rates: dict[str, list[float]] = {name: [] for name in clusters}
+    for number, requests in enumerate(rounds):
+        for name in sorted(clusters, reverse=number % 2 == 0):
+            rate = await _output_rate(clusters[name], requests)
+            write_line(
+                f"round {number} of {len(rounds) - 1}: mixed on {name}: {rate:.1f} output tokens/s"
+            )
+            if number:
+                rates[name].append(rate)
+    return rates
+
+
+async def _output_rate(cluster: ServedCluster, requests: Sequence[BenchRequest]) -> float:
+    """Sends all requests at once; returns output tokens per second until the last one's end."""
     started = time.perf_counter()
-    arrivals, count, timings = [], 0, None
-    async for chunk in client.stream(prompt, params):
-        count += len(chunk.token_ids)
-        arrivals.append(time.perf_counter() - started)
-        timings = chunk.timings
-    if count != num_tokens or timings is None:
-        raise RuntimeError(f"{count} tokens came, {num_tokens} were asked for")
-    gap_s = (arrivals[-1] - arrivals[0]) / (num_tokens - 1)
-    return _Sample(arrivals[0], gap_s, timings)
+    await asyncio.gather(
+        *(cluster.ask(each.prompt_token_ids, each.num_output_tokens) for each in requests)
+    )
+    num_tokens = sum(request.num_output_tokens for request in requests)
+    return num_tokens / (time.perf_counter() - started)
 
 
-def _summarize(workload: Workload, samples: dict[str, list[_Sample]]) -> dict[str, object]:
-    rows = {name: _medians(taken) for name, taken in samples.items()}
+def _summarize(workload: Workload, answers: Mapping[str, list[Answer]]) -> dict[str, object]:
+    rows = {name: _medians(taken) for name, taken in answers.items()}
     ratios = {
         figure: round(rows["split"][figure] / rows["whole"][figure], 3)
         for figure in ("first_token_ms", "token_gap_ms")
@@ -133,11 +165,11 @@ def _summarize(workload: Workload, samples: dict[str, list[_Sample]]) -> dict[st
     }
 
 
-def _medians(samples: list[_Sample]) -> dict[str, float]:
-    stages = ("route_ms", "queue_ms", "prefill_ms", "transfer_ms", "load_ms", "decode_ms")
+def _medians(answers: Sequence[Answer]) -> dict[str, float]:
+    times_s = [answer.token_times_s for answer in answers]
     figures = {
-        "first_token_ms": [1000 * sample.first_token_s for sample in samples],
-        "token_gap_ms": [1000 * sample.token_gap_s for sample in samples],
+        "first_token_ms": [1000 * times[0] for times in times_s],
+        "token_gap_ms": [1000 * (times[-1] - times[0]) / (len(times) - 1) for times in times_s],
     }
-    figures |= {stage: [getattr(s.timings, stage) for s in samples] for stage in stages}
+    figures |= {stage: [getattr(answer.timings, stage) for answer in answers] for stage in _STAGES}
     return {name: round(statistics.median(values), 3) for name, values in figures.items()}

@@ -7,16 +7,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.latency_panels import latency_panels
-from benchmarks.latency_tables import error_tables, latency_table, throughput_table
+from benchmarks.latency_report import error_tables, latency_panels, latency_table, throughput_table
+from benchmarks.load import warm_up_requests
 from benchmarks.machine import in_words
 from benchmarks.metrics import Metrics, compute_metrics
 from benchmarks.model_cost import floor_s
-from benchmarks.offline.engine_args import add_offline_args, offline_config
+from benchmarks.models import add_offline_args, offline_config
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Report, Table
 from benchmarks.request import BenchRequest, RequestRecord, Workload
-from benchmarks.warm_up import warm_up_requests
 from benchmarks.workloads.registry import add_workload_args, workload_from_args
 
 __all__ = ["add_args", "main"]
@@ -32,8 +31,8 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures how fast an engine in this process works off a workload whose requests are all
-    there from the start, but for turns of a conversation, which wait for the turn before.
+    """Measures how fast an engine in this process serves a workload. All requests arrive at the
+    start, except turns of a conversation, which wait for the turn before.
     """
     check_output_args(args)
     config = offline_config(args)

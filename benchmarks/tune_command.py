@@ -13,7 +13,7 @@ from benchmarks.arrivals import add_rated_arrival_args
 from benchmarks.goodput import ServiceLevel, add_goodput_arg, parse_service_level
 from benchmarks.load import LoadLimits
 from benchmarks.machine import in_words, name_machine
-from benchmarks.offline.engine_args import add_model_arg, resolve_model
+from benchmarks.models import add_model_arg, resolve_model
 from benchmarks.report.output import add_output_args, check_output_args, flags_of, write_report
 from benchmarks.report.report import Panel, Report, Series, Table
 from benchmarks.tune.candidate import AXES, Candidate
@@ -47,14 +47,14 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="R",
-        help="requests per second to begin with (default: %(default)g)",
+        help="the first request rate, per second (default: %(default)g)",
     )
     parser.add_argument(
         "--time-budget-s",
         type=float,
         default=900.0,
         metavar="S",
-        help="no measurement begins after so many seconds (default: %(default)g)",
+        help="seconds after which no measurement starts (default: %(default)g)",
     )
     add_workload_args(parser)
     add_rated_arrival_args(parser)
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def up_command(engine: EngineConfig, candidate: Candidate) -> str:
-    """The command line that runs a candidate."""
+    """Returns the command line that runs a candidate."""
     flags = engine_flags(engine_of(engine, candidate), omit=("role", "kv_connector"))
     tiers = ("--prefill", str(candidate.num_prefill), "--decode", str(candidate.num_decode))
     return shlex.join(["baton", "up", *tiers, *flags])
@@ -159,7 +159,7 @@ def _curve_table(curve: Sequence[Point]) -> Table:
 def _panels(
     points: Sequence[Point], ranked: Sequence[Point], level: ServiceLevel
 ) -> tuple[Panel, ...]:
-    """The best candidates' curves, and that of the one that the search started from."""
+    """Returns the curves of the best candidates and of the first one."""
     curves = {
         f"#{rank}": curve_of(points, best.candidate)
         for rank, best in enumerate(ranked, 1)

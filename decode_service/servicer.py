@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from typing_extensions import override
+
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from decode_service.router_session import RouterSession
 from engine.async_engine import AsyncEngine
@@ -13,7 +15,7 @@ __all__ = ["DecodeServicer"]
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """Generates tokens; see `protos/baton/v1/decode.proto`.
+    """Generates tokens; `protos/baton/v1/decode.proto` documents the methods.
 
     Args:
         engine: a started engine of role decode.
@@ -24,10 +26,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._sessions: set[RouterSession] = set()
         self._all_ended = asyncio.Event()
 
-    async def Connect(  # noqa: N802 - gRPC's name
+    @override
+    async def Connect(
         self, request_iterator: AsyncIterator[decode_pb2.ConnectRequest], context: Any
     ) -> AsyncIterator[decode_pb2.ConnectResponse]:
-        """Serves one router."""
         session = RouterSession(self._engine)
         self._sessions.add(session)
         try:
@@ -40,7 +42,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 self._all_ended.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Ends each stream once its requests have ended and been told, or at the timeout."""
+        """Ends each stream once the last outputs of its requests are sent, or at the timeout."""
         self._all_ended.clear()
         for session in self._sessions:
             session.close()

@@ -49,7 +49,6 @@ class AsyncEngine:
         info: the loaded model's facts.
         form: how KV looks between tiers.
         namespace: digest that block keys are rooted in.
-        kv_form: what the namespace is made of, in words.
         num_blocks: KV blocks in the pool.
         kv_metrics: counts of transfers.
     """
@@ -59,7 +58,6 @@ class AsyncEngine:
         self.info = core.info
         self.namespace = core.namespace
         self.form = core.form
-        self.kv_form = core.kv_form
         self.num_blocks = core.num_blocks
         self.kv_metrics = core.kv_metrics
         self._core = core
@@ -110,14 +108,15 @@ class AsyncEngine:
         """
         if self._draining or self._has_stopped:
             raise UnavailableError("this replica takes no new requests")
-        if request.request_id in self._handlers:
+        request_id = request.spec.request_id
+        if request_id in self._handlers:
             limit = "unique among running requests"
-            raise InvalidArgumentError.for_field("request_id", request.request_id, limit)
+            raise InvalidArgumentError.for_field("request_id", request_id, limit)
         limit_live = self.config.max_num_waiting + self.config.max_num_seqs
         if len(self._handlers) >= limit_live:
             raise ResourceExhaustedError(f"{limit_live} requests are queued here already")
         self._core.check(request)
-        self._handlers[request.request_id] = on_output
+        self._handlers[request_id] = on_output
         self._idle.clear()
         self._thread.put(Add(request))
 
@@ -165,9 +164,7 @@ class AsyncEngine:
             FailedPreconditionError: the handoff is not for this engine.
         """
         connector = connector_name(self.config.kv_connector)
-        handoff.check_compatible(
-            namespace=self.namespace, connector=connector, kv_form=self.kv_form
-        )
+        handoff.check_compatible(namespace=self.namespace, connector=connector)
         self._thread.put(Prefetch(handoff))
 
     def release_handoff(self, handoff_id: str) -> None:

@@ -1,18 +1,20 @@
-"""What crosses between scheduler and runner: frozen plain data, no tensors.
+"""The data that scheduler and runner exchange: frozen and plain, no tensors.
 
 The runner keeps one *row* per running sequence: its block tables, its
-position, how its tokens are drawn and the token drawn last. A batch says what
-changes; so its size grows with the changes, not with what runs:
+position, its `DrawParams` and the token drawn last. A batch lists changes, so
+its size grows with the changes and not with the number of running sequences:
 
 - a `ScheduledChunk` runs tokens that the scheduler knows: a part of a prompt,
-  or what a sequence needs to go on. It sets the row's position, and where it
-  draws one token, the row's way of drawing;
+  or the tokens that a sequence needs to continue. It sets the row's position
+  and, if it draws one token, the row's `DrawParams`;
 - a row in `decode_rows` runs the token that it drew last, and draws the next.
-  The scheduler need not know that token yet: batch k + 1 may be built, and
-  handed over, while batch k computes.
+  The scheduler need not know that token yet: batch k + 1 may be built and
+  submitted while batch k computes.
 """
 
 from dataclasses import dataclass
+
+from baton.sampling_params import SamplingParams
 
 __all__ = [
     "INVALID_TOKEN",
@@ -22,32 +24,61 @@ __all__ = [
     "ScheduledChunk",
     "StepOutput",
     "TableUpdate",
+    "candidate_seed",
 ]
 
+_MASK64 = 2**64 - 1
+
 INVALID_TOKEN = -1
-"""Drawn where logits are not finite: the engine ends that request with `InternalError`."""
+"""Reported if logits are not finite: the engine ends that request with `InternalError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """How tokens are drawn from their logits."""
+    """The sampling parameters of one row: how its tokens are drawn from their logits."""
 
     temperature: float
     top_k: int
     top_p: float
     seed: int
 
+    @classmethod
+    def of_candidate(cls, params: SamplingParams, index: int) -> "DrawParams":
+        """The parameters that candidate `index` of a request draws with."""
+        assert params.seed is not None, "a request's seed is set before an engine gets it"
+        return cls(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=candidate_seed(params.seed, index),
+        )
+
+
+def candidate_seed(seed: int, index: int) -> int:
+    """The seed that candidate `index` of a request draws with; candidate 0 uses the request's.
+
+    The value is SplitMix64's output function (Steele et al. 2014) of the request's seed
+    plus `index` times its increment, so the seeds of a request's candidates differ from each
+    other, whatever the request's seed is.
+    """
+    if index == 0:
+        return seed
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return mixed ^ (mixed >> 31)
+
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
     """From this step on, a row's block table reads `block_ids` from `first_index` on.
 
-    Entries before `first_index` stay, where the row is not a new sequence's;
-    where it is, they lie behind every window of the group and are not read.
+    Entries before `first_index` stay unless the row belongs to a new sequence. A new
+    sequence's lie behind every window of the layer group and are not read.
 
     Attributes:
-        row: whose table.
-        group: which layer group's table (`KvCacheSpec`).
+        row: the row whose table changes.
+        group: the layer group whose table changes (`KvCacheSpec`).
         first_index: block index of the first of `block_ids`.
         block_ids: ids in the pool.
     """
@@ -66,16 +97,16 @@ class ScheduledChunk:
     the row's blocks already; the tables cover the chunk's own slots.
 
     Attributes:
-        row: the sequence's.
+        row: the sequence's row.
         token_ids: the tokens to run, one or more.
         start_position: position of the first of them.
-        draws: how to draw what follows the last of `token_ids`, one entry per
-            token: candidates of one prompt draw from the same logits. Empty
-            where nothing is drawn. The noise position is
+        draws: parameters for drawing the token after `token_ids`, one entry per
+            candidate: candidates of one prompt draw from the same logits. Empty
+            if nothing is drawn. The noise position is
             `start_position + len(token_ids)`.
         num_top: report this many most likely next tokens instead (beam search).
         wants_logprobs: report the drawn tokens' log-probabilities too, here
-            and while the row decodes on.
+            and while the row decodes.
     """
 
     row: int
@@ -104,9 +135,9 @@ class ScheduledBatch:
     Attributes:
         step: counts batches, from 1.
         chunks: known tokens, at most one chunk per row.
-        decode_rows: rows that run the token they drew last, none of which has
-            a chunk. The same object as in the batch before if nothing changed.
-        table_updates: what changes in the rows' block tables.
+        decode_rows: rows that run the token they drew last; none of them has a
+            chunk. The same object as in the previous batch if nothing changed.
+        table_updates: changes of the rows' block tables.
         swap_ins: (host block, block) to copy into the pool.
         swap_outs: (block, host block) to copy out of it.
         block_copies: (source, target) blocks; all sources are read before any
@@ -123,18 +154,18 @@ class ScheduledBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to run, over all sequences; 0 where the batch only swaps."""
+        """Tokens to run, over all sequences; 0 if the batch only swaps."""
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decode_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
-    """What a chunk that draws, or reports the most likely tokens, brought.
+    """The result of a chunk that draws tokens or reports the most likely ones.
 
     Attributes:
         token_ids: one per entry of `draws`, or the `num_top` most likely, the
-            likeliest first. `INVALID_TOKEN` each where logits are not finite.
-        logprobs: log-softmax of the raw logits at `token_ids`, where asked for.
+            likeliest first. Each is `INVALID_TOKEN` if logits are not finite.
+        logprobs: log-softmax of the raw logits at `token_ids`, if requested.
     """
 
     token_ids: tuple[int, ...]
@@ -143,14 +174,14 @@ class ChunkOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step brought.
+    """The result of a step.
 
     Attributes:
-        step: the batch's.
-        chunks: one per chunk; None where it asked for nothing.
+        step: the batch's number.
+        chunks: one per chunk; None for a chunk that needs no logits.
         decoded: one token per row of `decode_rows`.
-        decoded_logprobs: of `decoded`, if any of those rows wants them; else
-            empty. NaN for rows that do not.
+        decoded_logprobs: log-probabilities of `decoded` if any of those rows wants
+            them, with NaN for the rows that do not; else empty.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""`BeamSearch`: the beams of one request, which go on, which are finished, and when it ends. Pure.
+"""`BeamSearch`: the beams of one request, running and finished, and when the search ends.
 
 The search is that of `transformers` 5 (`GenerationMixin._beam_search` with
 `do_sample=False`), in sequences and in scores. Each step ranks the running
@@ -7,13 +7,13 @@ beams' continuations by their summed log-probability:
 - of the `width` likeliest, those that end with a stop token are hypotheses,
   as are all of them at `max_tokens`. The `width` hypotheses with the best
   scores are kept;
-- the `width` likeliest that do not end with a stop token run on.
+- the `width` likeliest that do not end with a stop token keep running.
 
 A hypothesis scores its summed log-probability over its number of generated
 tokens, stop token included, to the power of `length_penalty`.
 
-In vocabularies smaller than `width` beams are fewer at first, and so may be
-the results; `transformers` fills up with copies that score -1e9.
+With a vocabulary smaller than `width` there are fewer beams at first, and perhaps
+fewer results; `transformers` adds copies that score -1e9.
 """
 
 import math
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from heapq import merge
 from itertools import chain, islice
 
-from engine.request import BeamSearchParams
+from baton.sampling_params import SamplingParams
 
 __all__ = ["BeamResult", "BeamSearch", "BeamStep"]
 
@@ -34,7 +34,7 @@ class BeamStep:
     """A running beam's newest token.
 
     Attributes:
-        parent: index, among the running beams before, of the one it continues.
+        parent: index, among the previous running beams, of the beam that it continues.
         token_id: the token.
     """
 
@@ -48,7 +48,7 @@ class BeamResult:
 
     Attributes:
         token_ids: generated tokens, the stop token included.
-        score: what it was ranked by.
+        score: the score that hypotheses are ranked by.
         is_stopped: whether a stop token ended it; otherwise `max_tokens` did.
     """
 
@@ -59,7 +59,7 @@ class BeamResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Beam:
-    """A prefix and one more token: beams share their prefixes, so that none is ever copied."""
+    """A prefix and one more token. Beams share their prefixes, so none is ever copied."""
 
     prefix: "_Beam | None"
     step: BeamStep
@@ -67,43 +67,35 @@ class _Beam:
 
 
 class BeamSearch:
-    """Takes the running beams' most likely next tokens, and says which beams run next.
+    """Takes the running beams' most likely next tokens and chooses the beams that run next.
 
-    `start`, then `advance` until `is_done`, then `results`. Tokens are
+    Call `start`, then `advance` until `is_done`, then `results`. Tokens are
     reported as (token id, log-probability), the likeliest first; a report has
-    `num_top` of them, or the whole vocabulary where it is smaller. Of equally
-    likely continuations that of the earlier beam is first, then the one that was
-    reported first.
+    `num_top` of them, or the whole vocabulary if that is smaller. Among equally
+    likely continuations the one of the earlier beam comes first, then the one that
+    was reported first.
 
     Args:
-        width: the most beams that run, and the most hypotheses that are kept.
-        num_returned: how many of these `results` returns.
+        params: the request's. `beam_width` is the most beams that run and the most
+            hypotheses that are kept; `n` of these are returned. A search of width 1
+            is greedy and ends with its first hypothesis.
         stop_token_ids: tokens that end a hypothesis.
         max_tokens: the most tokens to generate, one or more.
-        params: how hypotheses are scored, and when the search ends. A search
-            of width 1 is greedy and ends with its first hypothesis.
 
     Attributes:
-        num_top: how many tokens to report for each running beam. That is enough:
-            at least `width` of them are no stop tokens.
+        num_top: how many tokens to report for each running beam, so that at least
+            `beam_width` of them are no stop tokens.
         is_done: whether the search has ended.
     """
 
     def __init__(
-        self,
-        *,
-        width: int,
-        num_returned: int,
-        stop_token_ids: frozenset[int],
-        max_tokens: int,
-        params: BeamSearchParams,
+        self, params: SamplingParams, *, stop_token_ids: frozenset[int], max_tokens: int
     ) -> None:
-        assert 1 <= num_returned <= width
+        assert params.beam_width is not None
         assert max_tokens >= 1
-        self.num_top = width + len(stop_token_ids)
+        self.num_top = params.beam_width + len(stop_token_ids)
         self.is_done = False
-        self._width = width
-        self._num_returned = num_returned
+        self._width = params.beam_width
         self._stop_token_ids = stop_token_ids
         self._max_tokens = max_tokens
         self._params = params
@@ -112,18 +104,17 @@ class BeamSearch:
         self._finished: list[tuple[_Beam, float]] = []  # with their scores, the best first
 
     def start(self, top: Sequence[tuple[int, float]]) -> list[BeamStep]:
-        """Makes the first beams of the tokens reported for the prompt's end.
+        """Makes the first beams from the tokens reported for the end of the prompt.
 
-        Returns the running beams; none if `is_done`. Their parents are all 0:
-        the prompt.
+        Returns the running beams, none if `is_done`. Their parent is 0, the prompt.
         """
         assert self._num_tokens == 0
         return self._advance(_continuations(None, 0, top))
 
     def advance(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[BeamStep]:
-        """Takes one report per running beam, in the order in which they were returned.
+        """Takes one report per running beam, in the order in which the beams were returned.
 
-        Returns the beams that run now; none if `is_done`.
+        Returns the beams that run now, none if `is_done`.
         """
         assert self._num_tokens > 0
         assert not self.is_done
@@ -132,11 +123,11 @@ class BeamSearch:
         return self._advance(merge(*continuations, key=_logprob, reverse=True))
 
     def results(self) -> list[BeamResult]:
-        """The `num_returned` hypotheses with the best scores, the best first."""
+        """The `n` hypotheses with the best scores, the best first."""
         assert self.is_done
         return [
             BeamResult(_token_ids(beam), score, self._is_stopped(beam))
-            for beam, score in self._finished[: self._num_returned]
+            for beam, score in self._finished[: self._params.n]
         ]
 
     def _advance(self, ranked: Iterator[_Beam]) -> list[BeamStep]:
@@ -170,11 +161,11 @@ class BeamSearch:
         return self._best_hoped_for() > self._finished[-1][1]
 
     def _best_hoped_for(self) -> float:
-        """The score that the likeliest running beam is taken to be able to reach.
+        """The score that the likeliest running beam may still reach.
 
-        Log-probabilities only sink, so its present sum over the longest length
-        is a bound where length is rewarded, and over the present one where it is
-        not. Except with "never" it is the present length either way.
+        A sum of log-probabilities only sinks. If length is rewarded, the present sum
+        over the longest length is a bound; else the present sum over the present
+        length is. Without "never" the present length is used either way.
         """
         rewards_length = self._params.length_penalty > 0
         is_never = self._params.early_stopping == "never"
@@ -182,7 +173,7 @@ class BeamSearch:
         return self._score(self._running[0].logprob, num_tokens)
 
     def _score(self, logprob: float, num_tokens: int) -> float:
-        """`logprob / num_tokens**length_penalty`, where the power saturates and never overflows."""
+        """Returns `logprob / num_tokens**length_penalty`; the power saturates, never overflows."""
         exponent = -self._params.length_penalty * math.log(num_tokens)
         return logprob * math.exp(min(max(exponent, -_MAX_EXPONENT), _MAX_EXPONENT))
 
@@ -193,7 +184,7 @@ class BeamSearch:
 def _continuations(
     prefix: _Beam | None, index: int, top: Sequence[tuple[int, float]]
 ) -> Iterator[_Beam]:
-    """The running beam `index` with each of its most likely next tokens."""
+    """Yields the running beam `index` extended by each of its most likely next tokens."""
     before = prefix.logprob if prefix else 0.0
     for token_id, logprob in top:
         yield _Beam(prefix, BeamStep(index, token_id), before + logprob)

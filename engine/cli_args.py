@@ -1,4 +1,4 @@
-"""Command-line flags made from `EngineConfig`'s fields, and the way back.
+"""Command-line flags made from `EngineConfig`'s fields, and a config from parsed flags.
 
 Torch-free, so that every command's `--help` is quick.
 """
@@ -16,14 +16,22 @@ from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
 from kvstore.url import parse_byte_size
 
-__all__ = ["add_engine_args", "engine_config_from_args"]
+__all__ = ["FIXED_FIELDS", "add_engine_args", "engine_config_from_args"]
+
+FIXED_FIELDS = {
+    "prefill": ("role", "kv_load_failure_policy", "kv_publish"),
+    "decode": ("role",),
+}
+"""By role, the fields of `EngineConfig` that have no flag. A prefill engine publishes all prompts
+and computes what it cannot load, so the last two mean nothing to it.
+"""
 
 
 def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = ()) -> None:
     """Adds one flag per `EngineConfig` field, with dashes for underscores.
 
     Args:
-        parser: where to add them, in a group of their own.
+        parser: gets the flags, in a group of their own.
         omit: names of fields that get no flag; pass their values to
             `engine_config_from_args`.
     """
@@ -36,7 +44,7 @@ def add_engine_args(parser: argparse.ArgumentParser, *, omit: Collection[str] = 
 def engine_config_from_args(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
     """The config that parsed flags describe; `overrides` win over them.
 
-    Flags are of server processes, whose connector must reach other processes.
+    Only server processes have these flags; their connector must reach other processes.
 
     Raises:
         ConfigurationError: a value is out of range, or the connector is of one
@@ -77,7 +85,7 @@ def _argument_options(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
-    """The field's help, with its default where the text does not tell it."""
+    """The field's help text, with its default appended."""
     text: str = field.metadata["help"].replace("%", "%%")
     if field.default is dataclasses.MISSING or field.default is None:
         return text
@@ -85,7 +93,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def _parser_of(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """What turns the flag's text into the field's type; `X | None` counts as X."""
+    """The function that parses the flag's text into the field's type; `X | None` counts as X."""
     if field.metadata.get("parse") == "bytes":
         return _bytes
     if not isinstance(field.type, types.UnionType):

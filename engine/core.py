@@ -61,7 +61,6 @@ class EngineCore:
         info: the loaded model's facts.
         form: how KV looks between tiers.
         namespace: digest that block keys are rooted in.
-        kv_form: what the namespace is made of, in words.
         num_blocks: KV blocks in the pool.
         kv_metrics: counts of transfers.
         is_stalled: whether the last step found nothing to run, so that `wait` sleeps.
@@ -81,7 +80,6 @@ class EngineCore:
         self.num_blocks = runner.num_blocks
         self.form = _form_of(config, runner.info)
         self.namespace = self.form.namespace(runner.info.fingerprint)
-        self.kv_form = self.form.describe(runner.info.fingerprint)
         self.kv_metrics = KvMetrics()
         self._runner = runner
         self._clock = clock
@@ -99,7 +97,6 @@ class EngineCore:
             num_host_blocks=runner.num_host_blocks,
             costs=runner.costs,
             namespace=self.namespace,
-            kv_form=self.kv_form,
             connector=connector_scheduler,
             metrics=self._connect(connector) if connector else None,
             clock=clock,
@@ -159,15 +156,13 @@ class EngineCore:
             info=self.info,
             num_blocks=self.num_blocks,
             namespace=self.namespace,
-            kv_form=self.kv_form,
         )
 
     def add_request(self, request: EngineRequest) -> list[RequestOutput]:
         """Queues a request that `check` accepts; its id must not be live.
 
         Returns:
-            The outputs of candidates that end at once because of the tokens they have, and
-            IGNORED for a request that can never fit the pool.
+            The outputs of candidates that end at once because of the tokens they have.
         """
         self.is_stalled = False
         return self.scheduler.add(request)

@@ -190,14 +190,18 @@ class SequenceGroup:
         for progress in self.request.progress:
             self.branches.append(self.new_branch(progress.index, progress.output_token_ids))
             self.branches[-1].logprob = progress.logprob
-        if self.request.beam_search is not None:
-            self.beams = self._new_beams()
+        if self.request.spec.params.beam_width is not None:
+            self.beams = BeamSearch(
+                self.request.spec.params,
+                stop_token_ids=self.request.spec.stop_token_ids,
+                max_tokens=self.max_len - self.num_prompt,
+            )
         self.make_root()
 
     @property
     def request_id(self) -> str:
         """The request's id."""
-        return self.request.request_id
+        return self.request.spec.request_id
 
     @property
     def arrival(self) -> int:
@@ -207,7 +211,7 @@ class SequenceGroup:
     @property
     def num_prompt(self) -> int:
         """Tokens in the prompt."""
-        return len(self.request.prompt_token_ids)
+        return len(self.request.spec.prompt_token_ids)
 
     @property
     def num_seats(self) -> int:
@@ -216,7 +220,7 @@ class SequenceGroup:
             return 1
         if self.beams is None and self.branches:
             return len(self.branches)
-        return self.request.num_candidates
+        return self.request.spec.params.num_candidates
 
     @property
     def lead(self) -> Sequence:
@@ -235,7 +239,7 @@ class SequenceGroup:
 
     def new_branch(self, index: int, output_token_ids: tuple[int, ...] = ()) -> Sequence:
         """Returns a candidate without blocks."""
-        return self._new_sequence(index, [*self.request.prompt_token_ids, *output_token_ids])
+        return self._new_sequence(index, [*self.request.spec.prompt_token_ids, *output_token_ids])
 
     def fork_of(self, parent: Sequence, index: int) -> Sequence:
         """Returns a candidate with the parent's tokens. The caller adds a row and shared blocks."""
@@ -258,20 +262,21 @@ class SequenceGroup:
             shortest = min(map(len, token_lists))
             num_shared = _common_length(token_lists, shortest - 1)
             self.root = self._new_sequence(_ROOT, token_lists[0][:num_shared])
-        elif self.request.num_candidates == 1 and self.beams is None:
+        elif self.request.spec.params.num_candidates == 1 and self.beams is None:
             self.branches = [self.new_branch(0)]
         else:
-            self.root = self._new_sequence(_ROOT, list(self.request.prompt_token_ids))
+            self.root = self._new_sequence(_ROOT, list(self.request.spec.prompt_token_ids))
 
     def draws_of(self, sequence: Sequence) -> tuple[DrawParams, ...]:
         """Returns how to draw the tokens that follow the sequence's known ones."""
         if self.beams is not None:
             return ()
+        params = self.request.spec.params
         if sequence is not self.root:
-            return (self.request.draw_of(sequence.index),)
+            return (DrawParams.of_candidate(params, sequence.index),)
         if self.branches:
             return ()
-        return tuple(self.request.draw_of(i) for i in range(self.request.num_candidates))
+        return tuple(DrawParams.of_candidate(params, i) for i in range(params.num_candidates))
 
     def num_top_of(self, sequence: Sequence) -> int:
         """Returns how many most likely next tokens a beam search needs there."""
@@ -286,7 +291,7 @@ class SequenceGroup:
 
     def finish_reason(self, token_ids: list[int]) -> FinishReason | None:
         """Returns why the newest token ends a candidate; None if it does not."""
-        if token_ids[-1] in self.request.stop_token_ids:
+        if token_ids[-1] in self.request.spec.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.max_len else None
 
@@ -311,17 +316,6 @@ class SequenceGroup:
             load_ms=between(self.arrived_at, self.loaded_at),
         )
 
-    def _new_beams(self) -> BeamSearch:
-        request = self.request
-        assert request.beam_search is not None
-        return BeamSearch(
-            width=request.num_candidates,
-            num_returned=request.num_returned,
-            stop_token_ids=request.stop_token_ids,
-            max_tokens=self.max_len - self.num_prompt,
-            params=request.beam_search,
-        )
-
     def _new_sequence(
         self, index: int, token_ids: list[int], keys: BlockKeyChain | None = None
     ) -> Sequence:
@@ -330,9 +324,9 @@ class SequenceGroup:
             index=index,
             token_ids=token_ids,
             keys=keys or self.keys.copy(),
-            stop_token_ids=self.request.stop_token_ids,
+            stop_token_ids=self.request.spec.stop_token_ids,
             limit=self.num_prompt + 1 if self.hands_over else self.max_len,
-            is_streamed=not self.request.is_ranked,
+            is_streamed=not self.request.spec.params.is_ranked,
         )
 
 

@@ -1,7 +1,4 @@
-"""`EngineWorker`: an engine as a server sees it (`rpc.worker.Worker`).
-
-What an engine tells Prometheus. Another collector over an engine is a line here.
-"""
+"""`EngineWorker`: an engine behind WorkerService. Also registers an engine's metrics."""
 
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -9,11 +6,12 @@ from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry
 
+from baton.request_spec import client_id_of
 from baton.v1 import worker_pb2
 from baton.version import __version__
 from engine.async_engine import AsyncEngine
 from engine.kv_cache.spec import spec_of
-from engine.wire import client_request_id, kv_event_responses, load_to_proto
+from engine.wire import kv_event_responses, load_to_proto
 from kvstore.handoff import connector_name
 from kvstore.layout import LAYOUT_VERSION
 from kvstore.metrics_collector import KvMetricsCollector
@@ -22,14 +20,14 @@ __all__ = ["EngineWorker", "register_metrics"]
 
 
 class EngineWorker:
-    """Describes and steers one engine.
+    """Describes and controls one engine. Implements the protocol `rpc.worker.Worker`.
 
     Args:
         engine: the engine.
-        role: the tier it serves.
+        role: the tier that it serves.
 
     Attributes:
-        info: what it serves; the worker id in it is drawn here.
+        info: the description of what it serves; the worker id in it is drawn here.
     """
 
     def __init__(self, engine: AsyncEngine, role: "worker_pb2.WorkerRole.ValueType") -> None:
@@ -44,34 +42,34 @@ class EngineWorker:
         """Ends requests with ABORTED; returns how many were live.
 
         Args:
-            request_ids: as routers name them, or as clients do, for all that
-                a client's id stands for here.
+            request_ids: the router's ids of requests, or clients' ids, each of which
+                stands for all requests with that id here.
         """
         named = frozenset(request_ids)
         live = [
             request_id
             for request_id in self._engine.request_ids
-            if request_id in named or client_request_id(request_id) in named
+            if request_id in named or client_id_of(request_id) in named
         ]
         return self._engine.abort(live, notify=True)
 
     async def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix; returns how many blocks were cached."""
+        """Empties the prefix cache; returns how many blocks were cached."""
         return await self._engine.reset_prefix_cache()
 
     async def watch_kv_events(self) -> AsyncGenerator[worker_pb2.WatchKvEventsResponse, None]:
-        """What is cached, then each change; to be closed by the caller."""
+        """Yields the cache's content, then each change; the caller closes the generator."""
         async with aclosing(self._engine.kv_events()) as batches:
             async for events in batches:
                 for response in kv_event_responses(events):
                     yield response
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuses new requests, waits for the running; returns how many remain."""
+        """Refuses new requests and waits for the running ones; returns how many remain."""
         return await self._engine.drain(timeout_s)
 
     async def wait_failed(self) -> BaseException:
-        """Returns the cause when the engine has died."""
+        """Waits until the engine dies; returns the cause."""
         return await self._engine.wait_failed()
 
     async def close(self) -> None:
@@ -94,7 +92,7 @@ def _describe(
         model_fingerprint=info.fingerprint.hex(),
         layout_version=LAYOUT_VERSION,
         pool_block_size=info.layout.block_size,
-        kv_form=engine.kv_form,
+        kv_form=engine.form.describe(info.fingerprint),
         num_blocks=engine.num_blocks,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
@@ -107,5 +105,5 @@ def _describe(
 
 
 def register_metrics(engine: AsyncEngine, registry: CollectorRegistry) -> None:
-    """Shows a started engine's metrics in a registry of its own."""
+    """Adds a started engine's metrics to a registry."""
     registry.register(KvMetricsCollector(engine.kv_metrics))

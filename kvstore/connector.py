@@ -223,7 +223,6 @@ class KvConnectorScheduler:
         namespace: bytes,
         keys: Sequence[bytes],
         num_tokens: int,
-        kv_form: str = "",
     ) -> KvHandoff:
         """Returns the handoff for some or all blocks of a prompt. `KvHandoff` has the arguments."""
         return KvHandoff(
@@ -235,7 +234,6 @@ class KvConnectorScheduler:
             digest_scheme=DIGEST_SCHEME,
             lease_ms=self._lease_ms,
             connector_params=self._params,
-            kv_form=kv_form,
         )
 
     def keep(self, handoff: KvHandoff) -> None:

@@ -11,10 +11,10 @@ from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, split_members
 __all__ = [
     "HANDOFF_FORMAT_VERSION",
     "KvHandoff",
+    "brief_digest",
     "connector_name",
     "handoff_from_proto",
     "handoff_to_proto",
-    "in_words",
 ]
 
 HANDOFF_FORMAT_VERSION = 1
@@ -47,9 +47,6 @@ class KvHandoff:
     """The terms under which decode may load a prompt's KV.
 
     It mirrors `baton.v1.KvHandoff`; `protos/baton/v1/prefill.proto` describes the fields.
-
-    Attributes:
-        kv_form: a description of the namespace, for errors about a mismatch.
     """
 
     handoff_id: str
@@ -60,22 +57,20 @@ class KvHandoff:
     digest_scheme: str
     lease_ms: int
     connector_params: bytes = b""
-    kv_form: str = ""
     format_version: int = HANDOFF_FORMAT_VERSION
 
-    def check_compatible(self, *, namespace: bytes, connector: str, kv_form: str = "") -> None:
+    def check_compatible(self, *, namespace: bytes, connector: str) -> None:
         """Refuses a handoff that this replica could misread.
 
         Args:
             namespace: this replica's.
             connector: the name of its connector.
-            kv_form: this replica's description of its namespace.
 
         Raises:
             FailedPreconditionError: names both sides.
         """
         if self.namespace != namespace:
-            ours, theirs = in_words(namespace, kv_form), in_words(self.namespace, self.kv_form)
+            ours, theirs = brief_digest(namespace), brief_digest(self.namespace)
             raise FailedPreconditionError(f"KV namespace: decode has {ours}, prefill sent {theirs}")
         ours_and_theirs: tuple[tuple[str, object, object], ...] = (
             ("handoff format version", HANDOFF_FORMAT_VERSION, self.format_version),
@@ -87,9 +82,9 @@ class KvHandoff:
                 raise FailedPreconditionError(f"{name}: decode has {own}, prefill sent {sent}")
 
 
-def in_words(namespace: bytes, kv_form: str) -> str:
-    """A namespace as an error names it: what it is made of, and the digest."""
-    return f"{kv_form or 'unknown'} ({namespace.hex() or 'none'})"
+def brief_digest(namespace: bytes) -> str:
+    """The first 12 hex digits of a namespace, for error texts."""
+    return namespace.hex()[:12] or "none"
 
 
 def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
@@ -104,7 +99,6 @@ def handoff_to_proto(handoff: KvHandoff) -> prefill_pb2.KvHandoff:
         digest_scheme=handoff.digest_scheme,
         lease_ms=min(handoff.lease_ms, _LONGEST_LEASE_MS),
         connector_params=handoff.connector_params,
-        kv_form=handoff.kv_form,
     )
 
 
@@ -135,5 +129,4 @@ def handoff_from_proto(message: prefill_pb2.KvHandoff) -> KvHandoff:
         digest_scheme=message.digest_scheme,
         lease_ms=message.lease_ms,
         connector_params=message.connector_params,
-        kv_form=message.kv_form,
     )

@@ -92,9 +92,6 @@ METRICS: dict[str, MetricInfo] = {
     "baton_kv_expired_leases": MetricInfo(
         "counter", "Leases on own blocks that ran out without being released."
     ),
-    "baton_kv_quarantined_segments": MetricInfo(
-        "gauge", "Staging segments out of use, as a peer may still write to them."
-    ),
     "baton_kv_objects_in_doubt": MetricInfo(
         "gauge",
         "Objects of failed loads whose blocks are held, as something may write there.",
@@ -227,11 +224,6 @@ class TransferMetrics:
     def leases_expired(self, count: int) -> None:
         """Leases on own blocks ran out, unreleased."""
         self._add(count, "baton_kv_expired_leases")
-
-    def set_quarantined(self, num_segments: int) -> None:
-        """So many staging segments are out of use now."""
-        with self._lock:
-            self._values["baton_kv_quarantined_segments",] = num_segments
 
     def set_in_doubt(self, num_objects: int) -> None:
         """So many objects' places in the pool are out of use now."""

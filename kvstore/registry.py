@@ -226,6 +226,6 @@ class _PeerFactory:
     )
 
     def open(self, url: str) -> Connector:
-        from kvstore.peer.open import open_peer_connector
+        from kvstore.peer.worker import open_peer_connector
 
         return open_peer_connector(url)

@@ -1,16 +1,17 @@
-"""`PromptEvents`: what an engine says of one prompt, as the messages of a Prefill stream.
+"""`PromptEvents`: an engine's outputs of one prompt as the messages of a Prefill stream.
 
-The engine's outputs wait, merged, until the router reads: blocks that were saved
-are one event then, however many outputs told of them.
+The outputs wait, merged, until the router reads: saved blocks are one event then,
+however many outputs listed them.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from baton.v1 import prefill_pb2
+from baton.sampling_params import SamplingParams
+from baton.v1 import prefill_pb2, request_pb2
 from engine.request import FinishReason, RequestOutput
-from engine.wire import finish_reason_to_proto, timings_to_proto
+from engine.wire import finish_reason_to_proto, output_to_proto, timings_to_proto
 from kvstore.handoff import KvHandoff, handoff_to_proto
 
 __all__ = ["PromptEvents"]
@@ -19,24 +20,30 @@ __all__ = ["PromptEvents"]
 class PromptEvents:
     """The outputs of one request of a prefill engine.
 
+    Args:
+        params: the request's.
+
     Attributes:
         last: the request's last output, once it came.
-        is_end_told: whether the message that it makes was handed out.
+        has_sent_end: whether `messages` has yielded the message of `last`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, params: SamplingParams) -> None:
         self.last: RequestOutput | None = None
-        self.is_end_told = False
-        self._saved: KvHandoff | None = None  # what was not told yet
-        self._drawn: list[RequestOutput] = []  # with the first tokens
-        self._ended: list[RequestOutput] = []  # with candidates that are over
-        self._is_result_told = False
+        self.has_sent_end = False
+        self._params = params
+        self._saved: KvHandoff | None = None  # blocks that no message has listed yet
+        self._drawn: list[RequestOutput] = []  # outputs with first tokens
+        self._ended: list[RequestOutput] = []  # outputs of candidates that have ended
+        self._has_sent_result = False
         self._changed = asyncio.Event()
 
     def add(self, output: RequestOutput) -> None:
-        """Takes the next output; on the event loop, all of a step before `messages` goes on."""
+        """Takes the next output. Called on the event loop, for all outputs of a step before
+        `messages` continues.
+        """
         if output.saved is not None:
-            self._saved = _joined(self._saved, output.saved)
+            self._saved = _join_saved(self._saved, output.saved)
         if output.finish_reason in (None, FinishReason.HANDOFF):
             self._drawn += [output] if output.token_ids else []
         else:
@@ -46,17 +53,17 @@ class PromptEvents:
         self._changed.set()
 
     async def messages(self) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """The messages, up to the last; the first tokens before all else that waits.
+        """Yields the messages up to the last; first tokens come before all else that waits.
 
         Raises:
-            BatonError: what the request failed of.
+            BatonError: the request failed.
         """
-        while not self.is_end_told:
+        while not self.has_sent_end:
             await self._changed.wait()
             self._changed.clear()
-            if not self._is_result_told and self._drawn:
-                self._is_result_told = True
-                yield prefill_pb2.PrefillResponse(result=_first_tokens(self._drawn))
+            if not self._has_sent_result and self._drawn:
+                self._has_sent_result = True
+                yield prefill_pb2.PrefillResponse(result=_first_tokens(self._params, self._drawn))
             if self.last is not None:
                 yield self._end(self.last)
             elif self._saved is not None:
@@ -64,51 +71,63 @@ class PromptEvents:
                 yield prefill_pb2.PrefillResponse(saved=handoff_to_proto(saved))
 
     def _end(self, last: RequestOutput) -> prefill_pb2.PrefillResponse:
-        """The last message. What was saved and not told is in its handoff, or of no use."""
-        self.is_end_told = True
+        """The last message. Saved blocks that no message listed are in its handoff, or useless."""
+        self.has_sent_end = True
         if last.error is not None:
             raise last.error
-        if not self._is_result_told and self._ended:
-            return prefill_pb2.PrefillResponse(result=_candidates(self._ended))
+        if not self._has_sent_result and self._ended:
+            outputs = [output_to_proto(output) for output in self._ended]
+            return prefill_pb2.PrefillResponse(result=prefill_pb2.PrefillResult(outputs=outputs))
+        is_over = last.finish_reason is not FinishReason.HANDOFF
+        output = request_pb2.CandidateOutput(
+            finish_reason=finish_reason_to_proto(last.finish_reason),
+            timings=timings_to_proto(last.timings),
+            is_last=is_over,
+        )
+        handoff = None if last.handoff is None else handoff_to_proto(last.handoff)
         return prefill_pb2.PrefillResponse(
-            end=prefill_pb2.PrefillEnd(
-                handoff=None if last.handoff is None else handoff_to_proto(last.handoff),
-                timings=timings_to_proto(last.timings),
-                finish_reason=finish_reason_to_proto(last.finish_reason),
-            )
+            end=prefill_pb2.PrefillEnd(handoff=handoff, output=output)
         )
 
 
-def _joined(earlier: KvHandoff | None, later: KvHandoff) -> KvHandoff:
-    """Two successive parts of what is saved as one. A prompt that gave way is saved anew,
-    for another handoff, and from its start.
+def _join_saved(earlier: KvHandoff | None, later: KvHandoff) -> KvHandoff:
+    """Joins two successive parts of the saved blocks. A preempted prompt is saved again for
+    another handoff, from its start; the earlier part is void then.
     """
     if earlier is None or earlier.handoff_id != later.handoff_id:
         return later
     return replace(later, block_keys=earlier.block_keys + later.block_keys)
 
 
-def _first_tokens(outputs: list[RequestOutput]) -> prefill_pb2.PrefillResult:
-    return prefill_pb2.PrefillResult(
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        logprobs=[logprob for output in outputs for logprob in output.logprobs],
-        cached_tokens=outputs[0].cached_tokens,
-        timings=timings_to_proto(outputs[0].timings),
+def _first_tokens(
+    params: SamplingParams, drawn: Sequence[RequestOutput]
+) -> prefill_pb2.PrefillResult:
+    """First tokens of a generation that continues on decode. Those of ranked candidates are for
+    decode alone.
+    """
+    token_ids = [token_id for output in drawn for token_id in output.token_ids]
+    result = prefill_pb2.PrefillResult()
+    result.outputs.add(
+        cached_tokens=drawn[0].cached_tokens, timings=timings_to_proto(drawn[0].timings)
     )
+    if params.is_ranked:
+        logprobs = [logprob for output in drawn for logprob in output.logprobs]
+        _add_ranked(result, params, token_ids, logprobs)
+        return result
+    result.outputs[0].token_ids.append(token_ids[0])
+    for index, token_id in enumerate(token_ids[1:], start=1):
+        result.outputs.add(index=index, token_ids=[token_id])
+    return result
 
 
-def _candidates(outputs: list[RequestOutput]) -> prefill_pb2.PrefillResult:
-    return prefill_pb2.PrefillResult(
-        candidates=[_candidate(output) for output in outputs],
-        cached_tokens=max(output.cached_tokens for output in outputs),
-        timings=timings_to_proto(outputs[-1].timings or outputs[0].timings),
-    )
-
-
-def _candidate(output: RequestOutput) -> prefill_pb2.CandidateOutput:
-    return prefill_pb2.CandidateOutput(
-        index=output.index,
-        token_ids=output.token_ids,
-        finish_reason=finish_reason_to_proto(output.finish_reason),
-        score=output.score,
-    )
+def _add_ranked(
+    result: prefill_pb2.PrefillResult,
+    params: SamplingParams,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+) -> None:
+    for index, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+        if params.beam_width is not None:
+            result.first_beams.add(token_id=token_id, logprob=logprob)
+        else:
+            result.candidates.add(index=index, output_token_ids=[token_id], logprob=logprob)

@@ -1,4 +1,4 @@
-"""Wires a prefill replica: engine, servicers, server."""
+"""A prefill replica: its flags, and its engine and servicers behind one server."""
 
 import argparse
 
@@ -6,15 +6,15 @@ from prometheus_client import CollectorRegistry
 
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from engine.async_engine import AsyncEngine
+from engine.cli_args import FIXED_FIELDS, add_engine_args, engine_config_from_args
 from engine.worker import EngineWorker, register_metrics
-from prefill_service.config import PrefillConfig, add_args, config_from_args
 from prefill_service.servicer import PrefillServicer
-from rpc.metrics_server import serving_metrics
-from rpc.process import run_process
-from rpc.server import RpcServer, serve
-from rpc.worker import WorkerTier
+from rpc.server import RpcServer, run_process
+from rpc.worker import WorkerTier, add_worker_args, serve_worker
 
-__all__ = ["SERVICE_NAMES", "add_args", "add_services", "main", "run"]
+__all__ = ["SERVICE_NAMES", "add_args", "add_services", "main"]
+
+_DEFAULT_PORT = 50061
 
 SERVICE_NAMES: tuple[str, ...] = (
     prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
@@ -22,31 +22,31 @@ SERVICE_NAMES: tuple[str, ...] = (
 )
 
 
+def add_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a prefill server."""
+    add_worker_args(parser, default_port=_DEFAULT_PORT)
+    add_engine_args(parser, omit=FIXED_FIELDS["prefill"])
+
+
 def add_services(engine: AsyncEngine, server: RpcServer) -> WorkerTier:
-    """Adds a started engine's services to a server, which then is ready."""
+    """Adds a started engine's services to a server and sets it serving."""
     servicer = PrefillServicer(engine)
     server.add_servicer(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, servicer)
     worker = EngineWorker(engine, worker_pb2.WORKER_ROLE_PREFILL)
     return WorkerTier(worker, server)
 
 
-async def run(config: PrefillConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then drains.
+async def _run(args: argparse.Namespace) -> None:
+    config = engine_config_from_args(args, role="prefill")
 
-    Raises:
-        ConfigurationError: the checkpoint, a flag, the connector or an address is bad.
-    """
-    registry = CollectorRegistry()
-
-    async def start(server: RpcServer) -> WorkerTier:
-        engine = await AsyncEngine.start(config.engine)
+    async def start(server: RpcServer, registry: CollectorRegistry) -> WorkerTier:
+        engine = await AsyncEngine.start(config)
         register_metrics(engine, registry)
         return add_services(engine, server)
 
-    with serving_metrics(config.metrics, registry):
-        await serve(config.server, SERVICE_NAMES, start)
+    await serve_worker(args, SERVICE_NAMES, start)
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs one prefill replica: computes prompts and hands their KV over through the connector."""
-    return run_process("baton prefill", args.log_level, lambda: run(config_from_args(args)))
+    return run_process("baton prefill", args.log_level, lambda: _run(args))

@@ -1,4 +1,4 @@
-"""`Admission`: how many requests run, and whether more may come. Pure of gRPC."""
+"""`Admission`: limits the number of running requests."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ class Admission:
     """Counts running requests by id.
 
     Args:
-        max_requests: the most at a time.
+        max_requests: the most that run at once.
     """
 
     def __init__(self, max_requests: int) -> None:
@@ -29,8 +29,8 @@ class Admission:
 
         Raises:
             UnavailableError: this router drains.
-            InvalidArgumentError: a request of that id is running.
-            ResourceExhaustedError: too many are.
+            InvalidArgumentError: a request with that id is running.
+            ResourceExhaustedError: `max_requests` are running.
         """
         if self._is_draining:
             raise UnavailableError("this router is shutting down; try another")
@@ -52,7 +52,7 @@ class Admission:
                 self._idle.set()
 
     async def drain(self, timeout_s: float) -> int:
-        """Admits nothing more and waits for what runs.
+        """Refuses new requests and waits for the running ones.
 
         Returns:
             How many were still running at the timeout.

@@ -1,13 +1,14 @@
-"""`Completion`: one request's tokens as the messages that its client gets.
+"""A request's tokens as messages for its client.
 
-`WholeGeneration`: a stream's messages as one response.
+`Completion` turns replicas' outputs into the messages of a stream; `WholeGeneration`
+joins such messages into one response.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-from baton.v1 import common_pb2, decode_pb2, generation_pb2
-from router.request import RoutedRequest
+from baton.request_spec import RequestSpec
+from baton.v1 import common_pb2, generation_pb2, request_pb2
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
 
@@ -20,17 +21,16 @@ class Completion:
     """Text, stops, token counts and timings of one request's candidates.
 
     Args:
-        request: the request.
+        spec: the request.
         tokenizer: the model's.
-        arrival: event loop time at which the request came.
+        arrival: event loop time at which the request arrived.
     """
 
-    def __init__(self, request: RoutedRequest, tokenizer: Tokenizer, arrival: float) -> None:
-        self._request_id = request.request_id
-        params, prompt = request.params, request.prompt_token_ids
-        text = TextStream(tokenizer, prompt, params.stop)
-        self._running = {index: _Candidate(text.fork()) for index in range(params.n)}
-        self._usage = common_pb2.Usage(prompt_tokens=len(prompt))
+    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer, arrival: float) -> None:
+        self._request_id = spec.client_id
+        text = TextStream(tokenizer, spec.prompt_token_ids, spec.params.stop)
+        self._running = {index: _Candidate(text.fork()) for index in range(spec.params.n)}
+        self._usage = common_pb2.Usage(prompt_tokens=len(spec.prompt_token_ids))
         self._timings = common_pb2.Timings()
         self._arrival = arrival
         self._has_prompt_timings = False
@@ -39,47 +39,49 @@ class Completion:
 
     @property
     def is_over(self) -> bool:
-        """Whether every candidate has ended; the last message told so."""
+        """Whether every candidate has ended; the last message then had usage and timings."""
         return not self._running
 
     def mark_routed(self) -> None:
-        """The request leaves for the tiers."""
+        """Notes that the request now goes to the tiers, which ends the time of routing."""
         self._timings.route_ms = self._elapsed_ms(self._arrival)
 
-    def add(self, output: decode_pb2.DecodeOutput) -> Sequence[_Response]:
-        """The messages for a candidate's next tokens: none where there is nothing to tell,
-        one, or, where the request ends with it, one per candidate that had not ended.
-        What comes for a candidate that has ended is dropped.
+    def add(self, output: request_pb2.CandidateOutput) -> Sequence[_Response]:
+        """Returns the messages for an output: none or one, or, if the request ends with it, one
+        per candidate that had not ended. Outputs of candidates that have ended are dropped.
         """
         if output.HasField("timings"):
-            self._take_timings(output)
-        has_news = bool(output.token_ids or output.finish_reason)
-        responses = [self._response(output)] if has_news and output.index in self._running else []
+            self._add_timings(output)
+        is_for_client = bool(output.token_ids or output.finish_reason)
+        responses = []
+        if is_for_client and output.index in self._running:
+            responses.append(self._response(output))
         if output.is_last:
             responses += [
                 self._response(
-                    decode_pb2.DecodeOutput(index=index, finish_reason=output.finish_reason)
+                    request_pb2.CandidateOutput(index=index, finish_reason=output.finish_reason)
                 )
                 for index in list(self._running)
             ]
         if responses and self.is_over:
-            self._close(responses[-1])
+            self._add_totals(responses[-1])
         return responses
 
-    def _response(self, output: decode_pb2.DecodeOutput) -> _Response:
+    def _response(self, output: request_pb2.CandidateOutput) -> _Response:
         if self._first_token is None and output.token_ids:
             self._first_token = self._now()
             self._timings.first_token_ms = self._elapsed_ms(self._arrival)
-        response = self._running[output.index].take(output)
+        response = self._running[output.index].response_to(output)
         response.request_id = self._request_id
         self._usage.completion_tokens += len(response.token_ids)
         if response.finish_reason:
             del self._running[output.index]
         return response
 
-    def _take_timings(self, output: decode_pb2.DecodeOutput) -> None:
-        """The first output with timings tells of the prompt. Later ones tell only of its
-        handoff: what a resumed request computes again is decoding time.
+    def _add_timings(self, output: request_pb2.CandidateOutput) -> None:
+        """Takes all timings and the cached tokens of the first output that has timings. From
+        later ones it takes only the times of the handoff: the time in which a resumed request
+        computes its prompt again counts as decoding.
         """
         if not self._has_prompt_timings:
             self._has_prompt_timings = True
@@ -90,8 +92,8 @@ class Completion:
             ours.transfer_ms = ours.transfer_ms or theirs.transfer_ms
             ours.load_ms = ours.load_ms or theirs.load_ms
 
-    def _close(self, response: _Response) -> None:
-        """Completes the last message."""
+    def _add_totals(self, response: _Response) -> None:
+        """Adds usage and timings to the last message."""
         self._timings.decode_ms = self._elapsed_ms(self._first_token or self._arrival)
         self._timings.total_ms = self._elapsed_ms(self._arrival)
         response.usage.CopyFrom(self._usage)
@@ -102,14 +104,14 @@ class Completion:
 
 
 class _Candidate:
-    """One candidate's text, and its last token, which may prove to be a stop later."""
+    """One candidate's text, and its last token, which a later output may declare a stop token."""
 
     def __init__(self, text: TextStream) -> None:
         self._text = text
         self._last_token_id: int | None = None
 
-    def take(self, output: decode_pb2.DecodeOutput) -> _Response:
-        """The message for its next tokens; a finish reason ends it."""
+    def response_to(self, output: request_pb2.CandidateOutput) -> _Response:
+        """The message for the candidate's next tokens, or its end."""
         piece = self._text.push(output.token_ids)
         text, matched_stop = piece.text, piece.matched_stop
         if output.finish_reason and matched_stop is None:
@@ -123,10 +125,10 @@ class _Candidate:
             response.finish_reason = common_pb2.FINISH_REASON_STOP
             response.matched_stop.text = matched_stop
         elif output.finish_reason:
-            self._end(response, output)
+            self._add_end(response, output)
         return response
 
-    def _end(self, response: _Response, output: decode_pb2.DecodeOutput) -> None:
+    def _add_end(self, response: _Response, output: request_pb2.CandidateOutput) -> None:
         response.finish_reason = output.finish_reason
         is_stop = output.finish_reason == common_pb2.FINISH_REASON_STOP
         if is_stop and self._last_token_id is not None:
@@ -136,26 +138,26 @@ class _Candidate:
 
 
 class WholeGeneration:
-    """Gathers the messages of a stream."""
+    """Joins the messages of a stream into one response."""
 
     def __init__(self) -> None:
         self._completions: dict[int, generation_pb2.Completion] = {}
         self._texts: dict[int, list[str]] = {}
-        self._last = generation_pb2.GenerateStreamResponse()
+        self._last = _Response()
 
-    def add(self, message: generation_pb2.GenerateStreamResponse) -> None:
-        """Takes the next message."""
+    def add(self, message: _Response) -> None:
+        """Adds the next message."""
         if message.index not in self._completions:
             self._completions[message.index] = generation_pb2.Completion(index=message.index)
             self._texts[message.index] = []
         self._completions[message.index].token_ids.extend(message.token_ids)
         self._texts[message.index].append(message.text)
         if message.finish_reason:
-            self._end(self._completions[message.index], message)
+            self._add_end(self._completions[message.index], message)
         self._last = message
 
     def response(self) -> generation_pb2.GenerateResponse:
-        """The candidates by index, once the stream has ended."""
+        """The candidates by index. Called once the stream has ended."""
         return generation_pb2.GenerateResponse(
             request_id=self._last.request_id,
             completions=[self._completions[index] for index in sorted(self._completions)],
@@ -163,11 +165,7 @@ class WholeGeneration:
             timings=self._last.timings,
         )
 
-    def _end(
-        self,
-        completion: generation_pb2.Completion,
-        message: generation_pb2.GenerateStreamResponse,
-    ) -> None:
+    def _add_end(self, completion: generation_pb2.Completion, message: _Response) -> None:
         completion.text = "".join(self._texts.pop(message.index))
         completion.finish_reason = message.finish_reason
         if message.HasField("matched_stop"):

@@ -13,11 +13,11 @@ __all__ = ["DEFAULT_PORT", "RouterConfig", "add_args", "config_from_args"]
 
 DEFAULT_PORT = 8000
 _MAX_TIMEOUT_S = (2**32 - 1) // 1000
-"""Workers are told of deadlines in milliseconds, in 32 bits."""
+"""Workers receive the time left in milliseconds, in 32 bits."""
 
 
 def _flag(default: Any, parse: Callable[[str], Any], help_text: str) -> Any:
-    """A field with its command-line flag."""
+    """Makes a field and the parser and help of its command-line flag."""
     return field(default=default, metadata={"parse": parse, "help": help_text})
 
 
@@ -30,7 +30,7 @@ def _targets(tier: str, default: Any, note: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Where the router listens, how it finds its replicas and treats requests.
+    """The router's address, its replicas and its limits for requests.
 
     Field names are the command line's flags with underscores.
 
@@ -84,7 +84,7 @@ class RouterConfig:
                 raise ConfigurationError(f"--{flag} is {getattr(self, name)!r}; it must be {limit}")
 
     def _limits(self) -> Sequence[tuple[str, bool, str]]:
-        """Field, whether its value is in range, the range."""
+        """Per field: its name, whether its value is in range, and the range."""
         default_s, resume_s = self.default_timeout_s, self.resume_timeout_s
         most_s = _MAX_TIMEOUT_S
         return (

@@ -1,9 +1,8 @@
 """`DecodeConnection`: the one Connect stream between this router and a decode replica.
 
-Commands go in, and each message that comes out carries the new tokens of all
-of this router's requests there. A request's outputs wait, merged, in its
-`DecodeStream`: at most `max_tokens` token ids per candidate, however slow its
-client is.
+Commands go out; each message that comes in carries the new outputs of all of this
+router's requests on the replica. A request's outputs wait in its `DecodeStream` until
+they are read.
 """
 
 import asyncio
@@ -12,68 +11,64 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.errors import UnavailableError
-from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
+from rpc.errors import from_worker_error
+from rpc.pending_outputs import PendingOutputs
 
 __all__ = ["DecodeConnection", "DecodeStream", "ReplicaLostError"]
 
-_REST = -1
-"""In place of a candidate's number: the end of those that have not ended."""
-_PREFETCH = -2
-"""In place of a candidate's number: what a request that is to start will load."""
+_CommandKey = tuple[str, str | int]
+"""A request's id, and the command's target: `_REQUEST`, `_PREFETCH` or a candidate's number."""
+_REQUEST = "request"
+_PREFETCH = "prefetch"
 
 
 class ReplicaLostError(UnavailableError):
-    """The replica died or cannot be reached; its requests can go on elsewhere."""
+    """The replica died or cannot be reached; its requests can continue on another one."""
 
 
 class DecodeStream:
-    """The outputs of one request on one replica, merged while nobody reads."""
+    """The outputs of one request on one replica; they are merged until they are read."""
 
     def __init__(self, request_id: str, connection: "DecodeConnection") -> None:
         self._request_id = request_id
         self._connection = connection
-        self._pending: dict[int, decode_pb2.DecodeOutput] = {}  # by candidate, or `_REST`
+        self._pending = PendingOutputs()
         self._finished: set[int] = set()
         self._failure: ReplicaLostError | None = None
         self._changed = asyncio.Event()
 
-    def deliver(self, output: decode_pb2.DecodeOutput) -> None:
-        """Adds an output to its candidate's: token ids in order, the rest as protobuf
-        merges. The request's last output stays the last.
-        """
+    def deliver(self, output: request_pb2.CandidateOutput) -> None:
+        """Adds an output. Late outputs of finished candidates are dropped."""
         if output.index in self._finished and not output.is_last:
             return
-        pending = self._pending.get(output.index)
-        if pending is None:
-            self._pending[output.index] = output
-        elif pending.finish_reason:  # the request's end, which is not that candidate's
-            self._pending[_REST] = output
-        else:
-            pending.MergeFrom(output)
-            if output.is_last:
-                self._pending[output.index] = self._pending.pop(output.index)
+        self._pending.add(output)
         self._changed.set()
 
     def fail(self, error: ReplicaLostError) -> None:
-        """Ends the stream; what was delivered can still be read."""
+        """Ends the stream; outputs that were delivered can still be read."""
         self._failure = error
         self._changed.set()
 
-    async def read(self) -> decode_pb2.DecodeOutput:
-        """All that came of one candidate since its last read; waits for something to come.
+    async def read(self) -> request_pb2.CandidateOutput:
+        """Waits for outputs and returns those of one candidate since its last read, merged.
 
         Raises:
-            ReplicaLostError: nothing more will come.
+            ReplicaLostError: no more outputs will come.
+            BatonError: the request failed on the replica.
         """
         while not self._pending:
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
             await self._changed.wait()
-        return self._pending.pop(next(iter(self._pending)))
+        output = self._pending.take()
+        if output.HasField("error"):
+            raise from_worker_error(output.error)
+        return output
 
     def finish(self, index: int) -> None:
-        """Ends one candidate on the replica; nothing more of it is read. Idempotent."""
+        """Ends one candidate on the replica and drops its further outputs. Idempotent."""
         if index not in self._finished:
             self._finished.add(index)
             self._connection.finish_candidate(self._request_id, index)
@@ -87,8 +82,8 @@ class DecodeConnection:
     """Commands and outputs of all requests on one replica.
 
     Args:
-        stub: of the replica's channel.
-        name: the replica, for error messages.
+        stub: the replica's DecodeService.
+        name: the replica's name in error messages.
 
     Attributes:
         is_open: False once the stream has broken.
@@ -98,10 +93,9 @@ class DecodeConnection:
         self._stub = stub
         self._name = name
         self._streams: dict[str, DecodeStream] = {}
-        # By request id, and by candidate if it concerns one alone: a cancel takes back a start
-        # that was not sent yet, so at most one command waits per request and candidate. Blocks
-        # to prefetch wait in one, too.
-        self._commands: dict[tuple[str, int | None], decode_pb2.ConnectRequest] = {}
+        # Commands that were not sent yet. A request's cancel withdraws its unsent start, and
+        # blocks to prefetch are joined, so at most one command waits per key.
+        self._commands: dict[_CommandKey, decode_pb2.ConnectRequest] = {}
         self._has_commands = asyncio.Event()
         self.is_open = True
 
@@ -109,7 +103,7 @@ class DecodeConnection:
         """Sends commands and delivers outputs until the stream breaks.
 
         Raises:
-            ReplicaLostError: always, in the end; every request got it too.
+            ReplicaLostError: when the stream has broken; every request's stream raises it too.
         """
         call = self._stub.Connect(self._outgoing())
         reason = "its stream ended"
@@ -125,66 +119,68 @@ class DecodeConnection:
         raise self._lost(reason)
 
     def start(self, command: decode_pb2.StartDecode) -> DecodeStream:
-        """Starts a request; its id must be new to the replica.
+        """Starts a request, whose id must be new to the replica.
 
         Raises:
             ReplicaLostError: the connection has broken.
         """
         if not self.is_open:
             raise self._lost("the connection is closed")
-        request_id = command.request.request_id
+        request_id = command.spec.request_id
         stream = self._streams[request_id] = DecodeStream(request_id, self)
-        self._send(request_id, None, decode_pb2.ConnectRequest(start=command))
+        self._send((request_id, _REQUEST), decode_pb2.ConnectRequest(start=command))
         return stream
 
     def prefetch(self, request_id: str, blocks: prefill_pb2.KvHandoff) -> None:
-        """Has the replica load blocks for a request that is to start. Best effort.
+        """Makes the replica load blocks for a request that will start later. Best effort.
 
-        They go out with blocks of the same handoff that were not sent yet, behind them.
-        Those of another one, whose prefill replica was lost or whose prompt gave way, it names
-        again.
+        Unsent blocks of the same handoff are joined. Unsent blocks of another handoff are
+        replaced: after a preemption, or when another prefill replica computes the prompt,
+        the new handoff lists all blocks again.
         """
         if not self.is_open:
             return
-        waiting = self._commands.get((request_id, _PREFETCH))
+        key = request_id, _PREFETCH
+        waiting = self._commands.get(key)
         if waiting and waiting.prefetch.blocks.handoff_id == blocks.handoff_id:
             waiting.prefetch.blocks.MergeFrom(blocks)
         else:
-            command = decode_pb2.ConnectRequest(prefetch=decode_pb2.PrefetchKv(blocks=blocks))
-            self._send(request_id, _PREFETCH, command)
+            prefetch = decode_pb2.PrefetchKv(blocks=blocks)
+            self._send(key, decode_pb2.ConnectRequest(prefetch=prefetch))
 
     def withdraw_prefetch(self, request_id: str) -> None:
-        """Takes back what was not sent yet of `prefetch`: the request needs it no more."""
+        """Drops a request's unsent blocks, which it no longer needs."""
         self._commands.pop((request_id, _PREFETCH), None)
 
     def cancel(self, request_id: str) -> None:
-        """Stops a request and forgets it. Unknown and ended ids are fine."""
+        """Stops a request and forgets it. Unknown and ended ids are no error."""
         if self._streams.pop(request_id, None) is None:
             return
-        if self._commands.pop((request_id, None), None) is None:
+        key = request_id, _REQUEST
+        if self._commands.pop(key, None) is None:
             cancel = decode_pb2.CancelDecode(request_id=request_id)
-            self._send(request_id, None, decode_pb2.ConnectRequest(cancel=cancel))
+            self._send(key, decode_pb2.ConnectRequest(cancel=cancel))
 
     def finish_candidate(self, request_id: str, index: int) -> None:
-        """Stops one candidate of a request. Unknown and ended ones are fine."""
+        """Stops one candidate of a request. Unknown and ended ids are no error."""
         if request_id in self._streams:
             cancel = decode_pb2.CancelDecode(request_id=request_id, index=index)
-            self._send(request_id, index, decode_pb2.ConnectRequest(cancel=cancel))
+            self._send((request_id, index), decode_pb2.ConnectRequest(cancel=cancel))
 
-    def _send(self, request_id: str, index: int | None, command: decode_pb2.ConnectRequest) -> None:
-        self._commands[request_id, index] = command
+    def _send(self, key: _CommandKey, command: decode_pb2.ConnectRequest) -> None:
+        self._commands[key] = command
         self._has_commands.set()
 
     async def _outgoing(self) -> AsyncIterator[decode_pb2.ConnectRequest]:
-        # gRPC, where a call has ended by itself, leaves whoever waits here waiting.
+        # When a call ends by itself, gRPC does not cancel this generator; `_close` wakes it.
         while self.is_open:
             await self._has_commands.wait()
             while self._commands:
                 yield self._commands.pop(next(iter(self._commands)))
             self._has_commands.clear()
 
-    def _deliver(self, output: decode_pb2.DecodeOutput) -> None:
-        """Late outputs of cancelled requests find no stream and are dropped."""
+    def _deliver(self, output: request_pb2.CandidateOutput) -> None:
+        """Passes an output to its stream. Late outputs of cancelled requests have none."""
         stream = self._streams.get(output.request_id)
         if stream is None:
             return

@@ -1,10 +1,10 @@
-"""Steps 6 to 8: tokens from the decode tier, whatever happens to a replica.
+"""Steps 6 to 8: tokens from the decode tier, even if replicas are lost.
 
-A request whose replica is lost goes on elsewhere from the prompt and all
-tokens so far (`router.progress`), with the same seed, so that no token is lost
-or repeated. A
-replica that refuses a request is passed over, and so is, once, one that fails
-on it. A request that has tokens already waits for a replica that takes it.
+A request whose replica is lost continues on another one from the prompt and all
+tokens so far (`router.progress`), with the same seed, so that no token is lost or
+repeated. A replica that refuses a request, or fails on it, is not tried again; a
+second failure ends the request. A request that has tokens already waits for a
+replica that takes it.
 """
 
 import asyncio
@@ -20,24 +20,22 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.v1 import decode_pb2
-from router.decode_connection import DecodeStream, ReplicaLostError
+from baton.request_spec import RequestSpec
+from baton.spec_wire import spec_to_proto
+from baton.v1 import decode_pb2, request_pb2
+from router.decode_connection import ReplicaLostError
 from router.fleet import Fleet
-from router.held_handoff import HeldHandoff
-from router.policy import pick_decode
-from router.prefix_index import PrefixIndex
+from router.policy import PrefixIndex, pick_decode
 from router.progress import Progress
-from router.replica import DecodeReplica
+from router.replica import DecodeReplica, HeldHandoff
 from router.request import RoutedRequest
-from router.worker_messages import log_start, remaining_s, start_decode
-from rpc.errors import from_worker_error
 
 __all__ = ["DecodeStage"]
 
 _LOGGER = logging.getLogger("baton.router")
 _REPLICA_ERRORS = (InternalError, ResourceExhaustedError, UnavailableError)
 _MAX_LOSSES = 4
-"""A request that outlives this many replicas is more likely to be what kills them."""
+"""A request that loses this many replicas is probably the cause of their deaths."""
 
 
 class DecodeStage:
@@ -45,9 +43,9 @@ class DecodeStage:
 
     Args:
         fleet: the replicas.
-        prefix_index: what they probably cache.
-        resume_timeout_s: how long a request whose replica was lost, or that
-            none takes after it has got tokens, waits for another one to appear.
+        prefix_index: estimates the replicas' prefix caches.
+        resume_timeout_s: how long a request that lost its replica, or that has
+            tokens and is refused by all replicas, waits for another one.
     """
 
     def __init__(self, fleet: Fleet, prefix_index: PrefixIndex, resume_timeout_s: float) -> None:
@@ -58,16 +56,16 @@ class DecodeStage:
     def pick(
         self, request: RoutedRequest, refused: frozenset[str] = frozenset()
     ) -> DecodeReplica | None:
-        """The replica that should generate; None if there is none.
+        """Chooses the replica that should generate; None if there is none.
 
         Args:
             request: the request.
-            refused: ids of replicas that would not take it.
+            refused: ids of replicas that must not be chosen.
         """
         replicas = {
             replica.replica_id: replica
             for replica in self._fleet.decode.candidates
-            if replica.replica_id not in refused and _fits(replica, request)
+            if replica.replica_id not in refused and _fits(replica, request.spec)
         }
         states = [
             replica.state(self.overlap_blocks(request, replica)) for replica in replicas.values()
@@ -85,22 +83,22 @@ class DecodeStage:
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         """Yields outputs up to the request's last.
 
         Args:
             request: the request.
-            replica: the first one to try.
-            progress: tokens generated so far; grows with each output. The caller
-                ends candidates in it that it wants no more of.
+            replica: the first replica to try.
+            progress: the tokens generated so far; each output is added. The caller
+                marks candidates that need no more tokens as ended in it.
             handoff: where the prompt's KV is, if prefill has it; released once it is loaded.
 
         Raises:
             UnavailableError: the replica was lost and no other appeared in time.
-            AbortedError: too many replicas were lost under this request.
-            BatonError: what a replica says of this request.
+            AbortedError: the request lost too many replicas.
+            BatonError: a replica answered with this error.
         """
-        setbacks = _Setbacks(request.request_id)
+        setbacks = _Setbacks(request.spec.client_id)
         for attempt in itertools.count():
             num_tokens = progress.num_tokens
             outputs = self._attempt(request, attempt, replica, progress, handoff)
@@ -112,7 +110,7 @@ class DecodeStage:
             except _REPLICA_ERRORS as error:
                 setbacks.add(replica, error, was_running=progress.num_tokens > num_tokens)
                 other = self.pick(request, setbacks.refused)
-                if other is None and not _may_wait(request, error, progress):
+                if other is None and not _may_wait(request.spec, error, progress):
                     raise
                 replica = other or await self._next_replica(request, setbacks.refused)
 
@@ -123,86 +121,77 @@ class DecodeStage:
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
-        """One replica's outputs; ends with the request or raises."""
-        start = start_decode(request, attempt, progress, handoff.message)
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+        """Yields one replica's outputs up to the request's last, or raises its error."""
+        spec = request.spec.for_attempt(attempt)
+        start = decode_pb2.StartDecode(
+            spec=spec_to_proto(spec), namespace=request.namespace, handoff=handoff.message
+        )
+        progress.write_to(start)
         missing_blocks = request.num_prompt_blocks - self.overlap_blocks(request, replica)
         with replica.reserve(num_blocks=missing_blocks):
-            stream = replica.start(start)
-            log_start(request, start.request.request_id, replica)
-            # Only now: what is recorded of a worker that was lost would never be forgotten.
+            stream = replica.connection.start(start)
+            replica.log_start(spec)
+            # After `start`, which fails if the worker was lost: a record of a lost worker would
+            # never be forgotten.
             self._prefix_index.record(replica.replica_id, request.block_keys)
             try:
-                async for output in _outputs_of(stream):
+                is_last = False
+                while not is_last:
+                    output = await stream.read()
+                    is_last = output.is_last
                     handoff.release()
                     progress.add(output)
                     try:
                         yield output
-                    finally:  # where it was the last one that ran, too
+                    finally:  # also if the caller closes the generator here
                         if progress.has_ended(output.index) and not output.finish_reason:
-                            stream.finish(output.index)  # the caller wants no more of it
+                            stream.finish(output.index)
             finally:
                 stream.close()
 
     async def _next_replica(self, request: RoutedRequest, refused: frozenset[str]) -> DecodeReplica:
-        """Waits for another replica, for a request that none of the present ones takes.
+        """Waits until a replica takes a request that none of the present ones takes.
 
         Raises:
-            UnavailableError: none did.
+            UnavailableError: no replica took it in time.
         """
         try:
-            async with asyncio.timeout(min(self._resume_timeout_s, remaining_s(request))):
+            async with asyncio.timeout(min(self._resume_timeout_s, request.spec.remaining_s())):
                 while (replica := self.pick(request, refused)) is None:
                     await self._fleet.wait_for_change()
                 return replica
         except TimeoutError:
             raise UnavailableError(
-                f"the decode replica of request {request.request_id} was lost or refused it, "
-                "and no other can go on with it"
+                f"the decode replica of request {request.spec.client_id} was lost or refused it, "
+                "and no other can continue it"
             ) from None
 
 
-def _fits(replica: DecodeReplica, request: RoutedRequest) -> bool:
+def _fits(replica: DecodeReplica, spec: RequestSpec) -> bool:
     info = replica.info
     return (
-        request.max_total_tokens <= min(info.max_model_len, info.max_pool_tokens)
-        and request.params.num_candidates <= info.max_num_seqs
+        spec.max_total_tokens <= min(info.max_model_len, info.max_pool_tokens)
+        and spec.params.num_candidates <= info.max_num_seqs
     )
 
 
-async def _outputs_of(stream: DecodeStream) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
-    """Yields outputs up to the last; tokens that came with an error before it is raised."""
-    while True:
-        output = await stream.read()
-        error = from_worker_error(output.error) if output.HasField("error") else None
-        is_last = output.is_last
-        if error is not None:
-            for field in ("finish_reason", "is_last", "error"):
-                output.ClearField(field)
-        if output.token_ids or error is None:
-            yield output
-        if error is not None:
-            raise error
-        if is_last:
-            return
-
-
-def _may_wait(request: RoutedRequest, error: BatonError, progress: Progress) -> bool:
-    """Whether a request may wait for a replica: what has begun should not end for want of one.
-
-    Several candidates may be refused because no pool can ever hold them; that is told at once.
+def _may_wait(spec: RequestSpec, error: BatonError, progress: Progress) -> bool:
+    """Whether a request may wait for another replica: one that has tokens should not fail only
+    because no replica is free. Several candidates may never fit any pool; such a request fails
+    at once.
     """
     if isinstance(error, ReplicaLostError):
         return True
-    may_never_fit = isinstance(error, ResourceExhaustedError) and request.params.num_candidates > 1
+    may_never_fit = isinstance(error, ResourceExhaustedError) and spec.params.num_candidates > 1
     return progress.has_begun and not may_never_fit and not isinstance(error, InternalError)
 
 
 class _Setbacks:
-    """What has gone wrong with one request so far.
+    """The losses, refusals and failures of one request so far.
 
     Attributes:
-        refused: ids of replicas that are not asked again.
+        refused: ids of replicas that are not tried again.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -212,16 +201,17 @@ class _Setbacks:
         self.refused: frozenset[str] = frozenset()
 
     def add(self, replica: DecodeReplica, error: BatonError, *, was_running: bool) -> None:
-        """Notes that a replica would or could not go on.
+        """Notes that a replica did not finish the request.
 
         Args:
             replica: the replica.
-            error: what it said, or that it was lost.
-            was_running: whether tokens came from it: then it was lost rather than unwilling.
+            error: its error, or `ReplicaLostError`.
+            was_running: whether it sent tokens before; its error then counts as a loss,
+                not as a refusal.
 
         Raises:
-            AbortedError: too many were lost.
-            InternalError: two failed: the request itself is what they fail on.
+            AbortedError: the request lost too many replicas.
+            InternalError: two replicas failed; the request is probably the cause.
         """
         if not isinstance(error, ReplicaLostError):  # a lost one may connect again
             self.refused |= {replica.replica_id}

@@ -1,7 +1,7 @@
-"""Where replicas may be: static targets, and DNS names resolved again and again.
+"""The addresses of replicas: static targets, and DNS names that are resolved periodically.
 
 host:port           one address
-dns:///name:port    every address the name resolves to, as containers scale
+dns:///name:port    every address that the name resolves to, as containers scale
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Reads `host:port` or `dns:///name:port`; IPv6 hosts stand in brackets.
+    """Parses `host:port` or `dns:///name:port`, with brackets around an IPv6 host.
 
     Raises:
         ConfigurationError: it is neither.
@@ -47,11 +47,11 @@ class Discovery:
     """The addresses of one tier.
 
     Names are resolved in a daemon thread, one at a time: `getaddrinfo` cannot be
-    interrupted, and one that hangs must take neither the event loop's threads
-    nor the end of the process with it.
+    interrupted, and one that hangs must block neither the event loop's threads nor
+    the end of the process.
 
     Args:
-        targets: as given on the command line.
+        targets: the values of the command line's flag.
 
     Raises:
         ConfigurationError: a target is malformed.
@@ -73,13 +73,15 @@ class Discovery:
         return not any(target.is_dns for target in self._targets)
 
     async def addresses(self) -> frozenset[str]:
-        """All addresses now, as `host:port`; a name that fails or hangs keeps its last ones."""
+        """Returns all addresses as `host:port`. A name that cannot be resolved in time keeps its
+        last addresses.
+        """
         if not self.is_static:
             await self._look_up()
         return frozenset().union(*self._resolved.values())
 
     async def _look_up(self) -> None:
-        """Resolves all names, or waits for the look-up that runs, within a time limit."""
+        """Starts a look-up of all names unless one runs; waits for it, up to a time limit."""
         if self._is_idle.is_set():
             self._is_idle.clear()
             loop = asyncio.get_running_loop()
@@ -93,18 +95,18 @@ class Discovery:
             _LOGGER.debug("names take longer than %.1f s to resolve", _RESOLVE_TIMEOUT_S)
 
     def _resolve_all(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On the thread; tells the event loop each result as it comes."""
+        """Runs on the thread; passes each result to the event loop as it comes."""
         try:
             for target in self._targets:
                 if target.is_dns and (addresses := _resolve(target)):
                     loop.call_soon_threadsafe(self._resolved.__setitem__, target, addresses)
             loop.call_soon_threadsafe(self._is_idle.set)
         except RuntimeError:
-            pass  # the event loop was closed meanwhile; nobody asks any more
+            pass  # the event loop was closed meanwhile
 
 
 def _resolve(target: Target) -> frozenset[str] | None:
-    """The addresses of a name; None if it cannot be resolved. Blocks."""
+    """Returns the addresses of a name; None if it cannot be resolved. Blocks."""
     try:
         found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""`Fleet`: both tiers, and what all their replicas must agree on."""
+"""`Fleet`: both tiers, and the check that all their replicas agree."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,26 +8,25 @@ from baton.errors import FailedPreconditionError, UnavailableError
 from baton.v1 import worker_pb2
 from router.config import RouterConfig
 from router.discovery import Discovery
-from router.prefix_index import PrefixIndex
+from router.policy import PrefixIndex
 from router.replica import DecodeReplica, PrefillReplica, Replica
-from router.request import RequestLimits
-from router.served_model import ServedModel
+from router.served_model import RequestLimits, ServedModel
 from router.tier import MakeReplica, ReplicaT, Tier
 
 __all__ = ["Fleet"]
 
 
 class Fleet:
-    """The replicas this router works with.
+    """The replicas that this router works with.
 
-    The first decode replica to connect sets what the others must agree on; once
-    none is connected, so that a cluster can be replaced, the next one sets it
-    anew. Prefill replicas, which no request needs, never keep decode replicas
-    out: those that came first and differ are dropped.
+    All replicas must agree with the decode replica that connected first. When no decode
+    replica is connected any more, the next one may differ, so that a cluster can be
+    replaced. A prefill replica never keeps a decode replica out: one that connected
+    first and differs is dropped.
 
     Args:
         config: names the targets.
-        prefix_index: told to forget replicas that restart or leave.
+        prefix_index: forgets replicas that restart or leave.
 
     Raises:
         ConfigurationError: a target is malformed.
@@ -50,7 +49,7 @@ class Fleet:
         self._tasks = [asyncio.create_task(tier.run()) for tier in (self.prefill, self.decode)]
 
     async def close(self) -> None:
-        """Lets all replicas go. Idempotent."""
+        """Disconnects all replicas. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -62,12 +61,12 @@ class Fleet:
 
     @property
     def model(self) -> ServedModel | None:
-        """What the connected replicas serve; None while there are none."""
+        """The model of the connected replicas; None while there are none."""
         replicas = self._connected()
         return ServedModel.from_info(replicas[0].info) if replicas else None
 
     def require_model(self) -> tuple[ServedModel, RequestLimits]:
-        """The served model and what the decode replicas can take.
+        """The served model and the limits of the decode replicas.
 
         Raises:
             UnavailableError: no decode replica takes requests.
@@ -87,7 +86,7 @@ class Fleet:
         await self._changed.wait()
 
     def _notify(self) -> None:
-        """Each change has an event of its own, which all who wait for it see."""
+        """Wakes all waiting tasks. Each change has an event of its own, so no task misses one."""
         self._drop_strangers()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -116,7 +115,7 @@ class Fleet:
         """Refuses a replica that must not serve with the others.
 
         Raises:
-            FailedPreconditionError: says what differs.
+            FailedPreconditionError: names the differences.
         """
         info, name = replica.info, self._config.model_name
         if info.role != role:
@@ -127,7 +126,7 @@ class Fleet:
         _check_agreement(replica, self.decode.connected if is_decode else self._connected())
 
     def _drop_strangers(self) -> None:
-        """Lets prefill replicas go that differ from a decode replica that came after them."""
+        """Drops prefill replicas that differ from a decode replica that connected after them."""
         for replica in self.prefill.connected:
             try:
                 _check_agreement(replica, self.decode.connected)
@@ -136,7 +135,7 @@ class Fleet:
 
 
 def _check_agreement(replica: Replica, others: Sequence[Replica]) -> None:
-    """Refuses a replica that differs from others, which agree among themselves."""
+    """Refuses a replica that differs from the others, which agree with each other."""
     if others:
         model = ServedModel.from_info(others[0].info)
         differences = model.differences(ServedModel.from_info(replica.info))

@@ -1,12 +1,12 @@
-"""`Pipeline`: the life of a request in the router; docs/architecture.md tells the whole.
+"""`Pipeline`: the life of a request in the router; docs/architecture.md describes all of it.
 
-validate, tokenize, block keys                    validation, preparation
-pick a decode replica; remote prefill or local?   policy, decode_stage
-the prompt and its first tokens from prefill      prefill_stage
-its KV to decode, block by block as it is saved   prefill_stage
-the other tokens from decode, resumed if lost     decode_stage
-tokens become text, up to a stop                  completion
-finish, cancel, deadline: every tier lets go      here, as generators close
+validate, tokenize, block keys                          validation, request
+choose a decode replica; remote prefill or local?       policy, decode_stage
+the prompt and its first tokens from prefill            prefill_stage
+its KV to decode, block by block as it is saved         prefill_stage
+the other tokens from decode, resumed if lost           decode_stage
+tokens become text, up to a stop                        completion
+finish, cancel, deadline: every tier frees the request  here, as generators close
 """
 
 import asyncio
@@ -14,20 +14,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from baton.errors import UnavailableError
-from baton.v1 import decode_pb2, generation_pb2
+from baton.v1 import generation_pb2, request_pb2
 from router.admission import Admission
 from router.completion import Completion
 from router.config import RouterConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
-from router.held_handoff import HeldHandoff
-from router.policy import wants_remote_prefill
+from router.policy import PrefixIndex, wants_remote_prefill
 from router.prefill_stage import PrefillStage
-from router.prefix_index import PrefixIndex
-from router.preparation import prepare_request
 from router.progress import Progress
-from router.replica import DecodeReplica
-from router.request import RoutedRequest
+from router.replica import DecodeReplica, HeldHandoff
+from router.request import RoutedRequest, prepare_request
 from router.tokenizer import Tokenizer
 from router.validation import validate_generate_request
 
@@ -35,14 +32,14 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """Takes requests from validation to the last message.
+    """Runs requests from validation to the last message.
 
     Args:
         config: the router's.
         tokenizer: the model's.
         fleet: the replicas.
-        prefix_index: what they probably cache.
-        admission: says whether more requests may run.
+        prefix_index: estimates the replicas' prefix caches.
+        admission: limits the number of running requests.
     """
 
     def __init__(
@@ -63,26 +60,27 @@ class Pipeline:
     async def generate(
         self, message: generation_pb2.GenerateRequest, deadline: float
     ) -> AsyncGenerator[generation_pb2.GenerateStreamResponse, None]:
-        """Yields messages up to the one with usage and timings. To be closed by the caller.
+        """Yields messages up to the one with usage and timings. The caller closes the generator.
 
-        While the caller is busy with one message, the tokens that come are
-        gathered in the next.
+        While the caller handles one message, new tokens are merged into the next.
 
         Args:
             message: the client's request.
-            deadline: event loop time at which the caller will give up.
+            deadline: `time.monotonic()` at which the request must have ended.
 
         Raises:
-            BatonError: see `GenerationService`.
+            BatonError: one of those that `GenerationService` documents.
         """
         arrival = asyncio.get_running_loop().time()
-        request = validate_generate_request(message, self._config.model_name)
-        with self._admission.admit(request.request_id):
+        params = validate_generate_request(message, self._config.model_name)
+        with self._admission.admit(message.request_id):
             model, limits = self._fleet.require_model()
-            routed = await prepare_request(request, self._tokenizer, model, limits, deadline)
-            completion = Completion(routed, self._tokenizer, arrival)
-            progress = Progress(routed.params)
-            async with aclosing(self._outputs(routed, completion, progress)) as outputs:
+            request = await prepare_request(
+                message, params, self._tokenizer, model, limits, deadline
+            )
+            completion = Completion(request.spec, self._tokenizer, arrival)
+            progress = Progress(request.spec.params)
+            async with aclosing(self._outputs(request, completion, progress)) as outputs:
                 async for output in outputs:
                     for response in completion.add(output):
                         if response.finish_reason:
@@ -93,8 +91,8 @@ class Pipeline:
 
     async def _outputs(
         self, request: RoutedRequest, completion: Completion, progress: Progress
-    ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
-        """The tokens of both tiers as one sequence of outputs."""
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+        """Yields the outputs of prefill, then those of decode."""
         replica = self._decode.pick(request)
         if replica is None:
             raise UnavailableError("no decode replica is ready; try again later")
@@ -113,7 +111,7 @@ class Pipeline:
                     yield output
         finally:
             handoff.release()
-            replica.withdraw_prefetch(request.worker_id)
+            replica.connection.withdraw_prefetch(request.spec.request_id)
 
     async def _prefill_outputs(
         self,
@@ -121,11 +119,11 @@ class Pipeline:
         replica: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
-        """What the prefill tier tells of the prompt, if asking it is worth it and possible."""
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
+        """Yields the prefill tier's outputs, if a remote prefill is worthwhile and possible."""
         overlap_blocks = self._decode.overlap_blocks(request, replica)
         if not wants_remote_prefill(
-            len(request.prompt_token_ids),
+            request.num_prompt_tokens,
             overlap_blocks * request.block_size,
             self._config.max_local_prefill_tokens,
         ):

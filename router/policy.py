@@ -1,27 +1,29 @@
 """Routing policy: which replica takes a request, and where its prompt is computed.
 
-Pure functions over frozen inputs: the pipeline gathers the facts, this file
-decides. Costs follow the KV-aware router of NVIDIA Dynamo (work still to do
-plus work already held), in the unit that the tier is short of: blocks for
-decode, tokens for prefill.
+The stages gather the facts and these pure functions decide. Costs follow the KV-aware
+router of NVIDIA Dynamo (work still to do plus work already held), in the unit that the
+tier is short of: blocks for decode, tokens for prefill. `PrefixIndex` estimates which
+prefixes replicas cache.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ReplicaState", "pick_decode", "pick_prefill", "wants_remote_prefill"]
+__all__ = ["PrefixIndex", "ReplicaState", "pick_decode", "pick_prefill", "wants_remote_prefill"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What the router knows of one replica at the moment of choosing.
+    """The load and cache of one replica at the moment of choosing.
 
-    Blocks are of the size that keys name, whatever the replica's own are.
+    A block has as many tokens as one block key stands for, whatever the replica's own
+    block size is.
 
     Attributes:
-        replica_id: names the replica; breaks ties, so that choices repeat.
+        replica_id: names the replica; breaks ties, so that equal states lead to equal choices.
         num_requests: requests running and waiting there.
-        num_queued_tokens: prompt tokens it has still to compute.
+        num_queued_tokens: prompt tokens that it has still to compute.
         num_free_blocks: blocks that no request holds.
         num_blocks: blocks in its pool.
         overlap_blocks: leading blocks of the prompt that it probably caches.
@@ -36,12 +38,12 @@ class ReplicaState:
 
 
 def pick_decode(candidates: Sequence[ReplicaState], num_prompt_blocks: int) -> str | None:
-    """The decode replica that should generate; None without candidates.
+    """The id of the decode replica that should generate; None without candidates.
 
-    Replicas with room for the prompt's missing blocks come before those
-    without, for which the request would wait. Among equals the least
-    `missing blocks + held blocks` wins: what must be moved or computed there,
-    plus the KV that each of its steps already reads.
+    Replicas with room for the prompt's missing blocks are preferred, since the
+    request would have to wait for the others. Among equals the least
+    `missing blocks + held blocks` wins: the blocks that must be moved or computed
+    there, plus the KV that each of its steps already reads.
     """
 
     def cost(state: ReplicaState) -> tuple[bool, int, int, str]:
@@ -57,7 +59,7 @@ def pick_decode(candidates: Sequence[ReplicaState], num_prompt_blocks: int) -> s
 def pick_prefill(
     candidates: Sequence[ReplicaState], num_prompt_tokens: int, block_size: int
 ) -> str | None:
-    """The prefill replica that should compute the prompt; None without candidates.
+    """The id of the prefill replica that should compute the prompt; None without candidates.
 
     The least `uncached tokens + queued tokens` wins: the tokens that must be
     computed there before this prompt's first token can be drawn.
@@ -80,11 +82,53 @@ def wants_remote_prefill(
         num_prompt_tokens: tokens in the prompt.
         cached_tokens: leading tokens that the decode replica probably caches.
         max_local_prefill_tokens: the longest remainder that decode computes
-            itself: it disturbs the running batch less than a handoff costs.
+            itself, because a handoff costs more than the delay of its running batch.
     """
     return _uncached_tokens(num_prompt_tokens, cached_tokens) > max_local_prefill_tokens
 
 
 def _uncached_tokens(num_prompt_tokens: int, cached_tokens: int) -> int:
-    """Tokens to compute: at least the last one, whose logits draw the next."""
+    """Tokens to compute; at least the last one, whose logits the next token is drawn from."""
     return max(num_prompt_tokens - cached_tokens, 1)
+
+
+class PrefixIndex:
+    """Which prefixes each replica probably caches, by block key.
+
+    The index records where this router sent prompts; it asks no replica. It may be
+    wrong in both directions, which costs time and never correctness. Each replica has
+    a least-recently-used table of its own, bounded like the replica's cache.
+
+    Args:
+        max_blocks_per_replica: the most keys remembered per replica.
+    """
+
+    def __init__(self, max_blocks_per_replica: int) -> None:
+        self._max_blocks = max_blocks_per_replica
+        self._tables: dict[str, OrderedDict[bytes, None]] = {}
+
+    def record(self, replica_id: str, keys: Sequence[bytes]) -> None:
+        """Notes that the replica now holds the blocks of this prefix. O(1) per key."""
+        table = self._tables.setdefault(replica_id, OrderedDict())
+        # In reverse, so that a prefix is evicted from its end: its blocks are useless without
+        # the ones before them.
+        for key in reversed(keys):
+            table[key] = None
+            table.move_to_end(key)
+        while len(table) > self._max_blocks:
+            table.popitem(last=False)
+
+    def overlap(self, replica_id: str, keys: Sequence[bytes]) -> int:
+        """Returns how many leading blocks of this prefix the replica probably caches."""
+        table = self._tables.get(replica_id)
+        for index, key in enumerate(keys):
+            if table is None or key not in table:
+                return index
+        return len(keys)
+
+    def forget(self, replica_id: str) -> None:
+        """Drops the table of a replica that restarted or left. Unknown ids are no error."""
+        self._tables.pop(replica_id, None)
+
+    def __len__(self) -> int:
+        return sum(len(table) for table in self._tables.values())

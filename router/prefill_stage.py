@@ -1,11 +1,11 @@
-"""Steps 3 to 5: a prompt computed on the prefill tier, its KV handed over.
+"""Steps 3 to 5: the prefill tier computes a prompt and hands its KV over.
 
-Blocks that prefill has saved are loaded on decode while the prompt is still
-computed; the first tokens do not wait for the last of them.
+Decode loads blocks that prefill has saved while the prompt is still computed. The
+first tokens do not wait for the last block.
 
-Policy when the tier fails: another prefill replica is asked at once, up to
-three in all; if none can, decode computes the prompt itself. It does so too if
-a replica fails between the first tokens, which stay, and the end of its saves.
+When a replica fails, another one is tried at once, up to three in all; after that
+decode computes the prompt itself. Decode also does so if a replica fails between the
+first tokens, which stay valid, and the end of its saves.
 """
 
 import logging
@@ -21,29 +21,20 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.v1 import decode_pb2, prefill_pb2
+from baton.v1 import prefill_pb2, request_pb2
 from router.fleet import Fleet
-from router.held_handoff import HeldHandoff
-from router.policy import pick_prefill
-from router.prefix_index import PrefixIndex
+from router.policy import PrefixIndex, pick_prefill
 from router.progress import Progress
-from router.replica import DecodeReplica, PrefillReplica
+from router.replica import DecodeReplica, HeldHandoff, PrefillReplica
 from router.request import RoutedRequest
-from router.worker_messages import (
-    end_of_prefill,
-    first_outputs,
-    log_start,
-    remaining_s,
-    worker_request,
-)
 
 __all__ = ["PrefillStage"]
 
 _LOGGER = logging.getLogger("baton.router")
 _MAX_ATTEMPTS = 3
 
-# A replica's own trouble: another replica may do better. What else it answers (a bad argument,
-# a deadline, an operator's abort) would be the same anywhere.
+# Errors that another replica may not have. Other errors (a bad argument, a deadline, an
+# operator's abort) would be the same on every replica.
 _REPLICA_ERRORS = (
     FailedPreconditionError,
     InternalError,
@@ -58,7 +49,7 @@ class PrefillStage:
 
     Args:
         fleet: the replicas.
-        prefix_index: what they probably cache.
+        prefix_index: estimates the replicas' prefix caches.
     """
 
     def __init__(self, fleet: Fleet, prefix_index: PrefixIndex) -> None:
@@ -71,18 +62,18 @@ class PrefillStage:
         decode: DecodeReplica,
         progress: Progress,
         handoff: HeldHandoff,
-    ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         """Computes the prompt if a replica can. Yields its first tokens once they are drawn, and
-        what else is to tell of it once its KV is saved.
+        an output with timings once its KV is saved.
 
         Args:
             request: the request.
-            decode: told to load what is saved, as it is saved.
-            progress: gets the first tokens, if decode is to go on from them.
-            handoff: gets where the KV is.
+            decode: begins to load blocks as they are saved.
+            progress: gets the first tokens, which decode continues from.
+            handoff: gets the location of the KV.
 
         Raises:
-            BatonError: the request is at fault, or its deadline passed.
+            BatonError: the request is bad, was aborted, or its deadline passed.
         """
         tried: set[str] = set()
         for attempt in range(_MAX_ATTEMPTS):
@@ -100,7 +91,7 @@ class PrefillStage:
                 _log_failure(request, replica, error)
 
     def _pick(self, request: RoutedRequest, tried: Collection[str]) -> PrefillReplica | None:
-        num_tokens = len(request.prompt_token_ids)
+        num_tokens = request.num_prompt_tokens
         replicas = {
             replica.replica_id: replica
             for replica in self._fleet.prefill.candidates
@@ -115,25 +106,25 @@ class PrefillStage:
 
     async def _attempt(
         self, prompt: "_Prompt", attempt: int
-    ) -> AsyncGenerator[decode_pb2.DecodeOutput, None]:
+    ) -> AsyncGenerator[request_pb2.CandidateOutput, None]:
         request, replica = prompt.request, prompt.replica
         cached_blocks = self._prefix_index.overlap(replica.replica_id, request.block_keys)
-        uncached_tokens = len(request.prompt_token_ids) - cached_blocks * request.block_size
+        uncached_tokens = request.num_prompt_tokens - cached_blocks * request.block_size
         self._prefix_index.record(replica.replica_id, request.block_keys)
-        message = worker_request(request, attempt)
-        log_start(request, message.request_id, replica)
+        spec = request.spec.for_attempt(attempt)
+        replica.log_start(spec)
         with ExitStack() as queued:
             queued.enter_context(replica.reserve(num_tokens=uncached_tokens))
-            async with aclosing(replica.prefill(message, remaining_s(request))) as events:
+            async with aclosing(replica.prefill(spec, request.namespace)) as events:
                 async for event in events:
-                    for output in prompt.take(event):
-                        queued.close()  # its tokens are computed
+                    for output in prompt.outputs_of(event):
+                        queued.close()  # the prompt's tokens are computed
                         yield output
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One prompt on one prefill replica: its events as outputs, in the form of decode's."""
+    """One prompt on one prefill replica: applies its events and returns their outputs."""
 
     request: RoutedRequest
     replica: PrefillReplica
@@ -141,20 +132,27 @@ class _Prompt:
     progress: Progress
     handoff: HeldHandoff
 
-    def take(self, event: prefill_pb2.PrefillResponse) -> Sequence[decode_pb2.DecodeOutput]:
-        """The outputs that an event brings."""
+    def outputs_of(
+        self, event: prefill_pb2.PrefillResponse
+    ) -> Sequence[request_pb2.CandidateOutput]:
+        """Applies an event; returns its outputs for the client.
+
+        Raises:
+            InternalError: the replica sent a result without outputs.
+        """
         match event.WhichOneof("event"):
             case "saved":
                 self.handoff.hold(event.saved, self.replica)
-                self.decode.prefetch(self.request.worker_id, event.saved)
+                self.decode.connection.prefetch(self.request.spec.request_id, event.saved)
             case "result":
-                if event.result.token_ids:
-                    self.progress.begin(event.result)
-                return first_outputs(self.request, event.result)
+                if not event.result.outputs:
+                    raise InternalError("the prefill replica sent a result without outputs")
+                self.progress.add_prefilled(event.result)
+                return event.result.outputs
             case "end":
                 if event.end.HasField("handoff"):
                     self.handoff.complete(event.end.handoff, self.replica)
-                return [end_of_prefill(event.end)]
+                return [event.end.output]
         return []
 
 
@@ -166,7 +164,7 @@ def _fits(replica: PrefillReplica, num_tokens: int) -> bool:
 def _log_failure(request: RoutedRequest, replica: PrefillReplica, error: BatonError) -> None:
     _LOGGER.warning(
         "prefill failed request_id=%s replica=%s: %s",
-        ascii(request.request_id),
+        ascii(request.spec.client_id),
         replica.address,
         error.message,
     )

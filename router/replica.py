@@ -1,7 +1,7 @@
 """`Replica`: one connected worker, from its GetInfo to its loss.
 
-What both tiers have in common is its load, its liveness and what this router
-has reserved on it; the tiers differ in the calls they take.
+Both tiers' replicas have a load, a liveness check and this router's reservations;
+they differ in the calls that they take.
 """
 
 import asyncio
@@ -11,21 +11,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from baton.errors import FailedPreconditionError
+from baton.request_spec import RequestSpec
+from baton.spec_wire import spec_to_proto
 from baton.v1 import (
-    decode_pb2,
     decode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.decode_connection import DecodeConnection, DecodeStream, ReplicaLostError
+from router.decode_connection import DecodeConnection, ReplicaLostError
 from router.policy import ReplicaState
 from rpc.errors import from_rpc_error
 
-__all__ = ["DecodeReplica", "PrefillReplica", "Replica"]
+__all__ = ["DecodeReplica", "HeldHandoff", "PrefillReplica", "Replica"]
 
 _LOGGER = logging.getLogger("baton.router")
 _PROBE_INTERVAL_S = 2.0
@@ -37,13 +39,13 @@ _PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.
 
 
 class Replica:
-    """A worker that answers, and how busy it is.
+    """A connected worker and its load.
 
     Attributes:
-        address: where it is, `host:port`.
-        info: what it serves.
-        load: as it last reported.
-        lost: set once it is gone; a replica that comes back is a new object.
+        address: its `host:port`.
+        info: its description of what it serves.
+        load: its last report.
+        lost: set once the connection is lost. A worker that comes back is a new replica.
     """
 
     def __init__(
@@ -57,14 +59,14 @@ class Replica:
         self._dropped = asyncio.get_running_loop().create_future()
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._is_ready = False
-        self._last_heard_s = 0.0
+        self._last_report_s = 0.0
         self._num_requests = 0
         self._num_tokens = 0
         self._num_blocks = 0
 
     @property
     def replica_id(self) -> str:
-        """Drawn by the worker at each start."""
+        """The worker's id, which it draws at each start."""
         return self.info.worker_id
 
     @property
@@ -73,10 +75,10 @@ class Replica:
         return self._is_ready and not self.load.draining and not self.lost.is_set()
 
     def state(self, overlap_blocks: int) -> ReplicaState:
-        """What policy needs to know.
+        """The replica's state for the routing policy.
 
-        The worker's report lags and also counts other routers' requests; the
-        reservations are exact and count only ours. The larger one is used.
+        The worker's report lags and includes other routers' requests; the reservations
+        are exact and include only this router's. The larger number is used.
         """
         free_blocks = self._in_keyed_blocks(self.load.num_free_blocks)
         num_blocks = self._in_keyed_blocks(self.info.num_blocks)
@@ -89,13 +91,22 @@ class Replica:
             overlap_blocks=overlap_blocks,
         )
 
+    def log_start(self, spec: RequestSpec) -> None:
+        """Logs the worker's name of a request that is started on this replica."""
+        _LOGGER.debug(
+            "started request_id=%s worker_request_id=%s replica=%s",
+            ascii(spec.client_id),
+            ascii(spec.request_id),
+            self.address,
+        )
+
     @contextmanager
     def reserve(self, *, num_tokens: int = 0, num_blocks: int = 0) -> Iterator[None]:
-        """Counts a request as this replica's, before its own report does.
+        """Counts a request as this replica's while the context is open.
 
         Args:
-            num_tokens: prompt tokens that it will compute.
-            num_blocks: blocks, of the size that keys name, that it will fill.
+            num_tokens: prompt tokens that the replica will compute.
+            num_blocks: blocks, of the size that block keys stand for, that it will fill.
         """
         self._num_requests += 1
         self._num_tokens += num_tokens
@@ -108,11 +119,11 @@ class Replica:
             self._num_blocks -= num_blocks
 
     def _in_keyed_blocks(self, num_pool_blocks: int) -> int:
-        """Blocks of its pool in units of those that keys name, which all replicas share."""
+        """Converts blocks of the worker's pool to blocks of the size that block keys stand for."""
         return num_pool_blocks * self.info.pool_block_size // self.info.block_size
 
     def drop(self, reason: FailedPreconditionError) -> None:
-        """Takes no requests from now on and ends `run` with this error. Idempotent."""
+        """Makes the replica take no more requests, and `run` raise this error. Idempotent."""
         if not self._dropped.done():
             self._dropped.set_result(reason)
         self.lost.set()
@@ -121,17 +132,17 @@ class Replica:
         """Follows the worker until it is lost.
 
         Args:
-            on_change: called when it starts or stops taking requests.
+            on_change: called when the replica starts or stops taking requests.
 
         Raises:
-            ReplicaLostError: in the end.
-            FailedPreconditionError: what `drop` was given.
+            ReplicaLostError: the worker was lost.
+            FailedPreconditionError: `drop` was called with this error.
         """
         tasks = [asyncio.create_task(coroutine) for coroutine in self._activities(on_change)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             ended = done.pop()
-            if not ended.cancelled():  # as gRPC may cancel a call; that is no cancel of ours
+            if not ended.cancelled():  # gRPC may cancel a call, which does not cancel this task
                 ended.result()
         except grpc.aio.AioRpcError as error:
             raise ReplicaLostError(from_rpc_error(error).message) from error
@@ -141,10 +152,10 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             on_change()
-        raise ReplicaLostError("a stream of it was cancelled")
+        raise ReplicaLostError("one of its streams was cancelled")
 
     def _activities(self, on_change: Callable[[], None]) -> Sequence[Coroutine[Any, Any, None]]:
-        """What runs while the replica lives; the first to end means that it is lost."""
+        """The coroutines that run while the replica lives. When one ends, the replica is lost."""
         return [self._watch_load(on_change), self._probe(), self._until_dropped()]
 
     async def _watch_load(self, on_change: Callable[[], None]) -> None:
@@ -152,19 +163,19 @@ class Replica:
             took_requests = self.takes_requests
             self.load = message.load
             self._is_ready = True
-            self._last_heard_s = asyncio.get_running_loop().time()
+            self._last_report_s = asyncio.get_running_loop().time()
             if self.takes_requests != took_requests:
                 on_change()
-        # A worker that has drained ends this stream before its last outputs are out.
+        # A worker that has drained ends this stream before it has sent its last outputs.
         self._is_ready = False
         on_change()
         await self.lost.wait()
 
     async def _probe(self) -> None:
-        """A frozen worker keeps its connections, so one that is silent is asked for its load."""
+        """Requests the load of a silent worker: a frozen process keeps its connections open."""
         while True:
             await asyncio.sleep(_PROBE_INTERVAL_S)
-            if asyncio.get_running_loop().time() - self._last_heard_s >= _PROBE_INTERVAL_S:
+            if asyncio.get_running_loop().time() - self._last_report_s >= _PROBE_INTERVAL_S:
                 await self._worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=_PROBE_TIMEOUT_S)
 
     async def _until_dropped(self) -> None:
@@ -182,17 +193,17 @@ class PrefillReplica(Replica):
         self._releases: set[asyncio.Task[None]] = set()
 
     async def prefill(
-        self, request: prefill_pb2.WorkerRequest, timeout_s: float
+        self, spec: RequestSpec, namespace: bytes
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Computes a prompt there; yields what the replica tells of it. To be closed by the
-        caller, which cancels what is still under way.
+        """Computes a prompt on the replica and yields its progress. The caller closes the
+        generator, which cancels the call.
 
         Raises:
-            ReplicaLostError: the replica went away meanwhile.
-            BatonError: what the replica answered.
+            ReplicaLostError: the replica was lost.
+            BatonError: the replica answered with this error.
         """
-        message = prefill_pb2.PrefillRequest(request=request)
-        call = self._stub.Prefill(message, timeout=timeout_s)
+        message = prefill_pb2.PrefillRequest(spec=spec_to_proto(spec), namespace=namespace)
+        call = self._stub.Prefill(message, timeout=spec.remaining_s())
         lost = asyncio.create_task(self.lost.wait())
         try:
             while (response := await self._next_of(call, lost)) is not grpc.aio.EOF:
@@ -204,9 +215,8 @@ class PrefillReplica(Replica):
             lost.cancel()
 
     def release_handoff(self, handoff_id: str) -> None:
-        """Tells the replica, in the background, that a handoff is no longer needed.
-
-        Best effort: what is not released ends with its lease.
+        """Makes the replica drop a handoff's blocks. Best effort, in the background: blocks
+        that are not dropped expire with their lease.
         """
         if self.lost.is_set() or len(self._releases) >= _MAX_PENDING_RELEASES:
             return
@@ -215,11 +225,11 @@ class PrefillReplica(Replica):
         task.add_done_callback(self._releases.discard)
 
     async def _next_of(self, call: _PrefillCall, lost: "asyncio.Task[Any]") -> Any:
-        """The call's next message, or EOF."""
+        """Returns the call's next message, or EOF."""
         reading = asyncio.create_task(call.read())
         try:
             await asyncio.wait((reading, lost), return_when=asyncio.FIRST_COMPLETED)
-            # Closing a lost replica's channel cancels its calls, which is not our caller's cancel.
+            # Closing a lost replica's channel cancels its calls, which does not cancel this task.
             if not reading.done() or reading.cancelled():
                 raise ReplicaLostError(f"prefill replica {self.address} was lost")
             return reading.result()
@@ -234,32 +244,55 @@ class PrefillReplica(Replica):
             _LOGGER.debug("handoff %s was not released: %s", handoff_id, error.details())
 
 
+class HeldHandoff:
+    """The KV of one request's prompt that prefill replicas keep until it is released.
+
+    Attributes:
+        message: the handoff that lists all blocks; None until it is known and after the
+            release, which drops the partial block.
+    """
+
+    def __init__(self) -> None:
+        self.message: prefill_pb2.KvHandoff | None = None
+        self._holders: dict[str, PrefillReplica] = {}  # by handoff id
+
+    def hold(self, message: prefill_pb2.KvHandoff, holder: PrefillReplica) -> None:
+        """Notes that a replica keeps some of the prompt's blocks."""
+        self._holders[message.handoff_id] = holder
+
+    def complete(self, message: prefill_pb2.KvHandoff, holder: PrefillReplica) -> None:
+        """Notes that a replica keeps all of the prompt's blocks."""
+        self.hold(message, holder)
+        self.message = message
+
+    def release(self) -> None:
+        """Makes the replicas drop the blocks. Idempotent; does not wait."""
+        self.message = None
+        holders, self._holders = self._holders, {}
+        for handoff_id, holder in holders.items():
+            holder.release_handoff(handoff_id)
+
+
 class DecodeReplica(Replica):
-    """A worker of the decode tier."""
+    """A worker of the decode tier.
+
+    Attributes:
+        connection: starts requests on the replica and receives their outputs.
+    """
 
     def __init__(
         self, address: str, info: worker_pb2.GetInfoResponse, channel: grpc.aio.Channel
     ) -> None:
         super().__init__(address, info, channel)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self._connection = DecodeConnection(stub, address)
+        self.connection = DecodeConnection(stub, address)
 
     @property
+    @override
     def takes_requests(self) -> bool:
-        """Not once its connection has broken, which `lost` follows a moment later."""
-        return super().takes_requests and self._connection.is_open
+        """False as soon as the connection has broken; `lost` is set a moment later."""
+        return super().takes_requests and self.connection.is_open
 
-    def start(self, command: decode_pb2.StartDecode) -> DecodeStream:
-        """Starts a request there; see `DecodeConnection.start`."""
-        return self._connection.start(command)
-
-    def prefetch(self, request_id: str, blocks: prefill_pb2.KvHandoff) -> None:
-        """Begins to load blocks there; see `DecodeConnection.prefetch`."""
-        self._connection.prefetch(request_id, blocks)
-
-    def withdraw_prefetch(self, request_id: str) -> None:
-        """See `DecodeConnection.withdraw_prefetch`."""
-        self._connection.withdraw_prefetch(request_id)
-
+    @override
     def _activities(self, on_change: Callable[[], None]) -> Sequence[Coroutine[Any, Any, None]]:
-        return [*super()._activities(on_change), self._connection.run()]
+        return [*super()._activities(on_change), self.connection.run()]

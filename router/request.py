@@ -1,90 +1,118 @@
-"""A request inside the router: frozen plain data, from the wire's to the tiers'."""
+"""`RoutedRequest`: a request ready for the tiers, and how it is made from a client's message."""
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from baton.request_spec import RequestSpec, unique_request_id
 from baton.sampling_params import SamplingParams
+from baton.v1 import generation_pb2
+from kvstore.block_key import BlockKeyChain
+from router.served_model import RequestLimits, ServedModel
+from router.tokenizer import MAX_INLINE_LENGTH, Tokenizer
+from router.validation import (
+    check_candidates,
+    check_length,
+    check_prompt_length,
+    check_token_ids,
+    fitting_max_tokens,
+    prompt_of,
+)
 
-__all__ = ["GenerationRequest", "RequestLimits", "RoutedRequest"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """A client's request, checked as far as that needs no tokenizer and no replica.
-
-    `prompt` is text or token ids, not empty; how many ids there may be is not
-    known yet, so they still are the message's, not copied.
-    """
-
-    request_id: str
-    prompt: str | Sequence[int]
-    params: SamplingParams
-    priority: int
-    cache_salt: str
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """What the connected decode replicas can take.
-
-    Attributes:
-        vocab_size: token ids are below it.
-        max_model_len: the most prompt and generated tokens together.
-        max_pool_tokens: tokens of one sequence that the largest KV pool holds.
-        max_candidates: sequences that one of them runs at once.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    max_pool_tokens: int
-    max_candidates: int
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Prompt and generated tokens together, at most."""
-        return min(self.max_model_len, self.max_pool_tokens)
+__all__ = ["RoutedRequest", "prepare_request", "tokenize_prompt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedRequest:
-    """A request ready for the tiers.
+    """A request, and the facts about its prompt that replicas are chosen by.
 
     Attributes:
-        request_id: the client's or the router's name for it.
-        worker_id: its name on the workers, never used before: what a worker
-            still says of a cancelled request must not reach a later one that
-            the client, or another router's client, names the same.
-        namespace: digest that `block_keys` is rooted in.
-        kv_form: what that is a digest of, in words.
-        prompt_token_ids: the prompt, not empty.
+        spec: the request; its deadline is set and `max_tokens` fits the replicas.
+        namespace: digest that `block_keys` start from.
         block_keys: keys of the prompt's full blocks.
-        block_size: tokens per block that a key names.
-        params: with `seed` set and `max_tokens` cut to what fits.
-        stop_token_ids: the request's and, unless ignored, the model's.
-        priority: larger is scheduled first.
-        cache_salt: separates prefix caches.
-        deadline: event loop time at which the request must have ended.
+        block_size: tokens per block key.
     """
 
-    request_id: str
-    worker_id: str
+    spec: RequestSpec
     namespace: bytes
-    kv_form: str
-    prompt_token_ids: tuple[int, ...]
     block_keys: Sequence[bytes]
     block_size: int
-    params: SamplingParams
-    stop_token_ids: tuple[int, ...]
-    priority: int
-    cache_salt: str
-    deadline: float
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.spec.prompt_token_ids)
 
     @property
     def num_prompt_blocks(self) -> int:
-        """Blocks, as keys name them, that hold the prompt, the partial one included."""
-        return -(-len(self.prompt_token_ids) // self.block_size)
+        """Blocks of `block_size` tokens that hold the prompt, the partial one included."""
+        return -(-self.num_prompt_tokens // self.block_size)
 
-    @property
-    def max_total_tokens(self) -> int:
-        """Prompt and generated tokens together, at most."""
-        return len(self.prompt_token_ids) + self.params.max_tokens
+
+async def prepare_request(
+    message: generation_pb2.GenerateRequest,
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    limits: RequestLimits,
+    deadline: float,
+) -> RoutedRequest:
+    """Tokenizes the prompt, applies the limits and computes the block keys.
+
+    Args:
+        message: the client's, which `validate_generate_request` has accepted.
+        params: the message's parameters.
+        tokenizer: the model's.
+        model: the served model.
+        limits: the decode replicas' limits.
+        deadline: `time.monotonic()` at which the request must have ended.
+
+    Raises:
+        InvalidArgumentError: the prompt or a stop token does not fit the model.
+    """
+    token_ids = await tokenize_prompt(prompt_of(message), tokenizer, limits)
+    check_token_ids("prompt token_ids", token_ids, limits.vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    params = replace(
+        params, max_tokens=fitting_max_tokens(len(token_ids), params.max_tokens, limits)
+    )
+    check_candidates(params, limits)
+    spec = RequestSpec.with_defaults(
+        unique_request_id(message.request_id),
+        token_ids,
+        params,
+        eos_token_ids=model.eos_token_ids,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        deadline=deadline,
+    )
+    return RoutedRequest(
+        spec=spec,
+        namespace=model.namespace,
+        block_keys=await _block_keys(spec, model),
+        block_size=model.block_size,
+    )
+
+
+async def tokenize_prompt(
+    prompt: str | Sequence[int], tokenizer: Tokenizer, limits: RequestLimits
+) -> tuple[int, ...]:
+    """The prompt's token ids. A prompt that cannot fit is refused before it is tokenized or copied.
+
+    Raises:
+        InvalidArgumentError: the prompt is too long.
+    """
+    if isinstance(prompt, str):
+        check_length("text", prompt, limits.max_total_tokens * tokenizer.longest_token_chars)
+        prompt = await tokenizer.encode_async(prompt)
+    check_prompt_length(len(prompt), limits)
+    return tuple(prompt)
+
+
+async def _block_keys(spec: RequestSpec, model: ServedModel) -> tuple[bytes, ...]:
+    """The keys of the prompt's full blocks; those of a long prompt are computed in a thread."""
+    chain = BlockKeyChain(model.namespace, model.block_size, cache_salt=spec.cache_salt)
+    token_ids = spec.prompt_token_ids
+    if len(token_ids) <= MAX_INLINE_LENGTH:
+        return tuple(chain.extend(token_ids))
+    return tuple(await asyncio.to_thread(chain.extend, token_ids))

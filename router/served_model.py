@@ -1,20 +1,21 @@
-"""`ServedModel`: what all replicas of a cluster must agree on. Pure."""
+"""`ServedModel`: the facts that all replicas must agree on. `RequestLimits`: their limits."""
 
 from dataclasses import dataclass
 
 from baton.v1 import worker_pb2
 
-__all__ = ["ServedModel"]
+__all__ = ["RequestLimits", "ServedModel"]
 
 _SUMMARIES = ("kv_form", "namespace")
+"""Fields that summarize others; a difference in them is reported only if it is the only one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as its workers describe it; see `GetInfoResponse`.
+    """The model as its workers describe it; the fields are those of `GetInfoResponse`.
 
-    Two workers that differ in any of this could misread each other's KV or
-    give one request different tokens, so they never serve together.
+    Two workers that differ in any field could misread each other's KV or generate
+    different tokens for a request, so they never serve together.
     """
 
     model: str
@@ -30,7 +31,7 @@ class ServedModel:
 
     @classmethod
     def from_info(cls, info: worker_pb2.GetInfoResponse) -> "ServedModel":
-        """The part of a worker's description that must agree."""
+        """Takes the fields that must agree from a worker's description."""
         return cls(
             model=info.model,
             kv_dtype=info.kv_dtype,
@@ -45,10 +46,7 @@ class ServedModel:
         )
 
     def differences(self, other: "ServedModel") -> str:
-        """Names each field that differs, with both values; empty if none does.
-
-        What sums others up is named only if nothing before it differs.
-        """
+        """Names each field that differs, with both values; empty if no field differs."""
         differing = [name for name in self.__slots__ if getattr(self, name) != getattr(other, name)]
         named = [name for name in differing if name not in _SUMMARIES] or differing[:1]
         return "; ".join(
@@ -60,3 +58,25 @@ class ServedModel:
 
 def _shown(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The largest request that the connected decode replicas can take.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: the most tokens of a prompt and its completion together.
+        max_pool_tokens: tokens of one sequence that the largest KV pool holds.
+        max_candidates: sequences that one replica runs at once.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_pool_tokens: int
+    max_candidates: int
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The most prompt and generated tokens of one candidate."""
+        return min(self.max_model_len, self.max_pool_tokens)

@@ -1,18 +1,19 @@
-"""Wires a router: tokenizer, replicas, pipeline, server."""
+"""A router: its tokenizer, replicas, pipeline and servicer behind one server."""
 
 import argparse
 import asyncio
+
+from typing_extensions import override
 
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.admission import Admission
 from router.config import RouterConfig, add_args, config_from_args
 from router.fleet import Fleet
 from router.pipeline import Pipeline
-from router.prefix_index import PrefixIndex
+from router.policy import PrefixIndex
 from router.servicer import GenerationServicer
 from router.tokenizer import Tokenizer
-from rpc.process import run_process
-from rpc.server import RpcServer, serve
+from rpc.server import RpcServer, Service, run_process, serve
 
 __all__ = ["SERVICE_NAMES", "RouterService", "add_args", "main", "run"]
 
@@ -21,14 +22,13 @@ SERVICE_NAMES: tuple[str, ...] = (
 )
 
 
-class RouterService:
-    """A started router (`rpc.server.Service`).
+class RouterService(Service):
+    """A started router. It can serve while a decode replica takes requests.
 
     Args:
         config: the router's.
         tokenizer: the model's.
-        server: where to add the servicer; told whenever the router can or
-            cannot serve: it can while a decode replica takes requests.
+        server: gets the servicer, and is set serving while the router can serve.
 
     Attributes:
         fleet: the replicas.
@@ -50,12 +50,12 @@ class RouterService:
         self.fleet.start()
         self._health = asyncio.create_task(self._follow_health())
 
+    @override
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests and waits for the running ones."""
         await self._admission.drain(timeout_s)
 
+    @override
     async def close(self) -> None:
-        """Lets all replicas go."""
         self._health.cancel()
         await self.fleet.close()
 
@@ -80,5 +80,5 @@ async def run(config: RouterConfig) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the router: clients talk to it, and it to the prefill and decode replicas."""
+    """Runs the router, which serves clients and calls the prefill and decode replicas."""
     return run_process("baton router", args.log_level, lambda: run(config_from_args(args)))

@@ -1,19 +1,17 @@
-"""Token ids to text, piece by piece, never half a character.
+"""`TextStream`: token ids in, text out, up to a stop string; the router and `LLM` use it.
 
-The text of a token depends on its neighbours: a character may be spread over
-several tokens, and the first word of a text loses its leading space. So a short
-window is decoded twice, without and with the new tokens, and the difference is
-the new text: the prefix and read offsets of Text Generation Inference and vLLM.
-Joined, the pieces are what decoding everything at once would give.
+`IncrementalDetokenizer` turns token ids into text piece by piece, never half a
+character. The text of a token depends on the tokens beside it: a character may be spread
+over several tokens, and the first word of a text loses its leading space. Therefore a
+short window is decoded twice, without and with the new tokens, and the difference is
+the new text. (Text Generation Inference and vLLM call its bounds prefix and read
+offset.) Joined, the pieces equal the text of all tokens decoded at once.
 
-Finds stop strings in text that comes in pieces.
-
-One pass over the characters with the automaton of Aho and Corasick ("Efficient
-string matching", 1975): its state is the longest suffix of the text that begins
-some stop, which is also exactly what must be held back. The cost per character
-depends neither on the number of stops nor on their lengths.
-
-Token ids in, text out, up to a stop string: what the router and `LLM` share.
+`StopChecker` finds stop strings in text that comes in pieces. It makes one pass over
+the characters with the automaton of Aho and Corasick ("Efficient string matching",
+1975). The automaton's state is the longest suffix of the text that begins some stop,
+which is exactly the text to hold back. The cost per character depends neither on the
+number of stops nor on their lengths.
 """
 
 from collections import deque
@@ -27,42 +25,96 @@ from router.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDetokenizer", "StopChecker", "TextPiece", "TextStream"]
 
-# What a decoder writes for bytes that are no character, or not yet.
 _REPLACEMENT = "\ufffd"
-# The longest UTF-8 sequence; every token that has text has at least one byte.
+"""The decoder's text for bytes that are no character, or not yet."""
 _MAX_CHARACTER_BYTES = 4
+"""The longest UTF-8 sequence; every token that has text has at least one byte."""
 
 
-class IncrementalDetokenizer:
-    """The text of one sequence's generated tokens, as they come.
+class TextPiece(NamedTuple):
+    """The text of some tokens.
 
-    Special tokens have no text. Text is held back while more tokens could change
-    it: within a character, and, in vocabularies with byte fallback, until a run
-    of byte tokens ends, since one bad byte turns the whole run into U+FFFD.
-    The cost per token does not grow with the sequence.
+    Attributes:
+        text: text that is complete now.
+        matched_stop: the stop string that ended the text, which is not part of it.
+        num_tokens: how many of the tokens were used: all of them, or those up
+            to and including the token whose text completed the stop string.
+    """
+
+    text: str
+    matched_stop: str | None
+    num_tokens: int
+
+
+class TextStream:
+    """The text of one sequence's generated tokens, up to a stop string.
 
     Args:
         tokenizer: the model's tokenizer.
-        prompt_token_ids: what the generated tokens follow; its end is context.
+        prompt_token_ids: the tokens before the generated ones.
+        stops: strings that end the text, none of them empty.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
+        self._checker = StopChecker(stops)
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        """Adds the next tokens. Must not be called after a matched stop."""
+        text = ""
+        for num_tokens, token_id in enumerate(token_ids, start=1):
+            certain, matched_stop = self._checker.push(self._detokenizer.push([token_id]))
+            text += certain
+            if matched_stop is not None:
+                return TextPiece(text, matched_stop, num_tokens)
+        return TextPiece(text, None, len(token_ids))
+
+    def fork(self) -> "TextStream":
+        """Returns an independent copy; the automaton of the stops is shared."""
+        twin = copy(self)
+        twin._detokenizer, twin._checker = self._detokenizer.fork(), copy(self._checker)
+        return twin
+
+    def finish(self) -> TextPiece:
+        """Returns the text that is held back, which may still complete a stop. Called once, at
+        the end, unless a stop was matched.
+        """
+        certain, matched_stop = self._checker.push(self._detokenizer.flush())
+        return TextPiece(certain + self._checker.flush(), matched_stop, 0)
+
+
+class IncrementalDetokenizer:
+    """Turns one sequence's generated tokens into text as they come.
+
+    Special tokens have no text. Text is held back while more tokens could change
+    it: within a character and, in vocabularies with byte fallback, until a run of
+    byte tokens ends, since one bad byte turns the whole run into U+FFFD. The cost
+    per token does not grow with the sequence.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt_token_ids: the tokens before the generated ones; the last of them are context.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._context = self._tail(prompt_token_ids)  # tokens whose text is out
-        self._pending: list[int] = []  # tokens after them, whose text is not
+        self._context = self._tail(prompt_token_ids)  # tokens whose text was returned
+        self._pending: list[int] = []  # tokens after them, whose text was not
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns the text that they complete."""
+        """Adds the next tokens; returns the text that they complete."""
         return "".join(self._push_one(token_id) for token_id in token_ids)
 
     def fork(self) -> "IncrementalDetokenizer":
-        """A detokenizer that goes on from here by itself."""
+        """Returns an independent copy."""
         twin = copy(self)
         twin._pending = self._pending.copy()
         return twin
 
     def flush(self) -> str:
-        """Returns what is held back, as it stands. Call it at the end."""
+        """Returns the text that is held back, complete or not. Called at the end."""
         return self._release() if self._pending else ""
 
     def _push_one(self, token_id: int) -> str:
@@ -75,16 +127,16 @@ class IncrementalDetokenizer:
         """Whether a further token could change the text of the pending ones."""
         if self._pending[-1] in self._tokenizer.byte_token_ids:
             return True
-        # Bytes before the last four cannot belong to a character still open.
+        # Bytes before the last four cannot belong to an incomplete character.
         nearby = self._context[-_MAX_CHARACTER_BYTES:] + self._pending[-_MAX_CHARACTER_BYTES:]
         end = self._tokenizer.decode(nearby[-_MAX_CHARACTER_BYTES:])
         return end.endswith(_REPLACEMENT)
 
     def _release(self) -> str:
-        """The pending tokens' text; they become the context."""
+        """Returns the pending tokens' text; the tokens become the context."""
         before = self._tokenizer.decode(self._context)
         after = self._tokenizer.decode(self._context + self._pending)
-        # A prompt may end in half a character, which the new tokens then change.
+        # A prompt may end within a character, whose text the new tokens then change.
         num_known = len(commonprefix([before, after]))  # noqa: RUF071 - characters are meant
         text = after[num_known:]
         if text:
@@ -92,7 +144,7 @@ class IncrementalDetokenizer:
         return text
 
     def _tail(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The end of the prompt that the text after it depends on."""
+        """The last tokens of the prompt, which the text after it depends on."""
         tail: list[int] = []
         for token_id in reversed(prompt_token_ids):
             if len(tail) > _MAX_CHARACTER_BYTES and tail[-1] not in self._tokenizer.byte_token_ids:
@@ -119,7 +171,7 @@ class _State:
     following: dict[str, "_State"] = field(default_factory=dict)
 
     def step(self, character: str) -> "_State":
-        """The state after one more character."""
+        """Returns the state after one more character."""
         state = self
         while character not in state.following:
             if state.fallback is None:
@@ -131,9 +183,9 @@ class _State:
 class StopChecker:
     """Cuts a text before the first stop string that it completes.
 
-    "First" is the stop whose last character comes first, so the answer does not
-    depend on how the text is cut into pieces; of several that end there it is the
-    longest.
+    The first stop is the one whose last character comes first, so the result does not
+    depend on how the text is cut into pieces. If several stops end at that character,
+    the longest counts.
 
     Args:
         stops: the stop strings, none of them empty.
@@ -144,11 +196,11 @@ class StopChecker:
         self._held = ""  # the last `self._state.depth` characters
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Takes the next piece of text.
+        """Adds the next piece of text. Must not be called after a complete stop.
 
         Returns:
             The text that is certain to come before any stop, and the stop if one
-            is complete. Nothing may be pushed after that.
+            is complete.
         """
         for i, character in enumerate(text):
             self._state = self._state.step(character)
@@ -162,13 +214,13 @@ class StopChecker:
         return text[:num_certain], None
 
     def flush(self) -> str:
-        """Returns what is held back: the text has ended without a stop."""
+        """Returns the text that is held back. Called when the text has ended without a stop."""
         held, self._held = self._held, ""
         return held
 
 
 def _build_automaton(stops: Sequence[str]) -> _State:
-    """The root of the automaton for `stops`."""
+    """Returns the root of the automaton for `stops`."""
     root = _State(depth=0)
     for stop in stops:
         state = root
@@ -180,7 +232,9 @@ def _build_automaton(stops: Sequence[str]) -> _State:
 
 
 def _link_fallbacks(root: _State) -> None:
-    """Sets `fallback`, shorter states first, and hands shorter stops on."""
+    """Sets each state's `fallback`, shorter states first, and its stop to that of the fallback if
+    the state completes none itself.
+    """
     queue = deque([root])
     while queue:
         state = queue.popleft()
@@ -188,57 +242,3 @@ def _link_fallbacks(root: _State) -> None:
             longer.fallback = state.fallback.step(character) if state.fallback else root
             longer.stop = longer.stop or longer.fallback.stop
             queue.append(longer)
-
-
-class TextPiece(NamedTuple):
-    """What some tokens brought.
-
-    Attributes:
-        text: text that can be shown now.
-        matched_stop: the stop string that ended the text, which is not part of it.
-        num_tokens: how many of the tokens were used: all of them, or those up
-            to and including the one whose text completed the stop string.
-    """
-
-    text: str
-    matched_stop: str | None
-    num_tokens: int
-
-
-class TextStream:
-    """The text of one sequence's generated tokens, up to a stop string.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        prompt_token_ids: what the generated tokens follow.
-        stops: strings that end the text, none of them empty.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str] = ()
-    ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
-        self._checker = StopChecker(stops)
-
-    def push(self, token_ids: Sequence[int]) -> TextPiece:
-        """Takes the next tokens. Nothing may be pushed after a matched stop."""
-        text = ""
-        for num_tokens, token_id in enumerate(token_ids, start=1):
-            certain, matched_stop = self._checker.push(self._detokenizer.push([token_id]))
-            text += certain
-            if matched_stop is not None:
-                return TextPiece(text, matched_stop, num_tokens)
-        return TextPiece(text, None, len(token_ids))
-
-    def fork(self) -> "TextStream":
-        """A stream that goes on from here by itself; as cheap for many long stops as for none."""
-        twin = copy(self)
-        twin._detokenizer, twin._checker = self._detokenizer.fork(), copy(self._checker)
-        return twin
-
-    def finish(self) -> TextPiece:
-        """Returns the text held back; it may still complete a stop. Call it once, at
-        the end, unless a stop was matched.
-        """
-        certain, matched_stop = self._checker.push(self._detokenizer.flush())
-        return TextPiece(certain + self._checker.flush(), matched_stop, 0)

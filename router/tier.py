@@ -1,9 +1,9 @@
-"""`Tier`: the replicas of one tier, found, connected, followed and let go.
+"""`Tier`: finds and connects the replicas of one tier.
 
-Each address has one task that connects, follows the replica until it is
-lost, and tries again. An address that left DNS is not tried again, but a
-connected replica stays in use until it is lost: names flicker. A worker behind
-two addresses is used at the first; the other one stands by.
+Each address has one task that connects, follows the replica until it is lost, and
+connects again. An address that left DNS is not tried again, but a connected replica
+stays in use until it is lost, since DNS answers vary. A worker with two addresses is
+used at the first one; the task of the other waits until the worker is lost there.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ class Tier(Generic[ReplicaT]):
 
     Args:
         name: "prefill" or "decode".
-        discovery: says where replicas may be.
-        make_replica: from address, description and channel.
+        discovery: the addresses at which replicas may be.
+        make_replica: makes a replica from its address, description and channel.
         check: raises `FailedPreconditionError` for a replica that must not be used.
         on_change: called when a replica starts or stops taking requests.
         on_forget: called with the id of a worker that restarted or left.
-        dns_interval_s: time between two questions to `discovery`.
+        dns_interval_s: time between two calls of `discovery`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Tier(Generic[ReplicaT]):
 
     @property
     def connected(self) -> Sequence[ReplicaT]:
-        """Every replica in touch, whether or not it takes requests."""
+        """All connected replicas, whether or not they take requests."""
         return list(self._connected.values())
 
     @property
@@ -94,7 +94,7 @@ class Tier(Generic[ReplicaT]):
             await asyncio.gather(*followers, return_exceptions=True)
 
     async def _follow(self, address: str) -> None:
-        """Connects again and again while discovery knows the address."""
+        """Connects repeatedly while discovery lists the address."""
         follower = _Follower(self.name, address)
         try:
             while address in self._addresses:
@@ -115,9 +115,12 @@ class Tier(Generic[ReplicaT]):
             _LOGGER.exception("%s replica %s: unexpected failure", self.name, follower.address)
 
     async def _connect(self, follower: "_Follower") -> None:
-        """Follows one connection from GetInfo to its loss, of which it raises.
+        """Follows one connection from GetInfo to its loss.
 
-        If the worker is in use already, returns once it is lost there.
+        Returns only if the worker is in use at another address, once it is lost there.
+
+        Raises:
+            BatonError: the connection failed or was lost.
         """
         async with open_channel(follower.address) as channel:
             info = await _get_info(channel)
@@ -151,13 +154,13 @@ class Tier(Generic[ReplicaT]):
         return next(found, None)
 
     def _forget(self, worker_id: str) -> None:
-        """Tells of a worker that is gone, unless another address has it still."""
+        """Calls `on_forget` for a worker that left, unless another address still has it."""
         if self._find(worker_id) is None:
             self._on_forget(worker_id)
 
 
 class _Follower:
-    """What is remembered of an address from one connection to the next."""
+    """The state of an address that lasts from one connection to the next."""
 
     def __init__(self, tier: str, address: str) -> None:
         self.address = address
@@ -167,7 +170,7 @@ class _Follower:
         self._reported = ""
 
     def next_backoff_s(self) -> float:
-        """Doubles from one failure to the next; jittered, so that routers spread."""
+        """The backoff doubles with each failure. It is random, so that routers spread out."""
         backoff_s, self._backoff_s = self._backoff_s, min(self._backoff_s * 2, _MAX_BACKOFF_S)
         return backoff_s * random.uniform(0.5, 1.0)
 
@@ -187,7 +190,7 @@ class _Follower:
         self._report(logging.WARNING, f"not connected: {error.message}")
 
     def _report(self, level: int, message: str) -> None:
-        """Says a thing once, not at every attempt."""
+        """Logs a message unless it repeats the last one."""
         if message != self._reported:
             self._reported = message
             _LOGGER.log(level, "%s replica %s %s", self._tier, self.address, message)

@@ -1,12 +1,13 @@
 """Text to token ids and back, with the `tokenizers` package alone.
 
-Reads the files that a Hugging Face checkpoint folder carries and gives what
-`transformers.AutoTokenizer` gives for the same folder, without importing it: the
-router process must not pay for torch. `tokenizer.json` says everything; an older
-GPT-2 or OPT folder has `vocab.json` and `merges.txt`, and its special tokens in
+Reads the files of a Hugging Face checkpoint folder and gives the same results as
+`transformers.AutoTokenizer` for the same folder, without importing it: the router
+process must not load torch. `tokenizer.json` contains everything; an older GPT-2 or
+OPT folder has `vocab.json` and `merges.txt`, and its special tokens in
 `tokenizer_config.json`.
 """
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.errors import ConfigurationError, InvalidArgumentError
 
-__all__ = ["Tokenizer"]
+__all__ = ["MAX_INLINE_LENGTH", "Tokenizer"]
+
+MAX_INLINE_LENGTH = 4096
+"""Characters or token ids that the event loop handles itself; a thread handles longer prompts,
+which would delay other requests.
+"""
 
 _FILES = (
     "tokenizer.json",
@@ -28,7 +34,7 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-# Tokens named by role (`bos_token`) are special, whatever else is said of them.
+# Tokens named by role (`bos_token`) are special, even if their description says otherwise.
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
@@ -37,7 +43,7 @@ _MOST_IDS_AT_ONCE = 4096  # decoded in less than a millisecond
 
 
 class Tokenizer:
-    """A model's tokenizer. Made by `load`.
+    """A model's tokenizer. `load` makes one.
 
     Attributes:
         vocab_size: number of token ids, added tokens included.
@@ -82,20 +88,34 @@ class Tokenizer:
             raise InvalidArgumentError(
                 f"text is not valid Unicode: lone surrogate at character {error.start}"
             ) from None
-        # The batch form, unlike the other, lets the interpreter go on meanwhile.
+        # `encode_batch_fast` releases the GIL, `encode` does not.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; ids outside the vocabulary have none."""
+        """The text of `token_ids`; ids outside the vocabulary have no text."""
         if len(token_ids) <= _MOST_IDS_AT_ONCE:
             text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        else:  # as in `encode`; for few ids it would only cost
+        else:  # releases the GIL, which does not pay for few ids
             (text,) = self._backend.decode_batch(
                 [token_ids], skip_special_tokens=skip_special_tokens
             )
         return text
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Like `encode`; a long text is encoded off the event loop."""
+        if len(text) <= MAX_INLINE_LENGTH:
+            return self.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens)
+
+    async def decode_async(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """Like `decode`; many ids are decoded off the event loop."""
+        if len(token_ids) <= MAX_INLINE_LENGTH:
+            return self.decode(list(token_ids), skip_special_tokens)
+        return await asyncio.to_thread(self.decode, list(token_ids), skip_special_tokens)
 
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` writes anything for this id: special and unknown ids have no text."""
@@ -103,7 +123,7 @@ class Tokenizer:
 
 
 def _resolve_folder(path_or_name: str | Path) -> Path:
-    """The local folder; a Hub repository's tokenizer files are downloaded."""
+    """Returns the local folder; downloads a Hub repository's tokenizer files."""
     folder = Path(path_or_name)
     if folder.is_dir():
         return folder
@@ -177,7 +197,7 @@ def _bos_eos_template(
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """`tokenizer_config.json`, completed by the files that it came to replace."""
+    """Reads `tokenizer_config.json`, completed by the older files that it replaces."""
     settings = _read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         settings |= _read_json(folder / "special_tokens_map.json")
@@ -191,7 +211,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
-    """Adds the tokens that `settings` describes and `backend` does not know so."""
+    """Adds the tokens of `settings` that `backend` lacks or does not know as special."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     missing: dict[str, AddedToken] = {}
     for token in _described_tokens(settings):
@@ -202,7 +222,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None
 
 
 def _described_tokens(settings: dict[str, Any]) -> Iterator[AddedToken]:
-    """Added tokens in the order of their ids, then those that are named by role."""
+    """Yields added tokens in the order of their ids, then those that are named by role."""
     by_id = {int(i): token for i, token in settings["added_tokens_decoder"].items()}
     for _, token in sorted(by_id.items()):
         yield _as_added_token(token)

@@ -1,17 +1,17 @@
-"""What clients send, checked before it costs anything.
+"""Checks of clients' messages, before they cost anything.
 
 Every refusal is an `InvalidArgumentError` that names the field, its value and
-the limit. Invalid UTF-8 and other bytes that are no message never get here:
-`rpc` refuses them where they are parsed.
+the limit. Bytes that are no message, invalid UTF-8 included, never get here:
+`rpc.interceptors` refuses them.
 """
 
 from collections.abc import Sequence
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams
-from baton.sampling_wire import sampling_fields
+from baton.spec_wire import params_from_proto
 from baton.v1 import generation_pb2
-from router.request import GenerationRequest, RequestLimits
+from router.served_model import RequestLimits
 
 __all__ = [
     "MAX_CACHE_SALT_CHARS",
@@ -25,6 +25,7 @@ __all__ = [
     "check_prompt_length",
     "check_token_ids",
     "fitting_max_tokens",
+    "prompt_of",
     "validate_generate_request",
 ]
 
@@ -33,14 +34,16 @@ MAX_CACHE_SALT_CHARS = 256
 MAX_TOKENIZE_CHARS = 2**20
 MAX_DETOKENIZE_TOKEN_IDS = 2**18
 MAX_RETURNED_TOKENS = 2**20
-"""Of all candidates of a request: they must fit in one message (rpc.options.MAX_MESSAGE_BYTES)."""
+"""The most tokens of all candidates together, which must fit in one message
+(rpc.channels.MAX_MESSAGE_BYTES).
+"""
 _SHOWN_CHARS = 64
 
 
 def validate_generate_request(
     message: generation_pb2.GenerateRequest, served_model: str
-) -> GenerationRequest:
-    """Checks all that needs neither tokenizer nor replicas.
+) -> SamplingParams:
+    """Checks everything that needs neither tokenizer nor replicas; returns the parameters.
 
     Raises:
         InvalidArgumentError: names the field, its value and the limit.
@@ -48,17 +51,27 @@ def validate_generate_request(
     check_model(message.model, served_model)
     check_length("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
     check_length("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
-    return GenerationRequest(
-        request_id=message.request_id,
-        prompt=_prompt(message),
-        params=_sampling_params(message),
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-    )
+    prompt_of(message)
+    return params_from_proto(message.sampling, message.stopping)
+
+
+def prompt_of(message: generation_pb2.GenerateRequest) -> str | Sequence[int]:
+    """The prompt, as text or token ids; the ids are the message's own, not copied.
+
+    Raises:
+        InvalidArgumentError: the prompt is unset or empty.
+    """
+    which = message.WhichOneof("prompt")
+    if which is None:
+        raise InvalidArgumentError("prompt is unset; set one of text, token_ids")
+    prompt = message.text if which == "text" else message.token_ids.ids
+    if not prompt:
+        raise InvalidArgumentError(f"{which} is empty; the prompt must have at least 1 token")
+    return prompt
 
 
 def check_model(model: str, served_model: str) -> None:
-    """Refuses a model that is not served; an empty name is the served one.
+    """Refuses a model that is not served; an empty name means the served one.
 
     Raises:
         InvalidArgumentError: names the served model.
@@ -82,7 +95,7 @@ def check_length(
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuses ids that the vocabulary lacks.
+    """Refuses ids outside the vocabulary.
 
     Raises:
         InvalidArgumentError: names the field and the largest bad id.
@@ -113,15 +126,17 @@ def check_prompt_length(num_prompt_tokens: int, limits: RequestLimits) -> None:
 
 
 def fitting_max_tokens(num_prompt_tokens: int, max_tokens: int, limits: RequestLimits) -> int:
-    """`max_tokens` cut to what fits after the prompt; the rest would end as LENGTH anyway."""
+    """Returns `max_tokens`, or fewer if fewer fit after the prompt. The candidate ends as LENGTH
+    either way.
+    """
     return min(max_tokens, limits.max_total_tokens - num_prompt_tokens)
 
 
 def check_candidates(params: SamplingParams, limits: RequestLimits) -> None:
-    """Refuses more candidates than a replica runs at once, or than a message can bring.
+    """Refuses more candidates than a replica runs at once, or than one message can hold.
 
     Raises:
-        InvalidArgumentError: names the field that asks for them and the limit.
+        InvalidArgumentError: names the field that sets their number and the limit.
     """
     if params.num_candidates > limits.max_candidates:
         field = next(name for name in ("beam_width", "best_of", "n") if getattr(params, name))
@@ -136,19 +151,3 @@ def check_candidates(params: SamplingParams, limits: RequestLimits) -> None:
             params.max_tokens,
             f"at most {MAX_RETURNED_TOKENS // params.n} for each of {params.n} candidates",
         )
-
-
-def _prompt(message: generation_pb2.GenerateRequest) -> str | Sequence[int]:
-    which = message.WhichOneof("prompt")
-    if which is None:
-        raise InvalidArgumentError("prompt is unset; set one of text, token_ids")
-    prompt = message.text if which == "text" else message.token_ids.ids
-    if not prompt:
-        raise InvalidArgumentError(f"{which} is empty; the prompt must have at least 1 token")
-    return prompt
-
-
-def _sampling_params(message: generation_pb2.GenerateRequest) -> SamplingParams:
-    """Unset fields take the dataclass's defaults; explicit zeros stay zeros."""
-    stopping = {field.name: value for field, value in message.stopping.ListFields()}
-    return SamplingParams(**sampling_fields(message.sampling), **stopping)

@@ -1,10 +1,6 @@
-"""Client channels with Baton's options.
+"""Options of gRPC servers and channels, and client channels that have them.
 
-Only the idempotent calls listed here are retried by the channel. `Prefill`
-is not among them although it is idempotent: the router answers its failure
-by asking another replica, at once.
-
-Limits and keepalive that servers and channels must agree on.
+Servers and channels must agree on message limits and keepalive.
 """
 
 import json
@@ -13,7 +9,6 @@ import grpc
 
 __all__ = [
     "CHANNEL_OPTIONS",
-    "CLIENT_OPTIONS",
     "MAX_MESSAGE_BYTES",
     "RETRIED_METHODS",
     "SERVER_OPTIONS",
@@ -21,11 +16,12 @@ __all__ = [
 ]
 
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""Holds a prompt of a million tokens and its block keys."""
+"""Enough for a prompt of a million tokens and its block keys."""
 
 _KEEPALIVE_TIME_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
-_LEAST_PING_INTERVAL_MS = 5_000  # below _KEEPALIVE_TIME_MS, else servers hang up on our own pings
+# Below _KEEPALIVE_TIME_MS, because servers close connections that send pings more often.
+_LEAST_PING_INTERVAL_MS = 5_000
 _FIRST_RECONNECT_BACKOFF_MS = 100
 _MAX_RECONNECT_BACKOFF_MS = 2_000
 
@@ -41,17 +37,8 @@ _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not a port shared with a stranger
+    ("grpc.so_reuseport", 0),  # a port in use is an error; two servers must not share it
 )
-
-CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
-    *_COMMON_OPTIONS,
-    ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_BACKOFF_MS),
-    ("grpc.min_reconnect_backoff_ms", _FIRST_RECONNECT_BACKOFF_MS),
-    ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
-    ("grpc.enable_http_proxy", 0),  # replicas are neighbours; a proxy could not reach them
-)
-
 
 RETRIED_METHODS = (
     ("baton.v1.WorkerService", "GetInfo"),
@@ -62,6 +49,9 @@ RETRIED_METHODS = (
     ("baton.v1.GenerationService", "Tokenize"),
     ("baton.v1.GenerationService", "Detokenize"),
 )
+"""Idempotent methods that the channel retries. `Prefill` is idempotent too, but when it fails the
+router at once asks another replica.
+"""
 
 _RETRY_POLICY = {
     "maxAttempts": 3,
@@ -78,16 +68,20 @@ def _service_config() -> str:
 
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
-    *CLIENT_OPTIONS,
+    *_COMMON_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_BACKOFF_MS),
+    ("grpc.min_reconnect_backoff_ms", _FIRST_RECONNECT_BACKOFF_MS),
+    ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
+    ("grpc.enable_http_proxy", 0),  # a proxy could not reach the replicas' addresses
     ("grpc.service_config", _service_config()),
 )
-"""For channels that `open_channel` does not open, say those of synchronous clients."""
+"""For channels that `open_channel` does not open, for example those of synchronous clients."""
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
-    """Opens a plaintext channel; it connects when first used.
+    """Opens a plaintext channel, which connects when it is first used.
 
     Args:
-        target: `host:port`, or any other gRPC target, say `unix:/run/baton.sock`.
+        target: `host:port`, or any other gRPC target, for example `unix:/run/baton.sock`.
     """
     return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)

@@ -1,7 +1,7 @@
 """Baton's errors on the wire and back.
 
-BatonError  <->  grpc status          between any client and server
-BatonError  <->  baton.v1.WorkerError inside DecodeService.Connect
+BatonError  <->  gRPC status           between any client and server
+BatonError  <->  baton.v1.WorkerError  of one request in a DecodeService.Connect stream
 """
 
 from typing import cast
@@ -20,7 +20,7 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.v1 import decode_pb2
+from baton.v1 import request_pb2
 
 __all__ = [
     "from_rpc_error",
@@ -48,34 +48,36 @@ _STATUS_BY_NUMBER: dict[int, grpc.StatusCode] = {
 
 
 def status_of_number(number: int) -> grpc.StatusCode:
-    """The status with a canonical code number; UNKNOWN for a number that has none."""
+    """The status with a canonical code number; UNKNOWN for any other number."""
     return _STATUS_BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN)
 
 
 def to_status(error: BatonError) -> tuple[grpc.StatusCode, str]:
-    """The status and message that tell a caller of `error`."""
+    """The status and the message that a caller receives for `error`."""
     return grpc.StatusCode[error.code], error.message
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
-    """The error behind a failed call of grpc or grpc.aio, its message kept."""
-    call = cast("grpc.Call", error)  # what grpc raises is both; its types do not say so
+    """The error that a failed call of grpc or grpc.aio stands for, with its message."""
+    call = cast("grpc.Call", error)  # grpc raises objects that are both; its types do not say so
     return _error_of(call.code(), call.details() or "")
 
 
-def to_worker_error(error: BatonError) -> decode_pb2.WorkerError:
-    """The failure of one request of a Connect stream."""
+def to_worker_error(error: BatonError) -> request_pb2.WorkerError:
+    """The message for the failure of one request in a Connect stream."""
     status, message = to_status(error)
-    return decode_pb2.WorkerError(code=status.value[0], message=message)
+    return request_pb2.WorkerError(code=status.value[0], message=message)
 
 
-def from_worker_error(error: decode_pb2.WorkerError) -> BatonError:
-    """The error behind the failure of one request of a Connect stream."""
+def from_worker_error(error: request_pb2.WorkerError) -> BatonError:
+    """The error that such a message stands for."""
     return _error_of(status_of_number(error.code), error.message)
 
 
 def _error_of(status: grpc.StatusCode, message: str) -> BatonError:
-    """Statuses that Baton never sends (UNIMPLEMENTED, UNKNOWN ...) are bugs: INTERNAL."""
+    """The error of a status. Statuses that Baton never sends (UNIMPLEMENTED, UNKNOWN ...) are
+    bugs and become `InternalError`.
+    """
     known = _ERROR_BY_STATUS.get(status)
     if known is None:
         return InternalError(f"{status.name}: {message}")

@@ -1,7 +1,7 @@
 """`HealthServicer`: grpc.health.v1 for one server.
 
-grpcio-health-checking brings a servicer too; there, when one of several
-watchers of a service leaves, the others miss every later change.
+The servicer of grpcio-health-checking has a bug: when one of several watchers of a
+service leaves, the others miss every later change.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ HEALTH_SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # untyped
-    """All services of a server share one status; "" names the server itself.
+    """Reports one status for all services of a server; "" names the server itself.
 
     Args:
-        service_names: full names of the services, say `baton.v1.WorkerService`.
+        service_names: full names of the services, for example `baton.v1.WorkerService`.
     """
 
     def __init__(self, service_names: Iterable[str]) -> None:
@@ -33,24 +33,24 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # un
 
     @property
     def is_serving(self) -> bool:
-        """Whether the answer is SERVING."""
+        """Whether the status is SERVING."""
         return self._is_serving
 
     def set_serving(self, is_serving: bool) -> None:
-        """Changes the status and tells watchers. Ignored after `close`."""
+        """Changes the status and notifies watchers. Has no effect after `close`."""
         if self._is_closed or is_serving == self._is_serving:
             return
         self._is_serving = is_serving
         self._notify()
 
     def close(self) -> None:
-        """NOT_SERVING from now on; watchers are told and their streams end."""
+        """Sets NOT_SERVING for good, notifies watchers and ends their streams."""
         self.set_serving(False)
         self._is_closed = True
         self._notify()
 
     async def Check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: N802 - gRPC's name
-        """The status now; NOT_FOUND for a service this server has not."""
+        """Returns the status; NOT_FOUND for a service that this server does not have."""
         if request.service not in self._service_names:
             raise NotFoundError(f"service {request.service!r} is not served here")
         return HealthCheckResponse(status=self._status(request.service))
@@ -58,10 +58,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # un
     async def Watch(  # noqa: N802 - gRPC's name
         self, request: HealthCheckRequest, context: Any
     ) -> AsyncIterator[HealthCheckResponse]:
-        """The status now and after each change; SERVICE_UNKNOWN for one not served."""
+        """Streams the status: now and after each change. SERVICE_UNKNOWN for a service that this
+        server does not have.
+        """
         sent = None
         while True:
-            # All three of one moment: a change while the status goes out is seen next time.
+            # All three are read at one moment, so that a change during the write is not missed.
             changed, is_last = self._changed, self._is_closed
             status = self._status(request.service)
             if status != sent:
@@ -77,6 +79,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # un
         return HealthCheckResponse.SERVING if self._is_serving else HealthCheckResponse.NOT_SERVING
 
     def _notify(self) -> None:
-        """Each change has an event of its own, which all its watchers see."""
+        """Wakes all watchers. Each change has an event of its own, so no watcher misses one."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

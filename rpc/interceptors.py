@@ -1,14 +1,14 @@
-"""`CallInterceptor`: what every call of every Baton server has in common.
+"""`CallInterceptor`: error statuses and log lines for the calls of every Baton server.
 
-- Requests that are no valid message (torn bytes, invalid UTF-8) end in
-  INVALID_ARGUMENT. Left alone, grpc.aio calls them UNKNOWN.
-- A `BatonError` becomes its status. Any other exception is logged under the
+- A request that is no valid message (torn bytes, invalid UTF-8) gets
+  INVALID_ARGUMENT; grpc.aio alone would answer UNKNOWN.
+- A `BatonError` becomes its status. Any other exception is logged with the
   request's id and becomes INTERNAL without its text.
-- One log line per call, with the request's id: the message's own, or the one
-  that the servicer gives it with `name_call`.
+- Each call writes one log line with the request's id: the message's own, or
+  the one that the servicer sets with `name_call`.
 
-Behaviours are coroutine functions or async generator functions; a generator
-is closed before its call ends, so its `finally` runs at once on a cancel.
+A servicer's method is a coroutine function or an async generator function. A
+generator is closed before its call ends, so its `finally` runs at once on a cancel.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _QUIET_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _LONGEST_LOGGED_ID = 128
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
+Method = Callable[[Any, Context], Awaitable[Any]]
 
 # By (request is a stream, response is a stream).
 _HANDLER_FACTORIES: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
@@ -44,14 +44,14 @@ _HANDLER_FACTORIES: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Maps errors and logs calls; see the module."""
+    """Maps errors to statuses and logs calls; the module's docstring lists the rules."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wraps the handler of one call; None, for a method unknown, stays None."""
+        """Wraps the handler of one call; an unknown method's is None and stays None."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -59,9 +59,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 def name_call(request_id: str) -> None:
-    """Sets the request id that the present call's log line and INTERNAL error tell.
+    """Sets the request id for the present call's log line and INTERNAL error.
 
-    For a servicer that gives requests their ids. Outside of a call it does nothing.
+    Called by servicers that choose ids for requests. Has no effect outside of a call.
     """
     call = _CURRENT_CALL.get()
     if call is not None:
@@ -69,21 +69,21 @@ def name_call(request_id: str) -> None:
 
 
 def request_id_of(message: Any) -> str:
-    """The request id a message carries, itself or in its `request`; "" if none."""
-    request_id = getattr(getattr(message, "request", message), "request_id", "")
+    """The request id in a message or in its `spec`; "" if it has none."""
+    request_id = getattr(getattr(message, "spec", message), "request_id", "")
     return str(request_id)[:_LONGEST_LOGGED_ID]
 
 
 def _guarded_handler(handler: Any, method: str) -> Any:
     kind, factory = _HANDLER_FACTORIES[handler.request_streaming, handler.response_streaming]
-    behaviour = _as_coroutine_function(getattr(handler, kind))
+    function = _as_coroutine_function(getattr(handler, kind))
     deserialize = _strict(handler.request_deserializer)
     if handler.request_streaming:
-        # Bad bytes surface where the behaviour reads its requests.
-        guarded, deserializer = _guard_stream(behaviour, method), deserialize
+        # Parsing errors are raised where the method reads its requests.
+        guarded, deserializer = _guard_stream(function, method), deserialize
     else:
-        # grpc.aio would answer bad bytes itself; so it passes them through to us.
-        guarded, deserializer = _guard_unary(behaviour, method, deserialize), None
+        # Without a deserializer grpc.aio passes the bytes on, and does not answer bad ones itself.
+        guarded, deserializer = _guard_unary(function, method, deserialize), None
     return factory(
         guarded,
         request_deserializer=deserializer,
@@ -91,31 +91,31 @@ def _guarded_handler(handler: Any, method: str) -> Any:
     )
 
 
-def _guard_unary(behaviour: Behaviour, method: str, deserialize: Callable[[bytes], Any]) -> Any:
+def _guard_unary(function: Method, method: str, deserialize: Callable[[bytes], Any]) -> Any:
     async def guarded(request_bytes: bytes, context: Context) -> Any:
         async with _guard(_Call(method, context)) as call:
             request = deserialize(request_bytes)
             call.request_id = request_id_of(request)
-            return await behaviour(request, context)
+            return await function(request, context)
 
     return guarded
 
 
-def _guard_stream(behaviour: Behaviour, method: str) -> Any:
+def _guard_stream(function: Method, method: str) -> Any:
     async def guarded(requests: AsyncIterator[Any], context: Context) -> Any:
         async with _guard(_Call(method, context)):
-            return await behaviour(requests, context)
+            return await function(requests, context)
 
     return guarded
 
 
-def _as_coroutine_function(behaviour: Any) -> Behaviour:
-    """Turns a generator of responses into a coroutine that writes them."""
-    if not inspect.isasyncgenfunction(behaviour):
-        return behaviour  # type: ignore[no-any-return]
+def _as_coroutine_function(function: Any) -> Method:
+    """Turns a generator of responses into a coroutine function that writes them."""
+    if not inspect.isasyncgenfunction(function):
+        return function  # type: ignore[no-any-return]
 
     async def write_all(request: Any, context: Context) -> None:
-        async with aclosing(behaviour(request, context)) as responses:
+        async with aclosing(function(request, context)) as responses:
             async for response in responses:
                 await context.write(response)
 
@@ -172,7 +172,7 @@ async def _guard(call: _Call) -> AsyncIterator[_Call]:
         call.status = _cancel_status(call.context)
         raise
     except grpc.aio.AbortError:
-        raise  # the behaviour has set a status itself
+        raise  # the method has set a status itself
     except BatonError as error:
         await call.context.abort(*to_status(error))
     except Exception:
@@ -191,5 +191,5 @@ def _cancel_status(context: Context) -> grpc.StatusCode:
 
 
 def _number(code: Any) -> int:
-    """`context.code()` is a number, a StatusCode or None, depending on who set it."""
+    """The number of a status. `context.code()` may be a number, a StatusCode or None."""
     return code.value[0] if isinstance(code, grpc.StatusCode) else int(code or 0)

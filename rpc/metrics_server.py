@@ -1,4 +1,4 @@
-"""Serves a process's metrics to Prometheus, over HTTP at a port of their own, and its flags."""
+"""Serves a process's metrics to Prometheus over HTTP, at a port of its own; and its flags."""
 
 import argparse
 import logging
@@ -16,18 +16,18 @@ from rpc.server_config import join_host_port
 __all__ = ["MetricsConfig", "add_metrics_args", "metrics_config_from_args", "serving_metrics"]
 
 _CLIENT_TIMEOUT_S = 10.0
-"""A client that is silent for so long must not hold a thread any longer."""
+"""A client that is silent for this long loses its connection, which frees the server's thread."""
 
 _LOGGER = logging.getLogger("baton.rpc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """Where metrics are served.
+    """The address at which metrics are served.
 
     Attributes:
         host: address to listen on.
-        port: port to listen on; 0 takes a free one, None serves no metrics.
+        port: port to listen on; 0 chooses a free one, None serves no metrics.
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.
@@ -66,7 +66,7 @@ def metrics_config_from_args(args: argparse.Namespace) -> MetricsConfig:
 
 @contextmanager
 def serving_metrics(config: MetricsConfig, registry: CollectorRegistry) -> Iterator[int | None]:
-    """Serves what a registry collects, in threads of its own, while the context is open.
+    """Serves a registry's metrics, in threads of the server's own, while the context is open.
 
     Yields:
         The bound port, or None if the config asks for no metrics.
@@ -96,7 +96,7 @@ def serving_metrics(config: MetricsConfig, registry: CollectorRegistry) -> Itera
 
 
 def _impatient(handler_class: Any) -> type[WSGIRequestHandler]:
-    """The handler, with a limit on how long it waits for its client."""
+    """Returns the handler class with a limit on how long it waits for its client."""
 
     class ImpatientHandler(handler_class):  # type: ignore[misc]
         timeout = _CLIENT_TIMEOUT_S

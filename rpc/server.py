@@ -1,20 +1,22 @@
 """The life of a server process, the same for the router and both tiers.
 
-1. Listen; health answers NOT_SERVING and every other call UNAVAILABLE.
+1. Listen. Health answers NOT_SERVING, every other call gets UNAVAILABLE.
 2. Start the service (load a model, find replicas), which may take minutes.
-3. The service says when it is ready; health answers SERVING.
-4. The first SIGTERM or SIGINT: NOT_SERVING, drain. A second one cuts it short.
+3. The service reports that it is ready. Health answers SERVING.
+4. On the first SIGTERM or SIGINT health answers NOT_SERVING and the service
+   drains. A second signal ends the drain.
 5. Stop the server, close the service.
 
-A signal during step 2 stops the server and is told as `StartInterruptedError`.
-A service that dies says so (`RpcServer.fail`); the process then ends with its
-error, for whoever supervises it to start anew.
+A signal during step 2 stops the server and the process. A service that can serve
+no more calls `RpcServer.fail`; the process then ends with that error, so that its
+supervisor can start it again.
 """
 
 import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -29,38 +31,49 @@ from rpc.health import HEALTH_SERVICE_NAME, HealthServicer
 from rpc.interceptors import CallInterceptor
 from rpc.server_config import ServerConfig, join_host_port
 
-__all__ = ["RpcServer", "Service", "StartInterruptedError", "serve"]
+__all__ = [
+    "EXIT_CONFIGURATION",
+    "RpcServer",
+    "Service",
+    "StartInterruptedError",
+    "run_process",
+    "serve",
+]
+
+EXIT_CONFIGURATION = 2
 
 _LOGGER = logging.getLogger("baton.rpc")
-_STOP_GRACE_S = 2.0  # for answers under way after the drain; streams that never end are cut
+_STOP_GRACE_S = 2.0  # for answers under way after the drain; endless streams are cancelled then
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _Result = TypeVar("_Result")
 
 
 class StartInterruptedError(Exception):
-    """A signal came before the service had started. Threads of its start may still run."""
+    """A signal came before the service had started. Threads that start it may still run."""
 
 
 class Service(Protocol):
-    """What a server serves once started."""
+    """A started service, as its server sees it."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new work and returns when the running work has ended, or at the timeout."""
+        """Refuses new requests; returns when the running ones have ended, or at the timeout."""
 
     async def close(self) -> None:
-        """Releases everything. Called after the server has stopped."""
+        """Releases all resources. Called after the server has stopped."""
 
 
 ServiceStarter = Callable[["RpcServer"], Coroutine[Any, Any, Service]]
-"""Starts the service, adds its servicers to the `RpcServer` and says when it is ready."""
+"""Starts a service and adds its servicers to the `RpcServer`. The service sets the server
+serving when it is ready.
+"""
 
 
 class _HandlerTable(grpc.GenericRpcHandler):
-    """Method handlers that may be added after the server has started.
+    """Method handlers that can be added after the server has started.
 
-    Takes the place of the server in the generated `add_…Servicer_to_server`.
-    Until the first is added, calls of the named services are UNAVAILABLE.
+    Passed instead of the server to the generated `add_…Servicer_to_server`. Until
+    the first handler is added, calls of the named services get UNAVAILABLE.
     """
 
     def __init__(self, service_names: Sequence[str]) -> None:
@@ -72,12 +85,12 @@ class _HandlerTable(grpc.GenericRpcHandler):
         self._handlers.extend(handlers)
 
     def add_registered_method_handlers(self, service_name: str, handlers: Any) -> None:
-        """The generated code gives the same handlers here again."""
+        """Ignores the handlers: the generated code passes the same ones to both methods."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """The handler of a method; None for a method nobody has."""
+        """Returns the handler of a method; None for an unknown method."""
         if not self._handlers and self._is_expected(str(handler_call_details.method)):
-            # On the wire a call of any arity is a stream of requests and responses.
+            # On the wire unary calls are streams of one message, so this handler fits any method.
             return grpc.stream_stream_rpc_method_handler(_refuse)
         found = (handler.service(handler_call_details) for handler in self._handlers)
         return next((handler for handler in found if handler is not None), None)
@@ -94,9 +107,9 @@ class RpcServer:
     """A grpc.aio server with health, reflection and Baton's interceptor.
 
     Args:
-        config: where to listen.
-        service_names: full names of the services to come, say
-            `baton.v1.WorkerService`; known to health and reflection at once.
+        config: the address to listen on.
+        service_names: full names of the services that will be added, for example
+            `baton.v1.WorkerService`; health and reflection know them at once.
 
     Attributes:
         port: the bound port, once listening.
@@ -124,15 +137,15 @@ class RpcServer:
 
         Args:
             add_to_server: the generated `add_…Servicer_to_server`.
-            servicer: what it adds.
+            servicer: the servicer to add.
         """
         add_to_server(servicer, self._handlers)
 
     async def listen(self) -> None:
-        """Binds and answers: health NOT_SERVING, everything else UNAVAILABLE.
+        """Binds the address and starts to answer: health NOT_SERVING, other calls UNAVAILABLE.
 
         Raises:
-            ConfigurationError: the address cannot be bound or the port file not written.
+            ConfigurationError: the address cannot be bound, or the port file cannot be written.
         """
         self.port = self._config.port
         try:
@@ -152,33 +165,33 @@ class RpcServer:
         return self._health.is_serving
 
     def set_serving(self, is_serving: bool) -> None:
-        """What health answers. Ignored once the server stops."""
+        """Sets the answer of health. Has no effect once the server stops."""
         if is_serving != self.is_serving:
             _LOGGER.info("health address=%s serving=%s", self.address, is_serving)
         self._health.set_serving(is_serving)
 
     def fail(self, cause: BaseException) -> None:
-        """The service can serve no more: NOT_SERVING, and `serve` ends with `cause`."""
+        """Called when the service can serve no more: sets NOT_SERVING; `serve` raises `cause`."""
         self._health.close()
         if not self._failure.done():
             self._failure.set_exception(cause)
 
     async def wait_failed(self) -> None:
-        """Raises what `fail` is given; waits until then."""
+        """Waits for a call of `fail` and raises its cause."""
         await asyncio.shield(self._failure)
 
     def begin_stop(self) -> None:
-        """Health answers NOT_SERVING for good. Calls go on."""
+        """Makes health answer NOT_SERVING for good. Other calls continue."""
         self._health.close()
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls, waits for those under way, then cancels them."""
+        """Refuses new calls, waits `grace_s` for those under way, then cancels them."""
         self.begin_stop()
         await self._server.stop(grace_s)
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT: the first asks to stop, the second to stop now."""
+    """SIGTERM and SIGINT: the first sets `requested`, the second `forced`."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -200,12 +213,12 @@ class _StopSignals:
 async def serve(
     config: ServerConfig, service_names: Sequence[str], start_service: ServiceStarter
 ) -> None:
-    """Runs a server until SIGTERM or SIGINT; see the module's five steps.
+    """Runs a server until SIGTERM or SIGINT, in the five steps of the module's docstring.
 
     Raises:
         ConfigurationError: the address cannot be bound, or the service cannot start.
         StartInterruptedError: a signal came while the service started.
-        BaseException: what the service gave `RpcServer.fail`.
+        BaseException: the cause that the service passed to `RpcServer.fail`.
     """
     server = RpcServer(config, service_names)
     with _StopSignals() as signals:
@@ -234,7 +247,7 @@ async def _run(
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """The result of `work`, or None if the event came first; `work` is then cancelled."""
+    """Returns the result of `work`; cancels it and returns None if the event is set first."""
     task = asyncio.ensure_future(work)
     waiter = asyncio.ensure_future(event.wait())
     try:
@@ -248,10 +261,44 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _
 
 
 def _write_port_file(path: Path, port: int) -> None:
-    """Writes beside and renames, so that no reader sees half a number."""
+    """Writes another file and renames it, so that no reader sees half a number."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(f"{port}\n")
         temporary.replace(path)
     except OSError as error:
         raise ConfigurationError(f"cannot write --port-file {path}: {error.strerror}") from None
+
+
+def run_process(name: str, log_level: str, run: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Runs a server process to its end and returns its exit code.
+
+    A `ConfigurationError` becomes one line on stderr and exit code 2. A signal while the
+    service starts ends the process here, with exit code 0.
+
+    Args:
+        name: the command's name for that line, for example "baton prefill".
+        log_level: debug, info, warning or error; logs go to stderr.
+        run: reads the flags and returns the coroutine to run, usually of `serve`.
+    """
+    logging.basicConfig(
+        level=log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        asyncio.run(_exit_if_interrupted(run()))
+    except ConfigurationError as error:
+        sys.stderr.write(f"{name}: error: {error.message}\n")
+        return EXIT_CONFIGURATION
+    return 0
+
+
+async def _exit_if_interrupted(server: Coroutine[Any, Any, None]) -> None:
+    try:
+        await server
+    except StartInterruptedError:
+        _LOGGER.info("stopped while starting")
+        # asyncio and the interpreter would wait for the threads that download or read a model,
+        # which cannot be interrupted. No request has been served yet.
+        os._exit(0)

@@ -1,4 +1,4 @@
-"""`ServerConfig`: where a server listens and how it stops, and its flags."""
+"""`ServerConfig`: the address of a server and how it stops; and its flags."""
 
 import argparse
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ DEFAULT_DRAIN_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Where a server listens and how it stops.
+    """The address of a server and how it stops.
 
     Attributes:
         host: address to listen on.
-        port: port to listen on; 0 takes a free one.
-        port_file: file that gets the chosen port in decimal, written whole
-            once the server listens; None for none.
-        drain_timeout_s: how long running requests may go on after the first
+        port: port to listen on; 0 chooses a free one.
+        port_file: file to which the server writes its port, in decimal and in one
+            piece, once it listens; None for no file.
+        drain_timeout_s: how long running requests may continue after the first
             SIGTERM or SIGINT.
 
     Raises:
@@ -41,7 +41,7 @@ class ServerConfig:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`; IPv6 hosts stand in brackets."""
+    """Returns `host:port`, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

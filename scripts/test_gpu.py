@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.hardware import describe_gpu_machine, find_problem
-from benchmarks.gpu.result_file import write_results
+from benchmarks.report.output import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"

@@ -8,6 +8,7 @@ from contextlib import closing, suppress
 import torch
 
 from baton.doctor import Finding, Level
+from baton.doctor.nixl_reads import why_unreadable
 from baton.doctor.stores import check_store, without_password
 from baton.errors import ConfigurationError
 from kvstore.driver import ConnectorDriver, ContractError
@@ -39,7 +40,19 @@ def check_connector(url: str) -> Iterator[Finding]:
     if scheme_of(url) == MULTI_SCHEME:
         for member in split_members(url):
             yield from check_connector(member)
-    yield _check_handing_over(url)
+    finding = _check_handing_over(url)
+    yield finding
+    if scheme_of(url) == "nixl" and finding.level is Level.OK:
+        yield _check_reads()
+
+
+def _check_reads() -> Finding:
+    """How blocks of another process of this machine would come by `nixl://`."""
+    if reason := why_unreadable():
+        text = f"blocks of other processes come by gRPC, which is slower: {reason}"
+        return Finding(_TOPIC, Level.NOTE, f"nixl://: {text}", {"reads_memory": False})
+    text = "nixl://: reads the memory of other processes of this machine"
+    return Finding(_TOPIC, Level.OK, text, {"reads_memory": True})
 
 
 def _check_handing_over(url: str) -> Finding:

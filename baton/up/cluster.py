@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from baton.errors import ConfigurationError
 from baton.health import wait_until_serving
 from baton.up.supervisor import ProcessSpec, SupervisedProcess
+from engine.cli_args import FIXED_FIELDS
 from engine.config import EngineConfig
-from prefill_service.config import UNUSED_FIELDS
 from rpc.server_config import ServerConfig, join_host_port
 
 __all__ = [
@@ -35,9 +35,6 @@ _LOOPBACK_OF_ALL = {"0.0.0.0": _LOOPBACK, "::": "::1"}
 _START_TIMEOUT_S = 900.0
 _DRAIN_TIMEOUT_S = "5"
 """Time for running requests after Ctrl-C; less than the supervisor's grace period."""
-
-_FIXED_FIELDS = {"prefill": ("role", *UNUSED_FIELDS), "decode": ("role",)}
-"""Fields of `EngineConfig` for which a tier's command has no flag."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -157,7 +154,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _plan_tier(config: ClusterConfig, tier: str, ports: Iterable[int]) -> tuple[Server, ...]:
     flags = (
-        *engine_flags(config.engine, omit=_FIXED_FIELDS[tier]),
+        *engine_flags(config.engine, omit=FIXED_FIELDS[tier]),
         *("--log-level", config.log_level, "--drain-timeout-s", _DRAIN_TIMEOUT_S),
     )
     return tuple(

@@ -29,25 +29,25 @@ class _EarlyStopping:
 class _EarlyStoppingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
-    """When no running beam is likely to do better than the worst of them, as far
-    as its present length tells.
+    """The search ends when no running beam, scored at its present length, is
+    better than the worst finished hypothesis.
     """
     EARLY_STOPPING_FIRST_FINISHED: _EarlyStopping.ValueType  # 1
-    """At once."""
+    """The search ends at once."""
     EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 2
-    """When no running beam can ever do better."""
+    """The search ends when no running beam can ever become better."""
 
 class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
-    """When a beam search ends, once it has beam_width finished hypotheses."""
+    """When a beam search that has beam_width finished hypotheses ends."""
 
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
-"""When no running beam is likely to do better than the worst of them, as far
-as its present length tells.
+"""The search ends when no running beam, scored at its present length, is
+better than the worst finished hypothesis.
 """
 EARLY_STOPPING_FIRST_FINISHED: EarlyStopping.ValueType  # 1
-"""At once."""
+"""The search ends at once."""
 EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
-"""When no running beam can ever do better."""
+"""The search ends when no running beam can ever become better."""
 Global___EarlyStopping: typing_extensions.TypeAlias = EarlyStopping
 
 class _FinishReason:
@@ -65,10 +65,8 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
     """Aborted by an operator."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
-    """It failed on a worker; never sent to clients, who get a status instead."""
-    FINISH_REASON_IGNORED: _FinishReason.ValueType  # 5
-    """It can never fit a worker's KV pool; never sent to clients, who get
-    RESOURCE_EXHAUSTED instead.
+    """It failed on a worker. Clients never receive this value: they get an error
+    status instead.
     """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
@@ -83,10 +81,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
 """Aborted by an operator."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
-"""It failed on a worker; never sent to clients, who get a status instead."""
-FINISH_REASON_IGNORED: FinishReason.ValueType  # 5
-"""It can never fit a worker's KV pool; never sent to clients, who get
-RESOURCE_EXHAUSTED instead.
+"""It failed on a worker. Clients never receive this value: they get an error
+status instead.
 """
 Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
@@ -115,7 +111,7 @@ Global___TokenIds: typing_extensions.TypeAlias = TokenIds
 class SamplingParams(google.protobuf.message.Message):
     """How the next token is drawn from the model's logits. Every number is
     optional: an unset field takes the default stated here, and an explicit
-    zero means zero.
+    zero means zero. Field names are those of `baton.SamplingParams`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -136,16 +132,16 @@ class SamplingParams(google.protobuf.message.Message):
     this. In (0, 1]. Unset: 1.0.
     """
     seed: builtins.int
-    """Noise is a function of (seed, position) alone, so one seed gives one text
-    on any replica. Unset: the router draws one.
+    """The random noise depends on (seed, position) alone, so a seed produces the
+    same text on every replica. Unset: the router draws a seed.
     """
     n: builtins.int
     """Candidates to return. Candidate 0 draws with `seed`, the others with seeds
-    made from it. Unset: 1. 1 to 64.
+    derived from it. Unset: 1. 1 to 64.
     """
     best_of: builtins.int
-    """Candidates to generate; the n with the highest mean log-probability per
-    token are returned, the best first. Unset: n. n to 64; not with
+    """Candidates to generate. The n with the highest mean log-probability per
+    token are returned, the best first. Unset: n. n to 64. Excludes
     beam_search.
     """
     @property
@@ -198,8 +194,8 @@ Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
 
 @typing.final
 class BeamSearch(google.protobuf.message.Message):
-    """Beam search. A hypothesis' score is the sum of its tokens'
-    log-probabilities over its length to the power of length_penalty.
+    """Beam search. The score of a hypothesis is the sum of its tokens'
+    log-probabilities divided by its length to the power of length_penalty.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -210,7 +206,9 @@ class BeamSearch(google.protobuf.message.Message):
     beam_width: builtins.int
     """Hypotheses kept at each step. SamplingParams.n to 64."""
     length_penalty: builtins.float
-    """Above 0 prefers long hypotheses, below 0 short ones. Unset: 1.0. Finite."""
+    """A value above 0 prefers long hypotheses, one below 0 short ones.
+    Unset: 1.0. Finite.
+    """
     early_stopping: Global___EarlyStopping.ValueType
     """When the search ends."""
     def __init__(
@@ -243,12 +241,12 @@ class StoppingParams(google.protobuf.message.Message):
     max_tokens: builtins.int
     """The most tokens to generate per candidate. Unset: 16. At least 1."""
     ignore_eos: builtins.bool
-    """Go on past the model's end-of-sequence token. Unset: false."""
+    """Continue past the model's end-of-sequence token. Unset: false."""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Texts that end a candidate; the text returned stops before the match.
-        Matched across token boundaries. Not where candidates are compared
-        (best_of > n, beam_search).
+        """Texts that end a candidate; the returned text stops before the match. A
+        match may span tokens. Excludes ranked candidates (best_of > n,
+        beam_search).
         """
 
     @property
@@ -280,7 +278,7 @@ Global___StoppingParams: typing_extensions.TypeAlias = StoppingParams
 
 @typing.final
 class MatchedStop(google.protobuf.message.Message):
-    """What ended a candidate whose finish reason is STOP."""
+    """The stop that ended a candidate with finish reason STOP."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -335,7 +333,9 @@ Global___Usage: typing_extensions.TypeAlias = Usage
 
 @typing.final
 class Timings(google.protobuf.message.Message):
-    """Where a request's time went. Stages a request did not pass are 0."""
+    """The time that each stage of a request took. A stage that the request skipped
+    is 0.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -348,10 +348,10 @@ class Timings(google.protobuf.message.Message):
     DECODE_MS_FIELD_NUMBER: builtins.int
     TOTAL_MS_FIELD_NUMBER: builtins.int
     route_ms: builtins.float
-    """Router: tokenizing, validating, hashing, picking replicas."""
+    """Router: validating, tokenizing, hashing, choosing replicas."""
     queue_ms: builtins.float
-    """Waiting in the prefill replica's queue (the decode replica's where the
-    prompt was computed there).
+    """Waiting in the queue of the prefill replica, or of the decode replica if
+    that computed the prompt.
     """
     prefill_ms: builtins.float
     """From the first scheduled chunk of the prompt to its first token."""

@@ -22,35 +22,27 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
+from baton.v1 import request_pb2 as baton_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x16\x62\x61ton/v1/prefill.proto\"\x97\x01\n\x0e\x43onnectRequest\x12&\n\x05start\x18\x01 \x01(\x0b\x32\x15.baton.v1.StartDecodeH\x00\x12(\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x16.baton.v1.CancelDecodeH\x00\x12(\n\x08prefetch\x18\x03 \x01(\x0b\x32\x14.baton.v1.PrefetchKvH\x00\x42\t\n\x07\x63ommand\"1\n\nPrefetchKv\x12#\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x13.baton.v1.KvHandoff\"\xe4\x01\n\x0bStartDecode\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.WorkerRequest\x12$\n\x07handoff\x18\x03 \x01(\x0b\x32\x13.baton.v1.KvHandoff\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\x12/\n\ncandidates\x18\x05 \x03(\x0b\x32\x1b.baton.v1.CandidateProgress\x12(\n\x0b\x66irst_beams\x18\x06 \x03(\x0b\x32\x13.baton.v1.FirstBeamJ\x04\x08\x02\x10\x03R\x10output_token_ids\"M\n\x11\x43\x61ndidateProgress\x12\r\n\x05index\x18\x01 \x01(\r\x12\x18\n\x10output_token_ids\x18\x02 \x03(\r\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\".\n\tFirstBeam\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"@\n\x0c\x43\x61ncelDecode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\":\n\x0f\x43onnectResponse\x12\'\n\x07outputs\x18\x01 \x03(\x0b\x32\x16.baton.v1.DecodeOutput\"\x83\x02\n\x0c\x44\x65\x63odeOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.baton.v1.WorkerError\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\"\n\x07timings\x18\x06 \x01(\x0b\x32\x11.baton.v1.Timings\x12\r\n\x05index\x18\x07 \x01(\r\x12\x0f\n\x07is_last\x18\x08 \x01(\x08\x12\x12\n\x05score\x18\t \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_score\",\n\x0bWorkerError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t2S\n\rDecodeService\x12\x42\n\x07\x43onnect\x12\x18.baton.v1.ConnectRequest\x1a\x19.baton.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/v1/prefill.proto\x1a\x16\x62\x61ton/v1/request.proto\"\x97\x01\n\x0e\x43onnectRequest\x12&\n\x05start\x18\x01 \x01(\x0b\x32\x15.baton.v1.StartDecodeH\x00\x12(\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x16.baton.v1.CancelDecodeH\x00\x12(\n\x08prefetch\x18\x03 \x01(\x0b\x32\x14.baton.v1.PrefetchKvH\x00\x42\t\n\x07\x63ommand\"1\n\nPrefetchKv\x12#\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x13.baton.v1.KvHandoff\"\xc6\x01\n\x0bStartDecode\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.baton.v1.RequestSpec\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12$\n\x07handoff\x18\x03 \x01(\x0b\x32\x13.baton.v1.KvHandoff\x12/\n\ncandidates\x18\x04 \x03(\x0b\x32\x1b.baton.v1.CandidateProgress\x12(\n\x0b\x66irst_beams\x18\x05 \x03(\x0b\x32\x13.baton.v1.FirstBeam\"@\n\x0c\x43\x61ncelDecode\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_index\"=\n\x0f\x43onnectResponse\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.baton.v1.CandidateOutput2S\n\rDecodeService\x12\x42\n\x07\x43onnect\x12\x18.baton.v1.ConnectRequest\x1a\x19.baton.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CONNECTREQUEST']._serialized_start=83
-  _globals['_CONNECTREQUEST']._serialized_end=234
-  _globals['_PREFETCHKV']._serialized_start=236
-  _globals['_PREFETCHKV']._serialized_end=285
-  _globals['_STARTDECODE']._serialized_start=288
-  _globals['_STARTDECODE']._serialized_end=516
-  _globals['_CANDIDATEPROGRESS']._serialized_start=518
-  _globals['_CANDIDATEPROGRESS']._serialized_end=595
-  _globals['_FIRSTBEAM']._serialized_start=597
-  _globals['_FIRSTBEAM']._serialized_end=643
-  _globals['_CANCELDECODE']._serialized_start=645
-  _globals['_CANCELDECODE']._serialized_end=709
-  _globals['_CONNECTRESPONSE']._serialized_start=711
-  _globals['_CONNECTRESPONSE']._serialized_end=769
-  _globals['_DECODEOUTPUT']._serialized_start=772
-  _globals['_DECODEOUTPUT']._serialized_end=1031
-  _globals['_WORKERERROR']._serialized_start=1033
-  _globals['_WORKERERROR']._serialized_end=1077
-  _globals['_DECODESERVICE']._serialized_start=1079
-  _globals['_DECODESERVICE']._serialized_end=1162
+  _globals['_CONNECTREQUEST']._serialized_start=84
+  _globals['_CONNECTREQUEST']._serialized_end=235
+  _globals['_PREFETCHKV']._serialized_start=237
+  _globals['_PREFETCHKV']._serialized_end=286
+  _globals['_STARTDECODE']._serialized_start=289
+  _globals['_STARTDECODE']._serialized_end=487
+  _globals['_CANCELDECODE']._serialized_start=489
+  _globals['_CANCELDECODE']._serialized_end=553
+  _globals['_CONNECTRESPONSE']._serialized_start=555
+  _globals['_CONNECTRESPONSE']._serialized_end=616
+  _globals['_DECODESERVICE']._serialized_start=618
+  _globals['_DECODESERVICE']._serialized_end=701
 # @@protoc_insertion_point(module_scope)

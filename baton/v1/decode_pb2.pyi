@@ -3,11 +3,11 @@
 isort:skip_file
 Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 
-The decode tier: generates tokens from handed-over KV.
+The decode tier: generates tokens from KV that prefill has computed.
 """
 
-import baton.v1.common_pb2
 import baton.v1.prefill_pb2
+import baton.v1.request_pb2
 import builtins
 import collections.abc
 import google.protobuf.descriptor
@@ -42,7 +42,7 @@ class ConnectRequest(google.protobuf.message.Message):
 
     @property
     def prefetch(self) -> Global___PrefetchKv:
-        """Begin to load blocks of a request that is still to start."""
+        """Begin to load blocks of a request that has not started yet."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 class PrefetchKv(google.protobuf.message.Message):
     """Blocks that a request will need, saved while its prompt is still computed.
     Best effort and without an answer: the replica begins to load them into its
-    prefix cache, or drops what it has no room for or could misread; what is
-    wrong with them is told to the request's own start.
+    prefix cache. It drops blocks that it has no room for or that do not match
+    its own; the request's start then reports the mismatch.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -94,15 +94,15 @@ class StartDecode(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REQUEST_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
-    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     CANDIDATES_FIELD_NUMBER: builtins.int
     FIRST_BEAMS_FIELD_NUMBER: builtins.int
-    timeout_ms: builtins.int
-    """The time left for the request, from the moment of sending."""
+    namespace: builtins.bytes
+    """The namespace digest of the router's block keys."""
     @property
-    def request(self) -> baton.v1.prefill_pb2.WorkerRequest:
+    def spec(self) -> baton.v1.request_pb2.RequestSpec:
         """The request; max_tokens counts the tokens of `candidates` too."""
 
     @property
@@ -110,93 +110,38 @@ class StartDecode(google.protobuf.message.Message):
         """Where the prompt's KV is. Unset: this replica computes what it lacks."""
 
     @property
-    def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CandidateProgress]:
-        """The candidates that are not finished, where generation goes on after
-        prefill or a replica that was lost. Where candidates are ranked: with the
-        tokens that prefill drew. Empty: generation begins, or goes on from
-        first_beams.
+    def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.request_pb2.CandidateProgress]:
+        """The unfinished candidates of a generation that continues after prefill or
+        after a replica was lost. Ranked candidates come with the tokens that
+        prefill drew. Empty: the generation begins, or continues from first_beams.
         """
 
     @property
-    def first_beams(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FirstBeam]:
-        """Beam search that goes on after prefill: its most likely first tokens."""
+    def first_beams(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.request_pb2.FirstBeam]:
+        """The most likely first tokens of a beam search that continues after prefill."""
 
     def __init__(
         self,
         *,
-        request: baton.v1.prefill_pb2.WorkerRequest | None = ...,
+        spec: baton.v1.request_pb2.RequestSpec | None = ...,
+        namespace: builtins.bytes = ...,
         handoff: baton.v1.prefill_pb2.KvHandoff | None = ...,
-        timeout_ms: builtins.int = ...,
-        candidates: collections.abc.Iterable[Global___CandidateProgress] | None = ...,
-        first_beams: collections.abc.Iterable[Global___FirstBeam] | None = ...,
+        candidates: collections.abc.Iterable[baton.v1.request_pb2.CandidateProgress] | None = ...,
+        first_beams: collections.abc.Iterable[baton.v1.request_pb2.FirstBeam] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "request", b"request"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["candidates", b"candidates", "first_beams", b"first_beams", "handoff", b"handoff", "request", b"request", "timeout_ms", b"timeout_ms"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["candidates", b"candidates", "first_beams", b"first_beams", "handoff", b"handoff", "namespace", b"namespace", "spec", b"spec"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StartDecode: typing_extensions.TypeAlias = StartDecode
 
 @typing.final
-class CandidateProgress(google.protobuf.message.Message):
-    """What a candidate has so far."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: builtins.int
-    OUTPUT_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    LOGPROB_FIELD_NUMBER: builtins.int
-    index: builtins.int
-    """The candidate's number, below the number of candidates; each at most once."""
-    logprob: builtins.float
-    """Sum of their log-probabilities; counts where candidates are ranked."""
-    @property
-    def output_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Its tokens, one or more. If the last of them is a stop token, the replica
-        ends the candidate without more.
-        """
-
-    def __init__(
-        self,
-        *,
-        index: builtins.int = ...,
-        output_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        logprob: builtins.float = ...,
-    ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["index", b"index", "logprob", b"logprob", "output_token_ids", b"output_token_ids"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___CandidateProgress: typing_extensions.TypeAlias = CandidateProgress
-
-@typing.final
-class FirstBeam(google.protobuf.message.Message):
-    """A token that hypotheses may begin with."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TOKEN_ID_FIELD_NUMBER: builtins.int
-    LOGPROB_FIELD_NUMBER: builtins.int
-    token_id: builtins.int
-    """The token."""
-    logprob: builtins.float
-    """Its log-probability."""
-    def __init__(
-        self,
-        *,
-        token_id: builtins.int = ...,
-        logprob: builtins.float = ...,
-    ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["logprob", b"logprob", "token_id", b"token_id"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___FirstBeam: typing_extensions.TypeAlias = FirstBeam
-
-@typing.final
 class CancelDecode(google.protobuf.message.Message):
     """Cancels a request, which gets no further output, or finishes one of its
-    candidates, as if it had drawn its last token: it gets no output but what is
-    under way; with the last of them the request ends, ABORTED. Unknown ids, and
-    those of what has ended, are no error.
+    candidates. A finished candidate gets no output except those already under
+    way; when the last candidate is finished, the request ends as ABORTED.
+    Unknown ids, and those of ended requests and candidates, are no error.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -204,7 +149,7 @@ class CancelDecode(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     INDEX_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """WorkerRequest.request_id."""
+    """RequestSpec.request_id."""
     index: builtins.int
     """The candidate. Unset: the whole request."""
     def __init__(
@@ -225,116 +170,23 @@ Global___CancelDecode: typing_extensions.TypeAlias = CancelDecode
 
 @typing.final
 class ConnectResponse(google.protobuf.message.Message):
-    """What the engine's latest steps brought this router."""
+    """The new outputs of this router's requests."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OUTPUTS_FIELD_NUMBER: builtins.int
     @property
-    def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DecodeOutput]:
-        """At most one output per candidate of a request, and its end. Those of one
-        request stand together, the one that is its last at the end.
+    def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.request_pb2.CandidateOutput]:
+        """At most one output per candidate of a request, and the request's end.
+        Outputs of one request stand together; its last one comes at their end.
         """
 
     def __init__(
         self,
         *,
-        outputs: collections.abc.Iterable[Global___DecodeOutput] | None = ...,
+        outputs: collections.abc.Iterable[baton.v1.request_pb2.CandidateOutput] | None = ...,
     ) -> None: ...
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["outputs", b"outputs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
-
-@typing.final
-class DecodeOutput(google.protobuf.message.Message):
-    """New tokens of one candidate, or its end."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    TOKEN_IDS_FIELD_NUMBER: builtins.int
-    FINISH_REASON_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
-    CACHED_TOKENS_FIELD_NUMBER: builtins.int
-    TIMINGS_FIELD_NUMBER: builtins.int
-    INDEX_FIELD_NUMBER: builtins.int
-    IS_LAST_FIELD_NUMBER: builtins.int
-    SCORE_FIELD_NUMBER: builtins.int
-    request_id: builtins.str
-    """WorkerRequest.request_id."""
-    finish_reason: baton.v1.common_pb2.FinishReason.ValueType
-    """Set on the candidate's last output."""
-    cached_tokens: builtins.int
-    """Prompt tokens not computed here but found or loaded; on the request's
-    first output.
-    """
-    index: builtins.int
-    """The candidate's number; its rank where candidates are ranked."""
-    is_last: builtins.bool
-    """The request's last output. Candidates that have not ended end with it; its
-    index may be that of one that has.
-    """
-    score: builtins.float
-    """What a ranked candidate was ranked by: beam search's score, or the mean
-    log-probability of its tokens.
-    """
-    @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens since the last output of this candidate. Where candidates are
-        ranked, all of them: they come when all have ended, the best first.
-        """
-
-    @property
-    def error(self) -> Global___WorkerError:
-        """Set when finish_reason is ERROR or IGNORED."""
-
-    @property
-    def timings(self) -> baton.v1.common_pb2.Timings:
-        """queue_ms, prefill_ms, load_ms; on the request's first output."""
-
-    def __init__(
-        self,
-        *,
-        request_id: builtins.str = ...,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        finish_reason: baton.v1.common_pb2.FinishReason.ValueType = ...,
-        error: Global___WorkerError | None = ...,
-        cached_tokens: builtins.int = ...,
-        timings: baton.v1.common_pb2.Timings | None = ...,
-        index: builtins.int = ...,
-        is_last: builtins.bool = ...,
-        score: builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "error", b"error", "score", b"score", "timings", b"timings"]
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "is_last", b"is_last", "request_id", b"request_id", "score", b"score", "timings", b"timings", "token_ids", b"token_ids"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
-    _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
-
-Global___DecodeOutput: typing_extensions.TypeAlias = DecodeOutput
-
-@typing.final
-class WorkerError(google.protobuf.message.Message):
-    """A failure of one request on a worker."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    CODE_FIELD_NUMBER: builtins.int
-    MESSAGE_FIELD_NUMBER: builtins.int
-    code: builtins.int
-    """A canonical gRPC status code number."""
-    message: builtins.str
-    """What went wrong, fit for the client."""
-    def __init__(
-        self,
-        *,
-        code: builtins.int = ...,
-        message: builtins.str = ...,
-    ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["code", b"code", "message", b"message"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___WorkerError: typing_extensions.TypeAlias = WorkerError

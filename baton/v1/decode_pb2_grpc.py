@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DecodeServiceStub(object):
-    """Loads a prompt's KV and generates the rest. Called by the router.
+    """Loads a prompt's KV and generates the remaining tokens. Called by the router.
     """
 
     def __init__(self, channel):
@@ -43,15 +43,15 @@ class DecodeServiceStub(object):
 
 
 class DecodeServiceServicer(object):
-    """Loads a prompt's KV and generates the rest. Called by the router.
+    """Loads a prompt's KV and generates the remaining tokens. Called by the router.
     """
 
     def Connect(self, request_iterator, context):
-        """One long-lived stream per router: commands in, and one message per engine
-        step out, with the new tokens of all of that router's requests. Tokens of
-        one candidate keep their order; none is dropped or repeated; a slow reader
-        gets several steps in one message. When the stream breaks, its requests
-        are aborted and their blocks freed.
+        """One long-lived stream per router. The router sends commands; the replica
+        sends one message per engine step, with the new tokens of all requests of
+        that router. Tokens of one candidate keep their order; none is dropped or
+        repeated. A slow reader gets several steps in one message. When the stream
+        breaks, its requests are aborted and their blocks freed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,7 +74,7 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService(object):
-    """Loads a prompt's KV and generates the rest. Called by the router.
+    """Loads a prompt's KV and generates the remaining tokens. Called by the router.
     """
 
     @staticmethod

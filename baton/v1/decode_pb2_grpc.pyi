@@ -3,7 +3,7 @@
 isort:skip_file
 Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 
-The decode tier: generates tokens from handed-over KV.
+The decode tier: generates tokens from KV that prefill has computed.
 """
 
 import abc
@@ -24,35 +24,35 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeServiceStub:
-    """Loads a prompt's KV and generates the rest. Called by the router."""
+    """Loads a prompt's KV and generates the remaining tokens. Called by the router."""
 
     @typing.overload
     def __new__(cls, channel: grpc.Channel) -> DecodeServiceStub: ...
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> DecodeServiceAsyncStub: ...
     Connect: grpc.StreamStreamMultiCallable[baton.v1.decode_pb2.ConnectRequest, baton.v1.decode_pb2.ConnectResponse]
-    """One long-lived stream per router: commands in, and one message per engine
-    step out, with the new tokens of all of that router's requests. Tokens of
-    one candidate keep their order; none is dropped or repeated; a slow reader
-    gets several steps in one message. When the stream breaks, its requests
-    are aborted and their blocks freed.
+    """One long-lived stream per router. The router sends commands; the replica
+    sends one message per engine step, with the new tokens of all requests of
+    that router. Tokens of one candidate keep their order; none is dropped or
+    repeated. A slow reader gets several steps in one message. When the stream
+    breaks, its requests are aborted and their blocks freed.
     """
 
 @typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
-    """Loads a prompt's KV and generates the rest. Called by the router."""
+    """Loads a prompt's KV and generates the remaining tokens. Called by the router."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Connect: grpc.aio.StreamStreamMultiCallable[baton.v1.decode_pb2.ConnectRequest, baton.v1.decode_pb2.ConnectResponse]  # type: ignore[assignment]
-    """One long-lived stream per router: commands in, and one message per engine
-    step out, with the new tokens of all of that router's requests. Tokens of
-    one candidate keep their order; none is dropped or repeated; a slow reader
-    gets several steps in one message. When the stream breaks, its requests
-    are aborted and their blocks freed.
+    """One long-lived stream per router. The router sends commands; the replica
+    sends one message per engine step, with the new tokens of all requests of
+    that router. Tokens of one candidate keep their order; none is dropped or
+    repeated. A slow reader gets several steps in one message. When the stream
+    breaks, its requests are aborted and their blocks freed.
     """
 
 class DecodeServiceServicer(metaclass=abc.ABCMeta):
-    """Loads a prompt's KV and generates the rest. Called by the router."""
+    """Loads a prompt's KV and generates the remaining tokens. Called by the router."""
 
     @abc.abstractmethod
     def Connect(
@@ -60,11 +60,11 @@ class DecodeServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[baton.v1.decode_pb2.ConnectRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.decode_pb2.ConnectResponse], collections.abc.AsyncIterator[baton.v1.decode_pb2.ConnectResponse]]:
-        """One long-lived stream per router: commands in, and one message per engine
-        step out, with the new tokens of all of that router's requests. Tokens of
-        one candidate keep their order; none is dropped or repeated; a slow reader
-        gets several steps in one message. When the stream breaks, its requests
-        are aborted and their blocks freed.
+        """One long-lived stream per router. The router sends commands; the replica
+        sends one message per engine step, with the new tokens of all requests of
+        that router. Tokens of one candidate keep their order; none is dropped or
+        repeated. A slow reader gets several steps in one message. When the stream
+        breaks, its requests are aborted and their blocks freed.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -3,7 +3,7 @@
 isort:skip_file
 Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 
-The front door: what clients call.
+The service that clients call.
 """
 
 import baton.v1.common_pb2
@@ -37,15 +37,15 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """Names the request in logs and for WorkerService.Abort; unique among this
-    router's running requests.
-    Empty: the router makes one. At most 128 characters.
+    """Names the request in logs and for WorkerService.Abort. Must be unique among
+    this router's running requests. At most 128 characters. Empty: the router
+    chooses one.
     """
     model: builtins.str
     """The model to use. Empty: the served one."""
     text: builtins.str
-    """Text, tokenized by the router with the model's special tokens. At most
-    as many characters as the longest token has, for each token that fits.
+    """Text, which the router tokenizes with the model's special tokens. At most
+    max_model_len times the characters of the vocabulary's longest token.
     """
     priority: builtins.int
     """Larger is scheduled first. Unset: 0."""
@@ -106,7 +106,7 @@ class GenerateResponse(google.protobuf.message.Message):
     """The request's id."""
     @property
     def completions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Completion]:
-        """The candidates, by index; the best first where candidates are compared."""
+        """The candidates by index; ranked candidates come best first."""
 
     @property
     def usage(self) -> baton.v1.common_pb2.Usage:
@@ -114,7 +114,7 @@ class GenerateResponse(google.protobuf.message.Message):
 
     @property
     def timings(self) -> baton.v1.common_pb2.Timings:
-        """Where the time went."""
+        """Time per stage."""
 
     def __init__(
         self,
@@ -150,8 +150,8 @@ class Completion(google.protobuf.message.Message):
     finish_reason: baton.v1.common_pb2.FinishReason.ValueType
     """Why it ended."""
     score: builtins.float
-    """What candidates were compared by: beam search's score, or the mean
-    log-probability per token. Set where they were compared.
+    """The score of a ranked candidate: that of beam search, or the mean
+    log-probability per token. Unset if candidates are not ranked.
     """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -159,7 +159,7 @@ class Completion(google.protobuf.message.Message):
 
     @property
     def matched_stop(self) -> baton.v1.common_pb2.MatchedStop:
-        """What ended it, where finish_reason is STOP."""
+        """The stop that ended it, if finish_reason is STOP."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ Global___Completion: typing_extensions.TypeAlias = Completion
 
 @typing.final
 class GenerateStreamResponse(google.protobuf.message.Message):
-    """A piece of one candidate."""
+    """New tokens of one candidate, or its end."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -201,20 +201,20 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     index: builtins.int
     """The candidate's number, from 0."""
     text: builtins.str
-    """Text since the candidate's message before; may lag behind token_ids while
-    a character or a stop text is incomplete.
+    """Text since the candidate's previous message. It may lag behind token_ids
+    while a character or a stop text is incomplete.
     """
     finish_reason: baton.v1.common_pb2.FinishReason.ValueType
-    """Set on the candidate's last message."""
+    """Why the candidate ended; set on its last message."""
     score: builtins.float
-    """As in Completion; on the candidate's last message."""
+    """As in Completion; set on the candidate's last message."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens generated since the candidate's message before."""
+        """Tokens generated since the candidate's previous message."""
 
     @property
     def matched_stop(self) -> baton.v1.common_pb2.MatchedStop:
-        """What ended it, where finish_reason is STOP."""
+        """The stop that ended it, if finish_reason is STOP."""
 
     @property
     def usage(self) -> baton.v1.common_pb2.Usage:
@@ -222,7 +222,7 @@ class GenerateStreamResponse(google.protobuf.message.Message):
 
     @property
     def timings(self) -> baton.v1.common_pb2.Timings:
-        """Where the time went; on the last message of the stream."""
+        """Time per stage; on the last message of the stream."""
 
     def __init__(
         self,
@@ -279,15 +279,15 @@ class GetModelResponse(google.protobuf.message.Message):
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """Its name, as requests give it."""
+    """The name that requests use."""
     max_model_len: builtins.int
-    """The most prompt and generated tokens together."""
+    """The most tokens of a prompt and its completion together."""
     vocab_size: builtins.int
     """Size of the vocabulary; token ids are below it."""
     block_size: builtins.int
     """Tokens in one KV block."""
     namespace: builtins.str
-    """Hex digest of everything KV bytes depend on; equal on all workers."""
+    """Hex digest of everything that KV bytes depend on; equal on all workers."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a generation unless ignore_eos is set."""

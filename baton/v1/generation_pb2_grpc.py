@@ -28,10 +28,13 @@ if _version_not_supported:
 class GenerationServiceStub(object):
     """Text generation, served by the router.
 
-    Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
-    UNAVAILABLE that no replica can take the request now (safe to retry);
-    DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
+    Errors of every method:
+    INVALID_ARGUMENT: a field is out of range, or the model is unknown; the
+    message names the field, its value and the limit.
+    RESOURCE_EXHAUSTED: the queue is full.
+    UNAVAILABLE: no replica can take the request now; safe to retry.
+    DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
+    cancelled.
     """
 
     def __init__(self, channel):
@@ -70,10 +73,13 @@ class GenerationServiceStub(object):
 class GenerationServiceServicer(object):
     """Text generation, served by the router.
 
-    Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
-    UNAVAILABLE that no replica can take the request now (safe to retry);
-    DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
+    Errors of every method:
+    INVALID_ARGUMENT: a field is out of range, or the model is unknown; the
+    message names the field, its value and the limit.
+    RESOURCE_EXHAUSTED: the queue is full.
+    UNAVAILABLE: no replica can take the request now; safe to retry.
+    DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
+    cancelled.
     """
 
     def Generate(self, request, context):
@@ -85,11 +91,11 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generates a completion and streams it. Each message carries the tokens of
-        one candidate since the one before; a candidate's last one carries its
-        finish_reason, and the very last one usage and timings. A stream that ends
-        without them ends in an error status. Where candidates are compared
-        (best_of > n, beam_search), each comes whole, in one message, at the end.
+        """Generates a completion and streams it. Each message carries the new tokens
+        of one candidate. The last message of a candidate carries its
+        finish_reason, the last message of the stream carries usage and timings. A
+        stream without these ends in an error status. Ranked candidates
+        (best_of > n, beam_search) each come whole, in one message, at the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,10 +161,13 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 class GenerationService(object):
     """Text generation, served by the router.
 
-    Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
-    UNAVAILABLE that no replica can take the request now (safe to retry);
-    DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
+    Errors of every method:
+    INVALID_ARGUMENT: a field is out of range, or the model is unknown; the
+    message names the field, its value and the limit.
+    RESOURCE_EXHAUSTED: the queue is full.
+    UNAVAILABLE: no replica can take the request now; safe to retry.
+    DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
+    cancelled.
     """
 
     @staticmethod

@@ -3,7 +3,7 @@
 isort:skip_file
 Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 
-The front door: what clients call.
+The service that clients call.
 """
 
 import abc
@@ -26,10 +26,13 @@ GRPC_VERSION: str
 class GenerationServiceStub:
     """Text generation, served by the router.
 
-    Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
-    UNAVAILABLE that no replica can take the request now (safe to retry);
-    DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
+    Errors of every method:
+    INVALID_ARGUMENT: a field is out of range, or the model is unknown; the
+    message names the field, its value and the limit.
+    RESOURCE_EXHAUSTED: the queue is full.
+    UNAVAILABLE: no replica can take the request now; safe to retry.
+    DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
+    cancelled.
     """
 
     @typing.overload
@@ -41,11 +44,11 @@ class GenerationServiceStub:
     request carries a seed.
     """
     GenerateStream: grpc.UnaryStreamMultiCallable[baton.v1.generation_pb2.GenerateRequest, baton.v1.generation_pb2.GenerateStreamResponse]
-    """Generates a completion and streams it. Each message carries the tokens of
-    one candidate since the one before; a candidate's last one carries its
-    finish_reason, and the very last one usage and timings. A stream that ends
-    without them ends in an error status. Where candidates are compared
-    (best_of > n, beam_search), each comes whole, in one message, at the end.
+    """Generates a completion and streams it. Each message carries the new tokens
+    of one candidate. The last message of a candidate carries its
+    finish_reason, the last message of the stream carries usage and timings. A
+    stream without these ends in an error status. Ranked candidates
+    (best_of > n, beam_search) each come whole, in one message, at the end.
     """
     GetModel: grpc.UnaryUnaryMultiCallable[baton.v1.generation_pb2.GetModelRequest, baton.v1.generation_pb2.GetModelResponse]
     """Describes the served model."""
@@ -58,10 +61,13 @@ class GenerationServiceStub:
 class GenerationServiceAsyncStub(GenerationServiceStub):
     """Text generation, served by the router.
 
-    Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
-    UNAVAILABLE that no replica can take the request now (safe to retry);
-    DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
+    Errors of every method:
+    INVALID_ARGUMENT: a field is out of range, or the model is unknown; the
+    message names the field, its value and the limit.
+    RESOURCE_EXHAUSTED: the queue is full.
+    UNAVAILABLE: no replica can take the request now; safe to retry.
+    DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
+    cancelled.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
@@ -70,11 +76,11 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     request carries a seed.
     """
     GenerateStream: grpc.aio.UnaryStreamMultiCallable[baton.v1.generation_pb2.GenerateRequest, baton.v1.generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """Generates a completion and streams it. Each message carries the tokens of
-    one candidate since the one before; a candidate's last one carries its
-    finish_reason, and the very last one usage and timings. A stream that ends
-    without them ends in an error status. Where candidates are compared
-    (best_of > n, beam_search), each comes whole, in one message, at the end.
+    """Generates a completion and streams it. Each message carries the new tokens
+    of one candidate. The last message of a candidate carries its
+    finish_reason, the last message of the stream carries usage and timings. A
+    stream without these ends in an error status. Ranked candidates
+    (best_of > n, beam_search) each come whole, in one message, at the end.
     """
     GetModel: grpc.aio.UnaryUnaryMultiCallable[baton.v1.generation_pb2.GetModelRequest, baton.v1.generation_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes the served model."""
@@ -86,10 +92,13 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 class GenerationServiceServicer(metaclass=abc.ABCMeta):
     """Text generation, served by the router.
 
-    Errors of every method: INVALID_ARGUMENT names the field, its value and the
-    limit, an unknown model included; RESOURCE_EXHAUSTED a full queue;
-    UNAVAILABLE that no replica can take the request now (safe to retry);
-    DEADLINE_EXCEEDED and CANCELLED the caller's own deadline or cancel.
+    Errors of every method:
+    INVALID_ARGUMENT: a field is out of range, or the model is unknown; the
+    message names the field, its value and the limit.
+    RESOURCE_EXHAUSTED: the queue is full.
+    UNAVAILABLE: no replica can take the request now; safe to retry.
+    DEADLINE_EXCEEDED, CANCELLED: the caller's deadline passed, or the caller
+    cancelled.
     """
 
     @abc.abstractmethod
@@ -108,11 +117,11 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.generation_pb2.GenerateStreamResponse], collections.abc.AsyncIterator[baton.v1.generation_pb2.GenerateStreamResponse]]:
-        """Generates a completion and streams it. Each message carries the tokens of
-        one candidate since the one before; a candidate's last one carries its
-        finish_reason, and the very last one usage and timings. A stream that ends
-        without them ends in an error status. Where candidates are compared
-        (best_of > n, beam_search), each comes whole, in one message, at the end.
+        """Generates a completion and streams it. Each message carries the new tokens
+        of one candidate. The last message of a candidate carries its
+        finish_reason, the last message of the stream carries usage and timings. A
+        stream without these ends in an error status. Ranked candidates
+        (best_of > n, beam_search) each come whole, in one message, at the end.
         """
 
     @abc.abstractmethod

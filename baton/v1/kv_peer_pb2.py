@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/kv_peer.proto\x12\x08\x62\x61ton.v1\"G\n\x0cKvPeerParams\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\"J\n\x0eKvMemoryRanges\x12\x11\n\taddresses\x18\x01 \x03(\x06\x12\x11\n\tnum_bytes\x18\x02 \x03(\x04\x12\x12\n\ndevice_ids\x18\x03 \x03(\r\"Q\n\x0bKvBlockList\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"a\n\x10KvBlockLocations\x12\x0f\n\x07headers\x18\x01 \x01(\x0c\x12\x12\n\nnum_ranges\x18\x02 \x03(\r\x12(\n\x06ranges\x18\x03 \x01(\x0b\x32\x18.baton.v1.KvMemoryRanges\"\x11\n\x0f\x44\x65scribeRequest\"[\n\x10\x44\x65scribeResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"N\n\x11OpenBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"h\n\x12OpenBlocksResponse\x12\x0f\n\x07read_id\x18\x01 \x01(\x04\x12-\n\tlocations\x18\x02 \x01(\x0b\x32\x1a.baton.v1.KvBlockLocations\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\":\n\x12\x43loseBlocksRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08read_ids\x18\x02 \x03(\x04\"\x15\n\x13\x43loseBlocksResponse\":\n\x11ReadBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\"\"\n\x12ReadBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xbe\x01\n\x11PushBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\x12\x0f\n\x07push_id\x18\x02 \x01(\x0c\x12\x19\n\x11reader_generation\x18\x03 \x01(\x0c\x12\x17\n\x0freader_metadata\x18\x04 \x01(\x0c\x12)\n\x07targets\x18\x05 \x01(\x0b\x32\x18.baton.v1.KvMemoryRanges\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\"H\n\x12PushBlocksResponse\x12\x0f\n\x07headers\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nis_settled\x18\x03 \x01(\x08\"8\n\x11SettlePushRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x0f\n\x07push_id\x18\x02 \x01(\x0c\"(\n\x12SettlePushResponse\x12\x12\n\nis_settled\x18\x01 \x01(\x08\";\n\x12RenewLeasesRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\t\"#\n\x13RenewLeasesResponse\x12\x0c\n\x04gone\x18\x01 \x03(\t2\xa4\x04\n\rKvPeerService\x12\x46\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\"\x03\x90\x02\x01\x12G\n\nOpenBlocks\x12\x1b.baton.v1.OpenBlocksRequest\x1a\x1c.baton.v1.OpenBlocksResponse\x12O\n\x0b\x43loseBlocks\x12\x1c.baton.v1.CloseBlocksRequest\x1a\x1d.baton.v1.CloseBlocksResponse\"\x03\x90\x02\x02\x12I\n\nReadBlocks\x12\x1b.baton.v1.ReadBlocksRequest\x1a\x1c.baton.v1.ReadBlocksResponse0\x01\x12G\n\nPushBlocks\x12\x1b.baton.v1.PushBlocksRequest\x1a\x1c.baton.v1.PushBlocksResponse\x12L\n\nSettlePush\x12\x1b.baton.v1.SettlePushRequest\x1a\x1c.baton.v1.SettlePushResponse\"\x03\x90\x02\x02\x12O\n\x0bRenewLeases\x12\x1c.baton.v1.RenewLeasesRequest\x1a\x1d.baton.v1.RenewLeasesResponse\"\x03\x90\x02\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/kv_peer.proto\x12\x08\x62\x61ton.v1\"G\n\x0cKvPeerParams\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\"J\n\x0eKvMemoryRanges\x12\x11\n\taddresses\x18\x01 \x03(\x06\x12\x11\n\tnum_bytes\x18\x02 \x03(\x04\x12\x12\n\ndevice_ids\x18\x03 \x03(\r\"Q\n\x0bKvBlockList\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"a\n\x10KvBlockLocations\x12\x0f\n\x07headers\x18\x01 \x01(\x0c\x12\x12\n\nnum_ranges\x18\x02 \x03(\r\x12(\n\x06ranges\x18\x03 \x01(\x0b\x32\x18.baton.v1.KvMemoryRanges\"\x11\n\x0f\x44\x65scribeRequest\"[\n\x10\x44\x65scribeResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\x0e\n\x06layout\x18\x04 \x01(\t\"N\n\x11OpenBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"h\n\x12OpenBlocksResponse\x12\x0f\n\x07read_id\x18\x01 \x01(\x04\x12-\n\tlocations\x18\x02 \x01(\x0b\x32\x1a.baton.v1.KvBlockLocations\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\":\n\x12\x43loseBlocksRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x10\n\x08read_ids\x18\x02 \x03(\x04\"\x15\n\x13\x43loseBlocksResponse\":\n\x11ReadBlocksRequest\x12%\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x15.baton.v1.KvBlockList\"\"\n\x12ReadBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\";\n\x12RenewLeasesRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\t\"#\n\x13RenewLeasesResponse\x12\x0c\n\x04gone\x18\x01 \x03(\t2\x8d\x03\n\rKvPeerService\x12\x46\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\"\x03\x90\x02\x01\x12G\n\nOpenBlocks\x12\x1b.baton.v1.OpenBlocksRequest\x1a\x1c.baton.v1.OpenBlocksResponse\x12O\n\x0b\x43loseBlocks\x12\x1c.baton.v1.CloseBlocksRequest\x1a\x1d.baton.v1.CloseBlocksResponse\"\x03\x90\x02\x02\x12I\n\nReadBlocks\x12\x1b.baton.v1.ReadBlocksRequest\x1a\x1c.baton.v1.ReadBlocksResponse0\x01\x12O\n\x0bRenewLeases\x12\x1c.baton.v1.RenewLeasesRequest\x1a\x1d.baton.v1.RenewLeasesResponse\"\x03\x90\x02\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVPEERSERVICE'].methods_by_name['Describe']._serialized_options = b'\220\002\001'
   _globals['_KVPEERSERVICE'].methods_by_name['CloseBlocks']._loaded_options = None
   _globals['_KVPEERSERVICE'].methods_by_name['CloseBlocks']._serialized_options = b'\220\002\002'
-  _globals['_KVPEERSERVICE'].methods_by_name['SettlePush']._loaded_options = None
-  _globals['_KVPEERSERVICE'].methods_by_name['SettlePush']._serialized_options = b'\220\002\002'
   _globals['_KVPEERSERVICE'].methods_by_name['RenewLeases']._loaded_options = None
   _globals['_KVPEERSERVICE'].methods_by_name['RenewLeases']._serialized_options = b'\220\002\002'
   _globals['_KVPEERPARAMS']._serialized_start=36
@@ -63,18 +61,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READBLOCKSREQUEST']._serialized_end=806
   _globals['_READBLOCKSRESPONSE']._serialized_start=808
   _globals['_READBLOCKSRESPONSE']._serialized_end=842
-  _globals['_PUSHBLOCKSREQUEST']._serialized_start=845
-  _globals['_PUSHBLOCKSREQUEST']._serialized_end=1035
-  _globals['_PUSHBLOCKSRESPONSE']._serialized_start=1037
-  _globals['_PUSHBLOCKSRESPONSE']._serialized_end=1109
-  _globals['_SETTLEPUSHREQUEST']._serialized_start=1111
-  _globals['_SETTLEPUSHREQUEST']._serialized_end=1167
-  _globals['_SETTLEPUSHRESPONSE']._serialized_start=1169
-  _globals['_SETTLEPUSHRESPONSE']._serialized_end=1209
-  _globals['_RENEWLEASESREQUEST']._serialized_start=1211
-  _globals['_RENEWLEASESREQUEST']._serialized_end=1270
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=1272
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=1307
-  _globals['_KVPEERSERVICE']._serialized_start=1310
-  _globals['_KVPEERSERVICE']._serialized_end=1858
+  _globals['_RENEWLEASESREQUEST']._serialized_start=844
+  _globals['_RENEWLEASESREQUEST']._serialized_end=903
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=905
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=940
+  _globals['_KVPEERSERVICE']._serialized_start=943
+  _globals['_KVPEERSERVICE']._serialized_end=1340
 # @@protoc_insertion_point(module_scope)

@@ -3,12 +3,13 @@
 isort:skip_file
 Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 
-How a worker takes KV blocks from where they lie in another worker's pool.
+How a worker reads KV blocks from another worker's pool.
 
 Every request but Describe names the generation of the process that it is
-for. FAILED_PRECONDITION: the process is another one, which names both, or
-its KV has another form. NOT_FOUND: the lease is over or was never there.
-INVALID_ARGUMENT: the call has no deadline or one too far away.
+for. FAILED_PRECONDITION: the process has another generation (the message
+names both), or its KV has another form. NOT_FOUND: the lease is over or
+never existed. INVALID_ARGUMENT: the call has no deadline, or one too far
+away.
 """
 
 import builtins
@@ -38,9 +39,9 @@ class KvPeerParams(google.protobuf.message.Message):
     endpoint: builtins.str
     """host:port of the KvPeerService."""
     generation: builtins.bytes
-    """16 random bytes of the process's start."""
+    """16 random bytes drawn at the process's start."""
     transport: builtins.str
-    """How bytes move: "grpc", "nixl"."""
+    """The scheme of the connector: "grpc" or "nixl"."""
     def __init__(
         self,
         *,
@@ -55,8 +56,8 @@ Global___KvPeerParams: typing_extensions.TypeAlias = KvPeerParams
 
 @typing.final
 class KvMemoryRanges(google.protobuf.message.Message):
-    """Runs of bytes in a process's registered memory, column by column: a message
-    for each would cost more than to read it. All columns are equally long.
+    """Ranges of a process's registered memory, column by column: a message for
+    each range would cost more than to read it. All columns are equally long.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -66,7 +67,7 @@ class KvMemoryRanges(google.protobuf.message.Message):
     DEVICE_IDS_FIELD_NUMBER: builtins.int
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Of the first bytes."""
+        """Addresses of the first bytes."""
 
     @property
     def num_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -74,7 +75,7 @@ class KvMemoryRanges(google.protobuf.message.Message):
 
     @property
     def device_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Of the GPUs that they lie on; 0 for host memory."""
+        """Indices of the GPUs that hold them; 0 for host memory."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ Global___KvMemoryRanges: typing_extensions.TypeAlias = KvMemoryRanges
 
 @typing.final
 class KvBlockList(google.protobuf.message.Message):
-    """Which blocks a reader wants."""
+    """The blocks that a reader wants."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -103,9 +104,7 @@ class KvBlockList(google.protobuf.message.Message):
     lease_id: builtins.str
     """The lease, KvHandoff.handoff_id."""
     layout: builtins.str
-    """The reader's form of a block in words; another than the lender's is
-    refused.
-    """
+    """The reader's form of a block in words; it must be the lender's."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Their keys, in order."""
@@ -133,19 +132,15 @@ class KvBlockLocations(google.protobuf.message.Message):
     NUM_RANGES_FIELD_NUMBER: builtins.int
     RANGES_FIELD_NUMBER: builtins.int
     headers: builtins.bytes
-    """The 64 bytes that each sealed block begins with, one behind the other; the
-    rest are its bytes.
-    """
+    """The 64 bytes of each sealed block's header, one after the other."""
     @property
     def num_ranges(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Of how many ranges each block consists. 0 if it can only be had by
-        ReadBlocks.
-        """
+        """The number of ranges of each block; 0 if ReadBlocks alone can read it."""
 
     @property
     def ranges(self) -> Global___KvMemoryRanges:
-        """The blocks' bytes: the ranges of the first, in order, those of the second,
-        ...
+        """The blocks' bytes: the ranges of the first block in order, those of the
+        second, ...
         """
 
     def __init__(
@@ -185,11 +180,13 @@ class DescribeResponse(google.protobuf.message.Message):
     METADATA_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     generation: builtins.bytes
-    """Of the process."""
+    """KvPeerParams.generation."""
     transport: builtins.str
-    """How bytes move."""
+    """KvPeerParams.transport."""
     metadata: builtins.bytes
-    """What the transport needs to reach the process's memory."""
+    """What the reader's transport needs to read the process's memory, and random
+    bytes there, by which the reader finds out whether it can.
+    """
     layout: builtins.str
     """The form of a block in words."""
     def __init__(
@@ -214,10 +211,10 @@ class OpenBlocksRequest(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     timeout_ms: builtins.int
-    """How long they are needed. At most the lender's own timeout."""
+    """How long they must stay. At most the lender's own timeout."""
     @property
     def blocks(self) -> Global___KvBlockList:
-        """Which."""
+        """The wanted blocks."""
 
     def __init__(
         self,
@@ -242,9 +239,9 @@ class OpenBlocksResponse(google.protobuf.message.Message):
     LOCATIONS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     read_id: builtins.int
-    """Names this answer for CloseBlocks."""
+    """Id for CloseBlocks."""
     timeout_ms: builtins.int
-    """How long they stay: as was asked for, but no longer than the lender's own
+    """How long they stay: the requested time, but no longer than the lender's own
     timeout.
     """
     @property
@@ -267,7 +264,7 @@ Global___OpenBlocksResponse: typing_extensions.TypeAlias = OpenBlocksResponse
 
 @typing.final
 class CloseBlocksRequest(google.protobuf.message.Message):
-    """Says that blocks are no longer read."""
+    """Ends reads."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -292,7 +289,7 @@ Global___CloseBlocksRequest: typing_extensions.TypeAlias = CloseBlocksRequest
 
 @typing.final
 class CloseBlocksResponse(google.protobuf.message.Message):
-    """Says nothing."""
+    """Empty."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -311,7 +308,7 @@ class ReadBlocksRequest(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     @property
     def blocks(self) -> Global___KvBlockList:
-        """Which."""
+        """The wanted blocks."""
 
     def __init__(
         self,
@@ -327,15 +324,17 @@ Global___ReadBlocksRequest: typing_extensions.TypeAlias = ReadBlocksRequest
 
 @typing.final
 class ReadBlocksResponse(google.protobuf.message.Message):
-    """The next bytes of the leading blocks that are there: header and bytes of the
-    first, header and bytes of the second, ..., cut anywhere.
+    """The next bytes of the leading blocks that are lent: header and bytes of the
+    first, header and bytes of the second, ..., split anywhere.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DATA_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    """At most 1 MiB. The only field: lenders and readers frame it by hand."""
+    """At most 1 MiB. It must stay the only field: lenders and readers encode it by
+    hand.
+    """
     def __init__(
         self,
         *,
@@ -345,123 +344,6 @@ class ReadBlocksResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReadBlocksResponse: typing_extensions.TypeAlias = ReadBlocksResponse
-
-@typing.final
-class PushBlocksRequest(google.protobuf.message.Message):
-    """Asks for blocks to be written into the caller's memory."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BLOCKS_FIELD_NUMBER: builtins.int
-    PUSH_ID_FIELD_NUMBER: builtins.int
-    READER_GENERATION_FIELD_NUMBER: builtins.int
-    READER_METADATA_FIELD_NUMBER: builtins.int
-    TARGETS_FIELD_NUMBER: builtins.int
-    TIMEOUT_MS_FIELD_NUMBER: builtins.int
-    push_id: builtins.bytes
-    """Drawn by the caller, for SettlePush."""
-    reader_generation: builtins.bytes
-    """The caller's generation."""
-    reader_metadata: builtins.bytes
-    """What the transport needs to reach the caller's memory."""
-    timeout_ms: builtins.int
-    """How long the writing may take. At most the lender's own timeout."""
-    @property
-    def blocks(self) -> Global___KvBlockList:
-        """Which."""
-
-    @property
-    def targets(self) -> Global___KvMemoryRanges:
-        """Where to, one range per key."""
-
-    def __init__(
-        self,
-        *,
-        blocks: Global___KvBlockList | None = ...,
-        push_id: builtins.bytes = ...,
-        reader_generation: builtins.bytes = ...,
-        reader_metadata: builtins.bytes = ...,
-        targets: Global___KvMemoryRanges | None = ...,
-        timeout_ms: builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "targets", b"targets"]
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "push_id", b"push_id", "reader_generation", b"reader_generation", "reader_metadata", b"reader_metadata", "targets", b"targets", "timeout_ms", b"timeout_ms"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___PushBlocksRequest: typing_extensions.TypeAlias = PushBlocksRequest
-
-@typing.final
-class PushBlocksResponse(google.protobuf.message.Message):
-    """What has been written."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HEADERS_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
-    IS_SETTLED_FIELD_NUMBER: builtins.int
-    headers: builtins.bytes
-    """The 64 bytes that each sealed block begins with, one behind the other, of
-    the leading blocks that were there; fewer if not all can be pushed. Empty
-    if the writing failed.
-    """
-    error: builtins.str
-    """Why the writing failed; empty if it did not."""
-    is_settled: builtins.bool
-    """Whether it can write no more."""
-    def __init__(
-        self,
-        *,
-        headers: builtins.bytes = ...,
-        error: builtins.str = ...,
-        is_settled: builtins.bool = ...,
-    ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["error", b"error", "headers", b"headers", "is_settled", b"is_settled"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___PushBlocksResponse: typing_extensions.TypeAlias = PushBlocksResponse
-
-@typing.final
-class SettlePushRequest(google.protobuf.message.Message):
-    """Asks what became of a push."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    GENERATION_FIELD_NUMBER: builtins.int
-    PUSH_ID_FIELD_NUMBER: builtins.int
-    generation: builtins.bytes
-    """KvPeerParams.generation."""
-    push_id: builtins.bytes
-    """PushBlocksRequest.push_id."""
-    def __init__(
-        self,
-        *,
-        generation: builtins.bytes = ...,
-        push_id: builtins.bytes = ...,
-    ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["generation", b"generation", "push_id", b"push_id"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___SettlePushRequest: typing_extensions.TypeAlias = SettlePushRequest
-
-@typing.final
-class SettlePushResponse(google.protobuf.message.Message):
-    """What became of a push."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    IS_SETTLED_FIELD_NUMBER: builtins.int
-    is_settled: builtins.bool
-    """Whether it can write no more."""
-    def __init__(
-        self,
-        *,
-        is_settled: builtins.bool = ...,
-    ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["is_settled", b"is_settled"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___SettlePushResponse: typing_extensions.TypeAlias = SettlePushResponse
 
 @typing.final
 class RenewLeasesRequest(google.protobuf.message.Message):
@@ -497,7 +379,7 @@ class RenewLeasesResponse(google.protobuf.message.Message):
     GONE_FIELD_NUMBER: builtins.int
     @property
     def gone(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Those that are over."""
+        """The leases that are over."""
 
     def __init__(
         self,

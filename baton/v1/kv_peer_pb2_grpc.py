@@ -55,16 +55,6 @@ class KvPeerServiceStub(object):
                 request_serializer=baton_dot_v1_dot_kv__peer__pb2.ReadBlocksRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_kv__peer__pb2.ReadBlocksResponse.FromString,
                 _registered_method=True)
-        self.PushBlocks = channel.unary_unary(
-                '/baton.v1.KvPeerService/PushBlocks',
-                request_serializer=baton_dot_v1_dot_kv__peer__pb2.PushBlocksRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_kv__peer__pb2.PushBlocksResponse.FromString,
-                _registered_method=True)
-        self.SettlePush = channel.unary_unary(
-                '/baton.v1.KvPeerService/SettlePush',
-                request_serializer=baton_dot_v1_dot_kv__peer__pb2.SettlePushRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_kv__peer__pb2.SettlePushResponse.FromString,
-                _registered_method=True)
         self.RenewLeases = channel.unary_unary(
                 '/baton.v1.KvPeerService/RenewLeases',
                 request_serializer=baton_dot_v1_dot_kv__peer__pb2.RenewLeasesRequest.SerializeToString,
@@ -77,45 +67,30 @@ class KvPeerServiceServicer(object):
     """
 
     def Describe(self, request, context):
-        """What the process is, and how its memory is reached.
+        """Returns what the process is, and how its memory is read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenBlocks(self, request, context):
-        """Where the leading blocks of a list lie, for the reader to fetch. They stay
-        until CloseBlocks or the answer's `timeout_ms` later, whatever becomes of
-        the lease.
+        """Returns where the leading blocks of a list lie, for the caller to read
+        them there. They stay until CloseBlocks or the answer's `timeout_ms` later,
+        whatever becomes of the lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseBlocks(self, request, context):
-        """The reader is done with them. Unknown ids are no error.
+        """Ends reads that OpenBlocks began. Unknown ids are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """The bytes of the leading blocks of a list.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PushBlocks(self, request, context):
-        """Writes the leading blocks of a list into the caller's memory and returns
-        when they are there. What became of a call that failed, SettlePush knows.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SettlePush(self, request, context):
-        """Whether a push can write no more. One that has not begun never will.
+        """Returns the bytes of the leading blocks of a list.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,16 +125,6 @@ def add_KvPeerServiceServicer_to_server(servicer, server):
                     servicer.ReadBlocks,
                     request_deserializer=baton_dot_v1_dot_kv__peer__pb2.ReadBlocksRequest.FromString,
                     response_serializer=baton_dot_v1_dot_kv__peer__pb2.ReadBlocksResponse.SerializeToString,
-            ),
-            'PushBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.PushBlocks,
-                    request_deserializer=baton_dot_v1_dot_kv__peer__pb2.PushBlocksRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_kv__peer__pb2.PushBlocksResponse.SerializeToString,
-            ),
-            'SettlePush': grpc.unary_unary_rpc_method_handler(
-                    servicer.SettlePush,
-                    request_deserializer=baton_dot_v1_dot_kv__peer__pb2.SettlePushRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_kv__peer__pb2.SettlePushResponse.SerializeToString,
             ),
             'RenewLeases': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewLeases,
@@ -276,60 +241,6 @@ class KvPeerService(object):
             '/baton.v1.KvPeerService/ReadBlocks',
             baton_dot_v1_dot_kv__peer__pb2.ReadBlocksRequest.SerializeToString,
             baton_dot_v1_dot_kv__peer__pb2.ReadBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PushBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.KvPeerService/PushBlocks',
-            baton_dot_v1_dot_kv__peer__pb2.PushBlocksRequest.SerializeToString,
-            baton_dot_v1_dot_kv__peer__pb2.PushBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SettlePush(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.KvPeerService/SettlePush',
-            baton_dot_v1_dot_kv__peer__pb2.SettlePushRequest.SerializeToString,
-            baton_dot_v1_dot_kv__peer__pb2.SettlePushResponse.FromString,
             options,
             channel_credentials,
             insecure,

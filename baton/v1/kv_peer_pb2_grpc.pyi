@@ -3,12 +3,13 @@
 isort:skip_file
 Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 
-How a worker takes KV blocks from where they lie in another worker's pool.
+How a worker reads KV blocks from another worker's pool.
 
 Every request but Describe names the generation of the process that it is
-for. FAILED_PRECONDITION: the process is another one, which names both, or
-its KV has another form. NOT_FOUND: the lease is over or was never there.
-INVALID_ARGUMENT: the call has no deadline or one too far away.
+for. FAILED_PRECONDITION: the process has another generation (the message
+names both), or its KV has another form. NOT_FOUND: the lease is over or
+never existed. INVALID_ARGUMENT: the call has no deadline, or one too far
+away.
 """
 
 import abc
@@ -36,22 +37,16 @@ class KvPeerServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> KvPeerServiceAsyncStub: ...
     Describe: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.DescribeRequest, baton.v1.kv_peer_pb2.DescribeResponse]
-    """What the process is, and how its memory is reached."""
+    """Returns what the process is, and how its memory is read."""
     OpenBlocks: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.OpenBlocksRequest, baton.v1.kv_peer_pb2.OpenBlocksResponse]
-    """Where the leading blocks of a list lie, for the reader to fetch. They stay
-    until CloseBlocks or the answer's `timeout_ms` later, whatever becomes of
-    the lease.
+    """Returns where the leading blocks of a list lie, for the caller to read
+    them there. They stay until CloseBlocks or the answer's `timeout_ms` later,
+    whatever becomes of the lease.
     """
     CloseBlocks: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.CloseBlocksRequest, baton.v1.kv_peer_pb2.CloseBlocksResponse]
-    """The reader is done with them. Unknown ids are no error."""
+    """Ends reads that OpenBlocks began. Unknown ids are no error."""
     ReadBlocks: grpc.UnaryStreamMultiCallable[baton.v1.kv_peer_pb2.ReadBlocksRequest, baton.v1.kv_peer_pb2.ReadBlocksResponse]
-    """The bytes of the leading blocks of a list."""
-    PushBlocks: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.PushBlocksRequest, baton.v1.kv_peer_pb2.PushBlocksResponse]
-    """Writes the leading blocks of a list into the caller's memory and returns
-    when they are there. What became of a call that failed, SettlePush knows.
-    """
-    SettlePush: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.SettlePushRequest, baton.v1.kv_peer_pb2.SettlePushResponse]
-    """Whether a push can write no more. One that has not begun never will."""
+    """Returns the bytes of the leading blocks of a list."""
     RenewLeases: grpc.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.RenewLeasesRequest, baton.v1.kv_peer_pb2.RenewLeasesResponse]
     """Extends leases."""
 
@@ -61,22 +56,16 @@ class KvPeerServiceAsyncStub(KvPeerServiceStub):
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Describe: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.DescribeRequest, baton.v1.kv_peer_pb2.DescribeResponse]  # type: ignore[assignment]
-    """What the process is, and how its memory is reached."""
+    """Returns what the process is, and how its memory is read."""
     OpenBlocks: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.OpenBlocksRequest, baton.v1.kv_peer_pb2.OpenBlocksResponse]  # type: ignore[assignment]
-    """Where the leading blocks of a list lie, for the reader to fetch. They stay
-    until CloseBlocks or the answer's `timeout_ms` later, whatever becomes of
-    the lease.
+    """Returns where the leading blocks of a list lie, for the caller to read
+    them there. They stay until CloseBlocks or the answer's `timeout_ms` later,
+    whatever becomes of the lease.
     """
     CloseBlocks: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.CloseBlocksRequest, baton.v1.kv_peer_pb2.CloseBlocksResponse]  # type: ignore[assignment]
-    """The reader is done with them. Unknown ids are no error."""
+    """Ends reads that OpenBlocks began. Unknown ids are no error."""
     ReadBlocks: grpc.aio.UnaryStreamMultiCallable[baton.v1.kv_peer_pb2.ReadBlocksRequest, baton.v1.kv_peer_pb2.ReadBlocksResponse]  # type: ignore[assignment]
-    """The bytes of the leading blocks of a list."""
-    PushBlocks: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.PushBlocksRequest, baton.v1.kv_peer_pb2.PushBlocksResponse]  # type: ignore[assignment]
-    """Writes the leading blocks of a list into the caller's memory and returns
-    when they are there. What became of a call that failed, SettlePush knows.
-    """
-    SettlePush: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.SettlePushRequest, baton.v1.kv_peer_pb2.SettlePushResponse]  # type: ignore[assignment]
-    """Whether a push can write no more. One that has not begun never will."""
+    """Returns the bytes of the leading blocks of a list."""
     RenewLeases: grpc.aio.UnaryUnaryMultiCallable[baton.v1.kv_peer_pb2.RenewLeasesRequest, baton.v1.kv_peer_pb2.RenewLeasesResponse]  # type: ignore[assignment]
     """Extends leases."""
 
@@ -89,7 +78,7 @@ class KvPeerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.kv_peer_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.kv_peer_pb2.DescribeResponse, collections.abc.Awaitable[baton.v1.kv_peer_pb2.DescribeResponse]]:
-        """What the process is, and how its memory is reached."""
+        """Returns what the process is, and how its memory is read."""
 
     @abc.abstractmethod
     def OpenBlocks(
@@ -97,9 +86,9 @@ class KvPeerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.kv_peer_pb2.OpenBlocksRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.kv_peer_pb2.OpenBlocksResponse, collections.abc.Awaitable[baton.v1.kv_peer_pb2.OpenBlocksResponse]]:
-        """Where the leading blocks of a list lie, for the reader to fetch. They stay
-        until CloseBlocks or the answer's `timeout_ms` later, whatever becomes of
-        the lease.
+        """Returns where the leading blocks of a list lie, for the caller to read
+        them there. They stay until CloseBlocks or the answer's `timeout_ms` later,
+        whatever becomes of the lease.
         """
 
     @abc.abstractmethod
@@ -108,7 +97,7 @@ class KvPeerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.kv_peer_pb2.CloseBlocksRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.kv_peer_pb2.CloseBlocksResponse, collections.abc.Awaitable[baton.v1.kv_peer_pb2.CloseBlocksResponse]]:
-        """The reader is done with them. Unknown ids are no error."""
+        """Ends reads that OpenBlocks began. Unknown ids are no error."""
 
     @abc.abstractmethod
     def ReadBlocks(
@@ -116,25 +105,7 @@ class KvPeerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.kv_peer_pb2.ReadBlocksRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.kv_peer_pb2.ReadBlocksResponse], collections.abc.AsyncIterator[baton.v1.kv_peer_pb2.ReadBlocksResponse]]:
-        """The bytes of the leading blocks of a list."""
-
-    @abc.abstractmethod
-    def PushBlocks(
-        self,
-        request: baton.v1.kv_peer_pb2.PushBlocksRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[baton.v1.kv_peer_pb2.PushBlocksResponse, collections.abc.Awaitable[baton.v1.kv_peer_pb2.PushBlocksResponse]]:
-        """Writes the leading blocks of a list into the caller's memory and returns
-        when they are there. What became of a call that failed, SettlePush knows.
-        """
-
-    @abc.abstractmethod
-    def SettlePush(
-        self,
-        request: baton.v1.kv_peer_pb2.SettlePushRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[baton.v1.kv_peer_pb2.SettlePushResponse, collections.abc.Awaitable[baton.v1.kv_peer_pb2.SettlePushResponse]]:
-        """Whether a push can write no more. One that has not begun never will."""
+        """Returns the bytes of the leading blocks of a list."""
 
     @abc.abstractmethod
     def RenewLeases(

@@ -6,7 +6,7 @@ Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 The prefill tier: computes the KV of prompts.
 """
 
-import baton.v1.common_pb2
+import baton.v1.request_pb2
 import builtins
 import collections.abc
 import google.protobuf.descriptor
@@ -23,94 +23,35 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
-class WorkerRequest(google.protobuf.message.Message):
-    """What a worker must know of a request, whichever tier it is."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    NAMESPACE_FIELD_NUMBER: builtins.int
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    SAMPLING_FIELD_NUMBER: builtins.int
-    MAX_TOKENS_FIELD_NUMBER: builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    PRIORITY_FIELD_NUMBER: builtins.int
-    CACHE_SALT_FIELD_NUMBER: builtins.int
-    KV_FORM_FIELD_NUMBER: builtins.int
-    request_id: builtins.str
-    """The router's name for the request, never used before, so that what is
-    still said of an earlier request cannot be taken for this one's: the
-    client's id, a slash and 16 random hex digits; a repeat on another replica
-    adds a slash and its number.
-    """
-    namespace: builtins.bytes
-    """Namespace digest that the sender's block keys are rooted in."""
-    max_tokens: builtins.int
-    """The most tokens to generate per candidate, over both tiers."""
-    priority: builtins.int
-    """Larger is scheduled first."""
-    cache_salt: builtins.str
-    """Separates prefix caches."""
-    kv_form: builtins.str
-    """What `namespace` is a digest of, in words, for whoever refuses it."""
-    @property
-    def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The prompt."""
-
-    @property
-    def sampling(self) -> baton.v1.common_pb2.SamplingParams:
-        """How tokens are drawn, and how many candidates; seed is always set."""
-
-    @property
-    def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids that end the generation, end-of-sequence ids included."""
-
-    def __init__(
-        self,
-        *,
-        request_id: builtins.str = ...,
-        namespace: builtins.bytes = ...,
-        prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        sampling: baton.v1.common_pb2.SamplingParams | None = ...,
-        max_tokens: builtins.int = ...,
-        stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        priority: builtins.int = ...,
-        cache_salt: builtins.str = ...,
-        kv_form: builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling"]
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "kv_form", b"kv_form", "max_tokens", b"max_tokens", "namespace", b"namespace", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___WorkerRequest: typing_extensions.TypeAlias = WorkerRequest
-
-@typing.final
 class PrefillRequest(google.protobuf.message.Message):
     """Asks for a prompt's KV and first tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REQUEST_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    """The namespace digest of the router's block keys."""
     @property
-    def request(self) -> Global___WorkerRequest:
+    def spec(self) -> baton.v1.request_pb2.RequestSpec:
         """The request."""
 
     def __init__(
         self,
         *,
-        request: Global___WorkerRequest | None = ...,
+        spec: baton.v1.request_pb2.RequestSpec | None = ...,
+        namespace: builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["request", b"request"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["request", b"request"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["namespace", b"namespace", "spec", b"spec"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PrefillRequest: typing_extensions.TypeAlias = PrefillRequest
 
 @typing.final
 class PrefillResponse(google.protobuf.message.Message):
-    """What a prefill replica tells of one prompt."""
+    """Progress of one prompt."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -120,19 +61,20 @@ class PrefillResponse(google.protobuf.message.Message):
     @property
     def saved(self) -> Global___KvHandoff:
         """Full blocks that decode can load already: block_keys are those since the
-        last `saved`, in order, and num_tokens what all so far cover. Any number
-        of times; its terms end with the request, unless `end` renews them. One
-        of another handoff_id begins anew: the prompt had to give way meanwhile.
+        last `saved` event, in order; num_tokens counts the tokens of all blocks
+        so far. Sent any number of times. Its terms end with the request, unless
+        `end` renews them. An event with another handoff_id starts from the first
+        block again: the prompt was preempted.
         """
 
     @property
     def result(self) -> Global___PrefillResult:
-        """The first tokens are drawn; once."""
+        """The first tokens; sent once."""
 
     @property
     def end(self) -> Global___PrefillEnd:
-        """The replica is done with the prompt; once, and the last event, unless
-        the generation was over with `result`.
+        """The replica has finished the prompt. The last event; not sent if the
+        generation ended with `result`.
         """
 
     def __init__(
@@ -154,133 +96,79 @@ Global___PrefillResponse: typing_extensions.TypeAlias = PrefillResponse
 
 @typing.final
 class PrefillResult(google.protobuf.message.Message):
-    """A prompt's first tokens; or the candidates, if the generation is over with
-    them.
-    """
+    """A prompt's first tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TOKEN_IDS_FIELD_NUMBER: builtins.int
-    LOGPROBS_FIELD_NUMBER: builtins.int
+    OUTPUTS_FIELD_NUMBER: builtins.int
     CANDIDATES_FIELD_NUMBER: builtins.int
-    CACHED_TOKENS_FIELD_NUMBER: builtins.int
-    TIMINGS_FIELD_NUMBER: builtins.int
-    cached_tokens: builtins.int
-    """Prompt tokens whose KV was not computed here but found."""
+    FIRST_BEAMS_FIELD_NUMBER: builtins.int
     @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The first token of every candidate, by index; in beam search the most
-        likely first tokens, the likeliest first. Empty if the generation is over.
+    def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.request_pb2.CandidateOutput]:
+        """Outputs for the client, one or more: the first token of each candidate, or
+        the whole candidates if the generation ended with them. If candidates are
+        ranked and the generation continues, one output without tokens, which
+        carries cached_tokens and timings.
         """
 
     @property
-    def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Log-probabilities of token_ids, where candidates are ranked."""
+    def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.request_pb2.CandidateProgress]:
+        """Ranked candidates that decode continues from; copied to StartDecode."""
 
     @property
-    def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CandidateOutput]:
-        """Set if the generation is over: the candidates to return, the best first
-        where they are ranked. Candidates that are missing ended as the last one.
+    def first_beams(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.request_pb2.FirstBeam]:
+        """The most likely first tokens of a beam search that decode continues from,
+        the likeliest first; copied to StartDecode.
         """
-
-    @property
-    def timings(self) -> baton.v1.common_pb2.Timings:
-        """queue_ms and prefill_ms."""
 
     def __init__(
         self,
         *,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        logprobs: collections.abc.Iterable[builtins.float] | None = ...,
-        candidates: collections.abc.Iterable[Global___CandidateOutput] | None = ...,
-        cached_tokens: builtins.int = ...,
-        timings: baton.v1.common_pb2.Timings | None = ...,
+        outputs: collections.abc.Iterable[baton.v1.request_pb2.CandidateOutput] | None = ...,
+        candidates: collections.abc.Iterable[baton.v1.request_pb2.CandidateProgress] | None = ...,
+        first_beams: collections.abc.Iterable[baton.v1.request_pb2.FirstBeam] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["timings", b"timings"]
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "candidates", b"candidates", "logprobs", b"logprobs", "timings", b"timings", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["candidates", b"candidates", "first_beams", b"first_beams", "outputs", b"outputs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PrefillResult: typing_extensions.TypeAlias = PrefillResult
 
 @typing.final
 class PrefillEnd(google.protobuf.message.Message):
-    """Where a prompt's KV is, once all of it is saved."""
+    """The end of a prompt on a prefill replica, once its KV is saved."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HANDOFF_FIELD_NUMBER: builtins.int
-    TIMINGS_FIELD_NUMBER: builtins.int
-    FINISH_REASON_FIELD_NUMBER: builtins.int
-    finish_reason: baton.v1.common_pb2.FinishReason.ValueType
-    """Set if the request was ended here after its first tokens: decode does not
-    go on with it.
-    """
+    OUTPUT_FIELD_NUMBER: builtins.int
     @property
     def handoff(self) -> Global___KvHandoff:
-        """Where the KV is, the partial tail included. Unset if the connector could
-        not take the blocks; decode then computes the prompt itself.
+        """Where the KV is, the partial last block included. Unset if the connector
+        could not take the blocks; decode then computes the prompt itself.
         """
 
     @property
-    def timings(self) -> baton.v1.common_pb2.Timings:
-        """queue_ms, prefill_ms and transfer_ms."""
+    def output(self) -> baton.v1.request_pb2.CandidateOutput:
+        """Carries timings. It is the request's last output, with finish_reason, if
+        the request was ended here after its first tokens.
+        """
 
     def __init__(
         self,
         *,
         handoff: Global___KvHandoff | None = ...,
-        timings: baton.v1.common_pb2.Timings | None = ...,
-        finish_reason: baton.v1.common_pb2.FinishReason.ValueType = ...,
+        output: baton.v1.request_pb2.CandidateOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "timings", b"timings"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "output", b"output"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["finish_reason", b"finish_reason", "handoff", b"handoff", "timings", b"timings"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["handoff", b"handoff", "output", b"output"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PrefillEnd: typing_extensions.TypeAlias = PrefillEnd
 
 @typing.final
-class CandidateOutput(google.protobuf.message.Message):
-    """A candidate that has ended."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: builtins.int
-    TOKEN_IDS_FIELD_NUMBER: builtins.int
-    FINISH_REASON_FIELD_NUMBER: builtins.int
-    SCORE_FIELD_NUMBER: builtins.int
-    index: builtins.int
-    """The candidate's number; its rank where candidates are ranked."""
-    finish_reason: baton.v1.common_pb2.FinishReason.ValueType
-    """Why it ended."""
-    score: builtins.float
-    """As in DecodeOutput."""
-    @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Its tokens: one, or none if it was aborted."""
-
-    def __init__(
-        self,
-        *,
-        index: builtins.int = ...,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        finish_reason: baton.v1.common_pb2.FinishReason.ValueType = ...,
-        score: builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "score", b"score"]
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "score", b"score", "token_ids", b"token_ids"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
-    _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
-
-Global___CandidateOutput: typing_extensions.TypeAlias = CandidateOutput
-
-@typing.final
 class KvHandoff(google.protobuf.message.Message):
-    """Where a prompt's KV lies and under which terms, from prefill to decode."""
+    """Where a prompt's KV lies and under which terms; sent from prefill to decode."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -293,7 +181,6 @@ class KvHandoff(google.protobuf.message.Message):
     DIGEST_SCHEME_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     CONNECTOR_PARAMS_FIELD_NUMBER: builtins.int
-    KV_FORM_FIELD_NUMBER: builtins.int
     format_version: builtins.int
     """Version of this message's meaning; other versions are refused."""
     handoff_id: builtins.str
@@ -301,22 +188,18 @@ class KvHandoff(google.protobuf.message.Message):
     namespace: builtins.bytes
     """Namespace digest of the block keys."""
     num_tokens: builtins.int
-    """Tokens that the blocks cover, from the prompt's first."""
+    """Tokens that the blocks cover, from the start of the prompt."""
     connector: builtins.str
-    """Scheme of the connector that holds them, say "redis"."""
+    """Scheme of the connector that holds the blocks, for example "redis"."""
     digest_scheme: builtins.str
-    """How the stored bytes are verified, say "xxh3-128"."""
+    """How the stored bytes are verified, for example "xxh3-128"."""
     lease_ms: builtins.int
     """How long the blocks stay, from the moment of sending."""
     connector_params: builtins.bytes
     """The connector's own parameters."""
-    kv_form: builtins.str
-    """What `namespace` is a digest of, in words, for whoever refuses it: say
-    "model 3fa2b0c4d5e6, bfloat16, 16 tokens per block, layout 1".
-    """
     @property
     def block_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Keys of the blocks in order, 32 bytes each, the partial tail's last."""
+        """Keys of the blocks in order, 32 bytes each; the partial block's is last."""
 
     def __init__(
         self,
@@ -330,9 +213,8 @@ class KvHandoff(google.protobuf.message.Message):
         digest_scheme: builtins.str = ...,
         lease_ms: builtins.int = ...,
         connector_params: builtins.bytes = ...,
-        kv_form: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_keys", b"block_keys", "connector", b"connector", "connector_params", b"connector_params", "digest_scheme", b"digest_scheme", "format_version", b"format_version", "handoff_id", b"handoff_id", "kv_form", b"kv_form", "lease_ms", b"lease_ms", "namespace", b"namespace", "num_tokens", b"num_tokens"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_keys", b"block_keys", "connector", b"connector", "connector_params", b"connector_params", "digest_scheme", b"digest_scheme", "format_version", b"format_version", "handoff_id", b"handoff_id", "lease_ms", b"lease_ms", "namespace", b"namespace", "num_tokens", b"num_tokens"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvHandoff: typing_extensions.TypeAlias = KvHandoff

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class PrefillServiceStub(object):
-    """Computes a prompt's KV, publishes it through the KV connector and samples
-    each candidate's first token. Called by the router.
+    """Computes a prompt's KV, publishes it through the KV connector and draws the
+    first token of each candidate. Called by the router.
     """
 
     def __init__(self, channel):
@@ -49,17 +49,19 @@ class PrefillServiceStub(object):
 
 
 class PrefillServiceServicer(object):
-    """Computes a prompt's KV, publishes it through the KV connector and samples
-    each candidate's first token. Called by the router.
+    """Computes a prompt's KV, publishes it through the KV connector and draws the
+    first token of each candidate. Called by the router.
     """
 
     def Prefill(self, request, context):
-        """Computes the prompt. Tells the first tokens as soon as they are drawn, and
-        where the KV is as it is saved, before and after them; the last message is
-        `end`, or `result` if the generation is over with it. A slow reader gets
-        several `saved` in one. Cancelling frees the request. Idempotent: a repeat
-        computes the same tokens.
-        FAILED_PRECONDITION: the namespace is not this replica's.
+        """Computes the prompt. The response streams the first tokens as soon as they
+        are drawn, and before and after them the blocks that were saved. The last
+        message is `end`, or `result` if the generation ended with the first
+        tokens. A slow reader gets several `saved` events as one. Cancelling frees
+        the request. Idempotent: a repeat computes the same tokens.
+        FAILED_PRECONDITION: the namespace is not this replica's, or the spec has a
+        field that this replica does not know.
+        INVALID_ARGUMENT: a field is out of range.
         RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
         full. UNAVAILABLE: the replica drains.
         """
@@ -68,9 +70,8 @@ class PrefillServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseHandoff(self, request, context):
-        """Says that a handoff is no longer needed, so that what was stored for it
-        alone can go at once and not at the end of its lease. Unknown ids are no
-        error.
+        """Drops the blocks that were stored for one handoff alone, before its lease
+        ends. Unknown ids are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,8 +99,8 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService(object):
-    """Computes a prompt's KV, publishes it through the KV connector and samples
-    each candidate's first token. Called by the router.
+    """Computes a prompt's KV, publishes it through the KV connector and draws the
+    first token of each candidate. Called by the router.
     """
 
     @staticmethod

@@ -24,8 +24,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillServiceStub:
-    """Computes a prompt's KV, publishes it through the KV connector and samples
-    each candidate's first token. Called by the router.
+    """Computes a prompt's KV, publishes it through the KV connector and draws the
+    first token of each candidate. Called by the router.
     """
 
     @typing.overload
@@ -33,47 +33,49 @@ class PrefillServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: grpc.UnaryStreamMultiCallable[baton.v1.prefill_pb2.PrefillRequest, baton.v1.prefill_pb2.PrefillResponse]
-    """Computes the prompt. Tells the first tokens as soon as they are drawn, and
-    where the KV is as it is saved, before and after them; the last message is
-    `end`, or `result` if the generation is over with it. A slow reader gets
-    several `saved` in one. Cancelling frees the request. Idempotent: a repeat
-    computes the same tokens.
-    FAILED_PRECONDITION: the namespace is not this replica's.
+    """Computes the prompt. The response streams the first tokens as soon as they
+    are drawn, and before and after them the blocks that were saved. The last
+    message is `end`, or `result` if the generation ended with the first
+    tokens. A slow reader gets several `saved` events as one. Cancelling frees
+    the request. Idempotent: a repeat computes the same tokens.
+    FAILED_PRECONDITION: the namespace is not this replica's, or the spec has a
+    field that this replica does not know.
+    INVALID_ARGUMENT: a field is out of range.
     RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
     full. UNAVAILABLE: the replica drains.
     """
     ReleaseHandoff: grpc.UnaryUnaryMultiCallable[baton.v1.prefill_pb2.ReleaseHandoffRequest, baton.v1.prefill_pb2.ReleaseHandoffResponse]
-    """Says that a handoff is no longer needed, so that what was stored for it
-    alone can go at once and not at the end of its lease. Unknown ids are no
-    error.
+    """Drops the blocks that were stored for one handoff alone, before its lease
+    ends. Unknown ids are no error.
     """
 
 @typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
-    """Computes a prompt's KV, publishes it through the KV connector and samples
-    each candidate's first token. Called by the router.
+    """Computes a prompt's KV, publishes it through the KV connector and draws the
+    first token of each candidate. Called by the router.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Prefill: grpc.aio.UnaryStreamMultiCallable[baton.v1.prefill_pb2.PrefillRequest, baton.v1.prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes the prompt. Tells the first tokens as soon as they are drawn, and
-    where the KV is as it is saved, before and after them; the last message is
-    `end`, or `result` if the generation is over with it. A slow reader gets
-    several `saved` in one. Cancelling frees the request. Idempotent: a repeat
-    computes the same tokens.
-    FAILED_PRECONDITION: the namespace is not this replica's.
+    """Computes the prompt. The response streams the first tokens as soon as they
+    are drawn, and before and after them the blocks that were saved. The last
+    message is `end`, or `result` if the generation ended with the first
+    tokens. A slow reader gets several `saved` events as one. Cancelling frees
+    the request. Idempotent: a repeat computes the same tokens.
+    FAILED_PRECONDITION: the namespace is not this replica's, or the spec has a
+    field that this replica does not know.
+    INVALID_ARGUMENT: a field is out of range.
     RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
     full. UNAVAILABLE: the replica drains.
     """
     ReleaseHandoff: grpc.aio.UnaryUnaryMultiCallable[baton.v1.prefill_pb2.ReleaseHandoffRequest, baton.v1.prefill_pb2.ReleaseHandoffResponse]  # type: ignore[assignment]
-    """Says that a handoff is no longer needed, so that what was stored for it
-    alone can go at once and not at the end of its lease. Unknown ids are no
-    error.
+    """Drops the blocks that were stored for one handoff alone, before its lease
+    ends. Unknown ids are no error.
     """
 
 class PrefillServiceServicer(metaclass=abc.ABCMeta):
-    """Computes a prompt's KV, publishes it through the KV connector and samples
-    each candidate's first token. Called by the router.
+    """Computes a prompt's KV, publishes it through the KV connector and draws the
+    first token of each candidate. Called by the router.
     """
 
     @abc.abstractmethod
@@ -82,12 +84,14 @@ class PrefillServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.prefill_pb2.PrefillResponse], collections.abc.AsyncIterator[baton.v1.prefill_pb2.PrefillResponse]]:
-        """Computes the prompt. Tells the first tokens as soon as they are drawn, and
-        where the KV is as it is saved, before and after them; the last message is
-        `end`, or `result` if the generation is over with it. A slow reader gets
-        several `saved` in one. Cancelling frees the request. Idempotent: a repeat
-        computes the same tokens.
-        FAILED_PRECONDITION: the namespace is not this replica's.
+        """Computes the prompt. The response streams the first tokens as soon as they
+        are drawn, and before and after them the blocks that were saved. The last
+        message is `end`, or `result` if the generation ended with the first
+        tokens. A slow reader gets several `saved` events as one. Cancelling frees
+        the request. Idempotent: a repeat computes the same tokens.
+        FAILED_PRECONDITION: the namespace is not this replica's, or the spec has a
+        field that this replica does not know.
+        INVALID_ARGUMENT: a field is out of range.
         RESOURCE_EXHAUSTED: the prompt can never fit the pool, or the queue is
         full. UNAVAILABLE: the replica drains.
         """
@@ -98,9 +102,8 @@ class PrefillServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.prefill_pb2.ReleaseHandoffRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.prefill_pb2.ReleaseHandoffResponse, collections.abc.Awaitable[baton.v1.prefill_pb2.ReleaseHandoffResponse]]:
-        """Says that a handoff is no longer needed, so that what was stored for it
-        alone can go at once and not at the end of its lease. Unknown ids are no
-        error.
+        """Drops the blocks that were stored for one handoff alone, before its lease
+        ends. Unknown ids are no error.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

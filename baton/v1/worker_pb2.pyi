@@ -3,7 +3,7 @@
 isort:skip_file
 Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 
-What prefill and decode workers have in common.
+The service that workers of both tiers have in common.
 """
 
 import builtins
@@ -33,17 +33,17 @@ class _WorkerRoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     WORKER_ROLE_PREFILL: _WorkerRole.ValueType  # 1
     """Computes prompts and hands their KV over."""
     WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 2
-    """Takes handed-over KV and generates."""
+    """Takes the KV of computed prompts and generates tokens."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
-    """Which half of the work a worker does."""
+    """The tier of a worker."""
 
 WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
 """Unknown to this build."""
 WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 1
 """Computes prompts and hands their KV over."""
 WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
-"""Takes handed-over KV and generates."""
+"""Takes the KV of computed prompts and generates tokens."""
 Global___WorkerRole: typing_extensions.TypeAlias = WorkerRole
 
 @typing.final
@@ -83,26 +83,24 @@ class GetInfoResponse(google.protobuf.message.Message):
     POOL_BLOCK_SIZE_FIELD_NUMBER: builtins.int
     KV_FORM_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
-    """Drawn anew at each start, so that a restart at the same address is seen."""
+    """Drawn at each start, so that a restart at the same address is noticed."""
     role: Global___WorkerRole.ValueType
-    """Which half of the work it does."""
+    """The worker's tier."""
     model: builtins.str
     """The model's name."""
     namespace: builtins.bytes
-    """Digest of everything that KV bytes depend on; block keys are rooted here."""
+    """Digest of everything that KV bytes depend on; block keys start from it."""
     block_size: builtins.int
-    """Tokens that one block key names: the size of blocks as they are stored and
-    handed over.
-    """
+    """Tokens per block key: the size of blocks as they are stored and handed over."""
     num_blocks: builtins.int
     """KV blocks in the pool, of pool_block_size tokens."""
     max_model_len: builtins.int
-    """The most prompt and generated tokens together."""
+    """The most tokens of a prompt and its completion together."""
     vocab_size: builtins.int
     """Size of the vocabulary."""
     max_num_seqs: builtins.int
-    """The most sequences that run at once, and so, on decode, the most candidates
-    of a request.
+    """The most sequences that run at once. On decode also the most candidates of
+    one request.
     """
     kv_connector: builtins.str
     """URL scheme of the KV connector; empty without one."""
@@ -113,15 +111,15 @@ class GetInfoResponse(google.protobuf.message.Message):
     kv_dtype: builtins.str
     """Element type of KV as it is stored and handed over."""
     model_fingerprint: builtins.str
-    """Hex digits that tell the model's config and weights from others."""
+    """Hex digest of the model's config and weights."""
     layout_version: builtins.int
     """Version of the layout of a block as it is stored and handed over."""
     pool_block_size: builtins.int
-    """Tokens in one block of the worker's own pool; need not agree between
-    workers.
-    """
+    """Tokens in one block of the worker's own pool; may differ between workers."""
     kv_form: builtins.str
-    """What `namespace` is a digest of, in words."""
+    """What `namespace` is a digest of, in words; for example "model 3fa2b0c4d5e6,
+    bfloat16, 16 tokens per block, layout 1".
+    """
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a generation unless ignore_eos is set."""
@@ -172,19 +170,19 @@ class WorkerLoad(google.protobuf.message.Message):
     num_running: builtins.int
     """Sequences in the running batch."""
     num_waiting: builtins.int
-    """Requests waiting for admission, loads and preempted ones included."""
+    """Requests waiting for admission, those that load or were preempted included."""
     num_queued_tokens: builtins.int
     """Prompt tokens still to compute, over running and waiting requests."""
     num_free_blocks: builtins.int
-    """Blocks of the pool that no request holds; cached ones count as free."""
+    """Blocks of the pool that no request holds; cached blocks count as free."""
     num_blocks: builtins.int
     """Blocks in the pool."""
     draining: builtins.bool
-    """Whether it refuses new requests."""
+    """Whether the worker refuses new requests."""
     prefix_cache_queries: builtins.int
     """Prompt tokens looked up in the prefix cache since the start."""
     prefix_cache_hits: builtins.int
-    """Of these, the tokens found."""
+    """The tokens found by these look-ups."""
     num_preemptions: builtins.int
     """Running requests preempted since the start."""
     num_swapped_blocks: builtins.int
@@ -299,8 +297,8 @@ class AbortRequest(google.protobuf.message.Message):
     REQUEST_IDS_FIELD_NUMBER: builtins.int
     @property
     def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """WorkerRequest.request_id of each, or the client's id, which stands for all
-        requests of that id that run here.
+        """RequestSpec.request_id of each, or the client's id, which stands for all
+        requests with that id that run here.
         """
 
     def __init__(
@@ -450,8 +448,9 @@ class KvEvent(google.protobuf.message.Message):
     REMOVED_FIELD_NUMBER: builtins.int
     CLEARED_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
-    """Grows with each event. A gap is followed by `cleared` and what is cached.
-    An event of very many keys comes in several of its number.
+    """Grows with each event. A gap is followed by `cleared` and the whole
+    content. An event with very many keys is split into several events with the
+    same number.
     """
     @property
     def stored(self) -> Global___BlocksStored:
@@ -492,8 +491,8 @@ class BlocksStored(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
     parent: builtins.bytes
-    """Key of the block that the first of them follows. Unset: they begin
-    prompts, or it is not told.
+    """Key of the block that the first of them follows. Unset: the block begins a
+    prompt, or its predecessor is unknown.
     """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -538,7 +537,7 @@ Global___BlocksRemoved: typing_extensions.TypeAlias = BlocksRemoved
 
 @typing.final
 class CacheCleared(google.protobuf.message.Message):
-    """Nothing is cached any more."""
+    """The prefix cache was emptied."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """Describes and steers one worker of either tier.
+    """Describes and controls one worker of either tier.
     """
 
     def __init__(self, channel):
@@ -73,40 +73,41 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """Describes and steers one worker of either tier.
+    """Describes and controls one worker of either tier.
     """
 
     def GetInfo(self, request, context):
-        """What the worker serves; constant for the process's life.
+        """Returns what the worker serves, which is constant while the process lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """The worker's load now.
+        """Returns the worker's load now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """The worker's load, now and after each change, at most every interval.
+        """Streams the worker's load: now and after each change, at most once per
+        interval.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests with finish reason ABORTED and frees what they held.
-        Unknown ids are no error.
+        """Ends requests with finish reason ABORTED and frees their blocks. Unknown
+        ids are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new requests from now on and returns when the running ones have
+        """Refuses new requests from now on. Returns when the running requests have
         ended or the timeout has passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -114,16 +115,16 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets every cached prefix. Running requests go on.
+        """Empties the prefix cache. Running requests continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchKvEvents(self, request, context):
-        """What enters and leaves the prefix cache: first what is in it now, as
-        `cleared` and then `stored`, then each change. A reader that lags too far
-        behind gets the whole again.
+        """Streams changes of the prefix cache. The stream begins with its present
+        content, as `cleared` and then `stored`. A reader that lags too far behind
+        gets the whole content again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,7 +177,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """Describes and steers one worker of either tier.
+    """Describes and controls one worker of either tier.
     """
 
     @staticmethod

@@ -3,7 +3,7 @@
 isort:skip_file
 Copyright the Baton authors. SPDX-License-Identifier: Apache-2.0
 
-What prefill and decode workers have in common.
+The service that workers of both tiers have in common.
 """
 
 import abc
@@ -24,63 +24,67 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """Describes and steers one worker of either tier."""
+    """Describes and controls one worker of either tier."""
 
     @typing.overload
     def __new__(cls, channel: grpc.Channel) -> WorkerServiceStub: ...
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> WorkerServiceAsyncStub: ...
     GetInfo: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.GetInfoRequest, baton.v1.worker_pb2.GetInfoResponse]
-    """What the worker serves; constant for the process's life."""
+    """Returns what the worker serves, which is constant while the process lives."""
     GetLoad: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.GetLoadRequest, baton.v1.worker_pb2.GetLoadResponse]
-    """The worker's load now."""
+    """Returns the worker's load now."""
     WatchLoad: grpc.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchLoadRequest, baton.v1.worker_pb2.WatchLoadResponse]
-    """The worker's load, now and after each change, at most every interval."""
+    """Streams the worker's load: now and after each change, at most once per
+    interval.
+    """
     Abort: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.AbortRequest, baton.v1.worker_pb2.AbortResponse]
-    """Ends requests with finish reason ABORTED and frees what they held.
-    Unknown ids are no error.
+    """Ends requests with finish reason ABORTED and frees their blocks. Unknown
+    ids are no error.
     """
     Drain: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.DrainRequest, baton.v1.worker_pb2.DrainResponse]
-    """Refuses new requests from now on and returns when the running ones have
+    """Refuses new requests from now on. Returns when the running requests have
     ended or the timeout has passed.
     """
     ResetPrefixCache: grpc.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ResetPrefixCacheRequest, baton.v1.worker_pb2.ResetPrefixCacheResponse]
-    """Forgets every cached prefix. Running requests go on."""
+    """Empties the prefix cache. Running requests continue."""
     WatchKvEvents: grpc.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchKvEventsRequest, baton.v1.worker_pb2.WatchKvEventsResponse]
-    """What enters and leaves the prefix cache: first what is in it now, as
-    `cleared` and then `stored`, then each change. A reader that lags too far
-    behind gets the whole again.
+    """Streams changes of the prefix cache. The stream begins with its present
+    content, as `cleared` and then `stored`. A reader that lags too far behind
+    gets the whole content again.
     """
 
 @typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """Describes and steers one worker of either tier."""
+    """Describes and controls one worker of either tier."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     GetInfo: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.GetInfoRequest, baton.v1.worker_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """What the worker serves; constant for the process's life."""
+    """Returns what the worker serves, which is constant while the process lives."""
     GetLoad: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.GetLoadRequest, baton.v1.worker_pb2.GetLoadResponse]  # type: ignore[assignment]
-    """The worker's load now."""
+    """Returns the worker's load now."""
     WatchLoad: grpc.aio.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchLoadRequest, baton.v1.worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
-    """The worker's load, now and after each change, at most every interval."""
+    """Streams the worker's load: now and after each change, at most once per
+    interval.
+    """
     Abort: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.AbortRequest, baton.v1.worker_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends requests with finish reason ABORTED and frees what they held.
-    Unknown ids are no error.
+    """Ends requests with finish reason ABORTED and frees their blocks. Unknown
+    ids are no error.
     """
     Drain: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.DrainRequest, baton.v1.worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Refuses new requests from now on and returns when the running ones have
+    """Refuses new requests from now on. Returns when the running requests have
     ended or the timeout has passed.
     """
     ResetPrefixCache: grpc.aio.UnaryUnaryMultiCallable[baton.v1.worker_pb2.ResetPrefixCacheRequest, baton.v1.worker_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Forgets every cached prefix. Running requests go on."""
+    """Empties the prefix cache. Running requests continue."""
     WatchKvEvents: grpc.aio.UnaryStreamMultiCallable[baton.v1.worker_pb2.WatchKvEventsRequest, baton.v1.worker_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
-    """What enters and leaves the prefix cache: first what is in it now, as
-    `cleared` and then `stored`, then each change. A reader that lags too far
-    behind gets the whole again.
+    """Streams changes of the prefix cache. The stream begins with its present
+    content, as `cleared` and then `stored`. A reader that lags too far behind
+    gets the whole content again.
     """
 
 class WorkerServiceServicer(metaclass=abc.ABCMeta):
-    """Describes and steers one worker of either tier."""
+    """Describes and controls one worker of either tier."""
 
     @abc.abstractmethod
     def GetInfo(
@@ -88,7 +92,7 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.worker_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.worker_pb2.GetInfoResponse, collections.abc.Awaitable[baton.v1.worker_pb2.GetInfoResponse]]:
-        """What the worker serves; constant for the process's life."""
+        """Returns what the worker serves, which is constant while the process lives."""
 
     @abc.abstractmethod
     def GetLoad(
@@ -96,7 +100,7 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.worker_pb2.GetLoadRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.worker_pb2.GetLoadResponse, collections.abc.Awaitable[baton.v1.worker_pb2.GetLoadResponse]]:
-        """The worker's load now."""
+        """Returns the worker's load now."""
 
     @abc.abstractmethod
     def WatchLoad(
@@ -104,7 +108,9 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.worker_pb2.WatchLoadRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.worker_pb2.WatchLoadResponse], collections.abc.AsyncIterator[baton.v1.worker_pb2.WatchLoadResponse]]:
-        """The worker's load, now and after each change, at most every interval."""
+        """Streams the worker's load: now and after each change, at most once per
+        interval.
+        """
 
     @abc.abstractmethod
     def Abort(
@@ -112,8 +118,8 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.worker_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.worker_pb2.AbortResponse, collections.abc.Awaitable[baton.v1.worker_pb2.AbortResponse]]:
-        """Ends requests with finish reason ABORTED and frees what they held.
-        Unknown ids are no error.
+        """Ends requests with finish reason ABORTED and frees their blocks. Unknown
+        ids are no error.
         """
 
     @abc.abstractmethod
@@ -122,7 +128,7 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.worker_pb2.DrainResponse, collections.abc.Awaitable[baton.v1.worker_pb2.DrainResponse]]:
-        """Refuses new requests from now on and returns when the running ones have
+        """Refuses new requests from now on. Returns when the running requests have
         ended or the timeout has passed.
         """
 
@@ -132,7 +138,7 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.worker_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> typing.Union[baton.v1.worker_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[baton.v1.worker_pb2.ResetPrefixCacheResponse]]:
-        """Forgets every cached prefix. Running requests go on."""
+        """Empties the prefix cache. Running requests continue."""
 
     @abc.abstractmethod
     def WatchKvEvents(
@@ -140,9 +146,9 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: baton.v1.worker_pb2.WatchKvEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[baton.v1.worker_pb2.WatchKvEventsResponse], collections.abc.AsyncIterator[baton.v1.worker_pb2.WatchKvEventsResponse]]:
-        """What enters and leaves the prefix cache: first what is in it now, as
-        `cleared` and then `stored`, then each change. A reader that lags too far
-        behind gets the whole again.
+        """Streams changes of the prefix cache. The stream begins with its present
+        content, as `cleared` and then `stored`. A reader that lags too far behind
+        gets the whole content again.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,4 +1,4 @@
-"""Cases of attention and of what writes its KV."""
+"""Cases of the attention kernels and of the kernels that write KV."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ _NUM_COMPARED_SEQUENCES = 3
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Sequences of one length, and the KV of as many layers as there are copies."""
+    """A step over sequences of one length, and the KV of one layer per copy of the inputs."""
 
     shape: DecoderShape
     plan: Plan
@@ -39,12 +39,12 @@ class _Step:
         return float(self.shape.head_dim**-0.5)
 
     def metadata(self) -> tuple[AttentionMetadata, int]:
-        """On the device; how many blocks there are."""
+        """Returns the attention metadata on the device, and the number of blocks."""
         meta, num_blocks = step_metadata([self.span] * self.num_seqs)
         return _moved(meta, self.plan.device), num_blocks
 
     def layers(self, num_blocks: int, num_copies: int) -> list[torch.Tensor]:
-        """As in the engine, a block holds all layers."""
+        """Returns the KV of the layers, as in the engine: each block has all layers."""
         shape = self.shape
         block = (2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
         pool = normal(self.plan, num_blocks, num_copies, *block, seed=3)
@@ -52,7 +52,7 @@ class _Step:
 
 
 def attention_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
-    """Decode steps, then prompts and chunks of them."""
+    """Returns the cases of decode steps, then of prompts and chunks of prompts."""
     for context in plan.contexts:
         for num_seqs in plan.batch_sizes:
             step = _Step(shape, plan, Span(context - 1, 1), num_seqs)
@@ -63,10 +63,10 @@ def attention_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
 
 
 def rotation_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
-    """A decode step's tokens, and a prompt's, on their way to attention."""
+    """Returns the cases of rotating tokens and writing their KV, for a decode step and a prompt."""
     num_moved = 2 * shape.num_query_features + 4 * shape.num_kv_features
     for num_seqs, span in (
-        # One block each: what lies before a token does not matter.
+        # Each sequence has one block: earlier KV does not matter here.
         *((num_seqs, Span(BLOCK_SIZE - 1, 1)) for num_seqs in plan.batch_sizes),
         (1, Span(0, plan.prompts[0][1])),
     ):
@@ -106,7 +106,7 @@ def _compare_attention(
     layer: torch.Tensor,
     meta: AttentionMetadata,
 ) -> tuple[Result, Result]:
-    """The last queries of some sequences: the reference would need too much for all."""
+    """Compares the last queries of some sequences; the reference lacks memory for all."""
     per_seq = step.span.num_queries
     num_queries = min(per_seq, _NUM_COMPARED_QUERIES)
     chosen = sorted({0, step.num_seqs // 2, step.num_seqs - 1})[:_NUM_COMPARED_SEQUENCES]
@@ -129,7 +129,7 @@ def _compare_attention(
 def _uniform_metadata(
     num_seqs: int, num_queries: int, context: int, device: torch.device
 ) -> AttentionMetadata:
-    """Sequences whose blocks lie one after the other."""
+    """Returns metadata of sequences of one length, whose blocks are contiguous."""
     num_blocks = -(-context // BLOCK_SIZE)
     tables = torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * num_queries

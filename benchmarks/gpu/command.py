@@ -8,20 +8,21 @@ from typing import Any
 
 from baton.errors import ConfigurationError
 from benchmarks.gpu.hardware import describe_gpu_machine, find_problem, slug
-from benchmarks.gpu.parts.registry import Part, parts_of
-from benchmarks.gpu.plan import FULL, SMOKE
-from benchmarks.gpu.result_file import write_results
+from benchmarks.gpu.plan import FULL, SMOKE, Part, parts_of
+from benchmarks.report.output import write_results
 
 __all__ = ["add_args", "main"]
 
 _RESULTS = Path(__file__).resolve().parents[1] / "results"
-_DEADLINE_S = 450.0  # a little below the eight minutes that the whole may take
+_DEADLINE_S = 450.0  # a little less than the eight minutes that a run may take
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument(
-        "--smoke", action="store_true", help="run all of it once, tiny, on the CPU: no figures"
+        "--smoke",
+        action="store_true",
+        help="run everything once, tiny, on the CPU; its figures mean nothing",
     )
     parser.add_argument(
         "--part",
@@ -34,14 +35,14 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEADLINE_S,
         metavar="SECONDS",
-        help="for the whole (default: %(default).0f)",
+        help="time for all parts (default: %(default).0f)",
     )
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help="where the figures go (default: benchmarks/results/gpu_DEVICE.json; "
-        "with --smoke, nowhere)",
+        help="file for the figures (default: benchmarks/results/gpu_DEVICE.json; "
+        "none with --smoke)",
     )
 
 
@@ -58,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
 
     from benchmarks.gpu.run import run_parts
     from benchmarks.gpu.tables import failures_of, make_tables, skipped_of, with_ratios
-    from benchmarks.report.text import format_table
+    from benchmarks.report.report import format_table
 
     plan = SMOKE if args.smoke else FULL
     run = _describe_run(plan.device, is_smoke=args.smoke)
@@ -80,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> list[Part]:
-    """The parts asked for, in their order.
+    """Returns the parts that the flags choose, in the order of a run.
 
     Raises:
         ConfigurationError: a flag's value is bad; names it.
@@ -116,9 +117,7 @@ def _content(
     *,
     is_finished: bool,
 ) -> dict[str, Any]:
-    """What is written of the parts so far: first without their results, which follow in one
-    list.
-    """
+    """Returns what the file says: the parts without their results, then all results in one list."""
     return {
         "finished": is_finished,
         "parts": [

@@ -1,4 +1,4 @@
-"""Drives a runner without a scheduler: rows of any context, that decode from then on."""
+"""Drives a runner without a scheduler: rows start at any context, and decode from there."""
 
 import random
 import time
@@ -14,12 +14,12 @@ _GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 class DrivenRows:
-    """Rows of a runner, each in blocks of its own, scattered over the pool.
+    """Rows of a runner. Each has blocks of its own, scattered over the pool.
 
-    What they attend to is whatever the pool holds: reading it takes the same time.
+    The rows attend to whatever bytes the pool has, which takes as long as real KV.
 
     Args:
-        runner: of a model whose layers all see everything.
+        runner: runs a model without attention windows.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -28,11 +28,11 @@ class DrivenRows:
         self._rows: tuple[int, ...] = ()
 
     def blocks_short(self, num_rows: int, num_tokens: int) -> int:
-        """How many blocks the pool lacks for rows of so many tokens each."""
+        """Returns how many blocks the pool lacks for rows of `num_tokens` tokens each."""
         return max(0, num_rows * self._blocks_of(num_tokens) - self._runner.num_blocks)
 
     def begin(self, num_rows: int, context: int, num_tokens: int) -> None:
-        """Puts rows at a context, from where they decode up to `num_tokens`."""
+        """Starts rows with `context` tokens each, and blocks for `num_tokens`."""
         self._rows = ()
         chunks = [
             ScheduledChunk(row, (row + 1,), context - 1, (_GREEDY,)) for row in range(num_rows)
@@ -41,7 +41,7 @@ class DrivenRows:
         self._rows = tuple(range(num_rows))
 
     def compute_prompts(self, num_prompts: int, length: int) -> StepOutput:
-        """Computes prompts in one step, and draws a token of each."""
+        """Computes prompts in one step, and draws a token for each."""
         self._rows = ()
         chunks = [
             ScheduledChunk(row, tuple(range(1, length + 1)), 0, (_GREEDY,))
@@ -50,11 +50,11 @@ class DrivenRows:
         return self._runner.execute(self._batch(chunks, self._tables(num_prompts, length)))
 
     def submit(self) -> PendingOutput:
-        """Hands over a decode step of all rows."""
+        """Launches a decode step of all rows."""
         return self._runner.submit(self._batch())
 
     def overlapped(self, num_steps: int) -> list[float]:
-        """Seconds of each step, where the next is handed over before one is read."""
+        """Returns the seconds of each step. The next step is launched before one is read."""
         pending, times_s = self.submit(), []
         for _ in range(num_steps):
             following = self.submit()

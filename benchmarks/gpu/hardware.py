@@ -1,4 +1,4 @@
-"""What a GPU run ran on: hardware, versions, commit. To be written beside every figure."""
+"""Describes the machine of a GPU run: hardware, versions, commit."""
 
 import platform
 import subprocess
@@ -12,18 +12,18 @@ from benchmarks.machine import name_machine
 __all__ = ["describe_gpu_machine", "find_problem", "slug"]
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "safetensors")
-# What engine, kernels and kvstore import on a GPU; without triton, kernels would be torch's own.
+# What engine, kernels and kvstore import on a GPU. Without triton, torch's kernels would run.
 _MODULES = ("torch", "triton", "numpy", "safetensors", "tqdm", "transformers", "xxhash")
 _CAPACITY_UNIT = 2**20
 _QUERY_TIMEOUT_S = 20
 
 
 def find_problem(extra: str = "gpu", more_modules: Sequence[str] = ()) -> str | None:
-    """Why nothing can be run on a GPU here, in a line; None if it can.
+    """Returns in one line why this machine cannot run on a GPU; None if it can.
 
     Args:
-        extra: of the package, or several, with which pip installs all modules.
-        more_modules: needed beside those that the engine and the KV store import.
+        extra: extras of the package with which pip installs all modules.
+        more_modules: modules needed in addition to those of the engine and the KV store.
     """
     hint = f"on a GPU machine: pip install 'baton-llm[{extra}]'"
     missing = [name for name in (*_MODULES, *more_modules) if find_spec(name) is None]
@@ -31,7 +31,7 @@ def find_problem(extra: str = "gpu", more_modules: Sequence[str] = ()) -> str | 
         return f"not installed: {', '.join(missing)}; {hint}"
     try:
         import torch
-        import triton  # noqa: F401 - it may be there and not load
+        import triton  # noqa: F401 - it may be installed and fail to load
     except ImportError as error:
         return f"{error}; {hint}"
     if not torch.cuda.is_available():
@@ -40,7 +40,7 @@ def find_problem(extra: str = "gpu", more_modules: Sequence[str] = ()) -> str | 
 
 
 def describe_gpu_machine(device: str = "cuda") -> dict[str, object]:
-    """The machine's names and versions; the GPU's only where `device` is one."""
+    """Returns the machine's names and versions, with the GPU's if `device` is one."""
     known = name_machine()
     return {
         "device": _gpu() if device.startswith("cuda") else {"name": "cpu"},
@@ -54,7 +54,7 @@ def describe_gpu_machine(device: str = "cuda") -> dict[str, object]:
 
 
 def slug(name: str) -> str:
-    """A device's name as part of a file's: "NVIDIA H200" is "nvidia_h200"."""
+    """Returns a device's name as part of a file name: "NVIDIA H200" becomes "nvidia_h200"."""
     words = "".join(letter if letter.isalnum() else " " for letter in name.lower()).split()
     return "_".join(words)
 
@@ -74,7 +74,7 @@ def _gpu() -> dict[str, object]:
 
 
 def _driver() -> str:
-    """Its version, as the driver's own tool or the kernel has it."""
+    """Returns the driver's version, from nvidia-smi or from the kernel module."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(

@@ -22,8 +22,8 @@ class Prepared:
     """Inputs on the device.
 
     Attributes:
-        calls: of equal work, each on a copy of its own.
-        compare: what the kernel gives, and what the reference gives on the same in float32.
+        calls: calls of equal work, each on a copy of the inputs of its own.
+        compare: returns the results of the kernel and of the reference in float32 on equal inputs.
     """
 
     calls: Sequence[Call]
@@ -35,11 +35,11 @@ class KernelCase:
     """A kernel on inputs of one shape.
 
     Attributes:
-        name: of the kernel.
-        size: of its inputs, in words.
-        cost: of a call: what it must move and multiply.
-        num_terms: of the longest sums, which errors grow with.
-        prepare: makes so many copies of the inputs.
+        name: the kernel's name.
+        size: the size of its inputs, in words.
+        cost: the bytes and operations that a call needs.
+        num_terms: terms of the longest sums; errors grow with it.
+        prepare: makes the given number of copies of the inputs.
     """
 
     name: str
@@ -50,12 +50,12 @@ class KernelCase:
 
 
 def measure_case(case: KernelCase, plan: Plan, ceilings: Ceilings | None, record: Record) -> None:
-    """Adds a case's figures to the record; no figure of a kernel whose result is wrong."""
+    """Adds a case's figures to the record. A kernel with a wrong result gets no figures."""
     record.attempt("kernel", f"{case.name}, {case.size}", lambda: _measure(case, plan, ceilings))
 
 
 def normal(plan: Plan, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Normal numbers of the plan's type on its device: the same for equal shape and seed."""
+    """Returns normal numbers of the plan's type, the same for equal shape and seed."""
     generator = torch.Generator(plan.device).manual_seed(seed)
     dtype = getattr(torch, plan.dtype)
     return torch.randn(shape, generator=generator, dtype=dtype, device=plan.device)
@@ -68,7 +68,7 @@ def _measure(case: KernelCase, plan: Plan, ceilings: Ceilings | None) -> dict[st
         actual, expected = prepared.compare()
         difference = find_difference(actual, expected, getattr(torch, plan.dtype), case.num_terms)
         if difference is not None:
-            return {"failed": f"not what the reference gives: {difference}"}
+            return {"failed": f"the result differs from the reference: {difference}"}
         del actual, expected
         samples = time_calls(prepared.calls, torch.device(plan.device), plan.sample_s)
     facts = {"bytes": case.cost.num_bytes, "operations": case.cost.num_operations}

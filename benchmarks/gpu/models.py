@@ -1,6 +1,5 @@
-"""Models of random weights: their config.json, their size, and an engine's flags for them."""
+"""Models of random weights: their folders, their sizes, and an engine's config for them."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 
 from benchmarks.gpu.plan import MODELS, Plan
 from benchmarks.model_cost import ModelShape
+from benchmarks.models import write_dummy_model
 from engine.config import EngineConfig
 from engine.models.registry import family_of
 from kvstore.layout import DTYPE_BYTES
@@ -16,19 +16,22 @@ from kvstore.layout import DTYPE_BYTES
 __all__ = ["engine_config", "kv_bytes_per_token", "shape_of", "write_config"]
 
 _SPARE_TOKENS = 64
-"""Of a row beyond the context it is measured at: steps make it longer."""
+"""Room of a row beyond the context it is measured at: steps make it longer."""
 
 
 def write_config(name: str, dtype: str, folder: Path) -> Path:
-    """Writes a model's config.json into a folder of its own; returns that."""
-    own = folder / name
-    own.mkdir(exist_ok=True)
-    (own / "config.json").write_text(json.dumps(MODELS[name] | {"dtype": dtype}))
-    return own
+    """Writes one of `MODELS`, without weights, into a folder of its own; returns that."""
+    return write_dummy_model(MODELS[name] | {"dtype": dtype}, folder / name)
 
 
 def engine_config(plan: Plan, folder: Path, **flags: Any) -> EngineConfig:
-    """An engine with random weights of the shape in `folder`, as large as the plan needs."""
+    """Returns the config of an engine with random weights, as large as the plan needs.
+
+    Args:
+        plan: the sizes of the run.
+        folder: has the model's config.json.
+        flags: fields of `EngineConfig` that replace the defaults here.
+    """
     longest = max(
         *plan.contexts,
         *(length for _, length in plan.prompts),
@@ -49,7 +52,7 @@ def engine_config(plan: Plan, folder: Path, **flags: Any) -> EngineConfig:
 
 
 def shape_of(name: str, dtype: str) -> ModelShape:
-    """A model's size, counted on the model itself, without memory for it."""
+    """Returns a model's size, counted on a model without memory (torch's device "meta")."""
     from transformers import AutoConfig
 
     fields = dict(MODELS[name])
@@ -62,7 +65,7 @@ def shape_of(name: str, dtype: str) -> ModelShape:
 
 
 def kv_bytes_per_token(name: str, dtype: str) -> int:
-    """Of all layers, keys and values."""
+    """Returns the bytes of a token's keys and values over all layers."""
     config = MODELS[name]
     features = config["num_key_value_heads"] * config["head_dim"]
     return int(2 * config["num_hidden_layers"] * features * DTYPE_BYTES[dtype])

@@ -1,11 +1,11 @@
-"""What a run measures, and how large: the whole on a GPU, or everything once, tiny. Pure."""
+"""The sizes and parts of a run: everything on a GPU, or a tiny version on the CPU. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["FULL", "MODELS", "SMOKE", "Plan"]
+__all__ = ["FULL", "MODELS", "SMOKE", "Part", "Plan", "parts_of", "time_for"]
 
 _LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,7 +58,7 @@ _TINY = _LLAMA_8B | {
 MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {"llama-3.1-8b": _LLAMA_8B, "qwen3-0.6b": _QWEN3_06B, "tiny": _TINY}
 )
-"""The fields of a config.json, by the shape's name."""
+"""The fields of a config.json, by the name of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +67,25 @@ class Plan:
 
     Attributes:
         device: torch's name for it.
-        dtype: of weights, KV and activations.
+        dtype: type of weights, KV and activations.
         models: names in `MODELS` whose decoding and prompts are measured.
-        kernels_of: whose shapes the kernels get.
-        copied_bytes: of each buffer that the copy bandwidth is measured with.
-        matrix_size: of the square product that the matrix rate is measured with.
-        rotated_bytes: inputs of one kernel, over all copies: far more than a cache holds.
-        max_copies: of a kernel's inputs.
+        kernels_of: the model whose shapes the kernels get.
+        copied_bytes: size of each buffer that the copy bandwidth is measured with.
+        matrix_size: size of the square product that the matrix rate is measured with.
+        rotated_bytes: size of all copies of a kernel's inputs, far larger than a cache.
+        max_copies: most copies of a kernel's inputs.
         sample_s: seconds to spend on samples of one figure.
         batch_sizes: sequences of a decode step.
-        contexts: tokens of each of them.
+        contexts: tokens of each sequence.
         num_steps: decode steps per figure.
         prompts: (prompts, tokens of each) of a prefill.
         kernel_prompts: (tokens cached, tokens computed) of prefill attention.
-        rows: of pointwise kernels, products and sampling.
-        num_moved_blocks: gathered, or scattered, at once.
+        rows: rows of pointwise kernels, products and sampling.
+        num_moved_blocks: blocks gathered or scattered at once.
         max_batched_tokens: most tokens of a step.
         tier_requests: (requests, prompt tokens, output tokens) of the two tiers.
         served: (requests, prompt tokens, output tokens) beside transformers.
-        num_gpu_blocks: of each pool; None: what memory allows.
+        num_gpu_blocks: blocks of each pool; None for what memory allows.
     """
 
     device: str
@@ -154,3 +154,38 @@ SMOKE = Plan(
     served=(3, 12, 5),
     num_gpu_blocks=64,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a run.
+
+    Attributes:
+        name: the name by which `--part` chooses it.
+        module: the module whose `measure` runs it.
+        weight: its share of the time, relative to the other parts.
+        model: the model that it measures, if any.
+    """
+
+    name: str
+    module: str
+    weight: float
+    model: str | None = None
+
+
+def parts_of(plan: Plan) -> list[Part]:
+    """Returns the parts in order. Rates come first: the figures of other parts refer to them."""
+    package = "benchmarks.gpu.parts"
+    served, largest = plan.models, plan.models[0]
+    return [
+        Part("rates", f"{package}.rates", 25),
+        Part("kernels", f"{package}.kernels", 110),
+        *(Part(f"model {name}", f"{package}.model", 90, name) for name in plan.models),
+        Part("tiers", f"{package}.tiers", 80, largest),
+        *(Part(f"transformers {name}", f"{package}.transformers", 50, name) for name in served),
+    ]
+
+
+def time_for(parts: Sequence[Part], index: int, seconds_left: float) -> float:
+    """Returns the seconds for a part. Time that earlier parts left is shared by all later ones."""
+    return seconds_left * parts[index].weight / sum(part.weight for part in parts[index:])

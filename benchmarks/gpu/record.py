@@ -1,4 +1,4 @@
-"""What a part of a run measured, written line by line; and how much time it has left."""
+"""The results of one part of a run, written line by line, and the time that it has left."""
 
 import json
 import statistics
@@ -19,42 +19,42 @@ _MAX_SAMPLES_KEPT = 40
 
 @dataclass(frozen=True, slots=True)
 class TimeLeft:
-    """Until a moment of `time.monotonic`."""
+    """The time until a moment of `time.monotonic`."""
 
     ends_at: float
 
     @classmethod
     def of(cls, seconds: float) -> "TimeLeft":
-        """That many from now."""
+        """Returns the time that ends `seconds` from now."""
         return cls(time.monotonic() + seconds)
 
     @property
     def seconds(self) -> float:
-        """None left: 0."""
+        """Seconds left, 0 if the time is over."""
         return max(0.0, self.ends_at - time.monotonic())
 
 
 class Record:
-    """Results of one part, appended to a file as they come: a part that dies leaves what it had.
+    """Results of one part, appended to a file one by one, so that a crash loses none of them.
 
     Args:
-        path: of JSON lines.
-        left: the part's time.
+        path: a file of JSON lines.
+        left: the time that the part has left.
     """
 
     def __init__(self, path: Path, left: TimeLeft) -> None:
         self._path, self.left = path, left
 
     def add(self, kind: str, name: str, **fields: Any) -> None:
-        """One result: what it is of, its name, and its figures."""
+        """Adds one result: its kind, its name and its figures."""
         with self._path.open("a") as lines:
             lines.write(json.dumps({"kind": kind, "name": name, **fields}) + "\n")
 
     def attempt(self, kind: str, name: str, measure: Callable[[], dict[str, Any]]) -> bool:
-        """Adds what `measure` returns, or why it failed: without time left, that.
+        """Adds the figures that `measure` returns, or why there are none.
 
         Returns:
-            Whether there is a figure.
+            Whether there are figures.
         """
         if not self.left.seconds:
             self.add(kind, name, failed="no time was left")
@@ -62,7 +62,7 @@ class Record:
         started = time.perf_counter()
         try:
             fields = measure()
-        except Exception as error:  # whatever it is, the others are measured
+        except Exception as error:  # any error ends this measurement, but not the part
             self.add(kind, name, failed=_in_words(error), traceback=traceback.format_exc())
             return False
         self.add(kind, name, **fields, took_s=round(time.perf_counter() - started, 2))
@@ -70,7 +70,7 @@ class Record:
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:
-    """The results in a record's file, a line that was cut off left out."""
+    """Returns the results in a record's file, without incomplete lines."""
     results = []
     for line in path.read_text().splitlines():
         try:
@@ -83,12 +83,12 @@ def read_record(path: Path) -> list[dict[str, Any]]:
 def summary(
     samples_s: Sequence[float], cost: Cost | None = None, ceilings: Ceilings | None = None
 ) -> dict[str, Any]:
-    """Raw samples and their median in microseconds; what that is in rates, beside the ceilings.
+    """Returns samples and their median in microseconds, and rates beside the ceilings.
 
     Args:
-        samples_s: seconds of a call, one or more.
-        cost: of a call.
-        ceilings: of the device.
+        samples_s: seconds of a call, at least one sample.
+        cost: bytes and operations of a call.
+        ceilings: the rates of the device.
     """
     median_s = statistics.median(samples_s)
     kept = _evenly(samples_s)
@@ -109,7 +109,7 @@ def summary(
 
 
 def _evenly(samples_s: Sequence[float]) -> Iterable[float]:
-    """At most so many, over the whole time."""
+    """Returns at most `_MAX_SAMPLES_KEPT` samples, spread over all of them."""
     stride = -(-len(samples_s) // _MAX_SAMPLES_KEPT)
     return samples_s[::stride]
 

@@ -1,4 +1,8 @@
-"""Runs the parts, each in a process of its own: what one spoils, or leaves behind, is its own."""
+"""Runs the parts of a GPU run, each in a process of its own.
+
+A part that crashes or leaves memory behind does not affect the others. `python -m
+benchmarks.gpu.run` runs one part, which a JSON line on stdin describes.
+"""
 
 import json
 import os
@@ -7,21 +11,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.parts.rates import ceilings_of
-from benchmarks.gpu.parts.registry import Part, time_for
-from benchmarks.gpu.record import TimeLeft, read_record
+from benchmarks.gpu.plan import FULL, SMOKE, Part, time_for
+from benchmarks.gpu.record import Record, TimeLeft, read_record
 from benchmarks.model_cost import Ceilings
 
 __all__ = ["run_parts"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _END_S = 5.0
-"""How long before it is ended a part begins nothing more."""
+"""A part starts no measurement in its last seconds."""
 _LAST_CHARACTERS = 2000
 
 
@@ -31,13 +36,13 @@ def run_parts(
     """Runs all parts, one after the other, within the deadline.
 
     Args:
-        parts: in this order.
-        is_smoke: whether to run all of it tiny, on the CPU.
-        deadline_s: seconds for all of them.
+        parts: the parts, in the order to run them.
+        is_smoke: whether to run a tiny version on the CPU.
+        deadline_s: seconds for all parts together.
 
     Yields:
-        Per part, when it has ended, its name, seconds, results, and problem if it did not come
-        to its end.
+        The report of each part when it has ended: its name, seconds and results, and the problem
+        if it failed.
     """
     left = TimeLeft.of(deadline_s)
     ceilings: Ceilings | None = None
@@ -82,8 +87,8 @@ def _run_part(
 
 
 def _run_process(task: dict[str, Any], output: Path, seconds: float) -> int | None:
-    """Its exit status; None if it had to be ended."""
-    command = [sys.executable, "-m", "benchmarks.gpu.parts"]
+    """Returns the exit status; None if the process was killed because its time was over."""
+    command = [sys.executable, "-m", "benchmarks.gpu.run"]
     with output.open("wb") as stream:
         process = subprocess.Popen(
             command,
@@ -100,6 +105,19 @@ def _run_process(task: dict[str, Any], output: Path, seconds: float) -> int | No
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
+            os.killpg(process.pid, signal.SIGKILL)  # with the compilers and servers that it started
             process.wait()
             return None
+
+
+def _run_task(task: Mapping[str, Any]) -> None:
+    """Measures one part, in the process that `_run_process` started."""
+    record = Record(Path(task["record"]), TimeLeft.of(task["seconds"]))
+    models = (task["model"],) if task["model"] else ()
+    ceilings = Ceilings(*task["ceilings"]) if task["ceilings"] else None
+    plan = SMOKE if task["smoke"] else FULL
+    import_module(task["module"]).measure(plan, ceilings, record, *models)
+
+
+if __name__ == "__main__":
+    _run_task(json.loads(sys.stdin.readline()))

@@ -22,11 +22,11 @@ __all__ = ["block_cases", "pointwise_cases", "product_cases", "sampling_cases"]
 
 _EPS = 1e-5
 _SAMPLING = {"greedy": (0.0, 1.0), "top-p 0.9": (0.8, 0.9)}
-"""Temperature and top-p."""
+"""Pairs of temperature and top-p."""
 
 
 def pointwise_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
-    """Norms, and the gates of the gated layers."""
+    """Returns the cases of norms and of the gates of gated layers."""
     for num_rows in plan.rows:
         size = f"{rows_in_words(num_rows)} of {shape.width}"
         num_bytes = 2 * num_rows * shape.width * DTYPE_BYTES[plan.dtype]
@@ -40,7 +40,7 @@ def pointwise_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
 
 
 def product_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
-    """The gated layer: the largest product of a decoder's layer."""
+    """Returns the cases of the gated layer, the largest product of a decoder's layer."""
     for num_rows in plan.rows:
         cost = product_cost(num_rows, 2 * shape.num_gated, shape.width, DTYPE_BYTES[plan.dtype])
         size = f"{rows_in_words(num_rows)} x {2 * shape.num_gated} x {shape.width}"
@@ -49,7 +49,7 @@ def product_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
 
 
 def block_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
-    """Whole blocks of all layers, scattered over a pool, from and to a buffer."""
+    """Returns the cases of copying blocks, scattered over a pool, from and to a buffer."""
     num_words = shape.num_layers * 2 * shape.num_kv_features * BLOCK_SIZE
     num_bytes = 2 * plan.num_moved_blocks * num_words * DTYPE_BYTES[plan.dtype]
     size = f"{plan.num_moved_blocks} blocks of {num_words * DTYPE_BYTES[plan.dtype] >> 10} KiB"
@@ -59,7 +59,7 @@ def block_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
 
 
 def sampling_cases(shape: DecoderShape, plan: Plan) -> Iterator[KernelCase]:
-    """From logits to tokens: every logit is read once."""
+    """Returns the cases of drawing tokens from logits, which read every logit once."""
     for name, (temperature, top_p) in _SAMPLING.items():
         for num_rows in plan.batch_sizes:
             size = f"{rows_in_words(num_rows)} of {shape.vocab_size}"
@@ -86,7 +86,7 @@ def _prepare_gates(shape: DecoderShape, plan: Plan, num_rows: int, num_copies: i
 
 
 def _gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """The kernel behind the gated layer's product; on a CPU that has none of its own."""
+    """Returns the kernel of the gate after the product; a CPU has none of its own."""
     if not gate_up.is_cuda:
         return silu_and_mul(gate_up)
     from kernels.triton import linear
@@ -116,7 +116,7 @@ def _prepare_product(shape: DecoderShape, plan: Plan, num_rows: int, num_copies:
 
 
 def _prepare_blocks(name: str, plan: Plan, num_words: int, num_copies: int) -> Prepared:
-    """Copies share the pool, of which each takes other blocks."""
+    """Prepares copies that share a pool; each uses other blocks of it."""
     count = plan.num_moved_blocks
     pool = normal(plan, num_copies * count, num_words, seed=1)
     generator = torch.Generator().manual_seed(0)

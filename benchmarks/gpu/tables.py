@@ -1,4 +1,4 @@
-"""The results of a run as tables: each figure beside its limit. Pure."""
+"""Tables of a run's results, each figure beside its limit. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,13 @@ __all__ = ["failures_of", "make_tables", "skipped_of", "with_ratios"]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of results, and its figures: by column, its name in the results."""
+    """A kind of results.
+
+    Attributes:
+        title: the title of its table.
+        columns: for each column, the name of the figure in the results.
+        note: a text below the table.
+    """
 
     title: str
     columns: Mapping[str, str]
@@ -38,7 +44,7 @@ _KINDS = {
         {"us": _US, "floor, us": _FLOOR_US, "x floor": "times_floor"},
         "Floor: weights and KV read once at the copy bandwidth, or operations at the matrix rate.",
     ),
-    "device busy": _Kind("What the device works on a decode step of the runner", {"us": _US}),
+    "device busy": _Kind("Time that the device works on a decode step of the runner", {"us": _US}),
     "engine step": _Kind(
         "Decode steps of the engine",
         {
@@ -47,8 +53,8 @@ _KINDS = {
             "x floor": "times_floor",
             "device idle": "idle_share",
         },
-        "Idle: what is left of a step beside what the device works on the runner's, on as long "
-        "contexts; below zero where that was measured the slower one.",
+        "Idle: the share of a step in which the device does not work, from its working time on the "
+        "runner's steps at equal contexts. Below zero: that time was measured as the longer one.",
     ),
     "prefill": _Kind(
         "Prompts",
@@ -80,7 +86,7 @@ _KINDS = {
 
 
 def make_tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """A table per kind of results that there are."""
+    """Returns a table for each kind of results that occurs."""
     tables = []
     for name, kind in _KINDS.items():
         own = [result for result in results if result["kind"] == name]
@@ -91,7 +97,7 @@ def make_tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The results, with what was served beside what transformers served of the same model."""
+    """Returns the results; served rates get their ratio to transformers' on the same model."""
     rates = {
         result["name"]: result["output_tokens_per_s"]
         for result in results
@@ -101,7 +107,7 @@ def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def failures_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What failed, in a line each: parts, then single figures."""
+    """Returns a line for each part and each figure that failed."""
     parts = [
         f"{report['part']}: {report['problem'].splitlines()[-1]}"
         for report in reports
@@ -111,7 +117,7 @@ def failures_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def skipped_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What this device has no room for, in a line each."""
+    """Returns a line for each figure that this device lacks memory for."""
     return _marked("skipped", reports)
 
 

@@ -1,4 +1,4 @@
-"""How long calls take on the device: CUDA events around graphs of calls; on a CPU its clock."""
+"""Measures how long calls take on a device: by CUDA events on a GPU, by the clock on a CPU."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ _LEAST_SAMPLES = 8
 _MAX_SAMPLES = 200
 _EVENTS_AT_ONCE = 8
 _HEADSTART_SIZE = 8192
-_HEADSTART_CALLS = 32  # about 45 ms of products: as long as launching takes what is timed
+_HEADSTART_CALLS = 32  # about 45 ms of products: the time to launch what is measured
 
 Call = Callable[[], object]
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that it was given."""
+    """Waits until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -26,15 +26,15 @@ def synchronize(device: torch.device) -> None:
 def time_calls(
     calls: Sequence[Call], device: torch.device, sample_s: float, *, captured: bool = True
 ) -> list[float]:
-    """Seconds of a call, sampled over about `sample_s`.
+    """Returns samples of the seconds of a call.
 
     Args:
-        calls: of equal work on inputs of their own, so that a call finds none of its own in a
-            cache; a sample is their mean.
+        calls: calls of equal work on inputs of their own, so that no cache holds their inputs. A
+            sample is the mean over all calls.
         device: where they compute.
-        sample_s: seconds to spend.
-        captured: whether a CUDA graph launches them, as in decoding, so that only the device
-            counts; if not, Python does.
+        sample_s: seconds to spend, about.
+        captured: whether a CUDA graph launches the calls, as in decoding, so that the time of
+            Python does not count.
     """
     for call in calls:
         call()  # compiles, and allocates
@@ -48,17 +48,17 @@ def time_calls(
 
 
 def time_busy(launch: Call, finish: Call, num_calls: int, device: torch.device) -> list[float]:
-    """Seconds that the device works on each of several calls, the host being ahead of it.
+    """Returns the seconds that the device works on each of several calls launched ahead.
 
     Args:
-        launch: a call, which does not wait for the device.
+        launch: launches a call without waiting for the device.
         finish: waits for all calls.
-        num_calls: how many.
-        device: where they compute; on a CPU there is one sample, the mean with `finish`.
+        num_calls: number of calls.
+        device: where they compute. On a CPU the only sample is the mean, with `finish`.
 
     Raises:
-        RuntimeError: the device came to a call that the host was not through with, so that it
-            may have waited for the host.
+        RuntimeError: the device reached a call before the host had launched all of it, so it may
+            have waited for the host.
     """
     if device.type != "cuda":
         started = time.perf_counter()
@@ -80,7 +80,7 @@ def time_busy(launch: Call, finish: Call, num_calls: int, device: torch.device) 
 def _launch_ahead(
     launch: Call, num_calls: int, mark: Callable[[], torch.cuda.Event]
 ) -> list[torch.cuda.Event]:
-    """Marks on the device's way: before the first call, and after each."""
+    """Launches the calls; returns events before the first call and after each."""
     marks = [mark()]
     for index in range(num_calls):
         launch()

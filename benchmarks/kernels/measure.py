@@ -11,13 +11,13 @@ from types import MappingProxyType
 import torch
 
 import kernels
+from benchmarks.ceilings import kernel_threads, torch_threads
 from benchmarks.kernels.attention import attention_cases, rotation_cases
 from benchmarks.kernels.case import Case, DecoderShape, Numbers, Result
 from benchmarks.kernels.cost import Cost
 from benchmarks.kernels.pointwise import embed_cases, maxima_cases, norm_cases
 from benchmarks.kernels.products import gated_linear_cases, linear_cases
 from benchmarks.kernels.timing import Cycle, make_sweep, median_call_s, plan_cycle
-from benchmarks.threads import kernel_threads, torch_threads
 from kernels import reference
 
 __all__ = ["PRIMITIVES", "Outcome", "Setting", "find_difference", "make_cases", "measure"]

@@ -1,4 +1,4 @@
-"""The cases of `baton bench latency`, and what a run of one says. Pure."""
+"""The cases of `baton bench latency` and their figures. Pure."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ __all__ = ["Case", "CaseResult", "RunTimes", "make_cases", "run_times", "summari
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that begin together: how many, tokens of each prompt, tokens to generate."""
+    """Requests that start together: their number, tokens of each prompt, tokens to generate."""
 
     batch_size: int
     input_len: int
     output_len: int
 
     def requests(self, vocab_size: int, seed: int) -> Sequence[BenchRequest]:
-        """Of random tokens; another seed shares nothing with them."""
+        """Returns requests of random tokens. Those of another seed share no prefix with them."""
         return random_lengths(
             num_requests=self.batch_size,
             input_len=LengthRange(self.input_len, self.input_len),
@@ -35,12 +35,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """Of one run of a case.
+    """Figures of one run of a case.
 
     Attributes:
         prefill_ms: until every request has its first token.
         step_ms: median gap between tokens while all requests decode.
-        output_tokens_per_s: of the whole run.
+        output_tokens_per_s: output tokens of the whole run over its duration.
     """
 
     prefill_ms: float
@@ -50,16 +50,16 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Medians over the runs of a case, and the floors.
+    """Medians over the runs of a case, and their floors.
 
     Attributes:
-        case: what ran.
+        case: the case.
         prefill_ms: until every request has its first token.
         prefill_floor_ms: operations of the prompts over the matrix rate, or bytes
             of the weights over the bandwidth.
         step_ms: per token of each request, while all decode.
         step_floor_ms: the same for a step at half the output.
-        output_tokens_per_s: of the whole run.
+        output_tokens_per_s: output tokens of the whole run over its duration.
     """
 
     case: Case
@@ -73,7 +73,7 @@ class CaseResult:
 def make_cases(
     batch_sizes: Sequence[int], input_lens: Sequence[int], output_lens: Sequence[int]
 ) -> list[Case]:
-    """Every combination.
+    """Returns every combination of the numbers.
 
     Raises:
         ConfigurationError: a number is out of range; names the flag.
@@ -81,7 +81,7 @@ def make_cases(
     for flag, values, least in (
         ("--batch-size", batch_sizes, 1),
         ("--input-len", input_lens, 1),
-        # Below three tokens there is no time between tokens while all decode.
+        # With fewer than three tokens, there is no gap in which all requests decode.
         ("--output-len", output_lens, 3),
     ):
         for value in values:
@@ -91,11 +91,11 @@ def make_cases(
 
 
 def run_times(records: Sequence[RequestRecord]) -> RunTimes:
-    """What a run's records say.
+    """Returns the figures of a run.
 
     Raises:
-        ConfigurationError: a request failed, or they never decode all together: the
-            engine's limits are too small for the case.
+        ConfigurationError: a request failed, or the requests never decode all at the same time,
+            because the engine's limits are too small for the case.
     """
     for record in records:
         if record.error is not None:
@@ -125,7 +125,7 @@ def run_times(records: Sequence[RequestRecord]) -> RunTimes:
 def summarize(
     case: Case, runs: Sequence[RunTimes], shape: ModelShape, ceilings: Ceilings
 ) -> CaseResult:
-    """Medians of a case's runs, with its floors."""
+    """Returns the medians of a case's runs, with its floors."""
     first_tokens = [
         BenchRequest(request.prompt_token_ids, 1)
         for request in case.requests(vocab_size=1 << 16, seed=0)

@@ -1,4 +1,4 @@
-"""The ceilings of the machine and the cost of the model that an engine runs."""
+"""The machine's ceilings and the size of the model that an engine runs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,13 @@ __all__ = ["Floors", "measure_floors"]
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """What bounds an engine's figures.
+    """What limits an engine's figures.
 
     Attributes:
-        machine: what it is, and its ceilings, as measured now.
-        ceilings: those that this model meets.
+        machine: the machine's names, and its ceilings, as measured now.
+        ceilings: the ceilings for the model's type.
         shape: the model's size.
-        dtype: of weights and activations.
+        dtype: type of weights and activations.
     """
 
     machine: dict[str, Any]
@@ -36,11 +36,11 @@ class Floors:
 def measure_floors(config: EngineConfig) -> Floors:
     """Measures the ceilings and reads the model's size.
 
-    Call it after `peak_memory_bytes`: it takes half a GiB.
+    It needs half a GiB of memory, so call it after `peak_memory_bytes`.
     """
     shape, dtype = _shape_and_dtype(config)
     machine = describe_machine(str(resolve_device(config.device)), config.num_threads)
-    # float16 products are as fast as bfloat16 ones, where either is fast.
+    # Where float16 products are fast, they are as fast as bfloat16 products.
     product = "float32" if dtype == "float32" else "bfloat16"
     return Floors(machine, Ceilings.of_machine(machine, product), shape, dtype)
 

@@ -1,4 +1,4 @@
-"""`OfflineEngine`: runs requests on an engine in this process, and notes when their tokens come."""
+"""`OfflineEngine`: runs requests on an engine in this process, and records token times."""
 
 import resource
 import sys
@@ -10,27 +10,26 @@ from types import TracebackType
 from typing import Self
 
 from baton.errors import BatonError
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from benchmarks.request import BenchRequest, RequestRecord
-from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput
 
 __all__ = ["OfflineEngine", "peak_memory_bytes"]
 
-_GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-
 
 class OfflineEngine:
     """An engine that decodes greedily and ignores the end of sequence.
 
     Args:
-        config: its flags.
-        core: the engine, where there is one already.
+        config: the engine's config.
+        core: an existing engine; None to build one.
 
     Attributes:
         core: the engine.
-        start_up_s: seconds to load the model, profile it and allocate; without importing torch.
+        start_up_s: seconds to load the model, profile it and allocate, without the import of torch.
     """
 
     def __init__(self, config: EngineConfig, core: EngineCore | None = None) -> None:
@@ -44,16 +43,16 @@ class OfflineEngine:
         requests: Sequence[BenchRequest],
         on_end: Callable[[RequestRecord], None] = lambda record: None,
     ) -> list[RequestRecord]:
-        """Runs all requests, from the start or from the end of those they wait for.
+        """Runs all requests. Each starts at once, or when the request that it waits for has ended.
 
-        Times of arrival do not count. Requests that fail have an error.
+        Times of arrival are ignored.
 
         Returns:
-            What became of each, in their order.
+            The records, in the order of the requests. Failed requests have an error.
         """
         run = _Run(self.core, requests, self._numbers, on_end)
         while run.is_unfinished:
-            self.core.run_step(run.take)
+            self.core.run_step(run.record_outputs)
             if run.is_unfinished:
                 self.core.wait()
         return run.records
@@ -71,13 +70,13 @@ class OfflineEngine:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process ever held on the host."""
+    """Returns the most host memory that this process ever had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
 class _Run:
-    """The requests of one call of `run`; time 0 is when it is made."""
+    """The requests of one call of `run`. Its clock starts at 0 when it is constructed."""
 
     def __init__(
         self,
@@ -104,8 +103,8 @@ class _Run:
         """Whether a request has not ended."""
         return self._num_unfinished > 0
 
-    def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """Notes what a step brought."""
+    def record_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        """Records the outputs of a step."""
         now_s = self._now()
         for output in outputs:
             index = self._indices[output.request_id]
@@ -118,10 +117,13 @@ class _Run:
         index = self._indices[request_id]
         request = self._requests[index]
         engine_request = EngineRequest(
-            request_id=request_id,
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            draw=_GREEDY,
-            max_tokens=request.num_output_tokens,
+            spec=RequestSpec(
+                request_id=request_id,
+                prompt_token_ids=tuple(request.prompt_token_ids),
+                params=SamplingParams(
+                    temperature=0.0, seed=0, max_tokens=request.num_output_tokens
+                ),
+            )
         )
         self.records[index].sent_s = self._now()
         try:
@@ -129,7 +131,7 @@ class _Run:
         except BatonError as error:
             self._end(index, error)
         else:
-            self.take(self._core.add_request(engine_request))
+            self.record_outputs(self._core.add_request(engine_request))
 
     def _end(self, index: int, error: BatonError | None) -> None:
         record, num_asked = self.records[index], self._requests[index].num_output_tokens

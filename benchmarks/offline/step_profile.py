@@ -1,24 +1,74 @@
-"""Where an engine step's time goes: its phases, timed around a real engine's own functions."""
+"""Profiles the steps of an engine, phase by phase, by wrapping the engine's functions."""
 
+import functools
 import statistics
-from collections.abc import Generator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks.offline.offline_engine import OfflineEngine
-from benchmarks.offline.step_clock import StepClock
 from benchmarks.request import BenchRequest
 from engine.request import RequestOutput
 from engine.runtime.device import resolve_device, wait_for
 from engine.runtime.drawing import ChunkDraws, DecodeRows
 
-__all__ = ["PHASES", "StepProfile", "profile_steps"]
+__all__ = ["PHASES", "StepClock", "StepProfile", "profile_steps"]
+
+
+class StepClock:
+    """Sums the time spent in wrapped functions, phase by phase.
+
+    If a wrapped function calls another one, the other's time counts only for the other.
+
+    Args:
+        settle: called before each reading of the clock; waits for a device that works
+            asynchronously.
+        now_ns: returns the present time in nanoseconds.
+    """
+
+    def __init__(
+        self,
+        settle: Callable[[], object] = lambda: None,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._settle, self._now_ns = settle, now_ns
+        self._spent_ns: dict[str, int] = defaultdict(int)
+        self._inner_ns = [0]
+        """A stack: for each running function, the time of the wrapped functions that it called."""
+
+    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `function`, wrapped so that its time counts for `phase`."""
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            started_ns = self._read()
+            self._inner_ns.append(0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took_ns = self._read() - started_ns
+                self._spent_ns[phase] += took_ns - self._inner_ns.pop()
+                self._inner_ns[-1] += took_ns
+
+        return wrapper
+
+    def take_times(self) -> dict[str, int]:
+        """Returns the nanoseconds of each phase since the last call."""
+        spent, self._spent_ns = self._spent_ns, defaultdict(int)
+        return dict(spent)
+
+    def _read(self) -> int:
+        self._settle()
+        return self._now_ns()
+
 
 PHASES = ("schedule", "build inputs", "forward", "logits", "draw", "commit", "rest")
-"""Of a step. Steps that are replayed from a recording compute logits within forward, and all find
-the likeliest tokens there. The rest is what lies between: tables, copies, transfers, deadlines."""
+"""The phases of a step. Replayed steps compute logits within "forward", and all steps find the
+likeliest tokens there. The rest is tables, copies, transfers and deadlines."""
 _STEP = "rest"
 
 
@@ -28,10 +78,10 @@ class StepProfile:
 
     Attributes:
         kind: "prefill": steps that compute prompts; "decode": steps that do not.
-        batch_size: requests.
-        num_steps: how many there were.
+        batch_size: number of requests.
+        num_steps: number of steps.
         total_us: microseconds of a step.
-        phases_us: of each of `PHASES`; medians do not quite add up to the total.
+        phases_us: microseconds of each of `PHASES`. Medians do not exactly add up to the total.
     """
 
     kind: str
@@ -42,9 +92,9 @@ class StepProfile:
 
 
 def profile_steps(engine: OfflineEngine, requests: Sequence[BenchRequest]) -> list[StepProfile]:
-    """Runs requests that begin together, and profiles the steps of each kind.
+    """Runs requests that start together, and profiles the steps of each kind.
 
-    Steps in which some have ended are left out.
+    Steps after the end of a request do not count.
     """
     device = resolve_device(engine.core.config.device)
     steps: dict[str, list[dict[str, int]]] = {"prefill": [], "decode": []}
@@ -60,7 +110,7 @@ def _clocked(
     steps: dict[str, list[dict[str, int]]],
     num_requests: int,
 ) -> Generator[None, None, None]:
-    """The engine with its phases timed; what each step took goes into `steps`."""
+    """Yields the engine with timed phases; the times of each step are appended to `steps`."""
     core: Any = engine.core
     timed_step = clock.timed(_STEP, core.step)
     num_begun = num_ended = 0
@@ -70,7 +120,7 @@ def _clocked(
         was_prefilling = num_begun < num_requests
         outputs: list[RequestOutput] = timed_step()
         if num_ended == 0:
-            steps["prefill" if was_prefilling else "decode"].append(clock.take())
+            steps["prefill" if was_prefilling else "decode"].append(clock.take_times())
         num_begun += sum(output.timings is not None and not output.is_last for output in outputs)
         num_ended += sum(output.is_last for output in outputs)
         return outputs
@@ -84,7 +134,7 @@ def _clocked(
 
 
 def _timed_functions(core: Any) -> tuple[tuple[Any, str, str], ...]:
-    """(whose, name, phase). A benchmark may look where an engine may not."""
+    """Returns (object, method name, phase) of the functions to time; some are private."""
     runner = core._runner
     recorded = runner._steps._recorded
     return (

@@ -1,1 +1,1 @@
-"""Other engines beside Baton: the same weights and token ids, in the same run."""
+"""Measures other engines beside Baton, on the same weights and token ids, in the same run."""

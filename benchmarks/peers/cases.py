@@ -1,8 +1,7 @@
-"""What engines are compared on: four workloads, the figures of each, and the figures' floors.
+"""The workloads that engines are compared on, their figures, and the figures' floors. Pure.
 
-A floor is what the machine's ceilings allow: the model's operations over its
-measured matrix rate, or its bytes over its measured bandwidth, whichever takes
-longer. Pure.
+A floor is what the machine's ceilings allow: the model's operations over the measured matrix rate,
+or its bytes over the measured bandwidth, whichever takes longer.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
 from benchmarks.peers.peer_messages import PeerRun
-from benchmarks.request import BenchRequest
-from benchmarks.tune.fresh_tokens import with_fresh_tokens
+from benchmarks.request import BenchRequest, with_fresh_tokens
 from benchmarks.workloads.kind import LengthRange
 from benchmarks.workloads.random_lengths import random_lengths
 from benchmarks.workloads.shared_prefixes import shared_prefixes
@@ -28,9 +26,9 @@ Requests = Sequence[BenchRequest]
 
 CASE_NAMES = ("batch-1", "mixed", "shared-prefix", "long-prompts")
 _MAX_TOKEN_ID = 16_384
-"""Of the prompts: so the random models, whatever their vocabulary, get the same ones."""
-_MIXED_SEED = 48  # differs from the other cases' seeds: none begins as another does
-"""With 16,384 token ids: 8,855 prompt tokens and 3,750 to generate."""
+"""Limit of the prompts' token ids, so that random models of any vocabulary get equal prompts."""
+_MIXED_SEED = 48  # differs from the other cases' seeds, so that no cases share a prefix
+"""With 16,384 token ids, the case has 8,855 prompt tokens and 3,750 to generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +36,10 @@ class Figure:
     """A number that a run of a workload yields.
 
     Attributes:
-        name: with its unit.
-        is_less_better: whether a smaller one is the better one.
-        of_run: the number of one run.
-        floor: the best number that the ceilings allow.
+        name: the figure's name, with its unit.
+        is_less_better: whether smaller numbers are better.
+        of_run: returns the number of one run.
+        floor: returns the best number that the ceilings allow.
     """
 
     name: str
@@ -52,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload and what is measured on it."""
+    """A workload and the figures that are measured on it."""
 
     name: str
     requests: Requests
@@ -60,7 +58,7 @@ class Case:
 
 
 def build_cases(vocab_size: int) -> dict[str, Case]:
-    """The cases by name. Token ids are below `vocab_size`."""
+    """Returns the cases by name. Every token id is smaller than `vocab_size`."""
     ids = min(vocab_size, _MAX_TOKEN_ID)
     alone = _random(1, 128, 128, ids, seed=1)
     shared = shared_prefixes(
@@ -82,7 +80,7 @@ def build_cases(vocab_size: int) -> dict[str, Case]:
 
 
 def requests_of_round(case: Case, number: int, vocab_size: int) -> Requests:
-    """The case's requests in tokens that no other round has, so that no cache finds them."""
+    """Returns the case's requests with tokens of this round only, so that no cache finds them."""
     return with_fresh_tokens(case.requests, number, min(vocab_size, _MAX_TOKEN_ID))
 
 
@@ -111,7 +109,7 @@ def _exactly(num_tokens: int) -> LengthRange:
 
 
 def _token_ms(requests: Requests, run: PeerRun) -> float:
-    """Of a request alone: from the first token to the last, per token."""
+    """Returns the milliseconds per token of one request, from its first token to its last."""
     times_s = run.answers[0].token_times_s
     return 1000 * (times_s[-1] - times_s[0]) / (len(times_s) - 1)
 

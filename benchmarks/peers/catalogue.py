@@ -1,4 +1,4 @@
-"""The engines that can be compared: where each lives, and how its worker is started."""
+"""The engines that can be compared: their environments, and how their workers are started."""
 
 import hashlib
 import os
@@ -15,21 +15,21 @@ from benchmarks.peers.peer_process import Launch
 __all__ = ["ENGINES", "REFERENCE", "Setting", "launch_of"]
 
 REFERENCE = "reference"
-"""Transformers in float32, one request at a time."""
+"""The engine of the reference tokens: transformers in float32, one request at a time."""
 _HERE = Path(__file__).parent
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
-"""By peers: these would reach from Baton's environment into theirs."""
+"""Environment variables of Baton's environment that would affect those of peers."""
 _TCMALLOC_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all engines get alike.
+    """Settings that all engines share.
 
     Attributes:
         model: checkpoint folder.
-        num_threads: for compute.
-        peers_folder: holds an environment per peer.
+        num_threads: threads that compute.
+        peers_folder: has an environment per peer.
         max_model_len: most tokens of a request.
     """
 
@@ -54,9 +54,9 @@ class _Engine:
     Attributes:
         worker: its script in `workers`, without the suffix.
         home: its environment below the folder of peers; None for Baton's own.
-        prepare: makes the model folder that it wants, if it wants another.
-        variables: environment variables beyond what all get.
-        dtype: what it computes in.
+        prepare: makes the model folder in the engine's own format, if it has one.
+        variables: environment variables beyond those that all engines get.
+        dtype: the type that it computes in.
     """
 
     worker: str
@@ -67,10 +67,10 @@ class _Engine:
 
 
 def launch_of(engine: str, setting: Setting) -> Launch:
-    """How to start an engine; exports the model first where it wants its own format.
+    """Returns how to start an engine. Exports the model first if the engine has its own format.
 
     Raises:
-        ConfigurationError: no such engine, or its environment is missing.
+        ConfigurationError: the engine is unknown, or its environment is missing.
     """
     entry = _entry(engine)
     python = _python(engine, entry, setting)
@@ -108,7 +108,7 @@ def _python(engine: str, entry: _Engine, setting: Setting) -> Path:
 
 
 def _vllm_variables(setting: Setting) -> dict[str, str]:
-    """In one process, with its KV cache bounded, and the libraries that make it quickest."""
+    """Returns variables for one process, a bounded KV cache, and the fastest libraries."""
     cores = sorted(os.sched_getaffinity(0))[: setting.num_threads]
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -129,12 +129,12 @@ def _tcmalloc() -> Path:
 
 
 def _intel_openmp(setting: Setting) -> Iterable[Path]:
-    """It comes with vLLM's wheel on x86, and not elsewhere."""
+    """Returns the path of Intel's OpenMP, which vLLM's wheel has on x86 only."""
     return (setting.peers_folder / "vllm" / "lib").glob("libiomp5.so")
 
 
 def _exported_for_openvino(setting: Setting) -> Path:
-    """The model as optimum-intel exports it, made if it is not there."""
+    """Returns the model's folder as optimum-intel exports it, and makes it if it does not exist."""
     config = setting.model / "config.json"
     key = f"{config.resolve()} {config.stat().st_mtime_ns}"
     name = f"{setting.model.name}-openvino-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
@@ -142,13 +142,13 @@ def _exported_for_openvino(setting: Setting) -> Path:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-            # Renamed when whole: an interrupted export leaves no half of a model.
+            # Renamed when complete: an interrupted export leaves no partial model.
             _export_for_openvino(setting, Path(unfinished) / name).rename(folder)
     return folder
 
 
 def _export_for_openvino(setting: Setting, folder: Path) -> Path:
-    """Exports in fp16, which holds bfloat16 weights of ordinary size exactly."""
+    """Exports a model in fp16, which represents bfloat16 weights of ordinary size exactly."""
     program = setting.peers_folder / "openvino" / "bin" / "optimum-cli"
     flags = ("--task", "text-generation-with-past", "--weight-format", "fp16")
     command = (program, "export", "openvino", "--model", setting.model, *flags, folder)
@@ -160,7 +160,7 @@ def _export_for_openvino(setting: Setting, folder: Path) -> Path:
 
 
 def _inherited() -> dict[str, str]:
-    """What a peer's processes get of this one's environment."""
+    """Returns the part of this process's environment that a peer's processes get."""
     return {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
 
 
@@ -171,5 +171,5 @@ ENGINES = {
     "transformers": _Engine("transformers_worker", home="transformers"),
     "transformers-cb": _Engine("transformers_cb_worker", home="transformers"),
 }
-"""By the name that `--engines` takes."""
+"""The engines, by their names in `--engines`."""
 _REFERENCE = _Engine("transformers_worker", home="transformers", dtype="float32")

@@ -1,4 +1,4 @@
-"""Measures engines beside each other: starts them, runs the cases in turn, checks their tokens."""
+"""Compares engines: starts them, runs the cases in turn, and checks their tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -6,29 +6,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.models import read_config
-from benchmarks.peers.agreement import summarize_agreement
 from benchmarks.peers.cases import Case, build_cases, requests_of_round
 from benchmarks.peers.catalogue import REFERENCE, Setting, launch_of
 from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
 from benchmarks.peers.peer_process import Launch, PeerProcess
 from benchmarks.peers.rounds import Runs, take_turns
+from benchmarks.peers.summary import summarize_agreement
 from benchmarks.request import BenchRequest
 
 __all__ = ["Comparison", "compare"]
 
 _NUM_CHECKED = 2
-"""Requests of each case whose tokens are held against the reference's."""
+"""Requests of each case whose tokens are compared with the reference's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was measured.
+    """The results of a comparison.
 
     Attributes:
-        engines: by name, what it took to start, its peak memory, and how its
-            tokens agree with the reference's.
-        cases: what was run.
-        runs: of the rounds that count.
+        engines: for each engine, its times to start, its peak memory, and how its tokens agree
+            with the reference's.
+        cases: the cases.
+        runs: the runs of the rounds that count.
     """
 
     engines: dict[str, dict[str, Any]]
@@ -41,21 +41,21 @@ def compare(
     case_names: Sequence[str],
     setting: Setting,
     repeats: int,
-    tell: Callable[[str], None],
+    write_line: Callable[[str], None],
     before_round: Callable[[], None],
 ) -> Comparison:
     """Measures `engines` on the cases.
 
     Args:
-        engines: their names.
-        case_names: of `build_cases`.
-        setting: what all of them run with.
+        engines: names of engines.
+        case_names: names of cases in `build_cases`.
+        setting: the settings of all engines.
         repeats: rounds that count.
-        tell: takes lines about the progress.
-        before_round: see `take_turns`.
+        write_line: called with lines about the progress.
+        before_round: called before each round that counts.
 
     Raises:
-        ConfigurationError: an engine is unknown or not installed; told before anything starts.
+        ConfigurationError: an engine is unknown or not installed. No engine has started then.
         PeerError: an engine failed.
     """
     launches = [launch_of(name, setting) for name in engines]
@@ -67,13 +67,13 @@ def compare(
     with ExitStack() as stack:
         peers, facts = {}, {}
         for launch in launches:
-            tell(f"starting {launch.engine} ...")
+            write_line(f"starting {launch.engine} ...")
             peer = stack.enter_context(PeerProcess(launch))
             peers[launch.engine], facts[launch.engine] = peer, _start(peer, first)
-        runs = take_turns(peers, cases, vocab_size, repeats, tell, before_round)
+        runs = take_turns(peers, cases, vocab_size, repeats, write_line, before_round)
         for name, peer in peers.items():
             facts[name]["peak_memory_mib"] = round(peer.peak_memory_bytes / (1 << 20))
-    tell("the reference's tokens ...")
+    write_line("the reference's tokens ...")
     expected = _reference_answers(reference, cases, vocab_size)
     for name, fact in facts.items():
         fact["agreement"] = summarize_agreement(_checked_answers(runs[name], cases), expected)
@@ -81,7 +81,7 @@ def compare(
 
 
 def _start(peer: PeerProcess, first: BenchRequest) -> dict[str, Any]:
-    """Waits for a new engine's first token, and pauses it; what it took."""
+    """Waits for a new engine's first token, and pauses it; returns its times to start."""
     peer.wait_until_ready()
     loaded_s = peer.age_s
     peer.run([first])
@@ -95,7 +95,7 @@ def _start(peer: PeerProcess, first: BenchRequest) -> dict[str, Any]:
 
 
 def _reference_answers(launch: Launch, cases: Sequence[Case], vocab_size: int) -> list[PeerAnswer]:
-    """The checked requests of the first round that counts, each alone: without padding."""
+    """Returns the reference's tokens for the checked requests, which run alone, without padding."""
     requests = [
         request
         for case in cases

@@ -1,4 +1,4 @@
-"""What is said to a worker and what it answers; see `workers/worker_loop.py`. Pure."""
+"""Messages to workers and their answers, which `workers/worker_loop.py` describes. Pure."""
 
 import json
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ __all__ = ["PeerAnswer", "PeerError", "PeerRun", "format_run", "parse_answer", "
 
 
 class PeerError(BatonError):
-    """An engine failed, or answered something else than it was asked for."""
+    """An engine failed, or gave a wrong answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAnswer:
-    """One request's tokens and when each came, in seconds after the run's start."""
+    """One request's tokens and the time of each, in seconds after the start of the run."""
 
     token_ids: tuple[int, ...]
     token_times_s: tuple[float, ...]
@@ -28,8 +28,8 @@ class PeerRun:
     """One run of a workload.
 
     Attributes:
-        wall_s: from the first request's start to the last token.
-        answers: in the order of the requests.
+        wall_s: seconds from the first request's start to the last token.
+        answers: the answers, in the order of the requests.
     """
 
     wall_s: float
@@ -37,7 +37,7 @@ class PeerRun:
 
 
 def format_run(requests: Sequence[BenchRequest]) -> dict[str, Any]:
-    """The command that runs these requests; those without an arrival time come at once."""
+    """Returns the command that runs the requests. Those without an arrival time arrive at once."""
     return {
         "command": "run",
         "requests": [
@@ -52,10 +52,10 @@ def format_run(requests: Sequence[BenchRequest]) -> dict[str, Any]:
 
 
 def parse_answer(engine: str, line: str) -> dict[str, Any]:
-    """A worker's line.
+    """Parses a worker's line.
 
     Raises:
-        PeerError: it tells of an error, or is no answer at all.
+        PeerError: the line reports an error, or is no answer.
     """
     try:
         answer = json.loads(line)
@@ -69,10 +69,10 @@ def parse_answer(engine: str, line: str) -> dict[str, Any]:
 
 
 def parse_run(engine: str, answer: dict[str, Any], requests: Sequence[BenchRequest]) -> PeerRun:
-    """The answer to `format_run(requests)`.
+    """Parses the answer to `format_run(requests)`.
 
     Raises:
-        PeerError: a request lacks tokens or has too many, or tokens lack their times.
+        PeerError: a request has too few or too many tokens, or tokens have no times.
     """
     answers = tuple(
         PeerAnswer(tuple(result["token_ids"]), tuple(result["token_times_s"]))

@@ -1,4 +1,4 @@
-"""`PeerProcess`: an engine in a process of its own, asked over its standard streams."""
+"""`PeerProcess`: an engine in a process of its own, used over its standard streams."""
 
 import json
 import os
@@ -20,10 +20,9 @@ from benchmarks.peers.peer_messages import (
     parse_answer,
     parse_run,
 )
-from benchmarks.peers.process_memory import peak_memory_bytes
 from benchmarks.request import BenchRequest
 
-__all__ = ["Launch", "PeerProcess"]
+__all__ = ["Launch", "PeerProcess", "peak_memory_bytes"]
 
 _ANSWER_TIMEOUT_S = 1800.0
 _QUIT_TIMEOUT_S = 30.0
@@ -34,10 +33,10 @@ class Launch:
     """How to start a worker.
 
     Attributes:
-        engine: its name here.
+        engine: the engine's name.
         command: program and arguments.
-        environment: of the process, whole.
-        log: the file that its standard error goes to.
+        environment: all environment variables of the process.
+        log: the file for its standard error.
     """
 
     engine: str
@@ -47,19 +46,19 @@ class Launch:
 
 
 class PeerProcess:
-    """A worker that runs; a context manager.
+    """A running worker; a context manager.
 
-    While it is paused it uses no CPU. It runs from the start, until `pause`.
+    A paused worker uses no CPU. A new worker is not paused.
 
     Args:
         launch: how to start it.
 
     Attributes:
-        launch: as given.
-        description: the engine and its version, once `wait_until_ready` has returned.
+        launch: how it was started.
+        description: the engine and its version, set by `wait_until_ready`.
 
     Raises:
-        PeerError: of every method but `close`: the worker failed or did not answer in time.
+        PeerError: the worker failed or did not answer in time. Every method but `close` raises it.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -75,7 +74,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                start_new_session=True,  # a group of its own, to be stopped as a whole
+                start_new_session=True,  # signals reach the whole group
             )
 
     def __enter__(self) -> Self:
@@ -90,40 +89,40 @@ class PeerProcess:
         self.close()
 
     def wait_until_ready(self) -> None:
-        """Returns when the engine has loaded."""
+        """Waits until the engine has loaded."""
         self.description = self._answer()["ready"]["engine"]
 
     @property
     def age_s(self) -> float:
-        """Seconds since the process was started."""
+        """Seconds since the start of the process."""
         return time.perf_counter() - self._started
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The most memory it ever had resident, its children's with it."""
+        """The most memory that the process and its descendants had resident."""
         return peak_memory_bytes(self._process.pid)
 
     def run(self, requests: Sequence[BenchRequest]) -> PeerRun:
-        """Answers the requests, as many tokens as they ask for."""
+        """Runs the requests; returns their tokens and times."""
         answer = self._ask(format_run(requests))
         return parse_run(self.launch.engine, answer, requests)
 
     def reset(self) -> None:
-        """Empties its caches of prefixes."""
+        """Empties the engine's prefix caches."""
         self._ask({"command": "reset"})
 
     def pause(self) -> None:
-        """Stops it from using the CPU."""
+        """Stops the processes, so that they use no CPU."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets it run again."""
+        """Continues the processes."""
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """Ends the worker. Idempotent."""
         if self._process.poll() is None:
-            with suppress(OSError):  # it may have ended in between
+            with suppress(OSError):  # it may have ended meanwhile
                 self.resume()
                 self._send({"command": "quit"})
         try:
@@ -150,7 +149,7 @@ class PeerProcess:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        # A worker that hangs is killed: then its stream ends, and so does the wait.
+        # A worker that hangs is killed, which ends its stream and the wait.
         timer = threading.Timer(_ANSWER_TIMEOUT_S, self._process.kill)
         timer.start()
         try:
@@ -163,3 +162,29 @@ class PeerProcess:
 
     def _ended(self) -> PeerError:
         return PeerError(f"{self.launch.engine} ended unasked; {self.launch.log} says why")
+
+
+def peak_memory_bytes(pid: int, proc: Path = Path("/proc")) -> int:
+    """Returns the sum of the peak resident memory of each living process of a tree.
+
+    Shared pages and mapped files count in each process.
+
+    Args:
+        pid: the root of the tree.
+        proc: where procfs is mounted.
+    """
+    own = _high_water_bytes((proc / str(pid) / "status").read_text())
+    return own + sum(peak_memory_bytes(child, proc) for child in _children(pid, proc))
+
+
+def _children(pid: int, proc: Path) -> list[int]:
+    files = (proc / str(pid) / "task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
+def _high_water_bytes(status: str) -> int:
+    """Returns the `VmHWM` of a process; 0 if the process is a zombie."""
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return 0

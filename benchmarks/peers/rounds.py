@@ -1,4 +1,4 @@
-"""Runs every case on every engine, in turn, so that a machine that drifts treats them alike."""
+"""Runs every case on every engine in turn, so that changes of the machine's speed affect all."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,28 +11,28 @@ from benchmarks.request import BenchRequest
 __all__ = ["Peer", "Runs", "running", "take_turns"]
 
 Runs = dict[str, dict[str, list[PeerRun]]]
-"""By engine, then by case, in the order of the rounds."""
+"""The runs by engine, then by case, in the order of the rounds."""
 
 
 class Peer(Protocol):
-    """What is needed of a `PeerProcess`."""
+    """The part of `PeerProcess` that rounds use."""
 
     def run(self, requests: Sequence[BenchRequest]) -> PeerRun:
-        """Answers the requests."""
+        """Runs the requests."""
 
     def reset(self) -> None:
-        """Empties its caches of prefixes."""
+        """Empties the engine's prefix caches."""
 
     def pause(self) -> None:
-        """Stops it from using the CPU."""
+        """Stops the engine, so that it uses no CPU."""
 
     def resume(self) -> None:
-        """Lets it run again."""
+        """Continues the engine."""
 
 
 @contextmanager
 def running(peer: Peer) -> Iterator[Peer]:
-    """Lets a paused engine run; it is paused again afterwards."""
+    """Continues a paused engine, and pauses it again at the end."""
     peer.resume()
     try:
         yield peer
@@ -45,18 +45,18 @@ def take_turns(
     cases: Sequence[Case],
     vocab_size: int,
     repeats: int,
-    tell: Callable[[str], None],
+    write_line: Callable[[str], None],
     before_round: Callable[[], None],
 ) -> Runs:
-    """Runs all cases `repeats` times, and once before that does not count.
+    """Runs all cases `repeats` times, after a round that does not count.
 
     Args:
-        peers: by name, paused; one runs at a time.
-        cases: what to run.
-        vocab_size: of the model.
+        peers: paused engines by name. One runs at a time.
+        cases: the cases.
+        vocab_size: the model's vocabulary.
         repeats: rounds that count.
-        tell: takes a line about each run.
-        before_round: called before each round that counts, while all are paused.
+        write_line: called with a line about each run.
+        before_round: called before each round that counts, while all engines are paused.
     """
     runs: Runs = {name: {case.name: [] for case in cases} for name in peers}
     for number in range(1 + repeats):
@@ -68,13 +68,15 @@ def take_turns(
                 with running(peers[name]) as peer:
                     peer.reset()
                     run = peer.run(requests)
-                tell(f"round {number} of {repeats}: {case.name} on {name}: {run.wall_s:.2f} s")
+                write_line(
+                    f"round {number} of {repeats}: {case.name} on {name}: {run.wall_s:.2f} s"
+                )
                 if number:
                     runs[name][case.name].append(run)
     return runs
 
 
 def _rotated(names: Sequence[str], by: int) -> list[str]:
-    """So that nobody always comes after the same one."""
+    """Returns the names in another order each round, so that no engine always follows another."""
     by %= len(names)
     return [*names[by:], *names[:by]]

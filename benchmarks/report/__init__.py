@@ -1,1 +1,1 @@
-"""What benchmarks print and write: one report, as text, JSON, PNG and HTML."""
+"""The report of a benchmark, and its forms: text, JSON, PNG and HTML."""

@@ -1,4 +1,4 @@
-"""A report's panels as PNG and SVG, drawn by matplotlib."""
+"""Draws a report's panels as PNG and SVG, with matplotlib."""
 
 import io
 import math
@@ -20,7 +20,7 @@ __all__ = ["panel_svg", "write_png"]
 _MAX_COLUMNS = 3
 _MAX_LABELS_INSIDE = 4
 _MARGIN = 1.04
-"""Room above what is drawn."""
+"""Free space above the curves, as a factor of the largest value."""
 _PANEL_INCHES = (5.6, 3.7)
 _PIXELS_PER_INCH = 110
 _COLOURS = ("#1f5fa8", "#d1652a", "#2f8f5b", "#8a4fa3", "#b5362f", "#6b6b6b", "#b58b00", "#2a9fb0")
@@ -47,7 +47,7 @@ _STYLE: Any = {
 
 
 def write_png(report: Report, path: Path) -> None:
-    """Draws all panels into one picture."""
+    """Draws all panels into one PNG file."""
     num_columns = min(_MAX_COLUMNS, max(1, len(report.panels)))
     num_rows = max(1, math.ceil(len(report.panels) / num_columns))
     width, height = _PANEL_INCHES
@@ -62,7 +62,7 @@ def write_png(report: Report, path: Path) -> None:
 
 
 def panel_svg(panel: Panel) -> str:
-    """One panel as an `<svg>` element."""
+    """Returns one panel as an `<svg>` element."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=_PANEL_INCHES, layout="constrained")
         _draw(figure.add_subplot(), panel)
@@ -109,7 +109,7 @@ def _draw_series(axes: Any, series: Series) -> None:
 
 
 def _set_plain_ticks(axes: Any, panel: Panel) -> None:
-    """On log scales, numbers as people write them instead of powers."""
+    """Writes plain numbers instead of powers on logarithmic scales."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     for axis, scale in ((axes.xaxis, panel.x_scale), (axes.yaxis, panel.y_scale)):
@@ -120,7 +120,7 @@ def _set_plain_ticks(axes: Any, panel: Panel) -> None:
 
 
 def _add_legend(axes: Any, panel: Panel) -> None:
-    """Inside the plot, or below it where it would cover much."""
+    """Adds the legend inside the plot, or below it if it would cover much."""
     labels = [*panel.x_limits, *panel.y_limits, *(s.label for s in panel.series if s.label)]
     if len(labels) > _MAX_LABELS_INSIDE:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=_MAX_LABELS_INSIDE)

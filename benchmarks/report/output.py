@@ -1,21 +1,22 @@
-"""`--json`, `--plot`, `--html`: where a report goes beside the terminal."""
+"""Writes reports to the terminal and to the files of `--json`, `--plot` and `--html`."""
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from baton.errors import ConfigurationError
-from benchmarks.report.report import Report
-from benchmarks.report.text import format_report
+from benchmarks.report.report import Report, format_report
 
-__all__ = ["add_output_args", "check_output_args", "flags_of", "write_report"]
+__all__ = ["add_output_args", "check_output_args", "flags_of", "write_report", "write_results"]
 
 _NO_FLAGS = ("command", "benchmark", "run", "run_benchmark")
-"""What parsed arguments hold beside flags."""
+"""Attributes of parsed arguments that are no flags."""
 
 
 def add_output_args(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags."""
+    """Adds `--json`, `--plot` and `--html`."""
     group = parser.add_argument_group("output")
     for flag, text in (
         ("--json", "write figures, machine, commit and flags here"),
@@ -26,17 +27,17 @@ def add_output_args(parser: argparse.ArgumentParser) -> None:
 
 
 def check_output_args(args: argparse.Namespace) -> None:
-    """To be called before anything is measured.
+    """Checks the flags before anything is measured.
 
     Raises:
-        ConfigurationError: a file cannot be written, or what draws plots is not installed.
+        ConfigurationError: a file cannot be written, or matplotlib is not installed.
     """
     for flag in ("json", "plot", "html"):
         path: Path | None = getattr(args, flag)
         if path is not None and not path.parent.is_dir():
             raise ConfigurationError(f"--{flag} is {path}; there is no folder {path.parent}")
     if args.plot or args.html:
-        import benchmarks.report.figures  # noqa: F401 - tells what to install
+        import benchmarks.report.figures  # noqa: F401 - its error says what to install
 
 
 def write_report(report: Report, args: argparse.Namespace) -> None:
@@ -57,6 +58,13 @@ def write_report(report: Report, args: argparse.Namespace) -> None:
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, object]:
-    """The flags that were set, for the JSON."""
+    """Returns the flags that were set, for the JSON."""
     values = {name: value for name, value in vars(args).items() if name not in _NO_FLAGS}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def write_results(path: Path, content: Mapping[str, Any]) -> None:
+    """Replaces a JSON file. A reader never sees a part of it, even after an interruption."""
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)

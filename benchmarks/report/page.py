@@ -1,10 +1,9 @@
-"""A report as one HTML page that needs nothing else: tables, and plots as SVG."""
+"""Renders a report as one HTML page that needs no other file."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from benchmarks.report.report import Report, Table
-from benchmarks.report.text import format_cell
+from benchmarks.report.report import Report, Table, format_cell
 
 __all__ = ["render_page"]
 
@@ -32,11 +31,11 @@ figure { margin: 0; }
 
 
 def render_page(report: Report, svgs: Sequence[str]) -> str:
-    """The page.
+    """Returns the page.
 
     Args:
-        report: what to show.
-        svgs: its panels, each an `<svg>` element.
+        report: the report.
+        svgs: its panels, each as an `<svg>` element.
     """
     return "\n".join(
         (

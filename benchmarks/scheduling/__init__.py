@@ -1,1 +1,1 @@
-"""KV memory and scheduling without a model: what it wastes, saves and costs."""
+"""Measures KV memory and scheduling without a model: waste, savings and costs."""

@@ -1,4 +1,4 @@
-"""Block operations per second: the KV cache manager and the block pool by themselves."""
+"""Measures block operations of the KV cache manager and of the block pool."""
 
 import statistics
 import time
@@ -22,7 +22,7 @@ _ROUNDS = 15
 
 
 def measure_block_ops() -> list[dict[str, Any]]:
-    """Each operation's median time and its rate; the pool is checked after every round."""
+    """Returns each operation's median time and rate. Every round checks the pool afterwards."""
     return [
         _summarize(name, [measure() for _ in range(_ROUNDS)]) for name, measure in _MEASURES.items()
     ]
@@ -38,7 +38,7 @@ def _summarize(name: str, rounds: list[float]) -> dict[str, Any]:
 
 
 def _time(call: Callable[[], object], count: int) -> float:
-    """Nanoseconds of each of `count` operations that one call does."""
+    """Returns nanoseconds per operation of a call that does `count` operations."""
     started = time.perf_counter_ns()
     call()
     return (time.perf_counter_ns() - started) / count
@@ -92,7 +92,7 @@ def _append_copying() -> float:
 
 
 def _append(position: int, *, num_new: int, is_forked: bool = False) -> float:
-    """One token at `position`, asked for and then made writable, in every table."""
+    """Measures `can_append` and `append` for one token at `position` in every table."""
     kv = _new_manager()
     tables = [_admit(kv) for _ in range(_NUM_TABLES)]
     if is_forked:
@@ -140,7 +140,7 @@ def _match() -> float:
 
 
 def _fill_cache() -> tuple[KvCacheManager, list[list[bytes]], float]:
-    """A cache of many prefixes, their keys, and the time that a block took to be offered."""
+    """Returns a cache of many prefixes, their keys, and the nanoseconds to register a block."""
     kv = _new_manager()
     tables = [_admit(kv) for _ in range(_NUM_TABLES)]
     keys = [list(_new_chain().extend(range(i, i + _NUM_TOKENS))) for i in range(_NUM_TABLES)]

@@ -1,22 +1,27 @@
-"""KV waste: slots that are allocated and hold no token.
+"""Measures KV waste: allocated slots without a token.
 
-Kwon et al. 2023 (PagedAttention) promise under 4%: at most a block per
-sequence is partly empty. Each step samples, over all running sequences, the
-slots of the blocks that they hold, and two kinds of used ones:
+Kwon et al. 2023 (PagedAttention) state less than 4%: at most one block per sequence is partly
+empty. Each step samples the slots of the blocks of all running sequences, and two kinds of slots
+that are used:
 
-- of known tokens: the prompt, what was generated, and the token being run;
-- of computed tokens: those that this step or one before it runs. Blocks are
-  given to a prompt all at once, so what later chunks will fill counts as waste.
+- slots of known tokens: the prompt, generated tokens, and the token that the step computes
+- slots of computed tokens: those that this step or an earlier one computes. A prompt gets all its
+  blocks at once, so slots for later chunks count as waste.
 """
 
 import random
 import statistics
 from typing import Any
 
-from benchmarks.scheduling.lengths import SHAREGPT
-from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
-from benchmarks.scheduling.served_load import random_prompt, running_groups, serve
-from engine.batch import DrawParams
+from benchmarks.scheduling.served_load import (
+    SHAREGPT,
+    NullRunner,
+    greedy_request,
+    new_scheduler,
+    random_prompt,
+    running_groups,
+    serve,
+)
 from engine.request import EngineRequest
 from engine.schedule.scheduler import Scheduler
 
@@ -26,11 +31,10 @@ _BLOCK_SIZES = (8, 16, 32)
 _NUM_REQUESTS = 1000
 _MAX_NUM_SEQS = 64
 _MAX_NUM_BATCHED_TOKENS = 512
-_DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 def measure_kv_waste() -> list[dict[str, Any]]:
-    """Waste at each block size, as means over the steps."""
+    """Returns the waste at each block size, as means over the steps."""
     return [_measure(block_size) for block_size in _BLOCK_SIZES]
 
 
@@ -46,9 +50,10 @@ def _measure(block_size: int) -> dict[str, Any]:
     requests = _make_requests(lengths)
     outputs = serve(scheduler, NullRunner(), requests, lambda: samples.append(_sample(scheduler)))
     for request in requests:
-        num_tokens = sum(len(output.token_ids) for output in outputs[request.request_id])
-        if num_tokens != request.max_tokens:
-            raise RuntimeError(f"{num_tokens} tokens came, {request.max_tokens} were asked for")
+        max_tokens = request.spec.params.max_tokens
+        num_tokens = sum(len(output.token_ids) for output in outputs[request.spec.request_id])
+        if num_tokens != max_tokens:
+            raise RuntimeError(f"{num_tokens} tokens came, {max_tokens} were asked for")
     known, computed = zip(*samples, strict=True)
     return {
         "block_size": block_size,
@@ -66,18 +71,13 @@ def _measure(block_size: int) -> dict[str, Any]:
 def _make_requests(lengths: list[tuple[int, int]]) -> list[EngineRequest]:
     draw = random.Random(1)
     return [
-        EngineRequest(
-            request_id=f"request-{index}",
-            prompt_token_ids=random_prompt(draw, num_prompt),
-            draw=_DRAW,
-            max_tokens=num_output,
-        )
+        greedy_request(f"request-{index}", random_prompt(draw, num_prompt), num_output)
         for index, (num_prompt, num_output) in enumerate(lengths)
     ]
 
 
 def _sample(scheduler: Scheduler) -> tuple[float, float]:
-    """Shares of the slots in use that hold known, and computed, tokens."""
+    """Returns the shares of the allocated slots with known tokens and with computed tokens."""
     num_known = num_computed = num_blocks = 0
     for group in running_groups(scheduler):
         (sequence,) = group.running
@@ -87,6 +87,8 @@ def _sample(scheduler: Scheduler) -> tuple[float, float]:
         num_computed += len(sequence.token_ids) if decodes else sequence.num_scheduled
     pool = scheduler.kv.pool
     if num_blocks != pool.num_blocks - pool.num_free:
-        raise RuntimeError("running sequences hold other blocks than the pool lent")
+        raise RuntimeError(
+            "the blocks of running sequences are not those that the pool has allocated"
+        )
     num_slots = num_blocks * scheduler.kv.spec.block_size
     return num_known / num_slots, num_computed / num_slots

@@ -1,10 +1,9 @@
-"""Cost of prefix caching where nothing is ever found: every prompt is new.
+"""Measures the cost of prefix caching if no prefix is ever found.
 
-Whether blocks are keyed, indexed and looked up costs too little to be seen
-beside a model's own variation. So it is measured twice over the same requests:
-in the scheduler alone, which gives the cost itself, and end to end on a model
-of random weights on the CPU, whose time it is a share of. Engines with and
-without take turns, and greedy tokens must be the same.
+Keys, index and look-ups of blocks cost less than the time of a model varies. So the same requests
+run twice: in the scheduler alone, which gives the cost, and on a model of random weights on the
+CPU, which gives the time that the cost is a share of. Engines with and without prefix caching take
+turns, and their greedy tokens must be equal.
 """
 
 import random
@@ -16,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import make_random_model
-from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
-from benchmarks.scheduling.served_load import random_prompt
-from engine.batch import DrawParams
+from benchmarks.scheduling.served_load import (
+    NullRunner,
+    greedy_request,
+    new_scheduler,
+    random_prompt,
+)
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput
@@ -33,15 +35,14 @@ _ALONE_ROUNDS = 300
 _MODEL_ROUNDS = 7
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 4096
-_DRAW = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 Tokens = dict[str, list[int]]
 Serve = Callable[[list[EngineRequest]], Tokens]
-Seconds = dict[bool, list[float]]  # of each round, with and without
+Seconds = dict[bool, list[float]]  # the seconds of each round, by whether prefix caching is on
 
 
 def measure_prefix_cost() -> dict[str, Any]:
-    """What prefix caching costs per token, and as a share of the engine's time."""
+    """Returns the cost of prefix caching per token, and as a share of the engine's time."""
     alone = _take_turns(_serve_alone, _ALONE_ROUNDS)
     with tempfile.TemporaryDirectory() as folder:
         path = make_random_model("llama-100m", Path(folder))
@@ -71,7 +72,7 @@ def _per_token(seconds: list[float]) -> int:
 
 
 def _take_turns(new_server: Callable[[bool], Serve], num_rounds: int) -> Seconds:
-    """Serves the same new prompts with and without, in turn, after a round to warm up."""
+    """Serves the same new prompts with and without prefix caching, after a warm-up round."""
     servers = {is_on: new_server(is_on) for is_on in (True, False)}
     seconds: Seconds = {True: [], False: []}
     for number in range(num_rounds + 1):
@@ -89,11 +90,10 @@ def _take_turns(new_server: Callable[[bool], Serve], num_rounds: int) -> Seconds
 def _make_requests(seed: int) -> list[EngineRequest]:
     draw = random.Random(seed)
     return [
-        EngineRequest(
-            request_id=f"request-{seed}-{index}",
-            prompt_token_ids=random_prompt(draw, _PROMPT_TOKENS, vocab_size=1 << 14),
-            draw=_DRAW,
-            max_tokens=_OUTPUT_TOKENS,
+        greedy_request(
+            f"request-{seed}-{index}",
+            random_prompt(draw, _PROMPT_TOKENS, vocab_size=1 << 14),
+            _OUTPUT_TOKENS,
         )
         for index in range(_NUM_REQUESTS)
     ]

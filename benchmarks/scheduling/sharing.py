@@ -1,14 +1,11 @@
-"""Memory saved by sharing: parallel sampling and beam search over forked block tables.
+"""Measures the memory that parallel sampling and beam search save by sharing blocks.
 
-The share saved is the blocks that sharing saves over those that it would take
-without: 1 - distinct blocks / sum of the tables' lengths, over all running
-requests, as a mean over the steps. It is what Kwon et al. 2023
-(PagedAttention) report in section 6.3, on OPT-13B.
+The saved share is 1 - distinct blocks / sum of the tables' lengths, over all running requests, as
+a mean over the steps. Kwon et al. 2023 (PagedAttention) report it in section 6.3, on OPT-13B.
 
-Nothing is computed, so what beams do is drawn: each step of a beam chooses one
-of many random distributions, peaked like a language model's. How much beams
-share depends on how soon one of them displaces the others, hence on how peaked
-they are: they are measured at two degrees.
+No model computes, so beams choose among random distributions of tokens, which have a peak like
+those of language models. The higher the peak, the sooner one beam replaces the others, and the more
+beams share. So two heights are measured.
 """
 
 import math
@@ -17,11 +14,20 @@ import statistics
 from itertools import accumulate
 from typing import Any
 
-from benchmarks.scheduling.lengths import ALPACA, SHAREGPT, Lengths
-from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
-from benchmarks.scheduling.served_load import random_prompt, running_groups, serve
-from engine.batch import ChunkOutput, DrawParams
-from engine.request import BeamSearchParams, EngineRequest
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
+from benchmarks.scheduling.served_load import (
+    ALPACA,
+    SHAREGPT,
+    Lengths,
+    NullRunner,
+    new_scheduler,
+    random_prompt,
+    running_groups,
+    serve,
+)
+from engine.batch import ChunkOutput
+from engine.request import EngineRequest
 from engine.schedule.scheduler import Scheduler
 
 __all__ = ["PAPER", "measure_sharing"]
@@ -32,7 +38,7 @@ PAPER = {
     ("beam", "Alpaca"): (0.376, 0.552),
     ("beam", "ShareGPT"): (0.443, 0.663),
 }
-"""What the paper saves with 2 and with 6 sequences per request."""
+"""The paper's savings with 2 and with 6 sequences per request."""
 _WIDTHS = (2, 4, 6)
 _PEAKS = (0.45, 0.85)
 _NUM_REQUESTS = {"Alpaca": 200, "ShareGPT": 64}
@@ -45,7 +51,7 @@ _VOCAB_SIZE = 1 << 15
 
 
 def measure_sharing() -> list[dict[str, Any]]:
-    """Memory saved, for each method, set of lengths, width and, of beams, peak."""
+    """Returns the saved memory for each method, set of lengths, width and peak of beams."""
     cases: list[tuple[str, float | None]] = [("parallel", None), *(("beam", p) for p in _PEAKS)]
     return [
         _measure(method, lengths, width, peak)
@@ -67,10 +73,11 @@ def _measure(method: str, lengths: Lengths, width: int, peak: float | None) -> d
     requests = _make_requests(lengths.draw(num_requests, seed=0), width, is_beam=method == "beam")
     outputs = serve(scheduler, NullRunner(reports), requests, watch.look)
     for request in requests:
-        heard = outputs[request.request_id]
-        num_tokens = sum(len(output.token_ids) for output in heard)
-        if num_tokens != request.max_tokens * width or not heard[-1].is_last:
-            raise RuntimeError(f"{num_tokens} tokens came of {width} x {request.max_tokens}")
+        own = outputs[request.spec.request_id]
+        max_tokens = request.spec.params.max_tokens
+        num_tokens = sum(len(output.token_ids) for output in own)
+        if num_tokens != max_tokens * width or not own[-1].is_last:
+            raise RuntimeError(f"{num_tokens} tokens came of {width} x {max_tokens}")
     return {
         "method": method,
         "lengths": lengths.name,
@@ -84,7 +91,7 @@ def _measure(method: str, lengths: Lengths, width: int, peak: float | None) -> d
 
 
 class _Watch:
-    """Samples the share of blocks that is saved."""
+    """Samples the saved share of blocks."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.saved: list[float] = []
@@ -105,20 +112,23 @@ def _make_requests(
     draw = random.Random(1)
     return [
         EngineRequest(
-            request_id=f"request-{index}",
-            prompt_token_ids=random_prompt(draw, num_prompt),
-            draw=DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=index),
-            max_tokens=num_output,
-            num_candidates=width,
-            num_returned=width,
-            beam_search=BeamSearchParams() if is_beam else None,
+            spec=RequestSpec(
+                request_id=f"request-{index}",
+                prompt_token_ids=random_prompt(draw, num_prompt),
+                params=SamplingParams(
+                    seed=index,
+                    max_tokens=num_output,
+                    n=width,
+                    beam_width=width if is_beam else None,
+                ),
+            )
         )
         for index, (num_prompt, num_output) in enumerate(lengths)
     ]
 
 
 def _make_reports(peak: float) -> list[ChunkOutput]:
-    """Random most likely tokens whose first has `peak` for its mean probability, roughly."""
+    """Returns random most likely tokens. The first ones have a mean probability of about `peak`."""
     low, high = 0.1, 20.0
     while high - low > 0.01:
         middle = (low + high) / 2
@@ -133,8 +143,11 @@ def _draw_reports(scale: float, count: int) -> list[ChunkOutput]:
 
 
 def _draw_report(draw: random.Random, scale: float) -> ChunkOutput:
-    """Logits whose gaps are exponential, the first the widest: ordered exponential variables
-    (Renyi), their scale itself random, as some next tokens are clear and some are not.
+    """Draws the log-probabilities of the most likely tokens.
+
+    The gaps of the logits are exponential, the first one the largest: they are ordered exponential
+    variables (Renyi). Their scale is random too, because some next tokens are clear and some are
+    not.
     """
     own_scale = scale * draw.expovariate(1)
     gaps = (own_scale * draw.expovariate(rank) for rank in range(1, 4 * _NUM_TOP))

@@ -1,42 +1,232 @@
-"""Time of a scheduler step, and what it grows with, against the former scheduler."""
+"""Measures the time of a scheduler step, what it grows with, and where it is spent."""
 
 import cProfile
+import gc
 import io
 import pstats
 import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from benchmarks.scheduling.former import FORMER_COMMIT, measure_former
-from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
-from benchmarks.scheduling.step_loop import StepTimes, measure_all, start_load
+from benchmarks.scheduling.served_load import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    NullRunner,
+    greedy_request,
+    new_scheduler,
+)
+from engine.batch import ScheduledBatch
+from engine.request import EngineRequest, RequestOutput
+from engine.schedule.scheduler import Scheduler
 
-__all__ = ["measure_step_time"]
+__all__ = [
+    "PATTERNS",
+    "StepTimes",
+    "SteppedLoad",
+    "measure_step_time",
+    "measure_steps",
+    "start_load",
+]
 
+_NUM_RUNNING = (16, 64, 256, 1024)
+_CONTEXTS = (256, 8192)
+PATTERNS = ("steady", "aligned", "churn")
+"""steady: sequences fill their blocks at different steps. aligned: all fill them at the same step.
+churn: one sequence in a hundred ends at each step, and a new one replaces it."""
+_LIFETIME = 100  # tokens per request under churn: one in a hundred ends at each step
+_WARM_UP_STEPS = 2 * BLOCK_SIZE
+_MEASURED_STEPS = 30 * BLOCK_SIZE
 _PROFILED_STEPS = 320
 _PROFILED_RUNNING = 1024
 _PROFILED_LINES = 16
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """How long one step took, in nanoseconds.
+
+    Attributes:
+        add: time to add the new requests.
+        schedule: time of `schedule`.
+        commit: time of `commit`.
+        num_due: sequences that began a new block.
+        num_added: requests that were new.
+    """
+
+    add: int
+    schedule: int
+    commit: int
+    num_due: int
+    num_added: int
+
+    @property
+    def total(self) -> int:
+        return self.add + self.schedule + self.commit
+
+
 def measure_step_time() -> dict[str, Any]:
-    """Step times of this scheduler and the former one, growth, and where the time goes."""
-    cases, growth = [], []
-    for case, times in measure_all(new_scheduler, NullRunner().execute):
-        cases.append(case)
-        if case["pattern"] == "aligned":
+    """Returns step times of each case, what `schedule` grows with, and profiles."""
+    cases: list[dict[str, Any]] = []
+    growth = []
+    for context, num_running, pattern in product(_CONTEXTS, _NUM_RUNNING, PATTERNS):
+        case = {"num_running": num_running, "context": context, "pattern": pattern}
+        times = measure_steps(start_load(NullRunner(), num_running, context, pattern))
+        cases.append(case | _summary(times, num_running))
+        if pattern == "aligned":
             growth.append(_growth(case, times))
     return {
         "steps": cases,
         "growth": growth,
-        "former_commit": FORMER_COMMIT,
-        "former_steps": measure_former(),
         "profiles": {pattern: _profile(pattern) for pattern in ("steady", "churn")},
     }
 
 
-def _growth(case: dict[str, Any], times: list[StepTimes]) -> dict[str, Any]:
-    """What `schedule` takes where nothing changes, and how much more for each block that begins.
+class SteppedLoad:
+    """Keeps `num_running` sequences decoding at a context of about `context` tokens.
 
-    The aligned pattern has only these two kinds of steps.
+    Args:
+        scheduler: a scheduler without requests.
+        runner: computes its batches.
+        num_running: sequences of every step.
+        context: tokens of each, about.
+        pattern: one of `PATTERNS`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: NullRunner,
+        num_running: int,
+        context: int,
+        pattern: str,
+    ) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._num_running = num_running
+        self._context = context
+        self._pattern = pattern
+        self._shared = tuple(range(context))  # prompts share these objects, but no prefix
+        self._lengths: dict[str, int] = {}  # tokens of each running request
+        self._num_made = 0
+        self._num_to_add = 0
+        for index in range(num_running):
+            scheduler.add(self._make_request(index, self._first_lifetime(index)))
+        batch = self._scheduled()
+        scheduler.commit(batch, runner.execute(batch))
+        self._note_first_tokens()
+
+    def step(self) -> StepTimes:
+        """Runs and times one step.
+
+        Raises:
+            RuntimeError: a sequence got no token.
+        """
+        scheduler, added = self.scheduler, self._replacements()
+        begun = time.perf_counter_ns()
+        for request in added:
+            scheduler.add(request)
+        started = time.perf_counter_ns()
+        batch = self._scheduled()
+        scheduled = time.perf_counter_ns()
+        output = self._runner.execute(batch)
+        computed = time.perf_counter_ns()
+        outputs = scheduler.commit(batch, output)
+        committed = time.perf_counter_ns()
+        num_due = self._count_due(outputs)
+        return StepTimes(
+            started - begun, scheduled - started, committed - computed, num_due, len(added)
+        )
+
+    def _scheduled(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule()
+        if batch is None:
+            raise RuntimeError("no sequence can be scheduled")
+        return batch
+
+    def _replacements(self) -> list[EngineRequest]:
+        added = [self._make_request(0, _LIFETIME) for _ in range(self._num_to_add)]
+        self._num_to_add = 0
+        return added
+
+    def _first_lifetime(self, index: int) -> int:
+        """Returns how many tokens a request gets; under churn they end one after the other."""
+        if self._pattern != "churn":
+            return _WARM_UP_STEPS + _MEASURED_STEPS + 8
+        return 2 + index * _LIFETIME // self._num_running
+
+    def _make_request(self, index: int, max_tokens: int) -> EngineRequest:
+        shift = index % BLOCK_SIZE if self._pattern == "steady" else 0
+        number, self._num_made = self._num_made, self._num_made + 1
+        prompt = (number % VOCAB_SIZE, *self._shared[1 : self._context - shift])
+        request_id = f"request-{number}"
+        self._lengths[request_id] = len(prompt)
+        return greedy_request(request_id, prompt, max_tokens)
+
+    def _note_first_tokens(self) -> None:
+        for request_id in self._lengths:
+            self._lengths[request_id] += 1
+
+    def _count_due(self, outputs: Sequence[RequestOutput]) -> int:
+        """Counts the tokens of each sequence; returns how many sequences began a new block."""
+        if len(outputs) != self._num_running or any(len(o.token_ids) != 1 for o in outputs):
+            raise RuntimeError(
+                f"a step of {self._num_running} sequences had {len(outputs)} outputs"
+            )
+        num_due = 0
+        for output in outputs:
+            length = self._lengths[output.request_id] = self._lengths[output.request_id] + 1
+            num_due += length % BLOCK_SIZE == 2  # its last token has the first slot of a block
+            if output.finish_reason is not None:
+                del self._lengths[output.request_id]
+                self._num_to_add += 1
+        return num_due
+
+
+def start_load(runner: NullRunner, num_running: int, context: int, pattern: str) -> SteppedLoad:
+    """Returns a load that decodes, after a warm-up. Its pool has room for all sequences."""
+    longest = context + _WARM_UP_STEPS + _MEASURED_STEPS + 16
+    num_blocks = (num_running + num_running // 8 + 8) * -(-longest // BLOCK_SIZE)
+    scheduler = new_scheduler(num_running, num_blocks)
+    load = SteppedLoad(scheduler, runner, num_running, context, pattern)
+    for _ in range(_WARM_UP_STEPS):
+        load.step()
+    return load
+
+
+def measure_steps(load: SteppedLoad) -> list[StepTimes]:
+    """Times steps as an engine runs them: with garbage collection, but not of older objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        times = [load.step() for _ in range(_MEASURED_STEPS)]
+    finally:
+        gc.unfreeze()
+    load.scheduler.check()
+    return times
+
+
+def _summary(times: list[StepTimes], num_running: int) -> dict[str, Any]:
+    """Returns medians and 99th percentiles in microseconds."""
+    parts = {
+        "schedule": [t.schedule for t in times],
+        "commit": [t.commit for t in times],
+        "step": [t.total for t in times],
+    }
+    summary: dict[str, Any] = {}
+    for name, values in parts.items():
+        summary[f"{name}_us"] = round(statistics.median(values) / 1e3, 2)
+        summary[f"{name}_p99_us"] = round(statistics.quantiles(values, n=100)[98] / 1e3, 2)
+    per_token = statistics.median(t.commit for t in times) / num_running
+    return summary | {"commit_ns_per_token": round(per_token), "num_steps": len(times)}
+
+
+def _growth(case: dict[str, Any], times: list[StepTimes]) -> dict[str, Any]:
+    """Returns the time of `schedule` where no block begins, and the extra time per new block.
+
+    Steps of the aligned pattern begin either no block or one for each sequence.
     """
     quiet = statistics.median(t.schedule for t in times if t.num_due == 0)
     busy = statistics.median(t.schedule for t in times if t.num_due > 0)
@@ -50,8 +240,8 @@ def _growth(case: dict[str, Any], times: list[StepTimes]) -> dict[str, Any]:
 
 
 def _profile(pattern: str) -> list[str]:
-    """The functions that the most time is spent in, under cProfile's overhead."""
-    load = start_load(new_scheduler, NullRunner().execute, _PROFILED_RUNNING, 256, pattern)
+    """Returns the lines of a profile for the slowest functions; cProfile slows all of them."""
+    load = start_load(NullRunner(), _PROFILED_RUNNING, 256, pattern)
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(_PROFILED_STEPS):
@@ -59,7 +249,7 @@ def _profile(pattern: str) -> list[str]:
     profile.disable()
     text = io.StringIO()
     stats = pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime")
-    stats.print_stats(r"^(?!step_loop|null_runner)", _PROFILED_LINES)
+    stats.print_stats(r"^(?!step_time|served_load)", _PROFILED_LINES)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
     first = next(index for index, line in enumerate(lines) if "ncalls" in line)
     return [line for line in lines[first:] if line]

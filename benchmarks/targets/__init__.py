@@ -1,1 +1,1 @@
-"""Where requests are sent: a Baton router over gRPC, or an OpenAI-style HTTP endpoint."""
+"""Endpoints: a Baton router over gRPC, or an OpenAI-style HTTP endpoint."""

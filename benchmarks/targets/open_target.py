@@ -1,18 +1,22 @@
-"""`--target URL`: the endpoint that a URL names."""
+"""`--target URL`: opens the endpoint of a URL. A Baton router over gRPC is here."""
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from urllib.parse import urlsplit
 
-from baton.errors import ConfigurationError
-from benchmarks.targets.target import Target
+from typing_extensions import override
 
-__all__ = ["open_target", "opened_target"]
+from baton.client import AsyncClient
+from baton.errors import BatonError, ConfigurationError
+from baton.sampling_params import SamplingParams
+from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
+
+__all__ = ["BatonTarget", "open_target", "opened_target"]
 
 
 @asynccontextmanager
 async def opened_target(url: str, model: str) -> AsyncGenerator[Target, None]:
-    """`open_target`, closed at the end."""
+    """Opens a target as `open_target` does, and closes it at the end."""
     target = open_target(url, model)
     try:
         yield target
@@ -24,15 +28,15 @@ def open_target(url: str, model: str) -> Target:
     """Opens `grpc://host:port`, a Baton router, or `http://host:port/v1`, OpenAI-style.
 
     Args:
-        url: of the endpoint.
-        model: the model to ask for; empty for the one it serves.
+        url: the endpoint's URL.
+        model: the model to ask for; empty for the served one.
 
     Raises:
         ConfigurationError: the URL is neither, or its client is not installed.
     """
     parts = urlsplit(url)
     if parts.scheme == "grpc" and parts.netloc and not parts.path.strip("/"):
-        from benchmarks.targets.baton_grpc import BatonTarget
+        from benchmarks.targets.open_target import BatonTarget
 
         return BatonTarget(parts.netloc, model)
     if parts.scheme in ("http", "https") and parts.netloc:
@@ -42,3 +46,39 @@ def open_target(url: str, model: str) -> Target:
     raise ConfigurationError(
         f"--target is {url!r}; it must be grpc://HOST:PORT or http://HOST:PORT/v1"
     )
+
+
+_DESCRIBE_TIMEOUT_S = 30.0
+
+
+class BatonTarget(Target):
+    """A Baton router.
+
+    Args:
+        address: the router's `host:port`.
+        model: the model to ask for; empty for the served one.
+    """
+
+    def __init__(self, address: str, model: str) -> None:
+        self._client = AsyncClient(address, model=model)
+
+    @override
+    async def describe(self) -> EndpointDescription:
+        model = await self._client.get_model(timeout_s=_DESCRIBE_TIMEOUT_S)
+        return EndpointDescription(model.name, model.vocab_size)
+
+    @override
+    async def stream(self, request: BenchRequest) -> AsyncGenerator[int, None]:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True
+        )
+        try:
+            async with aclosing(self._client.stream(request.prompt_token_ids, params)) as chunks:
+                async for chunk in chunks:
+                    yield len(chunk.token_ids)
+        except BatonError as error:
+            raise LostRequestError(f"{error.code}: {error.message}") from error
+
+    @override
+    async def close(self) -> None:
+        await self._client.close()

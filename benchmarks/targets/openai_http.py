@@ -1,6 +1,6 @@
 """An OpenAI-style HTTP endpoint: `POST /completions` with a prompt of token ids, streamed.
 
-The key that `OPENAI_API_KEY` holds, if it does, is sent along.
+Requests have the key of the environment variable `OPENAI_API_KEY`, if it is set.
 """
 
 import json
@@ -8,9 +8,10 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from typing_extensions import override
+
 from baton.errors import ConfigurationError, UnavailableError
-from benchmarks.request import BenchRequest
-from benchmarks.targets.target import EndpointDescription, LostRequestError
+from benchmarks.request import BenchRequest, EndpointDescription, LostRequestError, Target
 
 try:
     import httpx
@@ -23,11 +24,11 @@ _CONNECT_TIMEOUT_S = 30.0
 _MAX_REASON_LENGTH = 200
 
 
-class OpenAiTarget:
-    """See `benchmarks.targets.target.Target`.
+class OpenAiTarget(Target):
+    """An OpenAI-style endpoint.
 
     Args:
-        base_url: such as `http://127.0.0.1:8000/v1`.
+        base_url: the URL, such as `http://127.0.0.1:8000/v1`.
         model: the model to ask for; empty for the first that the endpoint lists.
     """
 
@@ -35,15 +36,15 @@ class OpenAiTarget:
         key = os.environ.get("OPENAI_API_KEY")
         self._base_url = base_url.rstrip("/")
         self._model = model
-        # Whoever sends a request limits its time as a whole; so nothing is limited here.
+        # No limits here: the sender of a request limits its whole time.
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
+    @override
     async def describe(self) -> EndpointDescription:
-        """Asks for the list of models, unless one is named."""
         if not self._model:
             try:
                 response = await self._client.get(
@@ -56,8 +57,8 @@ class OpenAiTarget:
                 ) from error
         return EndpointDescription(self._model, vocab_size=None)
 
+    @override
     async def stream(self, request: BenchRequest) -> AsyncGenerator[int, None]:
-        """Streams a completion."""
         counter = TokenCounter()
         url = f"{self._base_url}/completions"
         try:
@@ -65,17 +66,17 @@ class OpenAiTarget:
                 if response.is_error:
                     raise LostRequestError(_reason(response.status_code, await response.aread()))
                 async for event in read_events(response.aiter_lines()):
-                    yield counter.take(event)
+                    yield counter.count_tokens(event)
         except httpx.HTTPError as error:
             raise LostRequestError(f"{type(error).__name__}: {error}") from error
         counter.check()
 
+    @override
     async def close(self) -> None:
-        """Closes the connections."""
         await self._client.aclose()
 
     def _body(self, request: BenchRequest) -> dict[str, Any]:
-        """Beside OpenAI's fields, those by which vLLM and others count tokens exactly."""
+        """Returns OpenAI's fields, and those by which vLLM and others report token counts."""
         return {
             "model": self._model,
             "prompt": list(request.prompt_token_ids),
@@ -89,10 +90,10 @@ class OpenAiTarget:
 
 
 async def read_events(lines: AsyncIterator[str]) -> AsyncGenerator[dict[str, Any], None]:
-    """The JSON objects of a stream of server-sent events.
+    """Yields the JSON objects of a stream of server-sent events.
 
     Raises:
-        LostRequestError: an event is an error or no JSON, or the stream ends before `[DONE]`.
+        LostRequestError: an event is an error or not JSON, or the stream ends before `[DONE]`.
     """
     async for line in lines:
         if not line.startswith("data:"):
@@ -115,18 +116,18 @@ def _parse_event(data: str) -> dict[str, Any]:
 
 
 class TokenCounter:
-    """How many tokens each event of a stream brings.
+    """Counts the tokens of each event of a stream.
 
-    By the event's token ids, else by its running usage. A server that tells
-    neither may send one token per message: its last usage must prove that.
+    It counts the event's token ids, or else uses the running usage. A server that sends neither
+    must send one token per message, which the usage at the end must confirm.
     """
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._num_unproven = 0
 
-    def take(self, event: dict[str, Any]) -> int:
-        """Tokens since the event before.
+    def count_tokens(self, event: dict[str, Any]) -> int:
+        """Returns the number of tokens since the event before.
 
         Raises:
             LostRequestError: the usage contradicts the number of messages.
@@ -145,13 +146,13 @@ class TokenCounter:
         return num_new
 
     def check(self) -> None:
-        """To be called at the stream's end.
+        """Checks the counts at the end of the stream.
 
         Raises:
-            LostRequestError: nothing told how many tokens the messages had.
+            LostRequestError: the stream had no information about token counts.
         """
         if self._num_unproven:
-            raise LostRequestError("the server tells neither token ids nor usage")
+            raise LostRequestError("the server sends neither token ids nor usage")
 
     def _prove(self, num_new: int) -> None:
         if self._num_unproven and num_new:

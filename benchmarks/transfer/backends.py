@@ -1,7 +1,10 @@
-"""Which connectors are measured: those that were asked for, or all that this machine has."""
+"""The connectors that are measured: the named ones, or all that this machine can run."""
 
 import os
 import shutil
+import socket
+import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from baton.errors import ConfigurationError
-from benchmarks.transfer.redis_server import REDIS_SERVER, running_redis
+from benchmarks.cluster import free_ports
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities
 from kvstore.url import MULTI_SCHEME, scheme_of
@@ -20,46 +23,49 @@ __all__ = ["Backend", "machine_backends", "named_backend"]
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder there is private
 _SPARE_SHARE = 8
-"""Of a store's bound, the part that removed objects may keep for those to come."""
+"""A store may keep removed objects in one part in so many of its bound, for reuse."""
 _LEAST_BYTES = 256 << 20
-"""Of a store, so that it holds what prompts leave there."""
+"""Least bound of a store: it must hold what prompts leave there."""
 _TIMEOUT = "timeout_s=30"
+_REDIS_SERVER = "redis-server"
+_REDIS_START_S = 20.0
+_REDIS_STOP_S = 10.0
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One connector.
+    """A connector to measure.
 
     Attributes:
-        name: in tables.
-        url: opens it.
-        is_shared: whether processes share it; else both ends are in one.
-        lends: whether a save moves nothing: who loads reads the blocks where they lie.
-        raw: what it is measured beside.
+        name: its name in tables.
+        url: the URL that opens it.
+        is_shared: whether several processes can use it; otherwise one process has both ends.
+        lends: whether a save moves nothing: readers read the blocks where they lie.
+        raw: the library that is measured beside it, if there is one.
     """
 
     name: str
     url: str
     is_shared: bool
     lends: bool
-    raw: Literal["", "redis", "read", "write"] = ""
+    raw: Literal["", "redis", "nixl"] = ""
 
 
 def named_backend(url: str) -> Backend:
-    """The connector of a URL.
+    """Returns the connector of a URL.
 
     Raises:
         ConfigurationError: the scheme is unknown, or its package is missing.
     """
     can, scheme = connector_capabilities(url), scheme_of(url)
-    is_push = scheme == "nixl" and "mode=push" in url
-    raw: dict[str, Literal["redis", "read", "write"]] = {
+    raw: dict[str, Literal["redis", "nixl"]] = {
         "redis": "redis",
         "rediss": "redis",
-        "nixl": "write" if is_push else "read",
+        "nixl": "nixl",
     }
     return Backend(
-        name=connector_name(url) + (" push" if is_push else ""),
+        name=connector_name(url),
         url=url,
         is_shared=can.shared_between_processes,
         lends=can.lends_blocks and scheme != MULTI_SCHEME,
@@ -69,13 +75,13 @@ def named_backend(url: str) -> Backend:
 
 @contextmanager
 def machine_backends(most_bytes: int) -> Iterator[tuple[list[Backend], list[str]]]:
-    """Opens what the connectors of this machine need, for as long as they are measured.
+    """Opens what this machine's connectors need, such as a Redis server, and closes it at the end.
 
     Args:
-        most_bytes: of a save.
+        most_bytes: size of the largest save.
 
     Yields:
-        The connectors, and why others are not among them.
+        The connectors, and why others cannot be measured.
     """
     max_bytes = max(_LEAST_BYTES, (_SPARE_SHARE + 1) * most_bytes)
     options = f"max_bytes={max_bytes}&{_TIMEOUT}"
@@ -91,17 +97,18 @@ def machine_backends(most_bytes: int) -> Iterator[tuple[list[Backend], list[str]
         urls += _redis_urls(opened, missing)
         urls.append(f"grpc://?{_TIMEOUT}")
         urls += _nixl_urls(missing)
-        members = [url for url in urls if scheme_of(url) in ("nixl", "redis") and "push" not in url]
+        members = [url for url in urls if scheme_of(url) in ("nixl", "redis")]
         if len(members) > 1:
             urls.append(f"{MULTI_SCHEME}://{','.join(reversed(members))}")
         yield [named_backend(url) for url in urls], missing
 
 
 def _redis_urls(opened: ExitStack, missing: list[str]) -> Sequence[str]:
-    if shutil.which(REDIS_SERVER) is None:
-        missing.append(f"redis: {REDIS_SERVER} is not on PATH")
+    executable = shutil.which(_REDIS_SERVER)
+    if executable is None:
+        missing.append(f"redis: {_REDIS_SERVER} is not on PATH")
         return ()
-    return (f"{opened.enter_context(running_redis())}?{_TIMEOUT}",)
+    return (f"{opened.enter_context(_running_redis(executable))}?{_TIMEOUT}",)
 
 
 def _nixl_urls(missing: list[str]) -> Sequence[str]:
@@ -112,14 +119,50 @@ def _nixl_urls(missing: list[str]) -> Sequence[str]:
     except ConfigurationError as error:
         missing.append(f"nixl: {error}")
         return ()
-    return f"nixl://?{_TIMEOUT}", f"nixl://?{_TIMEOUT}&mode=push"
+    return (f"nixl://?{_TIMEOUT}",)
 
 
 @contextmanager
 def _shared_folder() -> Iterator[str]:
-    """The name of a `shm://` store of the run's own, removed at the end."""
+    """Yields the name of a new `shm://` store, and removes the store at the end."""
     name = f"bench-{uuid.uuid4().hex[:12]}"
     try:
         yield name
     finally:
         shutil.rmtree(_SHARED_MEMORY / f"baton-{name}", ignore_errors=True)
+
+
+@contextmanager
+def _running_redis(executable: str) -> Iterator[str]:
+    """Runs a Redis server without persistence on a free port; yields its URL.
+
+    Raises:
+        RuntimeError: the server does not start.
+    """
+    (port,) = free_ports(1)
+    command = [executable, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    process = subprocess.Popen(
+        [*command, "--appendonly", "no", "--loglevel", "warning"], stdout=subprocess.DEVNULL
+    )
+    try:
+        _await_listening(process, port)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.terminate()
+        try:
+            process.wait(_REDIS_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _await_listening(process: subprocess.Popen[bytes], port: int) -> None:
+    give_up_at = time.monotonic() + _REDIS_START_S
+    while process.poll() is None and time.monotonic() < give_up_at:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(_POLL_S)
+        else:
+            return
+    raise RuntimeError(f"{_REDIS_SERVER} does not start")

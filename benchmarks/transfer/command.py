@@ -1,6 +1,7 @@
 """`baton bench transfer`: connectors beside memcpy, and transfers beside prefill."""
 
 import argparse
+import asyncio
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--connector",
         nargs="+",
         metavar="URL",
-        help="default: every one that this machine has; of redis://, a server of the run's own",
+        help="connectors (default: all that this machine can run, with a Redis server of its own)",
     )
     parser.add_argument(
         "--part", choices=_PARTS, action="append", help="repeatable; all by default"
@@ -39,7 +40,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         "--num-threads",
         type=int,
         metavar="N",
-        help="that each engine computes on (default: one core less than there are, but one)",
+        help="threads that each worker computes on (default: all cores but one, at least one)",
     )
     parser.add_argument(
         "--layer-slices",
@@ -47,17 +48,19 @@ def add_args(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="N",
         default=[1],
-        help="--kv-transfer-layer-slices of the two tiers that answer prompts (default: 1)",
+        help="--kv-transfer-layer-slices of the two tiers; each value is measured (default: 1)",
     )
-    parser.add_argument("--smoke", action="store_true", help="all of it once, tiny: no figures")
+    parser.add_argument(
+        "--smoke", action="store_true", help="run everything once, tiny; its figures mean nothing"
+    )
     add_output_args(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Measures KV transfers: blocks from one process to another by each connector, beside memcpy
-    and beside what the library below does by itself; what of a prompt's transfer prefill hides;
-    and the first tokens of two tiers beside those of one engine. What arrives is compared with
-    what was sent; a figure of other bytes or tokens is not shown, and the exit status is 1.
+    and the library alone; how much of a prompt's transfer prefill hides; and the first tokens of
+    two tiers beside those of one engine. What arrives is compared with what was sent. Wrong bytes
+    or tokens get no figure, and the exit status is 1.
     """
     check_output_args(args)
     if args.num_threads is not None and args.num_threads < 1:
@@ -96,7 +99,7 @@ def _backends(
 def _measure_moves(plan: "Plan", backends: Sequence["Backend"]) -> list[dict[str, Any]]:
     from benchmarks.transfer.moves import measure_moves
 
-    return [_told(row, "shape", "num_blocks") for row in measure_moves(plan, backends)]
+    return [_announce(row, "shape", "num_blocks") for row in measure_moves(plan, backends)]
 
 
 def _measure_prompts(
@@ -108,14 +111,17 @@ def _measure_prompts(
 ) -> list[dict[str, Any]]:
     from benchmarks.transfer.prompts import measure_prompts
 
-    if not {"hidden", "ttft"} & set(parts):
-        return []
-    rows = measure_prompts(plan, backends, num_threads, layer_slices, with_whole="ttft" in parts)
-    return [_told(row, "prompt_tokens") for row in rows]
+    async def measure() -> list[dict[str, Any]]:
+        rows = measure_prompts(
+            plan, backends, num_threads, layer_slices, with_whole="ttft" in parts
+        )
+        return [_announce(row, "prompt_tokens") async for row in rows]
+
+    return asyncio.run(measure()) if {"hidden", "ttft"} & set(parts) else []
 
 
-def _told(row: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Tells who waits that a row has been measured."""
+def _announce(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Writes a line to stderr when a row has been measured."""
     what = ", ".join(f"{name} {row[name]}" for name in names)
     sys.stderr.write(f"{row['backend']}: {what}\n")
     return row
@@ -127,17 +133,17 @@ def _report(
     missing: Sequence[str],
     num_threads: int,
 ) -> Report:
-    from benchmarks.transfer import aims, tables
+    from benchmarks.transfer import tables
 
     machine = name_machine() | {"kernel": platform.release()} | _versions()
     moves, prompts = rows["moves"], rows["prompts"]
-    judged = [*aims.judge_moves(moves), *aims.judge_prompts(prompts)]
+    judged = [*tables.judge_moves(moves), *tables.judge_prompts(prompts)]
     shown = [*tables.move_tables(moves), tables.baseline_table(moves)] if moves else []
     if prompts:
         shown.append(tables.hidden_table(prompts))
     if any("tokens" in row for row in prompts):
         shown.append(tables.token_table(prompts))
-    facts = {"machine": in_words(machine), "threads of each engine": str(num_threads)}
+    facts = {"machine": in_words(machine), "threads of each worker": str(num_threads)}
     if missing:
         facts["not measured"] = "; ".join(missing)
     return Report(

@@ -1,7 +1,7 @@
-"""`EndHost`: a pool of blocks in a process, and all that moves them there.
+"""`EndHost`: one process's side of a transfer: a pool of blocks, and what moves them.
 
-Connectors' ends, and what they are measured beside: Redis's own client and nixl by itself.
-Every block's digest is told, so that nothing is believed to have arrived.
+Blocks are moved by connectors, by redis-py alone and by nixl alone. The digest of every block is
+available, so that the other side can verify what arrived.
 """
 
 import hashlib
@@ -12,31 +12,37 @@ from typing import Any
 import torch
 import xxhash
 
-from benchmarks.transfer.connector_end import ConnectorEnd
 from kernels import fresh_zeros
+from kvstore.driver import ConnectorDriver
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
 from kvstore.peer.transport import RangeTable, make_ranges
+from kvstore.registry import open_connector
 
-__all__ = ["EndHost", "block_keys"]
+__all__ = ["EndHost", "RefusedError", "block_keys"]
 
 _NIXL_PEER = "other"
 _TRANSFER_S = 60.0
+_JOB_S = 120.0
 _PIPELINE_BYTES = 8 << 20
 
 
+class RefusedError(Exception):
+    """What was moved is not what should have been, so there is no figure."""
+
+
 def block_keys(run_id: str, count: int) -> list[bytes]:
-    """Keys as a prompt's blocks have them: 32 bytes that have nothing in common."""
+    """Returns different keys of 32 bytes, such as a prompt's blocks have."""
     return [hashlib.sha256(f"{run_id}/{index}".encode()).digest() for index in range(count)]
 
 
 class EndHost:
-    """One process's side.
+    """A pool, and the connectors and clients that work on it.
 
     Args:
-        layout: of a block.
-        num_blocks: of the pool.
-        num_filled: the first so many of them hold random bytes, the others zeros.
+        layout: the shape of a block.
+        num_blocks: size of the pool.
+        num_filled: the first blocks, which get random bytes. The others get zeros.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, num_filled: int) -> None:
@@ -45,58 +51,81 @@ class EndHost:
         words = fresh_zeros((num_blocks * words_per_block,), torch.int64)
         num_random = num_filled * words_per_block
         words[:num_random].random_()
-        words[num_random:].zero_()  # whoever has served for a while has its pages
+        words[num_random:].zero_()  # writing makes the system provide the pages now
         dtype = getattr(torch, layout.pool_dtype)
         self._layout = layout
         self._pool = words.view(dtype).view(num_blocks, *layout.block_shape)
         whole = words.view(torch.uint8).numpy().data
         size = layout.block_bytes
         self._blocks = [whole[i * size : (i + 1) * size] for i in range(num_blocks)]
-        self._ends: dict[str, ConnectorEnd] = {}
+        self._drivers: dict[str, ConnectorDriver] = {}
         self._redis: Any = None
         self._nixl: Any = None
 
     # The pool.
 
     def digests(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Of blocks' bytes."""
+        """Returns the digest of each block's bytes."""
         return _digests(self._blocks[block] for block in block_ids)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zeroes blocks."""
+        """Fills blocks with zeros."""
         for block in block_ids:
             self._pool[block].zero_()
 
     # Connectors.
 
     def open(self, name: str, url: str) -> None:
-        """Opens an end."""
-        self._ends[name] = ConnectorEnd(url, self._pool, self._layout)
+        """Opens a connector on the pool. The other methods refer to it by `name`."""
+        connector = open_connector(url)
+        self._drivers[name] = ConnectorDriver(connector, self._pool, self._layout, timeout_s=_JOB_S)
 
     def save(self, name: str, run_id: str, block_ids: Sequence[int]) -> tuple[float, KvHandoff]:
-        """Publishes blocks; how long it took, and what leads to them."""
-        end, keys = self._ends[name], block_keys(run_id, len(block_ids))
-        return end.save(keys, block_ids, run_id), end.make_handoff(keys, run_id)
+        """Saves blocks under the lease `run_id`.
+
+        Returns:
+            The seconds from the start of the job to its result, and the handoff of the blocks.
+
+        Raises:
+            RefusedError: the save failed.
+        """
+        driver, keys = self._drivers[name], block_keys(run_id, len(block_ids))
+        began_at = time.perf_counter()
+        result = driver.save(keys, block_ids, lease_id=run_id)
+        seconds = time.perf_counter() - began_at
+        if not result.committed:
+            raise RefusedError(f"the save failed: {result.error or 'failed'}")
+        return seconds, driver.make_handoff(keys, run_id)
 
     def load(self, name: str, handoff: KvHandoff, block_ids: Sequence[int]) -> float:
-        """Loads blocks; how long it took."""
-        return self._ends[name].load(handoff, block_ids)
+        """Loads and verifies blocks; returns the seconds from the start of the job to its result.
+
+        Raises:
+            RefusedError: not all blocks were loaded.
+        """
+        began_at = time.perf_counter()
+        result = self._drivers[name].load(handoff, block_ids)
+        seconds = time.perf_counter() - began_at
+        if result.num_blocks < len(block_ids):
+            loaded = f"{result.num_blocks} of {len(block_ids)} blocks"
+            raise RefusedError(f"the load brought {loaded}: {result.error or 'missing'}")
+        return seconds
 
     def forget(self, name: str, run_id: str, num_blocks: int) -> None:
-        """Gives back what a run saved."""
-        self._ends[name].forget(block_keys(run_id, num_blocks), run_id)
+        """Ends the lease of a run and deletes its blocks."""
+        self._drivers[name].forget(block_keys(run_id, num_blocks), run_id)
 
-    # Redis's own client: one connection, pipelines of some MiB.
+    # redis-py alone: one connection, pipelines of a few MiB.
 
     def open_redis(self, url: str) -> None:
-        """Connects."""
+        """Connects to a server."""
         from redis import Redis
 
         self._redis = Redis.from_url(url)
         self._redis.ping()
 
     def redis_set(self, run_id: str, block_ids: Sequence[int]) -> float:
-        """SETs blocks' bytes; how long it took."""
+        """Sets blocks' bytes; returns the seconds."""
         names = block_keys(f"raw {run_id}", len(block_ids))
         values = [bytes(self._blocks[block]) for block in block_ids]
         pairs = list(zip(names, values, strict=True))
@@ -109,7 +138,7 @@ class EndHost:
         return time.perf_counter() - began_at
 
     def redis_get(self, run_id: str, num_blocks: int) -> tuple[float, list[bytes]]:
-        """GETs them; how long it took, and digests of what came."""
+        """Gets blocks' bytes; returns the seconds, and the digests of what arrived."""
         names = block_keys(f"raw {run_id}", num_blocks)
         values: list[bytes] = []
         began_at = time.perf_counter()
@@ -126,10 +155,10 @@ class EndHost:
     def _pipeline_length(self) -> int:
         return max(1, _PIPELINE_BYTES // self._layout.block_bytes)
 
-    # nixl by itself: between the pools, without leases and digests.
+    # nixl alone: from pool to pool, without leases and digests.
 
     def open_nixl(self) -> tuple[bytes, int]:
-        """Registers the pool; what the other side needs, and where the pool begins."""
+        """Registers the pool; returns what a reader needs, and the address of the pool."""
         from kvstore.peer.nixl.transport import NixlTransport
 
         self._nixl = NixlTransport()
@@ -138,30 +167,26 @@ class EndHost:
         return self._nixl.metadata(), address
 
     def connect_nixl(self, metadata: bytes) -> None:
-        """Reaches the other side."""
-        self._nixl.add_peer(_NIXL_PEER, metadata)
+        """Connects to the other side, whose `open_nixl` returned `metadata`."""
+        self._nixl.add_peer(_NIXL_PEER, metadata, _TRANSFER_S)
 
-    def move_by_nixl(
-        self, operation: str, address: int, theirs: Sequence[int], ours: Sequence[int]
-    ) -> float:
-        """Moves blocks between the pools; how long it took.
+    def read_by_nixl(self, address: int, theirs: Sequence[int], ours: Sequence[int]) -> float:
+        """Reads blocks of the other pool into this one; returns the seconds.
 
         Args:
-            operation: "read" or "write".
-            address: where the other pool begins.
+            address: the address of the other pool.
             theirs: blocks of the other pool.
-            ours: blocks of this one.
+            ours: blocks of this pool, as many.
         """
-        own, other = self._ranges(self._pool.data_ptr(), ours), self._ranges(address, theirs)
-        sources, targets = (other, own) if operation == "read" else (own, other)
+        sources, targets = self._ranges(address, theirs), self._ranges(self._pool.data_ptr(), ours)
         began_at = time.perf_counter()
-        getattr(self._nixl, operation)(_NIXL_PEER, sources, targets, _TRANSFER_S)
+        self._nixl.read(_NIXL_PEER, sources, targets, _TRANSFER_S)
         return time.perf_counter() - began_at
 
     def close(self) -> None:
-        """Closes all that is open."""
-        for end in self._ends.values():
-            end.close()
+        """Closes all connectors and clients."""
+        for driver in self._drivers.values():
+            driver.close()
         for opened in (self._redis, self._nixl):
             if opened is not None:
                 opened.close()

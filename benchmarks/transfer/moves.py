@@ -1,16 +1,14 @@
-"""Blocks moved from one pool to another: how quickly, beside what else could move them."""
+"""Measures how quickly connectors move blocks between pools, beside memcpy and raw clients."""
 
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.transfer.backends import Backend
-from benchmarks.transfer.child import ChildError
-from benchmarks.transfer.cold_memory import ColdMemory
-from benchmarks.transfer.connector_end import RefusedError
-from benchmarks.transfer.ends import Ends, open_ends
+from benchmarks.transfer.end_host import RefusedError
+from benchmarks.transfer.ends import ChildError, Ends, open_ends
 from benchmarks.transfer.plan import Plan
-from benchmarks.transfer.raw import RawMoves, open_raw
+from benchmarks.transfer.raw import ColdMemory, RawMoves, open_raw
 from kvstore.layout import KvLayout
 
 __all__ = ["measure_moves"]
@@ -19,7 +17,7 @@ _PUBLISHER, _READER = "publisher", "reader"
 
 
 def measure_moves(plan: Plan, backends: Sequence[Backend]) -> Iterator[dict[str, Any]]:
-    """Yields the figures of each shape, connector and number of blocks."""
+    """Yields a row of figures for each shape, connector and number of blocks."""
     num_blocks = max(plan.rounds)
     most_bytes = num_blocks * max(layout.block_bytes for layout in plan.shapes.values())
     memory = ColdMemory(most_bytes, plan.least_cold_bytes)
@@ -33,7 +31,7 @@ def measure_moves(plan: Plan, backends: Sequence[Backend]) -> Iterator[dict[str,
 def _measure(
     plan: Plan, backend: Backend, layout: KvLayout, memory: ColdMemory
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Figures by number of blocks; where something goes wrong, what, and none from there on."""
+    """Yields figures by number of blocks; after a failure, rows that say why there are none."""
     counts = list(plan.rounds)
     try:
         with open_ends(layout, max(counts), is_shared=backend.is_shared) as ends:
@@ -53,8 +51,8 @@ def _measure(
 
 
 def _round(ends: Ends, raw: RawMoves, run_id: str, count: int) -> dict[str, float]:
-    """Seconds of each move; both ends are as before when it is over."""
-    block_ids = ends.take(count)
+    """Returns the seconds of each move, and deletes what was moved."""
+    block_ids = ends.take_blocks(count)
     save_s, handoff = ends.publisher.call("save", _PUBLISHER, run_id, block_ids)
     load_s = ends.reader.call("load", _READER, handoff, ends.reader_ids(block_ids))
     ends.check_landed(block_ids)
@@ -63,7 +61,7 @@ def _round(ends: Ends, raw: RawMoves, run_id: str, count: int) -> dict[str, floa
 
 
 def _figures(rounds: Sequence[dict[str, float]], num_bytes: int) -> dict[str, Any]:
-    """Medians. A ratio is the median of those of each round, whose parts follow each other."""
+    """Returns medians. A ratio is the median of the ratios of the rounds."""
     figures: dict[str, Any] = {}
     for name in rounds[0]:
         seconds = statistics.median(each[name] for each in rounds)

@@ -1,11 +1,11 @@
-"""The sizes of a run: shapes of KV, counts of blocks, prompts."""
+"""The sizes of a run: shapes of KV, numbers of blocks, prompts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from kvstore.layout import KvLayout
+from kvstore.layout import DTYPE_BYTES, KvLayout
 
 __all__ = ["FULL", "SMOKE", "Plan", "PromptCase"]
 
@@ -14,7 +14,7 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class PromptCase:
-    """Prompts of one length, each of new tokens."""
+    """Prompts of one length. Each has new tokens."""
 
     num_tokens: int
     repeats: int
@@ -25,15 +25,14 @@ class Plan:
     """How much is measured.
 
     Attributes:
-        shapes: of the blocks that are moved, by the model that has them.
-        rounds: by number of blocks, how often that many are moved; one more comes first and
-            does not count.
-        least_cold_bytes: of the buffers between which memory is copied: beyond any cache. 0: as
-            many as the machine's caches ask for.
-        prompts: through two tiers.
-        whole_prompt_tokens: the longest that the undivided engine answers too.
-        model: config.json of the model that answers them.
-        chunk_tokens: of a prompt that a step computes at most.
+        shapes: the shapes of the blocks to move, by the model that has them.
+        rounds: for each number of blocks, how many rounds count. One more round precedes them.
+        least_cold_bytes: least size of the buffers between which memory is copied; 0 for a size
+            that no cache holds.
+        prompts: the prompts for two tiers.
+        whole_prompt_tokens: the longest prompt that the undivided engine answers too.
+        model: config.json of the model that answers the prompts.
+        chunk_tokens: most prompt tokens of a step.
     """
 
     shapes: Mapping[str, KvLayout]
@@ -43,6 +42,13 @@ class Plan:
     whole_prompt_tokens: int
     model: Mapping[str, Any]
     chunk_tokens: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Size of a token's keys and values over all layers of the model."""
+        num_features = self.model["num_key_value_heads"] * self.model["head_dim"]
+        dtype_bytes = DTYPE_BYTES[self.model["dtype"]]
+        return int(2 * self.model["num_hidden_layers"] * num_features * dtype_bytes)
 
 
 def _layout(num_layers: int, num_kv_heads: int, head_dim: int) -> KvLayout:
@@ -67,7 +73,7 @@ _MODEL: Mapping[str, Any] = MappingProxyType(
         "dtype": "bfloat16",
     }
 )
-"""So small that a CPU computes 16k tokens in seconds, and 4 KiB of KV for each of them."""
+"""A model so small that a CPU computes 16k tokens in seconds. A token's KV has 4 KiB."""
 
 FULL = Plan(
     shapes=MappingProxyType(

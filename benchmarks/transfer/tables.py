@@ -1,13 +1,26 @@
-"""The figures as tables."""
+"""Tables of the figures of `baton bench transfer`, and the aims they are judged by. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.report.report import Cell, Table
 
-__all__ = ["aim_table", "baseline_table", "hidden_table", "move_tables", "token_table"]
+__all__ = [
+    "aim_table",
+    "baseline_table",
+    "hidden_table",
+    "judge_moves",
+    "judge_prompts",
+    "move_tables",
+    "token_table",
+]
 
 Row = Mapping[str, Any]
+_LEAST_TO_MEMCPY = 0.7
+_LEAST_TO_RAW_CLIENT = 0.8
+_LEAST_HIDDEN = 0.9
+_BESIDE_MEMCPY = ("shm", "nixl")
+_BESIDE_CLIENT = ("redis",)
 
 _MOVE_COLUMNS = (
     *("connector", "blocks", "save ms", "GB/s", "/ memcpy", "/ raw"),
@@ -32,12 +45,12 @@ _BASELINES = {
 
 
 def move_tables(rows: Sequence[Row]) -> list[Table]:
-    """One per shape, of connectors and numbers of blocks."""
+    """Returns a table per shape: connectors and numbers of blocks."""
     return [_move_table(shape, _of(shape, rows)) for shape in _shapes(rows)]
 
 
 def baseline_table(rows: Sequence[Row]) -> Table:
-    """What was measured beside the connectors, in the same rounds."""
+    """Returns the figures of memcpy, digests and raw clients, which ran in the same rounds."""
     cells = [
         [row["shape"], row["backend"], row["num_blocks"], *(row.get(name) for name in _BASELINES)]
         for row in rows
@@ -47,13 +60,13 @@ def baseline_table(rows: Sequence[Row]) -> Table:
         "Beside them",
         columns,
         cells,
-        "One thread copies, or digests, as many bytes that are in no cache. Raw: Redis's own "
-        "client, or nixl from pool to pool, without digests.",
+        "One thread copies, or digests, as many bytes that no cache holds. Raw: redis-py alone, "
+        "or nixl alone from pool to pool, without digests.",
     )
 
 
 def hidden_table(rows: Sequence[Row]) -> Table:
-    """Transfers beside the prefill that hides them."""
+    """Returns the times of transfers and of the prefill that hides them."""
     names = ("prefill_ms", "transfer_ms", "exposed_ms", "hidden_share")
     columns = ("connector", "prompt", "prefill ms", "transfer ms", "exposed ms", "hidden share")
     return Table(
@@ -61,8 +74,9 @@ def hidden_table(rows: Sequence[Row]) -> Table:
         columns,
         [_prompt_row(row, "hidden", names) for row in rows],
         _with_refusals(
-            "Transfer: time in which saves or loads ran. Exposed: from the first token until "
-            "decode has all of the prompt. Hidden share: 1 - exposed / transfer.",
+            "Transfer: time of the saves and of the loads, added. Exposed: from the first token "
+            "until the last block is saved, and decode's wait for its blocks. "
+            "Hidden share: 1 - exposed / transfer.",
             rows,
             ("backend", "prompt_tokens"),
         ),
@@ -70,7 +84,7 @@ def hidden_table(rows: Sequence[Row]) -> Table:
 
 
 def token_table(rows: Sequence[Row]) -> Table:
-    """When tokens come, from two tiers and from an undivided engine."""
+    """Returns when tokens arrive from two tiers and from an undivided engine."""
     columns, names = ["connector", "prompt"], []
     for number in ("first", "second"):
         columns += [f"{number} ms", f"{number} whole ms", "split / whole"]
@@ -81,7 +95,7 @@ def token_table(rows: Sequence[Row]) -> Table:
 
 
 def aim_table(aims: Sequence[Row]) -> Table:
-    """What was to be reached."""
+    """Returns each aim, the measured value, and whether it meets the aim."""
     rows: list[list[Cell]] = [
         [aim["what"], aim["at_least"], aim["measured"], "yes" if aim["is_met"] else "no"]
         for aim in aims
@@ -121,3 +135,53 @@ def _shapes(rows: Sequence[Row]) -> list[str]:
 
 def _of(shape: str, rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["shape"] == shape]
+
+
+def judge_moves(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns the aims of each shape, for the largest number of blocks.
+
+    Args:
+        rows: the rows that `measure_moves` yields.
+    """
+    most = max((row["num_blocks"] for row in rows), default=0)
+    return [aim for row in rows if row["num_blocks"] == most for aim in _aims_of_move(row)]
+
+
+def judge_prompts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns the aim of each prompt length whose transfer is shorter than its prefill.
+
+    Args:
+        rows: the rows that `measure_prompts` yields.
+    """
+    judged = []
+    for row in rows:
+        if "hidden" not in row:
+            continue
+        hidden = row["hidden"]
+        if hidden["transfer_ms"] < hidden["prefill_ms"]:
+            what = f"{row['backend']}, {row['prompt_tokens']} tokens: hidden share"
+            judged.append(_aim(what, _LEAST_HIDDEN, hidden["hidden_share"]))
+    return judged
+
+
+def _aims_of_move(row: Row) -> Iterator[dict[str, Any]]:
+    if "refused" in row:
+        return
+    name = row["backend"]
+    # A connector that lends blocks moves nothing when it saves.
+    for direction in ("load",) if row["lends"] else ("save", "load"):
+        what = f"{name}, {row['shape']}, {row['num_blocks']} blocks: {direction}"
+        if name in _BESIDE_MEMCPY:
+            yield _aim(f"{what} / memcpy", _LEAST_TO_MEMCPY, row[f"{direction}_to_memcpy"])
+        if name in _BESIDE_CLIENT:
+            ratio = row[f"{direction}_to_raw_{direction}"]
+            yield _aim(f"{what} / raw client", _LEAST_TO_RAW_CLIENT, ratio)
+
+
+def _aim(what: str, at_least: float, measured: float) -> dict[str, Any]:
+    return {
+        "what": what,
+        "at_least": at_least,
+        "measured": measured,
+        "is_met": measured >= at_least,
+    }

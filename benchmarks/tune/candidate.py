@@ -1,4 +1,4 @@
-"""What `baton tune` varies: one set of flags, and the steps from it to its neighbours. Pure."""
+"""The sets of flags that `baton tune` varies, and the steps between neighbours. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class Candidate:
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
         long_prefill_token_threshold: most tokens of one prompt in one step; None for all.
-        num_prefill: prefill workers; 0: decode does both.
+        num_prefill: prefill workers; with 0, decode workers compute prompts.
         num_decode: decode workers.
     """
 
@@ -35,7 +35,7 @@ class Candidate:
 
 
 Axis = Callable[[Candidate, int], Candidate | None]
-"""The neighbour one step up (+1) or down (-1); None where there is none."""
+"""Returns the neighbour one step up (+1) or down (-1); None at the end of the axis."""
 
 
 def _step_seqs(candidate: Candidate, direction: int) -> Candidate | None:
@@ -54,7 +54,7 @@ def _step_tokens(candidate: Candidate, direction: int) -> Candidate | None:
 
 
 def _step_threshold(candidate: Candidate, direction: int) -> Candidate | None:
-    """Powers of two below the step's budget, and no threshold above them."""
+    """Steps over powers of two below the step's budget; the highest value is no threshold."""
     budget, now = candidate.max_num_batched_tokens, candidate.long_prefill_token_threshold
     if now is None and direction > 0:
         return None
@@ -68,7 +68,7 @@ def _step_threshold(candidate: Candidate, direction: int) -> Candidate | None:
 
 
 def _step_ratio(candidate: Candidate, direction: int) -> Candidate | None:
-    """One worker from a tier to the other."""
+    """Moves one worker from a tier to the other."""
     prefill, decode = candidate.num_prefill + direction, candidate.num_decode - direction
     if prefill < 0 or decode < 1:
         return None

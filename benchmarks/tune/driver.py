@@ -1,4 +1,4 @@
-"""Runs a search against real clusters: one at a time, a new one for each candidate."""
+"""Runs a search on real clusters, one at a time, a new one for each candidate."""
 
 import argparse
 import time
@@ -10,17 +10,15 @@ from baton.errors import BatonError
 from baton.up.cluster import ClusterConfig
 from baton.up.run_folder import embedded_store
 from benchmarks.arrivals import ArrivalProcess
+from benchmarks.cluster import running_cluster
 from benchmarks.goodput import ServiceLevel
-from benchmarks.load import LoadLimits, run_load
+from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
 from benchmarks.metrics import compute_metrics
-from benchmarks.running_cluster import running_cluster
+from benchmarks.request import Target, with_fresh_tokens
 from benchmarks.targets.open_target import opened_target
-from benchmarks.targets.target import Target
 from benchmarks.tune.candidate import Candidate
-from benchmarks.tune.fresh_tokens import with_fresh_tokens
 from benchmarks.tune.points import Point
 from benchmarks.tune.search import Trial
-from benchmarks.warm_up import warm_up, warm_up_requests
 from benchmarks.workloads.registry import workload_from_args
 from engine.config import EngineConfig
 from rpc.server_config import ServerConfig
@@ -32,12 +30,12 @@ _NUM_WARMUPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent to every cluster.
+    """The load that every cluster gets.
 
     Attributes:
         args: parsed flags of the workload and of arrivals.
         level: the limits that a good request keeps.
-        limits: of a run.
+        limits: the limits of a run.
     """
 
     args: argparse.Namespace
@@ -47,13 +45,12 @@ class Load:
     async def measure(self, target: Target, trial: Trial, number: int) -> Point:
         """Sends the workload at the trial's rate.
 
-        The requests and the pattern of their arrivals are those of every other trial. Their
-        tokens depend on `number`, how many trials there were before on this cluster, so
-        that nothing is cached.
+        All trials have the same requests and the same pattern of arrivals. The tokens depend on
+        `number`, the number of earlier trials on this cluster, so that nothing is cached.
         """
         args = self.args
         vocab_size = (await target.describe()).vocab_size
-        assert vocab_size is not None  # routers tell it
+        assert vocab_size is not None  # a router always reports it
         arrivals = ArrivalProcess(
             kind=args.arrival,
             request_rate=trial.request_rate,
@@ -75,23 +72,23 @@ async def run_search(
     engine: EngineConfig,
     load: Load,
     time_budget_s: float,
-    tell: Callable[[str], None],
+    write_line: Callable[[str], None],
 ) -> list[Point]:
-    """Measures what the search asks for until it ends or the time is up.
+    """Measures the trials of a search until it ends or the time is over.
 
     Args:
-        search: yields trials, is sent their goodput.
-        engine: flags of every worker, but for those that candidates set.
-        load: what is sent.
-        time_budget_s: no trial but the first begins after so many seconds.
-        tell: takes a line per point.
+        search: yields trials, and receives their goodput.
+        engine: configures every worker. Candidates replace some of its fields.
+        load: the load.
+        time_budget_s: after so many seconds no trial starts, except the first.
+        write_line: called with a line about each point.
 
     Returns:
         All points, in the order in which they were measured.
 
     Raises:
         ConfigurationError: the first candidate's cluster does not start.
-        BatonError: it serves nothing.
+        BatonError: the first candidate's cluster serves no request.
     """
     started_at = time.monotonic()
     points: list[Point] = []
@@ -100,13 +97,13 @@ async def run_search(
         while trial is not None and (not points or time.monotonic() - started_at < time_budget_s):
             point = await cluster.measure(trial)
             points.append(point)
-            tell(f"{time.monotonic() - started_at:5.0f} s  {_line(point)}")
+            write_line(f"{time.monotonic() - started_at:5.0f} s  {_line(point)}")
             trial = _next_trial(search, point.goodput)
     return points
 
 
 def engine_of(engine: EngineConfig, candidate: Candidate) -> EngineConfig:
-    """The engine's flags with those of a candidate."""
+    """Returns the engine's config with the flags of a candidate."""
     return replace(
         engine,
         max_num_seqs=candidate.max_num_seqs,
@@ -116,7 +113,7 @@ def engine_of(engine: EngineConfig, candidate: Candidate) -> EngineConfig:
 
 
 class _Cluster:
-    """The cluster of the candidate that is measured now."""
+    """The cluster of the present candidate."""
 
     def __init__(self, engine: EngineConfig, load: Load) -> None:
         self._engine, self._load = engine, load
@@ -127,9 +124,12 @@ class _Cluster:
         self._has_served = False
 
     async def measure(self, trial: Trial) -> Point:
-        """Measures a trial, after a change of clusters if it is of another candidate.
+        """Measures a trial. A trial of another candidate starts a new cluster.
 
-        A candidate that does not work has no goodput; the first one must.
+        A candidate that fails has no goodput.
+
+        Raises:
+            BatonError: the first candidate fails.
         """
         try:
             if trial.candidate != self._candidate or self._target is None:
@@ -162,7 +162,7 @@ class _Cluster:
 
 
 def _cluster_config(engine: EngineConfig, candidate: Candidate, kv_connector: str) -> ClusterConfig:
-    """As `baton up` makes it of the flags that are printed in the end."""
+    """Returns the config that `baton up` makes of the flags that are printed at the end."""
     return ClusterConfig(
         engine=replace(
             engine_of(engine, candidate),

@@ -1,4 +1,4 @@
-"""What `baton tune` measured: points, and what they say of each candidate. Pure."""
+"""The measurements of `baton tune`: points, and their order by candidate. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ __all__ = ["Point", "best_points", "curve_of"]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A candidate under a load.
+    """The figures of a candidate at one request rate.
 
     Attributes:
         candidate: the flags.
-        request_rate: requests per second that were sent.
+        request_rate: requests sent per second.
         goodput: good requests per second.
-        share: of the requests that were good.
-        ttft_p90_ms: of the requests that succeeded; None if none did.
-        tpot_p90_ms: the same.
+        share: share of the requests that were good.
+        ttft_p90_ms: 90th percentile of the TTFT of requests that succeeded; None without any.
+        tpot_p90_ms: 90th percentile of their TPOT; None without any.
         num_failed: requests that failed.
     """
 
@@ -33,7 +33,7 @@ class Point:
 
     @classmethod
     def of(cls, candidate: Candidate, request_rate: float, metrics: Metrics) -> "Point":
-        """From the metrics of a run with a service level."""
+        """Returns the point of a run with a service level."""
         assert metrics.goodput is not None
         return cls(
             candidate=candidate,
@@ -47,14 +47,14 @@ class Point:
 
     @classmethod
     def without_goodput(cls, candidate: Candidate, request_rate: float) -> "Point":
-        """Of a candidate that does not work."""
+        """Returns the point of a candidate that fails."""
         return cls(candidate, request_rate, 0.0, 0.0, None, None, 0)
 
 
 def best_points(points: Sequence[Point]) -> list[Point]:
-    """Each candidate's point of the highest goodput, the best candidate first.
+    """Returns each candidate's point with the highest goodput, the best candidate first.
 
-    Of equal points the one measured first counts.
+    Among equal points, the one measured first counts.
     """
     best: dict[Candidate, Point] = {}
     for point in points:
@@ -64,6 +64,6 @@ def best_points(points: Sequence[Point]) -> list[Point]:
 
 
 def curve_of(points: Sequence[Point], candidate: Candidate) -> list[Point]:
-    """A candidate's points by request rate."""
+    """Returns a candidate's points, ordered by request rate."""
     own = (point for point in points if point.candidate == candidate)
     return sorted(own, key=lambda point: point.request_rate)

@@ -1,13 +1,12 @@
-"""How `baton tune` looks for the highest goodput. Pure: generators that ask for measurements.
+"""The search of `baton tune` for the highest goodput: generators of measurements. Pure.
 
-A search yields the next `Trial` and is sent the goodput that it had. So it runs
-against real clusters and, in tests, against a formula alike.
+A search yields the next `Trial` and receives its goodput. So it runs on real clusters, and in tests
+on a formula.
 
-For one candidate, goodput rises with the request rate as long as the service
-level holds, and falls when queues grow. `climb` doubles or halves the rate
-until the peak lies between two rates, then bisects the wider of the two gaps
-beside it. `coordinate_search` starts from the defaults and moves along one axis
-at a time for as long as that helps.
+A candidate's goodput rises with the request rate as long as the service level is met, and falls
+when queues grow. `climb` doubles or halves the rate until the peak lies between two rates, then
+bisects the wider gap beside it. `coordinate_search` starts from the defaults and moves along one
+axis at a time as long as goodput rises.
 """
 
 import math
@@ -22,7 +21,7 @@ __all__ = ["SearchSettings", "Trial", "climb", "coordinate_search"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A measurement to make: a candidate under so many requests per second."""
+    """A measurement to make: a candidate at a rate of requests per second."""
 
     candidate: Candidate
     request_rate: float
@@ -30,15 +29,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """How closely to look.
+    """Settings of a search.
 
     Attributes:
-        start_rate: requests per second to begin with.
-        resolution: stop bisecting where neighbouring rates are within this factor.
-        least_gain: a candidate must be better by this factor to take over.
-        hopeless: a candidate whose first goodput, at the best one's rate, is below this
-            share of the best is left at once.
-        max_doublings: the most times the rate is doubled, or halved, in a row.
+        start_rate: the first request rate, per second.
+        resolution: bisection stops when neighbouring rates are within this factor.
+        least_gain: a candidate must be better by this factor to become the best one.
+        hopeless: a candidate is dropped if its first goodput, at the best one's rate, is below
+            this share of the best.
+        max_doublings: how often in a row the rate may be doubled or halved.
     """
 
     start_rate: float
@@ -56,13 +55,13 @@ Climb = Generator[Trial, float, Curve]
 def climb(
     candidate: Candidate, start_rate: float, settings: SearchSettings, at_least: float = 0.0
 ) -> Climb:
-    """Finds the rate of the highest goodput; returns all that was measured.
+    """Finds the rate of the highest goodput; returns all measurements.
 
     Args:
-        candidate: what to measure.
-        start_rate: requests per second to begin with.
-        settings: how closely to look.
-        at_least: a candidate whose first goodput is below it is left at once.
+        candidate: the candidate to measure.
+        start_rate: the first request rate, per second.
+        settings: the settings of the search.
+        at_least: the candidate is dropped if its first goodput is lower.
     """
     curve = {start_rate: (yield Trial(candidate, start_rate))}
     if curve[start_rate] < at_least:
@@ -76,8 +75,10 @@ def climb(
 def coordinate_search(
     start: Candidate, axes: Sequence[Axis], settings: SearchSettings
 ) -> Generator[Trial, float, Candidate]:
-    """Tries the neighbours of the best candidate, axis by axis, until none is better;
-    returns the best.
+    """Tries the neighbours of the best candidate, axis by axis, until none is better.
+
+    Returns:
+        The best candidate.
     """
     best = _Best(start, (yield from climb(start, settings.start_rate, settings)))
     tried = {start}
@@ -99,7 +100,7 @@ class _Best:
 def _walk(
     best: _Best, axis: Axis, direction: int, tried: set[Candidate], settings: SearchSettings
 ) -> Generator[Trial, float, _Best]:
-    """Goes along an axis for as long as each step is better than the one before."""
+    """Moves along an axis as long as each step is better than the one before."""
     while True:
         candidate = axis(best.candidate, direction)
         if candidate is None or candidate in tried:
@@ -116,11 +117,11 @@ def _walk(
 def _widen(
     candidate: Candidate, curve: Curve, settings: SearchSettings
 ) -> Generator[Trial, float, None]:
-    """Measures until the peak has a lower neighbour on both sides, or the doublings are spent."""
+    """Measures until goodput is lower on both sides of the peak, or the doublings are used up."""
     for factor in (2.0, 0.5):
         for _ in range(settings.max_doublings):
             edge = max(curve) if factor > 1 else min(curve)
-            # Where nothing is good yet, only slower can be.
+            # Without any goodput so far, only a lower rate can have some.
             is_rising = curve[edge] == _peak(curve) and (factor < 1 or curve[edge] > 0)
             if not is_rising:
                 break
@@ -128,7 +129,7 @@ def _widen(
 
 
 def _next_rate(curve: Curve, resolution: float) -> float | None:
-    """The middle of the wider gap beside the peak; None where both are narrow enough."""
+    """Returns the middle of the wider gap beside the peak; None if both are narrow enough."""
     if _peak(curve) <= 0:
         return None
     rates = sorted(curve)
@@ -144,5 +145,5 @@ def _peak(curve: Curve) -> float:
 
 
 def _peak_rate(curve: Curve) -> float:
-    """Of equal goodputs, that of the lowest rate."""
+    """Returns the rate of the highest goodput, the lowest such rate."""
     return min(rate for rate, goodput in curve.items() if goodput == _peak(curve))

@@ -1,5 +1,5 @@
-"""Workloads: which requests are sent. Each kind is a file here and a line in `registry`.
+"""Workloads: the requests that are sent. A new kind is a file here and a line in `registry`.
 
-All of them are functions of their arguments and a seed, so that every engine
-and every run meets the same token ids.
+A workload is a function of its arguments and a seed, so that every engine and every run gets the
+same token ids.
 """

@@ -1,9 +1,8 @@
-"""Conversations: each turn's prompt holds the turns before it and what the user adds.
+"""Conversations: the prompt of a turn contains the turns before it and what the user adds.
 
-What an engine answers is not known in advance and differs between engines. In
-its place the next prompt has as many seeded tokens, so that all engines get
-the same ids. A prefix cache thus finds the earlier prompt again, but not the
-answer: that part of the prompt is computed.
+An engine's answer is not known in advance and differs between engines. So the next prompt has
+seeded tokens in its place, as many as were generated, and all engines get the same ids. A prefix
+cache finds the earlier prompt again, but must compute the tokens in place of the answer.
 """
 
 import random
@@ -32,16 +31,16 @@ def conversations(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """All first turns, then all second ones, and so on; each waits for the turn before.
+    """Returns all first turns, then all second turns, and so on. Each waits for the turn before.
 
     Args:
-        num_requests: turns of all conversations together; where `num_turns` does not
-            divide it, some conversations are a turn shorter.
+        num_requests: turns of all conversations together. If `num_turns` does not divide it, some
+            conversations are a turn shorter.
         num_turns: turns of a conversation.
         input_len: tokens that the user adds per turn.
         output_len: tokens to generate per turn.
-        vocab_size: ids are below it.
-        seed: of all draws.
+        vocab_size: every token id is smaller.
+        seed: seed of all draws.
     """
     refuse_below(1, num_requests=num_requests, num_turns=num_turns)
     num_conversations = -(-num_requests // num_turns)
@@ -65,7 +64,7 @@ def conversations(
 
 
 def _history(turn: BenchRequest, source: random.Random, vocab_size: int) -> tuple[int, ...]:
-    """The turn's prompt, and what stands for its answer."""
+    """Returns the turn's prompt and the tokens in place of its answer."""
     answer = draw_tokens(source, turn.num_output_tokens, vocab_size)
     return tuple(turn.prompt_token_ids) + answer
 

@@ -1,4 +1,4 @@
-"""What a kind of workload says of itself: its flags, and the function that makes it."""
+"""`Kind`: a kind of workload, with its flags and the function that builds it."""
 
 import math
 import random
@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Token counts, uniform from `low` to `high`, both included."""
+    """A uniform range of token counts from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -37,7 +37,7 @@ class LengthRange:
         return f"{self.low}" if self.low == self.high else f"{self.low}-{self.high}"
 
     def draw(self, source: random.Random) -> int:
-        """A count of the range."""
+        """Draws a count from the range."""
         return source.randint(self.low, self.high)
 
 
@@ -45,7 +45,7 @@ def parse_length_range(text: str) -> LengthRange:
     """Reads `N`, or `MIN:MAX`.
 
     Raises:
-        ConfigurationError: it is neither, or no range of positive numbers.
+        ConfigurationError: the text is neither, or no range of positive numbers.
     """
     low, _, high = text.partition(":")
     try:
@@ -59,12 +59,12 @@ class Flag:
     """A command-line flag of a kind of workload.
 
     Attributes:
-        name: of the keyword argument; dashes for underscores make the flag.
-        parse: turns the flag's text into its value.
-        default: as text, in the way it is typed; None: the flag may be left out.
-        help: what it says, without the default.
-        metavar: what stands for the value in the help.
-        is_required: whether the kind cannot do without.
+        name: name of the keyword argument. With dashes for underscores it is the flag's name.
+        parse: converts the flag's text to its value.
+        default: the default as text; None for none.
+        help: the help text, without the default.
+        metavar: the placeholder for the value in the help.
+        is_required: whether the flag must be set.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """As it is typed."""
+        """The flag as it is typed."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -85,9 +85,9 @@ class Kind:
     """A kind of workload.
 
     Attributes:
-        help: what it is, in a line.
-        build: makes the workload of `vocab_size`, `seed` and the values of the flags.
-        flags: of this kind; kinds may share flags of the same name.
+        help: a description in one line.
+        build: returns the workload for `vocab_size`, `seed` and the values of the flags.
+        flags: the flags of this kind. Kinds may share flags of the same name.
     """
 
     help: str
@@ -96,12 +96,12 @@ class Kind:
 
 
 def num_requests_flag(default: int) -> Flag:
-    """How many requests."""
+    """Returns the flag for the number of requests."""
     return Flag("num_requests", int, str(default), "requests")
 
 
 def input_len_flag(default: str) -> Flag:
-    """Lengths of prompts, or of the part of a prompt that is its own."""
+    """Returns the flag for lengths of prompts, or of the part that a prompt does not share."""
     return Flag(
         "input_len",
         parse_length_range,
@@ -112,20 +112,20 @@ def input_len_flag(default: str) -> Flag:
 
 
 def output_len_flag(default: str) -> Flag:
-    """Lengths of outputs."""
+    """Returns the flag for lengths of outputs."""
     return Flag("output_len", parse_length_range, default, "tokens to generate", "N|MIN:MAX")
 
 
 def draw_tokens(source: random.Random, num_tokens: int, vocab_size: int) -> tuple[int, ...]:
-    """`num_tokens` ids, uniform over the vocabulary."""
+    """Draws `num_tokens` token ids, uniform over the vocabulary."""
     return tuple(source.choices(range(vocab_size), k=num_tokens))
 
 
 def refuse_below(least: float, **values: float) -> None:
-    """Refuses numbers that are too small, or none.
+    """Checks that numbers are at least `least`.
 
     Raises:
-        ConfigurationError: names the flag and its value.
+        ConfigurationError: a number is smaller; names the flag and its value.
     """
     for name, value in values.items():
         if not least <= value < math.inf:

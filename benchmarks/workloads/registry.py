@@ -1,4 +1,4 @@
-"""`--workload KIND`: the kinds there are, their flags, and the workload that flags describe."""
+"""`--workload KIND`: all kinds, their flags, and the workload that parsed flags describe."""
 
 import argparse
 from typing import Any
@@ -7,7 +7,6 @@ from baton.errors import ConfigurationError
 from benchmarks.request import Workload
 from benchmarks.workloads import (
     conversations,
-    long_prompts,
     random_lengths,
     shared_prefixes,
     sharegpt,
@@ -18,10 +17,10 @@ from benchmarks.workloads.kind import Flag, Kind, refuse_below
 __all__ = ["KINDS", "add_workload_args", "workload_from_args"]
 
 KINDS: dict[str, Kind] = {
-    "random": random_lengths.KIND,
+    "random": random_lengths.RANDOM,
     "shared-prefix": shared_prefixes.KIND,
     "conversation": conversations.KIND,
-    "long": long_prompts.KIND,
+    "long": random_lengths.LONG,
     "sharegpt": sharegpt.KIND,
     "trace": trace.KIND,
 }
@@ -34,7 +33,9 @@ def add_workload_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workload", choices=KINDS, default="random", help=f"{kinds} (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, default=0, help="of every draw (default: %(default)s)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed of all draws (default: %(default)s)"
+    )
     for name, users in _flags().items():
         flag = next(iter(users.values()))
         group.add_argument(
@@ -43,10 +44,10 @@ def add_workload_args(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_from_args(args: argparse.Namespace, vocab_size: int) -> Workload:
-    """The workload that parsed flags describe; its token ids are below `vocab_size`.
+    """Returns the workload that parsed flags describe. Its token ids are below `vocab_size`.
 
     Raises:
-        ConfigurationError: a value is bad, a flag is missing, or it is of another kind.
+        ConfigurationError: a value is bad, or a flag is missing or belongs to another kind.
     """
     refuse_below(1, vocab_size=vocab_size)
     kind = KINDS[args.workload]
@@ -62,7 +63,7 @@ def workload_from_args(args: argparse.Namespace, vocab_size: int) -> Workload:
 
 
 def _flags() -> dict[str, dict[str, Flag]]:
-    """Per name of a flag: the kinds that have it, and their versions of it."""
+    """Returns, for each flag's name, the kinds that have it and their versions of it."""
     flags: dict[str, dict[str, Flag]] = {}
     for kind_name, kind in KINDS.items():
         for flag in kind.flags:
@@ -71,7 +72,7 @@ def _flags() -> dict[str, dict[str, Flag]]:
 
 
 def _uses(users: dict[str, Flag]) -> str:
-    """The kinds that have a flag, with their defaults, for its help."""
+    """Returns the kinds that have a flag, with their defaults, for its help."""
     return "; ".join(
         f"{kind}: {flag.default}" if flag.default is not None else kind
         for kind, flag in users.items()

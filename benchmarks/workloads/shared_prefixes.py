@@ -1,4 +1,4 @@
-"""Groups of prompts that begin alike, as those of one system prompt do."""
+"""Groups of prompts that share a prefix, such as a system prompt."""
 
 import random
 
@@ -27,16 +27,16 @@ def shared_prefixes(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """Requests of each group in turn: the group's prefix, then tokens of their own.
+    """Returns requests of each group in turn: the group's prefix, then tokens of their own.
 
     Args:
-        num_requests: of all groups together.
-        num_groups: how many prefixes there are.
+        num_requests: requests of all groups together.
+        num_groups: number of prefixes.
         prefix_len: tokens that the prompts of a group share.
         input_len: tokens of a prompt after the prefix.
         output_len: tokens to generate.
-        vocab_size: ids are below it.
-        seed: of all draws.
+        vocab_size: every token id is smaller.
+        seed: seed of all draws.
     """
     refuse_below(1, num_requests=num_requests, num_groups=num_groups, prefix_len=prefix_len)
     source = random.Random(seed)

@@ -31,18 +31,18 @@ def sharegpt(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """Exchanges of a file, in random order.
+    """Returns exchanges of a file, in random order.
 
     Args:
-        num_requests: the most to take.
+        num_requests: the most requests.
         dataset: the file.
         tokenizer: folder or Hugging Face Hub name of the model whose tokenizer to use.
-        max_total_len: exchanges of more tokens, prompt and answer together, are left out.
-        vocab_size: ids must be below it.
-        seed: of the order.
+        max_total_len: longer exchanges, prompt and answer together, are left out.
+        vocab_size: every token id must be smaller.
+        seed: seed of the order.
 
     Raises:
-        ConfigurationError: the file or the tokenizer is bad, or nothing is left.
+        ConfigurationError: the file or the tokenizer is bad, or no exchange is left.
     """
     from router.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ def sharegpt(
 
 
 def read_exchanges(dataset: Path) -> list[tuple[str, str]]:
-    """(question, answer) of the conversations that begin with a question and its answer.
+    """Returns (question, answer) of each conversation that starts with them.
 
     Raises:
         ConfigurationError: the file cannot be read, or has another format.
@@ -80,7 +80,7 @@ def read_exchanges(dataset: Path) -> list[tuple[str, str]]:
 
 
 def _exchange(turns: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The turns, if they are a question and its answer."""
+    """Returns the two turns, if they are a question and its answer."""
     if len(turns) == 2 and turns[0]["from"] in _ASKERS and turns[1]["from"] in _ANSWERERS:
         yield turns[0]["value"], turns[1]["value"]
 
@@ -92,13 +92,13 @@ def sharegpt_requests(
     num_requests: int,
     max_total_len: int,
 ) -> list[BenchRequest]:
-    """The first `num_requests` exchanges that are neither empty nor too long.
+    """Returns requests of the first exchanges that are neither empty nor too long.
 
     Args:
-        exchanges: (question, answer).
-        encode: the token ids of a text, with the model's special tokens or without.
-        num_requests: the most to take.
-        max_total_len: the most tokens of one, prompt and answer together.
+        exchanges: pairs of question and answer.
+        encode: returns the token ids of a text, with or without the model's special tokens.
+        num_requests: the most requests.
+        max_total_len: most tokens of an exchange, prompt and answer together.
     """
     requests: list[BenchRequest] = []
     for question, answer in exchanges:

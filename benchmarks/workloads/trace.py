@@ -1,10 +1,10 @@
-"""Replay of a trace in Mooncake's format: a JSON object per line.
+"""Replays a trace in Mooncake's format: a JSON object per line.
 
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
 
-`hash_ids` name the prompt's blocks of 512 tokens; requests that share ids share
-a prefix. The tokens of a block are a function of its id and the seed, so that
-they do. Mooncake: Qin et al. 2024, https://arxiv.org/abs/2407.00079
+`hash_ids` are ids of the prompt's blocks of 512 tokens. The tokens of a block are a function of its
+id and the seed, so that requests with common ids share a prefix. Mooncake: Qin et al. 2024,
+https://arxiv.org/abs/2407.00079
 """
 
 import json
@@ -28,7 +28,7 @@ _BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    """A request of a trace; lengths in tokens."""
+    """A request of a trace. Lengths are in tokens."""
 
     timestamp_ms: float
     input_length: int
@@ -46,19 +46,19 @@ def trace(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """The first requests of a trace, at their times.
+    """Returns the first requests of a trace, with their times.
 
     Args:
-        num_requests: the most to replay.
+        num_requests: the most requests.
         trace: the file.
         length_scale: lengths of blocks, prompts and outputs are multiplied by it.
         time_scale: arrival times are multiplied by it; 0.5 is twice as fast.
-        max_total_len: requests of more tokens, after scaling, are left out.
-        vocab_size: ids are below it.
-        seed: of the blocks' tokens.
+        max_total_len: requests that are longer after scaling are left out.
+        vocab_size: every token id is smaller.
+        seed: seed of the blocks' tokens.
 
     Raises:
-        ConfigurationError: the file or a scale is bad, or nothing is left.
+        ConfigurationError: the file or a scale is bad, or no request is left.
     """
     refuse_below(1, num_requests=num_requests)
     refuse_below(1e-6, length_scale=length_scale, time_scale=time_scale)
@@ -72,7 +72,7 @@ def trace(
 
 
 def read_trace(path: Path) -> Iterator[TraceLine]:
-    """The requests of a trace, in order.
+    """Reads the requests of a trace, in order.
 
     Raises:
         ConfigurationError: the file cannot be read, or a line has another format.
@@ -89,7 +89,7 @@ def parse_line(text: str, where: str) -> TraceLine:
     """Reads one line.
 
     Raises:
-        ConfigurationError: it has another format; names `where` and what is wrong.
+        ConfigurationError: the line has another format; names `where` and what is wrong.
     """
     try:
         fields = json.loads(text)
@@ -123,7 +123,7 @@ def _total(line: TraceLine) -> int:
 
 
 def _block_maker(num_tokens: int, vocab_size: int, seed: int) -> Callable[[int], "array[int]"]:
-    """Makes the tokens of a block from its hash id."""
+    """Returns a function that makes the tokens of a block from its hash id."""
 
     @cache
     def tokens_of(hash_id: int) -> "array[int]":
@@ -134,7 +134,7 @@ def _block_maker(num_tokens: int, vocab_size: int, seed: int) -> Callable[[int],
 
 
 def _request(line: TraceLine, tokens_of: Callable[[int], "array[int]"]) -> BenchRequest:
-    """Arrays, not tuples: a whole trace has a hundred million tokens."""
+    """Makes a request. Its prompt is an array, because a trace has a hundred million tokens."""
     prompt = array("I")
     for hash_id in line.hash_ids:
         prompt.extend(tokens_of(hash_id))

@@ -55,7 +55,6 @@ class Saves:
         cut: how pool blocks are cut into transfer blocks.
         jobs: the table for the jobs.
         namespace: digest that block keys are rooted in.
-        kv_form: see `KvHandoff`.
         policy: what is saved.
         metrics: counts how much of the saves ran while prompts were computed.
     """
@@ -68,7 +67,6 @@ class Saves:
         jobs: JobTable,
         *,
         namespace: bytes,
-        kv_form: str,
         policy: SavePolicy,
         metrics: TransferMetrics,
     ) -> None:
@@ -78,7 +76,6 @@ class Saves:
         self._cut = cut
         self._jobs = jobs
         self._namespace = namespace
-        self._kv_form = kv_form
         self._policy = policy
         self._metrics = metrics
         # Object keys of tails, by handoff, until the handoff is released.
@@ -118,7 +115,7 @@ class Saves:
         assert table is not None
         num_saved = group.num_prompt // self._block_size
         num_full, num_tail = divmod(group.num_prompt, self._cut.size)
-        keys = group.lead.keys.of_prompt(group.request.prompt_token_ids, transfer.handoff_id)
+        keys = group.lead.keys.of_prompt(group.request.spec.prompt_token_ids, transfer.handoff_id)
         indices = range(num_saved * self._cut.per_block, len(keys))
         items = list(self._cut.items(indices, keys, table.blocks, table.first_live))
         if full := [item for item in items if item.index < num_full]:
@@ -144,7 +141,9 @@ class Saves:
             return None
         transfer.num_announced = end
         count = self._cut.per_block
-        keys = group.lead.keys.extend(group.request.prompt_token_ids)[first * count : end * count]
+        keys = group.lead.keys.extend(group.request.spec.prompt_token_ids)[
+            first * count : end * count
+        ]
         return self._make_handoff(group, keys, end * self._block_size)
 
     def commit_handoff(self, group: SequenceGroup) -> KvHandoff | None:
@@ -318,7 +317,7 @@ class Saves:
         self, group: SequenceGroup, keys: abc.Sequence[bytes], num_tokens: int
     ) -> KvHandoff:
         return self._connector.make_handoff(
-            group.transfer.handoff_id, self._namespace, keys, num_tokens, self._kv_form
+            group.transfer.handoff_id, self._namespace, keys, num_tokens
         )
 
     def _tail_of(self, handoff: KvHandoff) -> list[bytes]:

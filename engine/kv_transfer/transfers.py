@@ -39,7 +39,6 @@ class Transfers:
         kv: the KV cache manager.
         block_size: tokens per transfer block.
         namespace: digest that block keys are rooted in.
-        kv_form: see `KvHandoff`.
         policy: what is saved.
         timeout_s: how long a job may take to report.
         costs: estimates of loads against computing.
@@ -59,7 +58,6 @@ class Transfers:
         *,
         block_size: int,
         namespace: bytes,
-        kv_form: str,
         policy: SavePolicy,
         timeout_s: float,
         costs: LoadCosts,
@@ -81,7 +79,6 @@ class Transfers:
             cut,
             jobs,
             namespace=namespace,
-            kv_form=kv_form,
             policy=policy,
             metrics=metrics,
         )

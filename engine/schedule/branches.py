@@ -46,7 +46,7 @@ class Branches:
         self.unseat(sequence)
         if sequence.table is not None:
             self.register(sequence)
-            if sequence.group.request.num_candidates > 1:
+            if sequence.group.request.spec.params.num_candidates > 1:
                 sequence.group.left_keys.update(sequence.keys.pool_keys)
             self._kv.free(sequence.table)
             sequence.table = None

@@ -126,7 +126,7 @@ class OutputProcessor:
                 outputs += self._take_last(sequence, token_id)
             elif sequence.is_streamed:
                 outputs.append(
-                    RequestOutput(sequence.group.request.request_id, sequence.index, (token_id,))
+                    RequestOutput(sequence.group.request_id, sequence.index, (token_id,))
                 )
 
     def report_saved(self, group: SequenceGroup) -> Outputs:
@@ -242,7 +242,7 @@ class OutputProcessor:
         If it was the last one, its request ends with an output, ABORTED. Ranked requests need
         all candidates to find the best, so theirs do not end.
         """
-        if group.request.is_ranked:
+        if group.request.spec.params.is_ranked:
             return []
         live = [branch for branch in group.branches if not branch.is_given_up]
         branch = next((branch for branch in live if branch.index == index), None)
@@ -266,7 +266,7 @@ class OutputProcessor:
         if sequence.is_streamed:
             self._save_ended(sequence)
         self._remove(sequence)
-        if group.request.is_ranked:
+        if group.request.spec.params.is_ranked:
             token_ids = tuple(sequence.token_ids[group.num_prompt :])
             score = sequence.logprob / len(token_ids)
             group.finished.append(FinishedCandidate(token_ids, score, reason))
@@ -284,7 +284,7 @@ class OutputProcessor:
     ) -> Outputs:
         """Ends a group all of whose candidates have ended; returns the best ones, best first."""
         best = sorted(finished, key=lambda candidate: -candidate.score)
-        best = best[: group.request.num_returned]
+        best = best[: group.request.spec.params.n]
         outputs = [
             self._output(
                 group,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
+from baton.errors import BatonError, DeadlineExceededError
 from engine.batch import ScheduledBatch, StepOutput
 from engine.config import EngineConfig
 from engine.group import GroupState, Sequence, SequenceGroup, order_of
@@ -36,7 +36,6 @@ from engine.schedule.decode_set import DecodeSet
 from engine.schedule.outputs import OutputProcessor
 from engine.schedule.queues import GroupQueues
 from engine.schedule.step_plan import StepPlan, StepRecord
-from engine.validation import num_blocks_needed
 from kvstore.block_key import BlockKeyChain
 from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
@@ -103,7 +102,6 @@ class Scheduler:
         num_host_blocks: KV blocks in the host pool.
         costs: measured costs of computing and swapping, for preemption and loads.
         namespace: digest that block keys are rooted in.
-        kv_form: see `kvstore.handoff.KvHandoff`.
         connector: scheduler half of the KV connector; a null connector if there is none.
         metrics: counts transfers; None discards them.
         clock: monotonic seconds.
@@ -121,7 +119,6 @@ class Scheduler:
         num_host_blocks: int,
         costs: StepCosts,
         namespace: bytes,
-        kv_form: str = "",
         connector: KvConnectorScheduler,
         metrics: TransferMetrics | None = None,
         clock: Callable[[], float],
@@ -142,7 +139,6 @@ class Scheduler:
             self.kv,
             block_size=config.transfer_block_size,
             namespace=namespace,
-            kv_form=kv_form,
             policy=_save_policy(config, spec, connector),
             timeout_s=config.kv_transfer_timeout_s,
             costs=LoadCosts.of(config, costs),
@@ -207,17 +203,13 @@ class Scheduler:
         """Queues a request, which the caller has validated (`engine.validation`).
 
         Returns:
-            Its end, or some candidates', where there is nothing to generate: it
-            can never fit the pool (IGNORED), or the tokens they have end them.
+            The outputs of candidates that end at once because of the tokens they have.
         """
-        num_needed = num_blocks_needed(request, self._config, self._info)
-        if num_needed > self.kv.pool.num_blocks:
-            return [_ignored(request, num_needed, self.kv.pool.num_blocks)]
         group = self._new_group(request)
         self._queues.enqueue(group)
         self._transfers.loads.accept(group)
-        if request.deadline is not None:
-            self._deadlines.add(request.deadline, group.arrival, group.request_id)
+        if request.spec.deadline is not None:
+            self._deadlines.add(request.spec.deadline, group.arrival, group.request_id)
         return self._outputs.take_progress(group)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
@@ -349,19 +341,17 @@ class Scheduler:
         now, arrival = self._clock(), self._num_arrivals
         self._num_arrivals += 1
         # A level of priority counts as some seconds of waiting, so every request gets its turn.
-        rank = now - request.priority * self._config.priority_ageing_s
+        rank = now - request.spec.priority * self._config.priority_ageing_s
         return SequenceGroup(
             request=request,
             order=(rank, arrival),
             keys=BlockKeyChain(
                 self._namespace,
                 self._config.transfer_block_size,
-                cache_salt=request.cache_salt,
+                cache_salt=request.spec.cache_salt,
                 blocks_per_pool_block=self._config.block_size // self._config.transfer_block_size,
             ),
-            max_len=min(
-                len(request.prompt_token_ids) + request.max_tokens, self._info.max_model_len
-            ),
+            max_len=min(request.spec.max_total_tokens, self._info.max_model_len),
             hands_over=self._config.role == "prefill",
             arrived_at=now,
         )
@@ -390,15 +380,3 @@ def _save_policy(
         return SavePolicy(prompts=True, ahead=ahead, interval=1, at_end=True)
     interval = int(config.kv_publish) if config.kv_publish.isdecimal() else None
     return replace(prompts, interval=interval, at_end=True)
-
-
-def _ignored(request: EngineRequest, num_needed: int, num_blocks: int) -> RequestOutput:
-    error = ResourceExhaustedError(
-        f"the request needs {num_needed} KV blocks; the pool has {num_blocks}"
-    )
-    return RequestOutput(
-        request_id=request.request_id,
-        finish_reason=FinishReason.IGNORED,
-        is_last=True,
-        error=error,
-    )

@@ -80,7 +80,7 @@ class StepPlan:
             start_position=start,
             draws=group.draws_of(sequence) if ends else (),
             num_top=group.num_top_of(sequence) if ends else 0,
-            wants_logprobs=group.request.is_ranked,
+            wants_logprobs=group.request.spec.params.is_ranked,
         )
         sequence.num_scheduled = end
         self.budget -= num_tokens

@@ -19,10 +19,10 @@ def test_capabilities_agree_with_each_other(capabilities: ConnectorCapabilities)
 
 def test_handoffs_bear_the_connectors_name(kv_connector_url: str, publisher: TinyEngine) -> None:
     keys = random_prompt(2)
-    handoff = publisher.scheduler.make_handoff("h", b"namespace", keys, 7, "words")
+    handoff = publisher.scheduler.make_handoff("h", b"namespace", keys, 7)
     assert handoff.connector == publisher.scheduler.scheme == connector_name(kv_connector_url)
     assert (handoff.handoff_id, handoff.namespace) == ("h", b"namespace")
-    assert (handoff.block_keys, handoff.num_tokens, handoff.kv_form) == (keys, 7, "words")
+    assert (handoff.block_keys, handoff.num_tokens) == (keys, 7)
     assert handoff.lease_ms > 0
 
 

@@ -51,9 +51,8 @@ class Backend(Protocol):
         """Fills slots with sealed blocks; nothing writes to them afterwards.
 
         Raises:
-            InDoubtError: something may; the mover uses a segment's slots for nothing else until
-                then, or for long enough, and trusts nothing that lies in them after that. A
-                pool's blocks stay the job's until then, however long that is.
+            InDoubtError: something may still write to them. The mover then uses the slots, and
+                the blocks of the pool, for nothing else until `has_settled`.
         """
 
     def discard(self, key: bytes) -> None:

@@ -19,8 +19,9 @@ pool's blocks are the objects: I/O threads seal and put blocks where they lie,
 and read them to where they shall be; no segment is needed, and nothing of the
 engine's thread (docs/adr/0023-in-place.md).
 
-What is verified must be what is used: bytes in a doubtful segment, which a
-peer may write to, are first brought to private memory (`kvstore.mover.staging`).
+A fetch that failed may leave something that still writes to its slots
+(`InDoubtError`). Its piece then stays open, and with it the job, the pool's
+blocks and the segment, until nothing writes there any more.
 """
 
 import logging
@@ -106,8 +107,8 @@ class StagedMover:
         self._jobs: dict[int, JobState] = {}
         self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
         self._ahead = AheadPieces()
-        self._in_doubt: list[PieceEnd] = []  # in place, and somebody may still write there
-        self._doubted: list[int] = []  # jobs of these that were not told yet
+        self._in_doubt: list[PieceEnd] = []  # pieces whose memory may still be written to
+        self._doubted: list[int] = []  # jobs of these that `take_doubted` has not returned yet
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
         self._cut: PoolCut
@@ -145,13 +146,12 @@ class StagedMover:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether somebody may still write to the segments, or the pool."""
-        is_staged = self._copier is not None and self._staging.is_in_doubt
-        return is_staged or bool(self._in_doubt)
+        """Whether something may still write to the segments or the pool."""
+        return bool(self._in_doubt)
 
     @property
     def num_in_doubt(self) -> int:
-        """Objects of the pool that somebody may still write to."""
+        """Number of objects of failed loads whose blocks and segments are held."""
         return sum(len(end.piece.keys) for end in self._in_doubt)
 
     @property
@@ -208,7 +208,6 @@ class StagedMover:
 
     def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
         """What has ended since the last call."""
-        self._staging.end_quarantines()
         self._end_doubts()
         while self._news:
             match self._news.popleft():
@@ -239,7 +238,6 @@ class StagedMover:
         self._landings.shutdown(wait=True, cancel_futures=True)
         if self._copier is not None:
             self._copier.close()
-            self._staging.end_quarantines()
         return has_ended
 
     # Engine thread.
@@ -299,15 +297,18 @@ class StagedMover:
             self._wake()
 
     def _start_staged(self, job: JobState) -> bool:
-        """Gives a job a segment, or fails it; False while it has to wait for one."""
-        is_load = isinstance(job.job, LoadJob)
-        segment = self._staging.take() if is_load else self._staging.take_for_save()
-        if segment is None and is_load and self._staging.is_lost:
+        """Gives a job a segment, or fails it; False while it has to wait for one.
+
+        A job does not wait while all segments are in doubt, for that may take minutes.
+        """
+        segment = self._staging.take()
+        if segment is None:
+            num_held = sum(end.piece.segment is not None for end in self._in_doubt)
+            if num_held < len(self._staging.segments):
+                return False
             job.error = "unavailable"
             self._wake()
             return True
-        if segment is None:
-            return False
         piece = job.start_piece(segment)
         if isinstance(job.job, LoadJob):
             self._submit(partial(self._pieces.read, job.job, piece), piece)
@@ -317,7 +318,7 @@ class StagedMover:
 
     def _start_save(self, job: SaveJob, piece: Piece) -> None:
         try:
-            copy = self.copier.gather(piece.object_ids, piece.staged_in.trusted)
+            copy = self.copier.gather(piece.object_ids, piece.staged_in)
         except Exception:
             _logger.exception("KV blocks cannot be copied out of the pool")
             piece.job.error = "failed"
@@ -347,7 +348,7 @@ class StagedMover:
             return
         try:
             object_ids = piece.object_ids[:num_good]
-            copy = self.copier.scatter(piece.staged_in.trusted, object_ids)
+            copy = self.copier.scatter(piece.staged_in, object_ids)
         except Exception:
             _logger.exception("KV blocks cannot be copied into the pool")
             self._finish_piece(PieceEnd(piece, 0, "failed"))
@@ -363,20 +364,19 @@ class StagedMover:
 
     def _finish_piece(self, end: PieceEnd) -> None:
         segment = end.piece.segment
-        if segment is None and end.has_settled is not None:
-            if not end.has_settled():
-                self._doubt(end)
-                return
+        if end.has_settled is not None and not end.has_settled():
+            self._doubt(end)
+            return
+        if segment is not None:
+            self._staging.give_back(segment)
+        elif end.has_settled is not None:
             self._pieces.clear(end.piece)
         end.piece.job.end_piece(end)
-        if segment is not None and end.has_settled is not None:
-            self._staging.quarantine(segment, end.has_settled)
-        elif segment is not None:
-            self._staging.give_back(segment)
 
     def _doubt(self, end: PieceEnd) -> None:
-        """Leaves a piece in place open until nobody can write to it any more. So long its job has
-        no result, and nobody else gets the blocks, however long that is.
+        """Leaves a piece open until nothing can write to its memory any more.
+
+        Until then its job has no result, so that its blocks and its segment stay held.
         """
         job = end.piece.job
         if not job.is_in_doubt:

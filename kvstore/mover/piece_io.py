@@ -92,8 +92,8 @@ class PieceIo:
         if piece.job.error:  # of a piece before it: the save cannot be committed
             return PieceEnd(piece, 0)
         for tail in piece.tail_slots:
-            piece.staged_in.trusted.clear_after(tail, piece.job.num_tail_tokens)
-        slots = piece.trusted_slots if piece.segment is not None else self._slots_in_pool(piece)
+            piece.staged_in.clear_after(tail, piece.job.num_tail_tokens)
+        slots = piece.slots if piece.segment is not None else self._slots_in_pool(piece)
         seal([slot.frame for slot in slots], piece.keys)
         self.backend.put(job, piece.keys, slots)
         return PieceEnd(piece, len(piece.keys))
@@ -108,8 +108,7 @@ class PieceIo:
         if piece.job.error:  # cancelled, or of a piece before it, while it waited for its turn
             return PieceRead(piece, 0)
         statuses = self.backend.fetch(job, piece.keys, piece.slots)
-        piece.staged_in.secure(len(piece.keys))
-        return PieceRead(piece, *self._check(piece, piece.trusted_slots, statuses))
+        return PieceRead(piece, *self._check(piece, piece.slots, statuses))
 
     def read_in_place(self, job: LoadJob, piece: Piece) -> PieceEnd:
         """Fetches a piece to where it shall be in the pool, and verifies it there.

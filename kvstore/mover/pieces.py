@@ -194,11 +194,6 @@ class Piece:
         return self.staged_in.slots[: len(self.keys)]
 
     @property
-    def trusted_slots(self) -> list[Slot]:
-        """The same where nobody else writes to them; see `Segment.trusted`."""
-        return self.staged_in.trusted.slots[: len(self.keys)]
-
-    @property
     def tail_slots(self) -> range:
         """The slots of what `JobState.num_tail_tokens` is about."""
         if not self.job.num_tail_tokens:

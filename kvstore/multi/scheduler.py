@@ -187,16 +187,15 @@ class MultiScheduler(KvConnectorScheduler):
         namespace: bytes,
         keys: Sequence[bytes],
         num_tokens: int,
-        kv_form: str = "",
     ) -> KvHandoff:
         """Returns a handoff with all members' terms. Its lease is the shortest of theirs."""
         members = [
-            each.scheduler.make_handoff(handoff_id, namespace, keys, num_tokens, kv_form)
+            each.scheduler.make_handoff(handoff_id, namespace, keys, num_tokens)
             for each in self._members
         ]
         params = pack_params([(each.lease_ms, each.connector_params) for each in members])
         return replace(
-            super().make_handoff(handoff_id, namespace, keys, num_tokens, kv_form),
+            super().make_handoff(handoff_id, namespace, keys, num_tokens),
             lease_ms=min(each.lease_ms for each in members),
             connector_params=params,
         )

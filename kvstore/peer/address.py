@@ -1,9 +1,9 @@
-"""Where a peer connector listens, and how others are told: its URL, and `KvPeerParams`.
+"""The URL of a peer connector, and the address that handoffs carry (`KvPeerParams`).
 
     grpc://[HOST][:PORT]?lease_s=30&timeout_s=2&advertise=HOST
-    nixl://[HOST][:PORT]?lease_s=30&timeout_s=2&advertise=HOST&mode=pull|push
+    nixl://[HOST][:PORT]?lease_s=30&timeout_s=2&advertise=HOST
 
-One URL may serve several processes of a machine: without a port each takes a free one.
+Several processes of a machine may use one URL without a port: each takes a free one.
 """
 
 import ipaddress
@@ -16,9 +16,7 @@ from google.protobuf.message import DecodeError
 from baton.v1 import kv_peer_pb2
 from kvstore.url import StoreUrl
 
-__all__ = ["MODES", "PeerAddress", "PeerUrl", "join_host_port"]
-
-MODES = ("pull", "push")
+__all__ = ["PeerAddress", "PeerUrl", "join_host_port"]
 
 _DEFAULT_HOST = "127.0.0.1"
 _DEFAULT_LEASE_S = 30.0
@@ -26,22 +24,21 @@ _DEFAULT_TIMEOUT_S = 2.0
 _LEASE_RANGE_S = (0.1, 86_400.0)
 _TIMEOUT_RANGE_S = (0.01, 60.0)
 _OPTIONS = ("lease_s", "timeout_s", "advertise")
-# Addresses for documentation: nothing is sent there, only the route to them is asked for.
+# Addresses reserved for documentation: the kernel is asked for the route to them; nothing is sent.
 _FAR_AWAY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 @dataclass(frozen=True, slots=True)
 class PeerUrl:
-    """A peer connector's URL, checked.
+    """A checked URL of a peer connector.
 
     Attributes:
         scheme: "grpc" or "nixl".
-        host: to listen on.
-        port: to listen on; 0 for a free one.
-        advertised_host: what others are told to connect to.
+        host: address to listen on.
+        port: port to listen on; 0 for a free one.
+        advertised_host: host that readers connect to.
         lease_s: how long blocks are lent from the last renewal.
         timeout_s: longest wait for a peer.
-        mode: who moves bytes: "pull" the reader, "push" the lender.
     """
 
     scheme: str
@@ -50,23 +47,18 @@ class PeerUrl:
     advertised_host: str
     lease_s: float
     timeout_s: float
-    mode: str
 
     @classmethod
     def parse(cls, url: str) -> "PeerUrl":
-        """Takes a URL apart.
+        """Parses and checks a URL.
 
         Raises:
-            ConfigurationError: names the option or part that is wrong.
+            ConfigurationError: an option or part is unknown or wrong; names it.
         """
-        known = _OPTIONS if url.lower().startswith("grpc:") else (*_OPTIONS, "mode")
-        parts = StoreUrl.parse(url, known)
+        parts = StoreUrl.parse(url, _OPTIONS)
         if parts.path not in ("", "/"):
-            raise parts.error(f"there is nothing at {parts.path!r}; it takes a host and a port")
+            raise parts.error(f"the path {parts.path!r} means nothing; use a host and a port")
         host, port = _host_and_port(parts)
-        mode = parts.options.get("mode", MODES[0])
-        if mode not in MODES:
-            raise parts.error(f"mode is {mode!r}; it must be {' or '.join(MODES)}")
         return cls(
             scheme=parts.scheme,
             host=host,
@@ -74,17 +66,16 @@ class PeerUrl:
             advertised_host=parts.options.get("advertise") or _reachable_host(host, parts),
             lease_s=_seconds(parts, "lease_s", _DEFAULT_LEASE_S, _LEASE_RANGE_S),
             timeout_s=_seconds(parts, "timeout_s", _DEFAULT_TIMEOUT_S, _TIMEOUT_RANGE_S),
-            mode=mode,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """One process that lends blocks: where it is, and which of those that were there.
+    """The address of one process that lends blocks.
 
     Attributes:
         endpoint: `host:port` of its service.
-        generation: 16 random bytes of its start.
+        generation: 16 random bytes drawn at its start: another process may listen there later.
     """
 
     endpoint: str
@@ -92,21 +83,21 @@ class PeerAddress:
 
     @property
     def peer_id(self) -> str:
-        """Its name among transports' peers."""
+        """The id of the process among a transport's peers."""
         return self.generation.hex()
 
     def to_params(self, transport: str) -> bytes:
-        """What a handoff says of it."""
+        """Returns the `connector_params` of a handoff."""
         return kv_peer_pb2.KvPeerParams(
             endpoint=self.endpoint, generation=self.generation, transport=transport
         ).SerializeToString()
 
     @classmethod
     def from_params(cls, params: bytes) -> "PeerAddress":
-        """What a handoff says of it.
+        """Parses the `connector_params` of a handoff.
 
         Raises:
-            ValueError: it says nothing of the kind.
+            ValueError: they name no peer.
         """
         try:
             message = kv_peer_pb2.KvPeerParams.FromString(params)
@@ -118,7 +109,7 @@ class PeerAddress:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -129,7 +120,7 @@ def _host_and_port(parts: StoreUrl) -> tuple[str, int]:
     except ValueError as error:
         raise parts.error(f"{error}") from None
     if split.username is not None:
-        raise parts.error("it takes no user and no password")
+        raise parts.error("a user and a password are not supported")
     return host or _DEFAULT_HOST, port or 0
 
 
@@ -144,7 +135,7 @@ def _seconds(parts: StoreUrl, name: str, default_s: float, limits_s: tuple[float
 
 
 def _reachable_host(host: str, parts: StoreUrl) -> str:
-    """What others connect to if this process listens on `host`."""
+    """Returns the host that readers connect to if this process listens on `host`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -157,7 +148,7 @@ def _reachable_host(host: str, parts: StoreUrl) -> str:
             probe.connect((_FAR_AWAY[family], 9))
         except OSError:
             raise parts.error(
-                "this machine's own address is not known; say advertise=HOST"
+                "this machine's own address cannot be found; set advertise=HOST"
             ) from None
         own: str = probe.getsockname()[0]
     return own

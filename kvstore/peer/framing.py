@@ -1,9 +1,9 @@
-"""Blocks in the messages of `ReadBlocks`, with as few copies as grpc allows. Pure.
+"""Encodes and decodes the messages of `ReadBlocks` with as few copies as gRPC allows. Pure.
 
-The messages are protobuf's `ReadBlocksResponse`, put together and taken apart
-by hand: protobuf itself would copy the bytes once more on each side, and once
-more for Python. What they carry is one stream of bytes, header and payload of
-the first block, header and payload of the second, and so on.
+The messages are those of protobuf's `ReadBlocksResponse`, made and parsed by
+hand: protobuf would copy the bytes once more on each side, and once more for
+Python. They carry one stream of bytes: header and payload of the first block,
+header and payload of the second, and so on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,15 +12,15 @@ __all__ = ["MAX_CHUNK_BYTES", "FrameFiller", "FramingError", "pack_chunks", "to_
 
 MAX_CHUNK_BYTES = 1 << 20
 
-_TAG = 0x0A  # field 1, a length and bytes
+_TAG = 0x0A  # field 1: a length and bytes
 
 
 class FramingError(ValueError):
-    """A message is not what a lender sends."""
+    """A message is not one that a lender sends."""
 
 
 def pack_chunks(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Cuts and gathers buffers into lists of at most `MAX_CHUNK_BYTES`, the last one shorter."""
+    """Splits buffers into lists of `MAX_CHUNK_BYTES`; the last list may be shorter."""
     chunk: list[memoryview] = []
     room = MAX_CHUNK_BYTES
     for buffer in buffers:
@@ -37,7 +37,7 @@ def pack_chunks(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def to_message(chunk: Sequence[memoryview]) -> bytes:
-    """The message that carries a chunk; copies it once."""
+    """Returns the message that carries a chunk; copies it once."""
     length = sum(map(len, chunk))
     prefix = bytearray([_TAG])
     while length > 0x7F:
@@ -48,10 +48,10 @@ def to_message(chunk: Sequence[memoryview]) -> bytes:
 
 
 def to_view(message: bytes) -> memoryview:
-    """What a message carries, where it lies.
+    """Returns a view of the bytes that a message carries.
 
     Raises:
-        FramingError: the message is something else.
+        FramingError: it is not such a message.
     """
     length = shift = 0
     for index in range(1, min(len(message), 6)):
@@ -65,24 +65,25 @@ def to_view(message: bytes) -> memoryview:
 
 
 class FrameFiller:
-    """Copies a stream of bytes into buffers, one behind the other.
+    """Copies a stream of bytes into buffers, one after the other.
 
     Args:
-        buffers: writable, none empty: of each block its header and its payload.
+        buffers: writable and not empty: header and payload of each block.
+
+    Attributes:
+        num_full: number of buffers that are filled to the end.
     """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = buffers
         self._offset = 0
-
         self.num_full = 0
-        """Buffers filled to the end."""
 
     def feed(self, data: memoryview) -> None:
-        """Takes the next bytes in.
+        """Copies the next bytes.
 
         Raises:
-            FramingError: they are more than fit.
+            FramingError: more bytes came than fit.
         """
         while len(data):
             if self.num_full == len(self._buffers):

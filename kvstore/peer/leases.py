@@ -1,14 +1,14 @@
-"""`LeaseTable`: which blocks are lent, to whom, and until when. Pure.
+"""`LeaseTable`: which blocks are lent, and until when. Pure.
 
-A lease begins with its first save. Once it is offered it lasts `lease_s`, from then
-or from its last renewal; until then it is its owner's to end, however long the
-rest of a prompt takes. What it lends is found by key, until it ends or runs out.
-From then on nobody finds it, and when the last read that had found it is over, its
-save jobs are released, each exactly once. A lease that is over never begins again:
-saves that come late lend nothing.
+A lease begins with its first save. Before it is offered it lasts until its
+owner ends it, however long the rest of a prompt takes; afterwards `lease_s`
+from the offer or from its last renewal. Readers find its blocks by key until it
+ends or runs out. When the last read of them is over, its save jobs are
+released, each exactly once. A lease that is over never begins again: later
+saves for it lend nothing.
 
-A read has a deadline of its own, past which it is cut off: whoever copies out
-of blocks does so within `BlockRead.copying`, which fails from then on.
+A read has a deadline of its own. Threads copy bytes within
+`BlockRead.copying`, which fails past that deadline.
 """
 
 import itertools
@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["BlockRead", "LeaseGoneError", "LeaseTable", "LentBlock", "Released"]
 
-# Saves for a lease come within its prompt's time: later ones need not be told from others'.
+# Saves for a lease come while its prompt is computed. By the time that so many other leases have
+# ended, no more of them come.
 _MAX_ENDED = 16_384
 
 
@@ -30,13 +31,14 @@ class LeaseGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LentBlock:
-    """A block that others may read.
+    """A block that readers may read.
 
     Attributes:
-        key: what it is found by.
-        header: the codec's, for its bytes under this key.
+        key: the key of its object.
+        header: the codec's header for its bytes under this key.
         object_id: its place in the pool, as `kvstore.transfer_form.PoolCut` numbers them.
-        tail_slot: where a copy of it lies that is lent in its stead; None if it is lent itself.
+        tail_slot: the `TailSlots` slot with the copy that is lent instead; None for the block
+            itself.
     """
 
     key: bytes
@@ -47,7 +49,7 @@ class LentBlock:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What nobody reads any more: save jobs, and the slots of their tails."""
+    """Save jobs whose blocks are read no more, and the slots of their tails."""
 
     job_ids: tuple[int, ...] = ()
     tail_slots: tuple[int, ...] = ()
@@ -55,21 +57,21 @@ class Released:
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    expires_at: float = math.inf  # until it is offered
+    expires_at: float = math.inf  # infinite before it is offered
     blocks: dict[bytes, LentBlock] = field(default_factory=dict)
     job_ids: list[int] = field(default_factory=list)
     tail_slots: list[int] = field(default_factory=list)
-    num_reads: int = 0  # open
+    num_reads: int = 0  # open reads
     is_over: bool = False
 
 
 class BlockRead:
-    """Blocks that were found and stay until the read is closed or cut off.
+    """Blocks that stay where they are until the read is closed or cut off.
 
     Attributes:
-        read_id: names it.
-        blocks: the leading ones of those asked for.
-        deadline: when it is cut off.
+        read_id: id for `LeaseTable.close_read`.
+        blocks: the leading lent blocks of the requested list.
+        deadline: when the read is cut off.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class BlockRead:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """While bytes are copied out of the blocks. Keep it short: closing waits for it.
+        """Context in which bytes may be copied out of the blocks. Keep it short: closing waits.
 
         Raises:
             LeaseGoneError: the read is over.
@@ -104,7 +106,7 @@ class LeaseTable:
     """All leases of one process. Any thread may call any method.
 
     Args:
-        lease_s: how long a lease lasts from its offer, or its last renewal.
+        lease_s: how long a lease lasts from its offer or its last renewal.
         clock: seconds, monotonic.
     """
 
@@ -112,9 +114,9 @@ class LeaseTable:
         self._lease_s = lease_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._leases: dict[str, _Lease] = {}  # those that can be read and renewed
-        self._ended: dict[str, None] = {}  # the last of those that are over
-        self._num_expired = 0  # that `sweep` has not told of
+        self._leases: dict[str, _Lease] = {}  # leases that can be read and renewed
+        self._ended: dict[str, None] = {}  # ids of the last leases that are over
+        self._num_expired = 0  # leases since the last `sweep`
         self._saves: dict[int, _Lease] = {}
         self._reads: dict[int, BlockRead] = {}
         self._read_ids = itertools.count(1)
@@ -125,7 +127,7 @@ class LeaseTable:
     # Saves.
 
     def begin_save(self, lease_id: str, job_id: int) -> None:
-        """A save for a lease is under way, which begins or goes on, unless it is over."""
+        """Notes that a save for a lease is under way. Begins the lease if there is none."""
         with self._lock:
             if lease_id in self._ended:
                 lease = _Lease(is_over=True)
@@ -134,20 +136,20 @@ class LeaseTable:
             self._saves[job_id] = lease
 
     def known_header(self, key: bytes, object_id: int) -> bytes | None:
-        """The header of a block that another lease lends: its bytes are the same."""
+        """Returns the header of a block that another lease lends: its bytes are the same."""
         with self._lock:
             found = self._headers.get((key, object_id))
         return None if found is None else found[0]
 
     def end_save(self, job_id: int, blocks: Sequence[LentBlock] | None) -> bool:
-        """A save is over: lends its blocks, unless the lease is over.
+        """Ends a save: lends its blocks unless the lease is over.
 
         Args:
-            job_id: of `begin_save`.
-            blocks: all of the job's; None if it failed.
+            job_id: the job, as given to `begin_save`.
+            blocks: all blocks of the job; None if it failed.
 
         Returns:
-            Whether they are lent, and the job is held until it is released.
+            Whether the blocks are lent. Then the job is held until it is released.
         """
         with self._lock:
             lease = self._saves.pop(job_id)
@@ -161,7 +163,9 @@ class LeaseTable:
     # Reads.
 
     def open_read(self, lease_id: str, keys: Sequence[bytes], timeout_s: float) -> BlockRead:
-        """Finds the leading blocks of a list; they stay until `close_read` or the deadline.
+        """Opens a read of the leading lent blocks of a list.
+
+        They stay until `close_read` or the deadline.
 
         Raises:
             LeaseGoneError: there is no such lease.
@@ -176,21 +180,21 @@ class LeaseTable:
             return read
 
     def close_read(self, read_id: int) -> None:
-        """A read is over. Unknown ids are fine."""
+        """Ends a read. Unknown ids are ignored."""
         with self._lock:
             self._close_read(read_id)
 
     # Ends.
 
     def offer(self, lease_ids: Sequence[str]) -> None:
-        """Others are told of the leases: their time begins. Unknown ids are fine."""
+        """Starts the time of leases that a handoff names now. Unknown ids are ignored."""
         with self._lock:
             for lease_id in lease_ids:
                 if (lease := self._leases.get(lease_id)) is not None:
                     lease.expires_at = self._clock() + self._lease_s
 
     def renew(self, lease_ids: Sequence[str]) -> list[str]:
-        """Extends leases, if their time has begun; returns those that are gone."""
+        """Extends leases whose time has begun; returns those that are over."""
         with self._lock:
             gone = []
             for lease_id in lease_ids:
@@ -204,7 +208,7 @@ class LeaseTable:
             return gone
 
     def end(self, lease_ids: Sequence[str]) -> None:
-        """Nobody needs the leases any longer. Unknown ids are fine."""
+        """Ends leases. Unknown ids are ignored."""
         with self._lock:
             for lease_id in lease_ids:
                 if lease_id in self._leases:
@@ -217,7 +221,7 @@ class LeaseTable:
                 self._end_lease(lease_id)
 
     def sweep(self) -> int:
-        """Ends what has run out: leases, and reads past their deadlines.
+        """Ends leases that have run out, and reads past their deadlines.
 
         Returns:
             How many leases ran out since the last call.
@@ -234,7 +238,7 @@ class LeaseTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `sweep` is next due; it may prove too early, never too late."""
+        """When `sweep` is next due: maybe too early, never too late. None if it is not due."""
         with self._lock:
             deadlines = [lease.expires_at for lease in self._leases.values()]
             deadlines += [read.deadline for read in self._reads.values()]
@@ -243,16 +247,16 @@ class LeaseTable:
 
     @property
     def has_released(self) -> bool:
-        """Whether `take_released` has something."""
+        """Whether `take_released` would return something."""
         return bool(self._released.job_ids or self._released.tail_slots)
 
     def take_released(self) -> Released:
-        """What has been released since the last call."""
+        """Returns what was released since the last call."""
         with self._lock:
             released, self._released = self._released, Released()
             return released
 
-    # With the lock held.
+    # The lock is held in what follows.
 
     def _find(self, lease_id: str) -> _Lease:
         lease = self._leases.get(lease_id)
@@ -268,7 +272,7 @@ class LeaseTable:
         if block.tail_slot is not None:
             lease.tail_slots.append(block.tail_slot)
         if block.key in lease.blocks:
-            return  # saved twice for one lease: the first copy will do
+            return  # saved twice for one lease: the first copy is as good
         lease.blocks[block.key] = block
         place = (block.key, block.object_id)
         if block.tail_slot is None:
@@ -301,7 +305,7 @@ class LeaseTable:
             self._settle(lease)
 
     def _settle(self, lease: _Lease) -> None:
-        """Releases what an ended lease had lent, once nobody reads it."""
+        """Releases the jobs of an ended lease once no read of it is open."""
         if lease.is_over and not lease.num_reads:
             self._released = Released(
                 (*self._released.job_ids, *lease.job_ids),

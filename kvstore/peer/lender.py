@@ -1,10 +1,10 @@
-"""`Lender`: publishes the blocks of save jobs under leases, where they lie.
+"""`Lender`: lends the blocks of save jobs under leases, where they lie.
 
 In a host pool nothing is copied but tails: I/O threads hash blocks in place.
-ADR 3 keeps such threads away from the pool; these only read, and only what a
-job holds, which nobody writes to (docs/adr/0019-peer-connectors.md).
+ADR 3 keeps such threads away from the pool. These only read, and only blocks
+that a job holds and no step writes to (docs/adr/0019-peer-connectors.md).
 
-Where blocks must be gathered first, a `StagedMover` brings them to `put`.
+Blocks that must be gathered first reach `put` by a `StagedMover`.
 """
 
 import logging
@@ -36,8 +36,8 @@ class Lender:
     """Turns save jobs into lent blocks.
 
     Args:
-        leases: where they are lent.
-        wake: called, from any thread, when `poll` has news.
+        leases: the table of leases.
+        wake: called, from any thread, when `poll` has something to return.
     """
 
     def __init__(self, leases: LeaseTable, wake: Callable[[], None]) -> None:
@@ -45,14 +45,15 @@ class Lender:
         self._wake = wake
         self._io = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="baton-kv-lend")
         self._results: deque[SaveResult] = deque()
-        # Held from the moment a job is lent until its result can be taken: no `poll` in between.
-        self._telling = threading.Lock()
+        # Held from the moment a job is lent until its result is in `_results`: a `poll` in between
+        # could return its release before its result.
+        self._lending = threading.Lock()
         self._gathered: dict[int, list[LentBlock]] = {}  # of jobs under way
         self._memory: LentMemory
         self._cut: PoolCut
 
     def register(self, memory: LentMemory, cut: PoolCut) -> None:
-        """Says where blocks are, and what is lent of them. Called once, before any job."""
+        """Sets the pool's memory and how it is cut into objects. Called once, before any job."""
         self._memory = memory
         self._cut = cut
 
@@ -60,12 +61,12 @@ class Lender:
         """Starts jobs. Engine thread only.
 
         Returns:
-            Those whose blocks the caller has to bring to `put`, and to `finish` then.
+            Jobs whose blocks the caller must pass to `put`, and whose results to `finish`.
         """
         to_gather = []
         for job in saves:
             if not job.lease_id:
-                # Nobody could find it: only a handoff leads to blocks that are lent.
+                # No reader could find the blocks: only a handoff names a lease.
                 self._results.append(SaveResult(job.job_id, committed=False, error=CANCELLED))
                 self._wake()
                 continue
@@ -78,18 +79,18 @@ class Lender:
         return to_gather
 
     def poll(self) -> tuple[list[SaveResult], list[int]]:
-        """Saves that have ended since the last call, and jobs that were released.
+        """Returns saves that have ended since the last call, and jobs that were released.
 
-        No job is released in an earlier call than its result comes in.
+        A job is never released in an earlier call than the one that returns its result.
         """
-        with self._telling:
+        with self._lending:
             released = self._leases.take_released()
             results = [self._results.popleft() for _ in range(len(self._results))]
         self._memory.tails.give_back(released.tail_slots)
         return results, list(released.job_ids)
 
     def finish(self, result: SaveResult) -> SaveResult:
-        """What becomes of a job whose blocks have been gathered. Engine thread only."""
+        """Ends a job whose blocks have been gathered; returns its result. Engine thread only."""
         blocks = self._gathered.pop(result.job_id)
         return self._end(result.job_id, blocks, result.seconds, result.error)
 
@@ -100,10 +101,10 @@ class Lender:
     # I/O threads.
 
     def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """Takes sealed objects of a job that were gathered; see `kvstore.mover.backend.Backend`.
+        """Notes objects of a job that were gathered and sealed, and copies its tail.
 
         Raises:
-            StoreUnavailableError: there is no room for a tail.
+            StoreUnavailableError: all slots for tails are in use.
         """
         places = dict(zip(job.keys, job.block_ids, strict=True))
         tails = job.keys[-self._cut.objects_per_block :] if job.num_tail_tokens else ()
@@ -130,14 +131,14 @@ class Lender:
             problem = "failed"
             _logger.exception("KV blocks cannot be lent")
         seconds = time.monotonic() - began_at
-        with self._telling:
+        with self._lending:
             self._results.append(self._end(job.job_id, blocks, seconds, problem))
         self._wake()
 
     def _place(
         self, memory: HostMemory, key: bytes, object_id: int, num_tail_tokens: int
     ) -> LentBlock:
-        """A block where it will be lent, without a header if that has to be made."""
+        """Returns a block that will be lent, without a header if that must still be made."""
         if num_tail_tokens:
             slot = self._copy_tail(memory.block(object_id), num_tail_tokens)
             return LentBlock(key, _NO_HEADER, object_id, slot)
@@ -154,7 +155,7 @@ class Lender:
     def _end(
         self, job_id: int, blocks: Sequence[LentBlock], seconds: float, problem: str
     ) -> SaveResult:
-        """Lends a job's blocks, unless there was a problem or the lease is over."""
+        """Lends a job's blocks unless there was a problem or the lease is over."""
         is_lent = self._leases.end_save(job_id, None if problem else blocks)
         if not is_lent:
             tails = [block.tail_slot for block in blocks if block.tail_slot is not None]
@@ -164,7 +165,7 @@ class Lender:
 
 
 def _seal(blocks: Sequence[LentBlock], memory: HostMemory) -> list[LentBlock]:
-    """The blocks with the headers that they lack, which are made together."""
+    """Returns the blocks with all headers; missing ones are made in one call."""
     bare = [block for block in blocks if block.header == _NO_HEADER]
     made = make_headers([memory.payload(block) for block in bare], [block.key for block in bare])
     headers = iter(made)

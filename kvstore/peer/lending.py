@@ -1,4 +1,4 @@
-"""`LendingSide`: all that lends blocks of one process: books, bytes, a port.
+"""`LendingSide`: everything by which one process lends blocks: leases, server, sweeper.
 
 `Sweeper`: ends leases and reads on time.
 """
@@ -15,7 +15,6 @@ from kvstore.metrics import TransferMetrics
 from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port
 from kvstore.peer.leases import LeaseTable
 from kvstore.peer.lender import Lender
-from kvstore.peer.pushes import Pusher
 from kvstore.peer.service import Lending, PeerServer, PeerServicer
 from kvstore.peer.transport import PeerTransport
 from kvstore.transfer_form import PoolCut
@@ -23,7 +22,7 @@ from kvstore.transfer_form import PoolCut
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier
     from kvstore.mover.staging import StagingBuffers
-    from kvstore.peer.lent_memory import GatherDesk, LentMemory, TailSlots
+    from kvstore.peer.lent_memory import CopyRequests, LentMemory, TailSlots
 
 __all__ = ["LendingSide", "Sweeper", "describe_layout"]
 
@@ -37,14 +36,14 @@ class LendingSide:
 
     Args:
         url: where to listen, and how long to lend.
-        generation: of this process.
-        transport: what readers reach memory by; None for grpc itself.
-        wake: called, from any thread, when `poll` has news.
+        generation: random id of this process's start.
+        transport: reads this process's memory for peers; None for `grpc://`.
+        wake: called, from any thread, when `poll` has something to return or to do.
 
     Attributes:
-        address: what handoffs say of this process.
-        lender: takes save jobs.
-        metrics: where to count; may be set until the first job.
+        address: the address that handoffs carry.
+        lender: lends the blocks of save jobs.
+        metrics: counts expired leases; may be set until the first job.
 
     Raises:
         ConfigurationError: it cannot listen there.
@@ -68,12 +67,12 @@ class LendingSide:
         endpoint = join_host_port(url.advertised_host, self._server.port)
         self.address = PeerAddress(endpoint, generation)
         self._sweeper = Sweeper(self._leases, min(url.timeout_s, url.lease_s), self._after_sweep)
-        self._desk: GatherDesk | None = None
+        self._copy_requests: CopyRequests | None = None
 
     def register_pool(
         self, pool: Any, cut: PoolCut, copier: "BlockCopier", staging: "StagingBuffers"
     ) -> None:
-        """From now on blocks of the pool are lent."""
+        """Lends blocks of this pool from now on."""
         from kvstore.peer.lent_memory import TailSlots
 
         num_objects = len(pool) * cut.transfer_blocks * cut.objects_per_block
@@ -84,7 +83,7 @@ class LendingSide:
         self._servicer.lend(self._lending(pool, cut, memory, staging))
 
     def start(self, work: ConnectorWork) -> list[SaveJob]:
-        """Starts saves, offers and ends leases; returns the saves that the caller has to gather."""
+        """Starts saves, offers and ends leases; returns saves whose blocks must be gathered."""
         to_gather = self.lender.start(work.saves)
         self._leases.offer(work.offered)
         self._leases.end(work.ended)
@@ -93,15 +92,18 @@ class LendingSide:
         return to_gather
 
     def poll(self) -> tuple[list[SaveResult], list[int]]:
-        """What has ended since the last call: saves, and the lending of earlier ones."""
-        if self._desk is not None:
-            self._desk.serve(self._copier)
+        """Returns saves that have ended, and jobs whose blocks are lent no longer.
+
+        Also starts the copies that other threads requested. Engine thread only.
+        """
+        if self._copy_requests is not None:
+            self._copy_requests.start_copies(self._copier)
         return self.lender.poll()
 
     def close(self) -> None:
         """Ends all leases and all reads. Idempotent."""
-        if self._desk is not None:
-            self._desk.close()
+        if self._copy_requests is not None:
+            self._copy_requests.close()
         self._leases.end_all()
         self._server.close()
         self._sweeper.close()
@@ -110,14 +112,14 @@ class LendingSide:
     def _memory_of(self, pool: Any, cut: PoolCut, tails: "TailSlots") -> "LentMemory":
         from kvstore.mover.pool_objects import as_objects
         from kvstore.mover.staging import Segment
-        from kvstore.peer.lent_memory import GatherDesk, GatheredMemory, HostMemory
+        from kvstore.peer.lent_memory import CopyRequests, GatheredMemory, HostMemory
 
         if cut.is_native and pool.device.type == "cpu":
             return HostMemory(as_objects(pool, cut), tails)
-        self._desk = GatherDesk(self._wake)
+        self._copy_requests = CopyRequests(self._wake)
         pinned = pool.device.type == "cuda"
         segments = [Segment(cut.object_layout, pinned=pinned) for _ in range(_NUM_GATHER_SEGMENTS)]
-        return GatheredMemory(self._desk, segments, tails)
+        return GatheredMemory(self._copy_requests, segments, tails)
 
     def _lending(
         self, pool: Any, cut: PoolCut, memory: "LentMemory", staging: "StagingBuffers"
@@ -132,11 +134,11 @@ class LendingSide:
         for segment in staging.segments:
             frames = segment.frames
             transport.register(frames.data_ptr(), frames.nbytes, device="cpu")
-        return Lending(layout, memory, ranges, Pusher(transport), transport.metadata())
+        return Lending(layout, memory, ranges, transport.metadata())
 
     def _after_sweep(self, num_expired: int) -> None:
         if num_expired:
-            _logger.warning("%d KV leases ran out before anybody released them", num_expired)
+            _logger.warning("%d KV leases ran out before they were released", num_expired)
             if self.metrics is not None:
                 self.metrics.leases_expired(num_expired)
         if self._leases.has_released:
@@ -144,7 +146,7 @@ class LendingSide:
 
 
 def describe_layout(layout: KvLayout) -> str:
-    """What peers compare of their blocks."""
+    """Returns the form of a block in words, which must be the same for lender and reader."""
     return (
         f"{layout.num_layers} layers, {layout.num_kv_heads} heads of {layout.head_dim}, "
         f"{layout.block_size} tokens per block, {layout.dtype}, layout {LAYOUT_VERSION}"
@@ -152,11 +154,11 @@ def describe_layout(layout: KvLayout) -> str:
 
 
 class Sweeper:
-    """A thread that sleeps until the next lease or read runs out.
+    """A thread that sleeps until the next lease or read runs out, and ends it.
 
     Args:
-        leases: of which.
-        longest_s: how long it sleeps at most: what begins meanwhile runs out later than that.
+        leases: the table to sweep.
+        longest_s: longest sleep: leases and reads that begin meanwhile last longer than that.
         on_swept: called after each sweep with the number of leases that ran out.
     """
 

@@ -1,10 +1,11 @@
-"""Where the bytes of lent blocks are, for the threads that send them.
+"""Reads the bytes of lent blocks, for the threads that send them.
 
-    host pool, blocks as they go      read where they lie
-    a device's pool, or another form  gathered into a segment first, by the engine's thread
+    `HostMemory`      a pool in host memory whose blocks are lent as they are: read in place
+    `GatheredMemory`  a GPU's pool, or another form: the engine's thread copies blocks into a
+                      segment first
 
-A partial tail is lent as a copy, cleared behind its tokens: what lies there
-must not leave the process, and may still be somebody's.
+A partial tail is lent as a copy, cleared behind its tokens: other requests'
+bytes there must not leave the process, and a sequence may still write there.
 """
 
 import threading
@@ -16,6 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from kvstore.layout import KvLayout
 from kvstore.mover.staging import Segment
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier, Copy
 
 __all__ = [
-    "GatherDesk",
+    "CopyRequests",
     "GatheredMemory",
     "HostMemory",
     "LentFrame",
@@ -37,7 +39,7 @@ __all__ = [
 ]
 
 LentFrame = tuple[bytes, memoryview]
-"""A block's header, and its bytes."""
+"""The header of a block, and its bytes."""
 
 _TAIL_BYTES = 128 << 20
 _LEAST_TAILS = 16
@@ -47,11 +49,11 @@ class TailSlots:
     """A fixed number of slots for copies of partial tails. Thread-safe.
 
     Args:
-        layout: of an object; see `PoolCut.object_layout`.
-        num_objects: of the pool; there are never more tails than that.
+        layout: layout of an object; see `PoolCut.object_layout`.
+        num_objects: number of objects in the pool, which bounds the number of tails.
 
     Attributes:
-        segment: the slots' memory; the system gives pages as they are first written.
+        segment: memory of the slots; its pages are allocated when they are first written.
     """
 
     def __init__(self, layout: KvLayout, num_objects: int) -> None:
@@ -60,7 +62,7 @@ class TailSlots:
         self._free = deque(range(num_slots))
 
     def take(self) -> int | None:
-        """A free slot; None while all are in use."""
+        """Returns a free slot; None while all are in use."""
         try:
             return self._free.popleft()
         except IndexError:
@@ -76,11 +78,11 @@ class TailSlots:
         self.segment.clear_after(slot, num_tokens)
 
     def payload(self, slot: int) -> memoryview:
-        """A slot's bytes."""
+        """Returns the bytes of a slot."""
         return self.segment.slots[slot].payload
 
     def place_of(self, slot: int) -> tuple[int, int]:
-        """The address of a slot's bytes, and how many they are."""
+        """Returns the address of a slot's bytes, and their number."""
         block = self.segment.payload[slot]
         return block.data_ptr(), block.nbytes
 
@@ -89,7 +91,7 @@ class LentMemory(ABC):
     """Reads blocks that leases hold. Any thread may call it.
 
     Args:
-        tails: where copies of tails lie.
+        tails: slots with the copies of tails.
     """
 
     def __init__(self, tails: TailSlots) -> None:
@@ -97,22 +99,22 @@ class LentMemory(ABC):
 
     @abstractmethod
     def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[LentFrame]]:
-        """The frames of a read's blocks, some at a time.
+        """Yields the frames of a read's blocks, some at a time.
 
-        Bytes are to be copied within `read.copying()`, and those of one list before the next
-        is asked for.
+        The caller copies bytes within `read.copying()`, and those of one list before it takes the
+        next.
 
         Raises:
-            StoreUnavailableError: they cannot be had in time.
+            StoreUnavailableError: the blocks were not copied in time.
         """
 
 
 class HostMemory(LentMemory):
-    """Blocks of a pool in host memory, as they go to others.
+    """Blocks of a pool in host memory, which are lent as they are.
 
     Args:
         pool: `[num_blocks, ...]`, contiguous; its blocks are the objects.
-        tails: where copies of tails lie.
+        tails: slots with the copies of tails.
     """
 
     def __init__(self, pool: torch.Tensor, tails: TailSlots) -> None:
@@ -120,26 +122,26 @@ class HostMemory(LentMemory):
         self._blocks = pool.view(torch.uint8).view(len(pool), -1).numpy()
 
     def block(self, object_id: int) -> memoryview:
-        """A block's bytes, where they lie."""
+        """Returns a view of a block of the pool."""
         return memoryview(self._blocks[object_id])
 
+    @override
     def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[LentFrame]]:
-        """See `LentMemory.frames`."""
         if read.blocks:
             yield [(block.header, self.payload(block)) for block in read.blocks]
 
     def payload(self, block: LentBlock) -> memoryview:
-        """The bytes that are lent, where they lie."""
+        """Returns a view of the lent bytes."""
         if block.tail_slot is not None:
             return self.tails.payload(block.tail_slot)
         return self.block(block.object_id)
 
 
-class GatherDesk:
-    """Where other threads ask the engine's thread, which alone may copy out of the pool.
+class CopyRequests:
+    """Requests of other threads to the engine's thread, which alone may copy out of the pool.
 
     Args:
-        wake: called when there is something to do.
+        wake: called when a copy is requested.
     """
 
     def __init__(self, wake: "Callable[[], None]") -> None:
@@ -148,40 +150,40 @@ class GatherDesk:
         self._is_closed = threading.Event()
 
     def gather(self, object_ids: Sequence[int], segment: Segment, timeout_s: float) -> None:
-        """Copies blocks into a segment; when it returns or raises, nothing writes there.
+        """Has blocks copied into a segment; when it returns or raises, nothing writes there.
 
         Raises:
-            StoreUnavailableError: the engine's thread did not come to it in time.
+            StoreUnavailableError: the engine's thread did not start the copy in time.
         """
-        asked: Future[Copy | None] = Future()
-        self._open.append((asked, object_ids, segment))
+        requested: Future[Copy | None] = Future()
+        self._open.append((requested, object_ids, segment))
         if self._is_closed.is_set():
             self.close()
         self._wake()
         try:
-            copy = asked.result(timeout_s)
+            copy = requested.result(timeout_s)
         except FutureTimeoutError:
-            if asked.cancel():
-                raise StoreUnavailableError("the engine did not come to copy blocks") from None
-            copy = asked.result()  # it has just begun
+            if requested.cancel():
+                raise StoreUnavailableError("the engine did not copy blocks in time") from None
+            copy = requested.result()  # it has just begun
         except CancelledError:
             raise StoreUnavailableError("the engine is closing") from None
         if copy is not None:
             copy.wait()
 
-    def serve(self, copier: "BlockCopier") -> None:
-        """Starts the copies that were asked for. Engine thread only."""
+    def start_copies(self, copier: "BlockCopier") -> None:
+        """Starts the copies that were requested. Engine thread only."""
         while self._open:
-            asked, object_ids, segment = self._open.popleft()
-            if not asked.set_running_or_notify_cancel():
+            requested, object_ids, segment = self._open.popleft()
+            if not requested.set_running_or_notify_cancel():
                 continue
             try:
-                asked.set_result(copier.gather(object_ids, segment))
-            except Exception as error:  # told to who asked
-                asked.set_exception(error)
+                requested.set_result(copier.gather(object_ids, segment))
+            except Exception as error:  # raised in the thread that waits
+                requested.set_exception(error)
 
     def close(self) -> None:
-        """Refuses what is and will be asked. Idempotent."""
+        """Refuses all requests, open and future ones. Idempotent."""
         self._is_closed.set()
         while self._open:
             self._open.popleft()[0].cancel()
@@ -191,20 +193,20 @@ class GatheredMemory(LentMemory):
     """Blocks that must be copied before a thread can read them.
 
     Args:
-        desk: who copies.
-        segments: where to; one for each copy at a time.
-        tails: where copies of tails lie.
+        copies: has the engine's thread copy blocks.
+        segments: memory for the copies, as many as run at a time.
+        tails: slots with the copies of tails.
     """
 
-    def __init__(self, desk: GatherDesk, segments: Sequence[Segment], tails: TailSlots) -> None:
+    def __init__(self, copies: CopyRequests, segments: Sequence[Segment], tails: TailSlots) -> None:
         super().__init__(tails)
-        self._desk = desk
+        self._copies = copies
         self._free = list(segments)
         self._num_slots = segments[0].num_slots
         self._num_free = threading.Semaphore(len(self._free))
 
+    @override
     def frames(self, read: BlockRead, timeout_s: float) -> Iterator[list[LentFrame]]:
-        """See `LentMemory.frames`."""
         for first in range(0, len(read.blocks), self._num_slots):
             blocks = read.blocks[first : first + self._num_slots]
             whole = iter(self._gather([b for b in blocks if b.tail_slot is None], timeout_s))
@@ -217,8 +219,9 @@ class GatheredMemory(LentMemory):
             ]
 
     def _gather(self, blocks: Sequence[LentBlock], timeout_s: float) -> list[memoryview]:
-        """Copies of blocks. Out of the segment, too: a reader that is slow to take them must not
-        keep it from others.
+        """Returns copies of blocks, made from copies in a segment.
+
+        A reader that is slow to take them must not keep the segment from others.
         """
         if not blocks:
             return []
@@ -226,7 +229,7 @@ class GatheredMemory(LentMemory):
             raise StoreUnavailableError("too many reads at a time")
         segment = self._free.pop()
         try:
-            self._desk.gather([block.object_id for block in blocks], segment, timeout_s)
+            self._copies.gather([block.object_id for block in blocks], segment, timeout_s)
             slots = segment.slots[: len(blocks)]
             return [memoryview(bytes(slot.payload)) for slot in slots]
         finally:

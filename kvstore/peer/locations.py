@@ -1,11 +1,11 @@
-"""Where lent blocks lie in registered memory, for transports to reach them.
+"""Locations of lent blocks in registered memory, for transports to read them.
 
     BlockRanges      the ranges that blocks consist of
-    BlockLocations   these and the blocks' headers, as a reader is told
-    LentRanges       finds the ranges of a process's own blocks
+    BlockLocations   these and the blocks' headers, as the answer to OpenBlocks
+    LentRanges       finds the ranges of this process's own blocks
 
-Tables, not objects of ranges and blocks: a reader goes through hundreds of them before the first
-byte moves.
+All are tables: objects for each range would take too long to handle, for a
+reader handles hundreds before the first byte moves.
 """
 
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ _NO_RUNS = np.empty((0, 2), np.uint64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRanges:
-    """Of which ranges blocks consist.
+    """The ranges that blocks consist of.
 
     Attributes:
-        table: of the first block in order, of the second, ...
-        counts: `[blocks]` int64: how many each has; 0 for one whose bytes are not to be reached.
+        table: the ranges of the first block in order, then those of the second, ...
+        counts: `[blocks]` int64: number of ranges of each block; 0 if ReadBlocks alone can read it.
 
     Raises:
-        ValueError: the counts are not of that table.
+        ValueError: the counts do not add up to the length of the table.
     """
 
     table: RangeTable
@@ -58,33 +58,33 @@ class BlockRanges:
 
     @property
     def num_reachable(self) -> int:
-        """Leading blocks that consist of ranges."""
+        """Number of leading blocks that a transport can read."""
         return int(np.logical_and.accumulate(self.counts > 0).sum())
 
     def select(self, blocks: Sequence[int]) -> Self:
-        """Those of some blocks."""
+        """Returns the ranges of some blocks."""
         counts = self.counts[blocks]
         # Each range's place: its block's first one, and how many of the block are before it.
         shifts = (self.counts.cumsum() - self.counts)[blocks] - (counts.cumsum() - counts)
         return type(self)(self.table[shifts.repeat(counts) + np.arange(counts.sum())], counts)
 
     def parts_of(self, wholes: RangeTable) -> RangeTable:
-        """The parts of blocks, each of which is in one range elsewhere, that go with the ranges.
+        """Cuts other ranges, one for each block, into parts as long as the blocks' own ranges.
 
         Args:
-            wholes: a range for each block.
+            wholes: where the blocks are copied to, one range for each.
 
         Raises:
             ValueError: they are not as long as the blocks.
         """
         if len(wholes) != len(self):
-            raise ValueError(f"{len(self)} blocks do not go to {len(wholes)} places")
+            raise ValueError(f"{len(self)} blocks do not fit {len(wholes)} ranges")
         sizes = self.table[:, 1]
         edges = np.insert(sizes.cumsum(), 0, 0)
         ends = self.counts.cumsum()
         begins = edges[ends - self.counts]
         if not np.array_equal(edges[ends] - begins, wholes[:, 1]):
-            raise ValueError(f"a block has not {wholes[0, 1]} bytes")
+            raise ValueError(f"a block does not have {wholes[0, 1]} bytes")
         parts = wholes.repeat(self.counts, axis=0)
         parts[:, 0] += edges[:-1] - begins.repeat(self.counts)
         parts[:, 1] = sizes
@@ -93,14 +93,14 @@ class BlockRanges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLocations:
-    """Where blocks of a peer lie.
+    """Locations of a peer's blocks.
 
     Attributes:
-        headers: the codec's, one behind the other.
-        ranges: of their bytes.
+        headers: the codec's headers of the blocks, one after the other.
+        ranges: the ranges of the blocks' bytes.
 
     Raises:
-        ValueError: there is not a header for each block.
+        ValueError: there is not one header for each block.
     """
 
     headers: bytes
@@ -114,35 +114,35 @@ class BlockLocations:
         return len(self.ranges)
 
     def select(self, blocks: Sequence[int]) -> Self:
-        """Where some of the blocks lie."""
+        """Returns the locations of some of the blocks."""
         headers = np.frombuffer(self.headers, np.uint8).reshape(-1, HEADER_BYTES)
         return type(self)(headers[blocks].tobytes(), self.ranges.select(blocks))
 
     def to_proto(self) -> pb.KvBlockLocations:
-        """As it goes to a reader."""
+        """Returns the wire form."""
         ranges = ranges_to_proto(self.ranges.table)
         counts = self.ranges.counts.tolist()
         return pb.KvBlockLocations(headers=self.headers, num_ranges=counts, ranges=ranges)
 
     @classmethod
     def from_proto(cls, locations: pb.KvBlockLocations) -> Self:
-        """As a peer tells it.
+        """Parses the wire form.
 
         Raises:
-            ValueError: it makes no sense.
+            ValueError: its parts do not fit together.
         """
         counts = np.array(locations.num_ranges, np.int64)
         return cls(locations.headers, BlockRanges(ranges_from_proto(locations.ranges), counts))
 
 
 class LentRanges:
-    """The pool and the tails' slots, as a transport knows them.
+    """Registers the pool and the slots of tails with a transport, and finds blocks in them.
 
     Args:
         pool: `[num_blocks, *cut.layout.block_shape]`, contiguous, on any device.
-        cut: how it is cut into objects.
-        tails: where copies of tails lie.
-        transport: what the memory is registered with.
+        cut: how the pool is cut into objects.
+        tails: slots with the copies of tails.
+        transport: registers the memory.
     """
 
     def __init__(
@@ -159,8 +159,9 @@ class LentRanges:
         transport.register(frames.data_ptr(), frames.nbytes, device="cpu")
 
     def of_blocks(self, blocks: Sequence[LentBlock]) -> BlockRanges:
-        """The ranges that each block consists of; none for one whose bytes in the pool are of
-        another type.
+        """Returns the ranges of each block.
+
+        A block has none if its bytes in the pool are of another type than they are lent in.
         """
         places = [self._of_block(block) for block in blocks]
         counts = np.array([len(runs) for _, _, runs in places], np.int64)
@@ -171,7 +172,7 @@ class LentRanges:
         return BlockRanges(make_ranges(addresses, sizes, device_ids), counts)
 
     def _of_block(self, block: LentBlock) -> tuple[int, int, NDArray[np.uint64]]:
-        """A block's memory, the GPU that it is on, and the runs in it that are the block."""
+        """Returns the start of a block's memory, its GPU, and the runs in it that are the block."""
         if block.tail_slot is not None:
             address, num_bytes = self._tails.place_of(block.tail_slot)
             return address, 0, np.array([[0, num_bytes]], np.uint64)
@@ -180,19 +181,19 @@ class LentRanges:
 
 
 def _runs_of(cut: PoolCut, index: int) -> NDArray[np.uint64]:
-    """`[runs, 2]`: offset and length of those of one of a block's objects."""
+    """Returns `[runs, 2]`: offset and length of the runs of one of a block's objects."""
     found = object_runs(cut, index)
     return np.array(found[1], np.uint64) if found is not None else _NO_RUNS
 
 
 def ranges_to_proto(ranges: RangeTable) -> pb.KvMemoryRanges:
-    """Ranges on the wire."""
+    """Returns the wire form of ranges."""
     addresses, num_bytes, device_ids = ranges.T.tolist()
     return pb.KvMemoryRanges(addresses=addresses, num_bytes=num_bytes, device_ids=device_ids)
 
 
 def ranges_from_proto(ranges: pb.KvMemoryRanges) -> RangeTable:
-    """Ranges from the wire.
+    """Parses the wire form of ranges.
 
     Raises:
         ValueError: the columns are not equally long.

@@ -1,8 +1,8 @@
-"""`OpenReads`: where the blocks of loads lie, as their peers say. Asked once for many pieces.
+"""`OpenReads`: asks peers where the blocks of loads lie, once for many pieces of a load.
 
-`BlockRequest`: what a reader wants of a peer, and how long it waits.
+`BlockRequest`: the blocks that a reader wants from a peer, and how long it waits.
 
-`ReadCloser`: tells peers which of their blocks are no longer read.
+`ReadCloser`: reports to peers which reads have ended.
 """
 
 import logging
@@ -33,10 +33,10 @@ class BlockRequest:
     Attributes:
         lease_id: the lease.
         load_id: the load.
-        load_keys: of the load's blocks.
-        keys: of those that are wanted now, in the load's order.
+        load_keys: keys of all blocks of the load.
+        keys: keys of the wanted blocks, in the load's order.
         layout: the reader's form of a block in words.
-        timeout_s: longest wait for all of them.
+        timeout_s: longest wait for all wanted blocks.
         began_at: when the wait began, by `time.monotonic`.
     """
 
@@ -50,28 +50,29 @@ class BlockRequest:
 
     @property
     def remaining_s(self) -> float:
-        """Time left."""
+        """Seconds left of the wait."""
         return max(0.0, self.began_at + self.timeout_s - time.monotonic())
 
     def begun_anew(self) -> "BlockRequest":
-        """The request with all of its time: to meet a peer for the first time is not its matter."""
+        """Returns the request with all of its time, for use after the first contact with a peer."""
         return replace(self, began_at=time.monotonic())
 
     def rest(self, first: int) -> "BlockRequest":
-        """The request without its leading blocks."""
+        """Returns the request without its leading blocks."""
         return replace(self, keys=self.keys[first:])
 
     def with_neighbours(self, num_blocks: int) -> "BlockRequest":
-        """The request for all blocks of those runs of `num_blocks` of the load that its own are in.
+        """Returns a request for more blocks of the load.
 
-        So pieces that come in any order ask for the same.
+        The load is cut into runs of `num_blocks`; the request is for all runs that contain wanted
+        blocks. So pieces ask for the same blocks, in whatever order they come.
         """
         first, last = (self.load_keys.index(key) for key in (self.keys[0], self.keys[-1]))
         begin, end = first // num_blocks, last // num_blocks + 1
         return replace(self, keys=self.load_keys[begin * num_blocks : end * num_blocks])
 
     def to_proto(self, address: PeerAddress) -> pb.KvBlockList:
-        """As a peer is asked for them."""
+        """Returns the wire form."""
         return pb.KvBlockList(
             generation=address.generation,
             lease_id=self.lease_id,
@@ -86,32 +87,34 @@ _logger = logging.getLogger("baton.kvstore")
 
 
 class ReadCloser:
-    """Tells it in a thread of its own, in one call for all reads of a peer that have ended
-    meanwhile: a load must not wait for that. Where it fails, reads end at their deadlines.
+    """Reports ends of reads, in one call for all of a peer's that have ended meanwhile.
+
+    It has a thread of its own: loads must not wait for these calls. If one fails, the reads end at
+    their deadlines.
 
     Args:
-        peers: whose blocks were read.
+        peers: the processes that lend.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._over: deque[tuple[PeerAddress, int]] = deque()
+        self._ended: deque[tuple[PeerAddress, int]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-close")
 
     def add(self, address: PeerAddress, read_id: int) -> None:
-        """A read is over. Any thread may call it."""
-        self._over.append((address, read_id))
+        """Reports the end of a read later. Any thread may call it."""
+        self._ended.append((address, read_id))
         with suppress(RuntimeError):  # after `close`
-            self._thread.submit(self._tell)
+            self._thread.submit(self._report)
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         by_peer: dict[PeerAddress, list[int]] = {}
-        for _ in range(len(self._over)):
-            address, read_id = self._over.popleft()
+        for _ in range(len(self._ended)):
+            address, read_id = self._ended.popleft()
             by_peer.setdefault(address, []).append(read_id)
         for address, read_ids in by_peer.items():
             message = pb.CloseBlocksRequest(generation=address.generation, read_ids=read_ids)
@@ -119,28 +122,28 @@ class ReadCloser:
                 with self._peers.use(address) as peer:
                     peer.stub.CloseBlocks(message, timeout=_ASK_S)
             except (grpc.RpcError, StoreUnavailableError, ValueError) as error:
-                _logger.debug("%s is not told of the end of reads: %s", address.endpoint, error)
+                _logger.debug("ends of reads do not reach %s: %s", address.endpoint, error)
 
 
-# In an answer: some 5 ms on both sides together, and 200 kB.
+# An answer with so many ranges takes some 5 ms on both sides together, and 200 kB.
 _MAX_RANGES = 16_384
-# In a question, some 2 ms: for more, others move what the one before was about meanwhile.
+# A call for so many blocks takes some 2 ms. For the next ones a thread asks while others read.
 _MAX_BLOCKS = 512
-# Of what a piece could have: one that got less could fail where nothing is wrong.
+# Share of a piece's time that an open read must last: with less, a sound load could fail.
 _LEAST_SHARE = 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRead:
-    """What a peer answered to `OpenBlocks`.
+    """An answer to `OpenBlocks`.
 
     Attributes:
-        address: of the peer.
-        read_id: names the answer for `CloseBlocks`.
-        asked: the blocks that it is about, each with its place in the question.
-        locations: of the leading ones, which are there.
-        granted_s: how long they stay, from when they were asked for.
-        deadline: until when, by `time.monotonic`.
+        address: address of the peer.
+        read_id: id for `CloseBlocks`.
+        asked: the keys that were asked for, each with its index.
+        locations: locations of the leading blocks that the peer lends.
+        granted_s: how long they stay, from the call on.
+        deadline: when they stay no longer, by `time.monotonic`.
     """
 
     address: PeerAddress
@@ -152,11 +155,11 @@ class OpenRead:
 
     @property
     def remaining_s(self) -> float:
-        """How long the blocks stay."""
+        """Seconds for which the blocks stay."""
         return max(0.0, self.deadline - time.monotonic())
 
     def leading(self, keys: Sequence[bytes]) -> BlockLocations:
-        """Where the leading blocks of a list lie, as far as they are there."""
+        """Returns the locations of the leading blocks of a list that the peer lends."""
         num_found = len(self.locations)
         places = takewhile(lambda place: place < num_found, (self.asked[key] for key in keys))
         return self.locations.select(list(places))
@@ -164,21 +167,21 @@ class OpenRead:
 
 @dataclass(slots=True)
 class _Load:
-    """The reads of one load; the lock is held while another is opened."""
+    """The open reads of one load; the lock is held while another one is opened."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     reads: list[OpenRead] = field(default_factory=list)
 
 
 class OpenReads:
-    """The reads that are open for each load. Any thread may call any method.
+    """The open reads of each load. Any thread may call any method.
 
     Args:
-        closer: who tells peers of the end of reads.
+        closer: reports ends of reads to peers.
 
     Attributes:
-        ranges_per_block: how many a block of any peer can consist of at most; set before the first
-            question.
+        ranges_per_block: the most ranges that a block of any peer can consist of; set before the
+            first call of `find`.
     """
 
     def __init__(self, closer: ReadCloser) -> None:
@@ -188,21 +191,21 @@ class OpenReads:
         self._loads: dict[int, _Load] = {}
 
     def find(self, peer: Peer, request: BlockRequest) -> OpenRead:
-        """A read of the blocks asked for, with most of the request's time left.
+        """Returns an open read of the wanted blocks that lasts for most of the request's time.
 
-        Opened for other blocks of the load, too, and used for these again.
+        A new one is opened for other blocks of the load too, which later calls then find.
 
         Raises:
             grpc.RpcError: the peer refuses, or does not answer.
-            StoreUnavailableError: another thread's question for the same load took the time.
-            ValueError: its answer makes no sense.
+            StoreUnavailableError: another thread's call for the same load took the time.
+            ValueError: the parts of its answer do not fit together.
         """
         with self._lock:
             load = self._loads.setdefault(request.load_id, _Load())
         if not load.lock.acquire(timeout=request.remaining_s):
             raise StoreUnavailableError(f"{peer.address.endpoint} did not say where blocks lie")
         try:
-            # What its peer has cut off need not be closed.
+            # A read past its deadline was cut off by its peer and need not be closed.
             load.reads = [read for read in load.reads if read.remaining_s]
             for read in load.reads:
                 if read.asked.keys() >= set(request.keys) and _lasts(read, request):
@@ -215,9 +218,9 @@ class OpenReads:
             load.lock.release()
 
     def end(self, load_id: int) -> None:
-        """A load is over, and no `find` for it under way: its reads are closed.
+        """Closes the reads of a load that is over; no `find` for it is under way.
 
-        Unknown ids are fine.
+        Unknown ids are ignored.
         """
         with self._lock:
             load = self._loads.pop(load_id, None)

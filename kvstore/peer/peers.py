@@ -1,6 +1,5 @@
-"""`Peers`: whom this process reads from: channels, breakers, who is there no more."""
+"""`Peers`: the processes that this one reads from: channels, breakers, generations."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,37 +17,38 @@ from kvstore.peer.service import CHANNEL_OPTIONS, GENERATION_REFUSED, SERVICE_NA
 from kvstore.peer.transport import PeerTransport
 from kvstore.store import StoreUnavailableError
 
-__all__ = ["GenerationGoneError", "Peer", "PeerRefusedError", "Peers", "is_refusal"]
+__all__ = ["GenerationGoneError", "Peer", "PeerRefusedError", "Peers"]
 
 _MAX_PEERS = 64
 _IDLE_S = 60.0
 _REFUSALS = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
 
-_logger = logging.getLogger("baton.kvstore")
-
 _Result = TypeVar("_Result")
 
 
 class PeerRefusedError(Exception):
-    """The peer answers, but does not lend: the lease is over, or its KV has another form."""
+    """The peer answers but does not lend: the lease is over, or its KV has another form."""
 
 
 class GenerationGoneError(PeerRefusedError):
-    """The process that lent is gone; another one answers at its address."""
+    """The process that lent has ended; another one answers at its address."""
 
 
 class Peer:
     """One generation of a process that lends. Any thread may use it.
 
     Args:
-        address: where it is.
+        address: of the process.
 
     Attributes:
         stub: its service. Calls go through `ask`, each with a timeout.
-        read_blocks: its ReadBlocks, whose messages stay the bytes that they are.
-        breaker: what spares it, and us, while it does not answer.
-        is_added: whether the transport knows it; see `kvstore.peer.planes`.
-        ranges_per_block: the most that a block of its consisted of so far; 0 before the first.
+        read_blocks: its ReadBlocks, whose messages stay bytes.
+        breaker: keeps this process from calling while the peer does not answer.
+        meeting: held by the thread that finds out how the peer is read.
+        is_added: whether the transport can read its memory.
+        ranges_per_block: the most ranges that a block of it consisted of; 0 before the first block.
+        num_users: contexts of `Peers.use` that are open; changed under the lock of `Peers`.
+        idle_since: when the last one ended, by `time.monotonic`.
     """
 
     def __init__(self, address: PeerAddress) -> None:
@@ -61,18 +61,18 @@ class Peer:
             response_deserializer=to_view,
         )
         self.breaker = Breaker(f"the KV peer at {address.endpoint}")
+        self.meeting = threading.Lock()
         self.is_added = False
         self.ranges_per_block = 0
-        # Used by `Peers` under its lock.
         self.num_users = 0
         self.idle_since = 0.0
 
     def ask(self, call: Callable[[], _Result]) -> _Result:
-        """Calls, unless the peer has not answered of late.
+        """Returns what a call returns.
 
         Raises:
-            PeerRefusedError: it answers that it does not lend this.
-            StoreUnavailableError: it does not answer.
+            PeerRefusedError: the peer answers that it does not lend this.
+            StoreUnavailableError: it does not answer, or did not of late.
         """
         answer = self.breaker.call(lambda: _answer(call, self.address))
         if isinstance(answer, PeerRefusedError):
@@ -84,34 +84,29 @@ class Peer:
         self._channel.close()
 
 
-def is_refusal(error: grpc.RpcError) -> bool:
-    """Whether a peer answered that it does not lend, before it did anything."""
-    return cast("grpc.Call", error).code() in _REFUSALS
-
-
 def _answer(call: Callable[[], _Result], address: PeerAddress) -> "_Result | PeerRefusedError":
-    """What a peer answers; a refusal is an answer too."""
+    """Returns what a peer answers. A refusal is an answer too: the breaker must not count it."""
     try:
         return call()
     except grpc.RpcError as error:
         failed = cast("grpc.Call", error)  # what grpc raises is both; its types do not say so
         message = f"{address.endpoint}: {failed.details()}"
-        if not is_refusal(error):
+        if failed.code() not in _REFUSALS:
             raise StoreUnavailableError(f"{message} ({failed.code().name})") from None
         if (failed.details() or "").startswith(GENERATION_REFUSED):
             return GenerationGoneError(message)
         return PeerRefusedError(message)
     except PeerRefusedError as refusal:
         return refusal
-    except ValueError as error:  # grpc's word for a channel that was closed
+    except ValueError as error:  # grpc raises it for a channel that was closed
         raise StoreUnavailableError(f"{address.endpoint}: {error}") from None
 
 
 class Peers:
-    """The peers in use and those used of late, a bounded number. Thread-safe.
+    """A bounded number of peers, in use or used within the last minute. Thread-safe.
 
     Args:
-        transport: what else knows the peers; None if they are reached by channels alone.
+        transport: knows the peers as well; None if grpc alone does.
     """
 
     def __init__(self, transport: PeerTransport | None = None) -> None:
@@ -123,7 +118,7 @@ class Peers:
 
     @property
     def breaker_counts(self) -> BreakerCounts:
-        """Breakers open of the peers known now; how often one opened of any peer there was."""
+        """Breakers open now; how often a breaker opened, those of forgotten peers included."""
         with self._lock:
             counts = [peer.breaker.counts for peer in self._peers.values()]
             num_opened = self._num_opened_before + sum(each.num_opened for each in counts)
@@ -131,7 +126,7 @@ class Peers:
 
     @contextmanager
     def use(self, address: PeerAddress) -> Iterator[Peer]:
-        """A peer, which stays while it is used. One that turns out to be gone is forgotten.
+        """Yields a peer, and keeps it meanwhile. Forgets it if its process has ended.
 
         Raises:
             StoreUnavailableError: `close` was called.
@@ -148,14 +143,14 @@ class Peers:
                 peer.idle_since = time.monotonic()
 
     def forget(self, address: PeerAddress) -> None:
-        """Ends all that goes on with a peer. It may be used anew."""
+        """Ends all calls and reads of a peer. It may be used anew."""
         with self._lock:
             peer = self._take(address) if address in self._peers else None
         if peer is not None:
             self._end(peer)
 
     def close(self) -> None:
-        """Ends all that goes on with all peers. Idempotent."""
+        """Ends all calls and reads of all peers. Idempotent."""
         with self._lock:
             self._is_closed = True
             peers = [self._take(address) for address in list(self._peers)]
@@ -176,7 +171,7 @@ class Peers:
         return peer
 
     def _take_idle(self, *, except_for: PeerAddress) -> list[Peer]:
-        """Takes out peers that nobody has used for a while, or too many to keep."""
+        """Removes and returns peers that were not used for a while, or are too many to keep."""
         now = time.monotonic()
         unused = sorted(
             (p for p in self._peers.values() if not p.num_users and p.address != except_for),
@@ -187,7 +182,7 @@ class Peers:
         return [self._take(peer.address) for peer in idle]
 
     def _take(self, address: PeerAddress) -> Peer:
-        """Takes out a peer, whose breaker is counted on."""
+        """Removes and returns a peer; its breaker stays counted."""
         peer = self._peers.pop(address)
         self._num_opened_before += peer.breaker.num_opened
         return peer

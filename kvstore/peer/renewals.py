@@ -1,4 +1,4 @@
-"""`Renewals`: keeps the leases on others' blocks that requests wait to load."""
+"""`Renewals`: renews the leases on peers' blocks that requests wait to load."""
 
 import logging
 import threading
@@ -17,11 +17,11 @@ from kvstore.store import StoreUnavailableError
 
 __all__ = ["Renewals"]
 
-# What is loaded at once needs no renewal; what waits longer than this, soon.
+# Most loads start at once and need no renewal; a request that waits longer than this does.
 _FIRST_AFTER_S = 1.0
-# However short the lease is that a handoff speaks of.
+# Shortest time between renewals, whatever lease a handoff names.
 _SHORTEST_PERIOD_S = 0.01
-# Threads are started as peers do not answer; more such peers than this make the others wait.
+# Each peer that does not answer takes a thread; beyond this number, other peers wait.
 _MAX_CALLS = 32
 
 _logger = logging.getLogger("baton.kvstore")
@@ -40,16 +40,16 @@ class _Kept:
 class Renewals:
     """Renews leases in threads of its own, one call for all those of a peer.
 
-    A lease is lost when its peer says so, or has not renewed it in time. No peer waits for
-    another one's answer.
+    A lease is lost when its peer says so or has not renewed it in time. Peers do not wait for
+    each other's answers.
 
     Args:
-        peers: who lends.
-        timeout_s: longest wait for one of them.
+        peers: the processes that lend.
+        timeout_s: longest wait for an answer.
         clock: seconds, monotonic.
 
     Attributes:
-        metrics: where to count; may be set until the first `keep`.
+        metrics: counts renewals; may be set until the first `keep`.
     """
 
     def __init__(
@@ -64,11 +64,12 @@ class Renewals:
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="baton-kv-renew-call")
-        self._asked: set[PeerAddress] = set()  # peers whose answer is awaited
+        self._asked: set[PeerAddress] = set()  # peers that have not answered yet
 
     def keep(self, handoff: KvHandoff) -> None:
-        """Renews a handoff's lease until as many calls of `drop`. One that cannot be read is
-        left alone.
+        """Renews a handoff's lease until `drop` was called as often as this.
+
+        Does nothing but log if the handoff names no peer.
         """
         try:
             address = PeerAddress.from_params(handoff.connector_params)
@@ -87,7 +88,7 @@ class Renewals:
             self._changed.notify()
 
     def drop(self, handoff_id: str) -> None:
-        """Ends one `keep`. Unknown ids are fine."""
+        """Ends one `keep`. Unknown ids are ignored."""
         with self._changed:
             if kept := self._kept.get(handoff_id):
                 kept.num_requests -= 1
@@ -95,7 +96,7 @@ class Renewals:
                     del self._kept[handoff_id]
 
     def is_lost(self, handoff_id: str) -> bool:
-        """Whether a kept lease is over, so that its peer need not be asked."""
+        """Returns whether a kept lease is over, so that a load must fail without a call."""
         kept = self._kept.get(handoff_id)
         return kept is not None and (kept.is_gone or kept.lost_at <= self._clock())
 
@@ -119,7 +120,7 @@ class Renewals:
                 self._calls.submit(self._ask, address, lease_ids)
 
     def _wait_for_due(self) -> dict[PeerAddress, list[str]]:
-        """The leases to renew now, by peer; none once closed. Their peers count as asked."""
+        """Waits for leases to renew; returns them by peer, and none once closed."""
         with self._changed:
             while not self._is_closed:
                 now = self._clock()

@@ -1,9 +1,7 @@
-"""`PeerServicer`: what a process that lends answers its readers, call by call.
+"""`PeerServicer`: the handlers of `KvPeerService`, by which a process lends blocks.
 
-`PeerServer`: the port that readers connect to, and what both ends of it agree on.
-
-It is a port of its own, apart from the tier's, so that bytes never stand in
-the way of tokens.
+`PeerServer`: the gRPC server for them. It has a port and threads of its own, so
+that blocks never delay the tokens of the tier's server.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,6 @@ from kvstore.peer.framing import pack_chunks, to_message
 from kvstore.peer.leases import BlockRead, LeaseGoneError, LeaseTable
 from kvstore.peer.lent_memory import LentMemory
 from kvstore.peer.locations import BlockLocations, LentRanges
-from kvstore.peer.pushes import Pusher
 from kvstore.store import StoreUnavailableError
 
 __all__ = [
@@ -38,32 +35,30 @@ _LONGEST_CALL_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """What a process lends from, once its pool is registered.
+    """The memory that a process lends, known once its pool is registered.
 
     Attributes:
         layout: the form of a block in words.
-        memory: where bytes are read.
-        ranges: where readers reach them by themselves; None if they cannot.
-        pusher: what writes them to readers; None if nothing does.
-        metadata: of the transport.
+        memory: reads lent blocks for ReadBlocks.
+        ranges: locates lent blocks in registered memory; None for `grpc://`.
+        metadata: what readers' transports need; empty for `grpc://`.
     """
 
     layout: str
     memory: LentMemory
     ranges: LentRanges | None = None
-    pusher: Pusher | None = None
     metadata: bytes = b""
 
 
 class PeerServicer:
-    """Answers from a lease table.
+    """Answers the calls of `KvPeerService`.
 
     Args:
-        generation: of this process.
-        transport: name of the data plane.
-        leases: what is lent.
-        timeout_s: longest read.
-        on_released: called after a read that may have released something.
+        generation: id of this process's start.
+        transport: "grpc" or the transport's name.
+        leases: the leases under which blocks are lent.
+        timeout_s: longest time of a read.
+        on_released: called when the end of a read has released save jobs.
     """
 
     def __init__(
@@ -82,15 +77,15 @@ class PeerServicer:
         self._lending: Lending | None = None
 
     def lend(self, lending: Lending) -> None:
-        """From now on blocks can be read."""
+        """Lets readers read from this memory. Called once, when the pool is registered."""
         self._lending = lending
 
-    # `KvPeerService`, see the proto; grpc calls each in a thread.
+    # The handlers; gRPC calls each in a thread.
 
     def Describe(  # noqa: N802 - gRPC's name
         self, request: pb.DescribeRequest, context: Any
     ) -> pb.DescribeResponse:
-        """What this process is, and how its memory is reached."""
+        """Returns what this process is, and how its memory is reached."""
         lending = self._open_for(context)
         return pb.DescribeResponse(
             generation=self._generation,
@@ -102,7 +97,7 @@ class PeerServicer:
     def OpenBlocks(  # noqa: N802 - gRPC's name
         self, request: pb.OpenBlocksRequest, context: Any
     ) -> pb.OpenBlocksResponse:
-        """Where blocks lie."""
+        """Returns where blocks lie, and keeps them there for the reader."""
         lending = self._open_for(context)
         timeout_ms = min(request.timeout_ms, int(self._timeout_s * 1000))
         read = self._open(request.blocks, timeout_ms / 1000, lending, context)
@@ -114,7 +109,7 @@ class PeerServicer:
     def CloseBlocks(  # noqa: N802 - gRPC's name
         self, request: pb.CloseBlocksRequest, context: Any
     ) -> pb.CloseBlocksResponse:
-        """The caller has read them."""
+        """Ends reads that OpenBlocks began."""
         self._open_for(context)
         self._check_generation(request.generation, context)
         for read_id in request.read_ids:
@@ -124,7 +119,7 @@ class PeerServicer:
     def ReadBlocks(  # noqa: N802 - gRPC's name
         self, request: pb.ReadBlocksRequest, context: Any
     ) -> Iterator[bytes]:
-        """The blocks' bytes, in messages as they go over the wire."""
+        """Yields the blocks' bytes, in messages as they go over the wire."""
         lending = self._open_for(context)
         timeout_s = min(context.time_remaining(), self._timeout_s)
         read = self._open(request.blocks, timeout_s, lending, context)
@@ -137,29 +132,6 @@ class PeerServicer:
         finally:
             self._close(read.read_id)
 
-    def PushBlocks(  # noqa: N802 - gRPC's name
-        self, request: pb.PushBlocksRequest, context: Any
-    ) -> pb.PushBlocksResponse:
-        """Writes blocks into the caller's memory."""
-        lending = self._open_for(context)
-        if lending.pusher is None or lending.ranges is None:
-            _abort(context, grpc.StatusCode.UNIMPLEMENTED, f"{self._transport} does not push")
-        timeout_s = min(request.timeout_ms / 1000, self._timeout_s)
-        read = self._open(request.blocks, timeout_s, lending, context)
-        try:
-            return lending.pusher.push(request, read, lending.ranges, timeout_s)
-        finally:
-            self._close(read.read_id)
-
-    def SettlePush(  # noqa: N802 - gRPC's name
-        self, request: pb.SettlePushRequest, context: Any
-    ) -> pb.SettlePushResponse:
-        """Whether a push can write no more."""
-        lending = self._open_for(context)
-        self._check_generation(request.generation, context)
-        is_settled = lending.pusher is None or lending.pusher.settle(request.push_id)
-        return pb.SettlePushResponse(is_settled=is_settled)
-
     def RenewLeases(  # noqa: N802 - gRPC's name
         self, request: pb.RenewLeasesRequest, context: Any
     ) -> pb.RenewLeasesResponse:
@@ -167,10 +139,10 @@ class PeerServicer:
         self._check_generation(request.generation, context)
         return pb.RenewLeasesResponse(gone=self._leases.renew(request.lease_ids))
 
-    # What they share.
+    # Helpers of the handlers.
 
     def _open_for(self, context: Any) -> Lending:
-        """What is lent from, for a call with a sensible deadline."""
+        """Returns the lent memory, for a call with a deadline that is not too far away."""
         remaining_s = context.time_remaining()
         if remaining_s is None or remaining_s > _LONGEST_CALL_S:
             message = f"a call needs a deadline of at most {_LONGEST_CALL_S:g} s"
@@ -232,7 +204,7 @@ def _locate(read: BlockRead, ranges: LentRanges | None) -> pb.KvBlockLocations:
 
 SERVICE_NAME = "baton.v1.KvPeerService"
 GENERATION_REFUSED = "generation"
-"""What a refusal begins with if it is for the generation."""
+"""The first word of a refusal because of the generation."""
 
 _NUM_THREADS = 16
 _MAX_CALLS = 256
@@ -243,25 +215,25 @@ _COMMON_OPTIONS = (
 )
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not a port shared with a stranger
+    ("grpc.so_reuseport", 0),  # binding a port in use must fail, not share the port
 )
 CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
-    # Whoever restarts at an address must not wait for the back-off of who was there before.
+    # A process that restarts at an address must not wait for its predecessor's back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 class PeerServer:
-    """A grpc server with `KvPeerService` and a bounded number of threads and calls.
+    """A gRPC server for `KvPeerService`, with a bounded number of threads and calls.
 
     Args:
         address: `host:port` to listen on; port 0 for a free one.
-        servicer: what answers, say `kvstore.peer.service.PeerServicer`; its `ReadBlocks` gives
-            messages as bytes.
+        servicer: has the handlers, such as a `PeerServicer`; its `ReadBlocks` yields messages as
+            bytes.
 
     Attributes:
         port: the bound port.
@@ -287,12 +259,12 @@ class PeerServer:
         self._server.start()
 
     def close(self) -> None:
-        """Takes no more calls and ends those under way. Idempotent."""
+        """Refuses further calls and ends those under way. Idempotent."""
         self._server.stop(grace=0).wait()
 
 
 def _handlers_of(servicer: Any) -> grpc.GenericRpcHandler:
-    """The generated handlers, but for ReadBlocks, whose messages are bytes already."""
+    """Returns the generated handlers, with one for ReadBlocks whose messages are bytes."""
     recorder = _HandlerRecorder()
     kv_peer_pb2_grpc.add_KvPeerServiceServicer_to_server(servicer, cast("grpc.Server", recorder))
     recorder.handlers["ReadBlocks"] = grpc.unary_stream_rpc_method_handler(
@@ -302,13 +274,13 @@ def _handlers_of(servicer: Any) -> grpc.GenericRpcHandler:
 
 
 class _HandlerRecorder:
-    """Takes the place of the server in the generated `add_…Servicer_to_server`."""
+    """Stands in for the server in the generated `add_KvPeerServiceServicer_to_server`."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """The same handlers come to the other method."""
+        """Does nothing: the other method gets the same handlers."""
 
     def add_registered_method_handlers(self, service_name: str, handlers: dict[str, Any]) -> None:
         """Keeps the handlers of the service."""

@@ -1,30 +1,42 @@
-"""`PeerTransport`: one-sided transfers between the registered memory of two processes.
+"""`PeerTransport`: reads the registered memory of other processes.
 
-The data plane of peer connectors. Who may read what, and when, is settled on
-the control plane (`kvstore.peer.service`); a transport only moves bytes.
+Which blocks may be read, and for how long, is agreed over gRPC
+(`kvstore.peer.service`); a transport only moves bytes.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["PeerTransport", "RangeTable", "TransferError", "make_ranges"]
+__all__ = [
+    "PeerTransport",
+    "RangeTable",
+    "SettlementWatch",
+    "TransferError",
+    "UnreadablePeerError",
+    "make_ranges",
+]
 
 RangeTable = NDArray[np.uint64]
-"""Runs of bytes in registered memory, `[ranges, 3]`: the address of the first byte in the process
-that registered it, the length, and the GPU that it lies on, 0 for host memory.
+"""Ranges of registered memory, `[ranges, 3]`: the address of the first byte in the process that
+registered it, the number of bytes, and the index of the GPU that holds them (0 for host memory).
 """
+
+_PERIOD_S = 0.5
 
 
 class TransferError(Exception):
-    """The bytes did not arrive; nothing of the targets may be used.
+    """A read failed; the bytes of its targets must not be used.
 
     Attributes:
-        is_settled: whether nothing will write to the targets any more. If not, the remote
-            or the library may do so until `PeerTransport.has_settled` says otherwise.
+        is_settled: whether nothing writes to the targets any more. If False, the library or a
+            device may still do so until the function that `PeerTransport.remove_peer` returns
+            says otherwise.
     """
 
     def __init__(self, message: str, *, is_settled: bool) -> None:
@@ -32,15 +44,27 @@ class TransferError(Exception):
         self.is_settled = is_settled
 
 
+class UnreadablePeerError(Exception):
+    """The transport cannot read this peer's memory.
+
+    Attributes:
+        reason: why, in words that are the same for all peers of this kind.
+    """
+
+    def __init__(self, reason: str, cause: str) -> None:
+        super().__init__(f"{reason} ({cause})")
+        self.reason = reason
+
+
 def make_ranges(
     addresses: Sequence[int], num_bytes: ArrayLike, device_ids: ArrayLike = 0
 ) -> RangeTable:
-    """A table of ranges.
+    """Returns a table of ranges.
 
     Args:
-        addresses: of their first bytes.
-        num_bytes: their lengths, or the length of all.
-        device_ids: of their GPUs, or of the one of all.
+        addresses: of the first bytes.
+        num_bytes: one length for each range, or one for all.
+        device_ids: one GPU index for each range, or one for all.
     """
     table = np.empty((len(addresses), 3), np.uint64)
     table[:, 0], table[:, 1], table[:, 2] = addresses, num_bytes, device_ids
@@ -48,81 +72,134 @@ def make_ranges(
 
 
 class PeerTransport(ABC):
-    """One process's agent. Any thread may call any method; peers do not wait for each other.
+    """Reads peers' memory for one process. Any thread may call any method.
 
-    A peer's id names a *generation* of a process: a restart is another peer.
+    Transfers with one peer do not wait for those with another. A peer's id names a *generation*
+    of a process: a process that restarted is another peer.
     """
 
     name: ClassVar[str]
-    """As it stands in URLs."""
+    """The scheme of the connector's URL."""
 
     @abstractmethod
     def register(self, address: int, num_bytes: int, *, device: str) -> None:
-        """Makes memory reachable, once, before use.
+        """Makes own memory usable in transfers; called once for each memory, before its use.
 
         Args:
-            address: of the first byte; the memory stays until `close`.
+            address: of the first byte. The memory must stay allocated until `close`.
             num_bytes: length.
-            device: "cpu" or, say, "cuda:0".
+            device: "cpu" or a GPU such as "cuda:0".
         """
 
     @abstractmethod
     def metadata(self) -> bytes:
-        """What another agent needs to reach this one; after all `register` calls."""
+        """Returns what another process needs to read this one's memory registered so far."""
 
     @abstractmethod
-    def add_peer(self, peer_id: str, metadata: bytes) -> None:
-        """Makes a peer reachable. Adding one that is there does nothing.
+    def add_peer(self, peer_id: str, metadata: bytes, timeout_s: float) -> None:
+        """Connects to a peer and reads some known bytes of it, to find out whether that works.
+
+        Adding a peer again does nothing, unless a read of its memory failed since.
+
+        Args:
+            peer_id: name for `read` and `remove_peer`.
+            metadata: what the peer's `metadata` returned.
+            timeout_s: longest wait for other connections, and again for the known bytes.
 
         Raises:
-            TransferError: it cannot be reached; settled.
+            UnreadablePeerError: its memory cannot be read.
+            TransferError: that could not be found out; settled.
         """
 
     @abstractmethod
     def remove_peer(self, peer_id: str) -> Callable[[], bool]:
-        """Forgets a peer; transfers with it that are under way fail. Unknown ids are fine.
+        """Forgets a peer; reads of its memory that are under way fail. Unknown ids are ignored.
 
         Returns:
-            What tells whether nothing that was begun with it until now can write to memory any
-            more; what is begun when it has been added again does not matter.
-        """
-
-    @abstractmethod
-    def has_settled(self, peer_id: str) -> bool:
-        """Whether nothing that was begun with a peer before it was last removed can write to
-        memory any more: neither this agent's reads nor the peer's own writes to it, if it is gone.
-        """
-
-    @abstractmethod
-    def watch(self, peer_id: str) -> Callable[[], bool] | None:
-        """What tells, whenever it is called, whether a peer's process has ended; None where that
-        cannot be seen, or if the peer is not added.
-
-        It does not block, and goes on telling once the peer is removed.
+            A function that says whether no read begun before the removal can write any more.
         """
 
     @abstractmethod
     def read(
         self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
     ) -> None:
-        """Pulls: copies a peer's ranges into own ones; returns when the bytes are there.
+        """Copies ranges of a peer's memory into own ones; returns when the bytes are there.
 
         Args:
-            peer_id: whose memory `sources` are.
-            sources: what to copy; one to one with the targets, of equal lengths.
-            targets: where to.
+            peer_id: the peer whose memory `sources` are.
+            sources: what to copy.
+            targets: where to copy it; range by range as long as `sources`.
             timeout_s: longest wait.
 
         Raises:
-            TransferError: see there.
+            TransferError: not all bytes arrived.
         """
 
     @abstractmethod
-    def write(
-        self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
-    ) -> None:
-        """Pushes: as `read`, with own sources and a peer's targets."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Gives up what is under way, within bounded time. Idempotent."""
+        """Ends all transfers, within bounded time. Idempotent."""
+
+
+@dataclass(slots=True, eq=False)
+class _Doubt:
+    """A read that may still write.
+
+    Attributes:
+        ask: returns whether it has settled.
+        settled: set once it has.
+    """
+
+    ask: Callable[[], bool]
+    settled: threading.Event = field(default_factory=threading.Event)
+
+
+class SettlementWatch:
+    """Asks every half second whether reads in doubt have settled, and wakes the engine then.
+
+    The thread that asks lives only while there are such reads.
+
+    Args:
+        wake: called when a read has settled.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._open: list[_Doubt] = []
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Number of reads that have not settled."""
+        return len(self._open)
+
+    def add(self, ask: Callable[[], bool]) -> Callable[[], bool]:
+        """Starts to call `ask`; returns a function that says whether it has returned True."""
+        doubt = _Doubt(ask)
+        with self._lock:
+            self._open.append(doubt)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="baton-kv-settle", daemon=True
+                )
+                self._thread.start()
+        return doubt.settled.is_set
+
+    def close(self) -> None:
+        """Ends the thread; reads that have not settled count as in doubt for good. Idempotent."""
+        self._closed.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_PERIOD_S):
+            for doubt in [doubt for doubt in self._open if doubt.ask()]:
+                doubt.settled.set()
+                self._open.remove(doubt)
+                self._wake()
+            with self._lock:
+                if not self._open:
+                    self._thread = None
+                    return

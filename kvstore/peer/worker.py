@@ -1,16 +1,20 @@
-"""`PeerConnectorWorker`: lends blocks of its pool to peers, and loads those of others.
+"""`PeerConnectorWorker`: lends blocks of its pool to peers, and loads blocks of theirs.
 
     lending   save jobs -> `Lender` -> `LeaseTable` <- `PeerServicer` <- readers
     reading   load jobs -> `StagedMover` -> `PeerBackend` -> `DataPlane` -> peers
 
-docs/adr/0019-peer-connectors.md says why it is so.
+docs/adr/0019-peer-connectors.md says why.
+
+`open_peer_connector`: from a `grpc://` or `nixl://` URL to both halves of the connector.
 """
 
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connector import KvConnectorWorker
+from typing_extensions import override
+
+from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
 from kvstore.jobs import ConnectorWork, LookupResult, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.measured import MeasuredBackend
@@ -21,32 +25,31 @@ from kvstore.peer.address import PeerAddress, PeerUrl
 from kvstore.peer.lending import LendingSide, describe_layout
 from kvstore.peer.open_reads import OpenReads, ReadCloser
 from kvstore.peer.peers import Peers
-from kvstore.peer.planes import DataPlane, GrpcPlane, PeerBackend, PullPlane, PushPlane
+from kvstore.peer.planes import DataPlane, GrpcPlane, PeerBackend, PullPlane
 from kvstore.peer.renewals import Renewals
-from kvstore.peer.settlements import Settlements
-from kvstore.peer.transport import PeerTransport
+from kvstore.peer.transport import PeerTransport, SettlementWatch
 from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier
 
-__all__ = ["PeerConnectorWorker"]
+__all__ = ["PeerConnectorWorker", "open_peer_connector"]
 
 _GENERATION_BYTES = 16
-# A load has two calls at most: one from a silent peer leaves threads for the others.
+# A load makes two calls at most: one from a silent peer leaves threads for the others.
 _NUM_IO_THREADS = 4
 
-# Memory that peers may write to after its connector was closed: nobody else gets it.
+# Memory that something may write to after its connector was closed: it is never freed.
 _still_written_to: list[Any] = []
 
 
 class PeerConnectorWorker(KvConnectorWorker):
-    """One process's end of a peer connector; it listens from its construction on.
+    """One process's end of a peer connector. It listens from its construction on.
 
     Args:
-        url: how.
-        transport: what moves bytes, closed with the worker; None for grpc itself.
-        make_copier: what copies the objects of a pool that is cut so.
+        url: where to listen, and all options.
+        transport: reads peers' memory, and is closed with the worker; None for `grpc://`.
+        make_copier: makes what copies objects between the pool and segments.
 
     Raises:
         ConfigurationError: it cannot listen there.
@@ -62,21 +65,17 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._transport = transport
         self._metrics: TransferMetrics | None = None
         self._answers: list[LookupResult] = []
-        self._kept: Any = None  # of `_still_written_to`
+        self._kept: Any = None  # this worker's entry in `_still_written_to`
         self._lending = LendingSide(
             url, os.urandom(_GENERATION_BYTES), transport, self._wake_engine
         )
         self._peers = Peers(transport)
         self._renewals = Renewals(self._peers, url.timeout_s)
-        self._settlements = Settlements(self._wake_engine)
+        self._settlements = SettlementWatch(self._wake_engine)
         self._closer = ReadCloser(self._peers)
         self._reads = OpenReads(self._closer)
         self._backend = PeerBackend(
-            self._peers,
-            self._open_plane(url.mode),
-            self._renewals,
-            self._lending.lender,
-            url.timeout_s,
+            self._peers, self._open_plane(), self._renewals, self._lending.lender, url.timeout_s
         )
         self._mover = StagedMover(
             self._backend, self._wake_engine, make_copier, _NUM_IO_THREADS, url.timeout_s
@@ -84,20 +83,21 @@ class PeerConnectorWorker(KvConnectorWorker):
 
     @property
     def address(self) -> PeerAddress:
-        """What handoffs say of this process."""
+        """The address that handoffs carry."""
         return self._lending.address
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
-        """See `kvstore.faults.Faultable`."""
+        """Puts something between the mover and its backend; see `kvstore.faults.Faultable`."""
         self._mover.wrap_backend(wrap)
 
+    @override
     def measure(self, metrics: KvMetrics, backend: str) -> None:
-        """See `KvConnectorWorker.measure`."""
         counted = self._metrics = metrics.of(backend)
         self.wrap_backend(lambda inner: MeasuredBackend(inner, counted))
         self._lending.metrics = self._renewals.metrics = counted
         counted.read_breakers = lambda: [("load", self._peers.breaker_counts)]
 
+    @override
     def register_pool(
         self,
         pool: Any,
@@ -105,19 +105,19 @@ class PeerConnectorWorker(KvConnectorWorker):
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
     ) -> None:
-        """See `KvConnectorWorker.register_pool`."""
         cut = PoolCut.of(layout, form, share)
         self._mover.register_pool(pool, layout, form, share)
         self._backend.layout = describe_layout(cut.object_layout)
         self._reads.ranges_per_block = cut.max_runs
         self._lending.register_pool(pool, cut, self._mover.copier, self._mover.staging)
 
+    @override
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """See `KvConnectorWorker.set_waker`."""
         self._wake = wake
 
+    @override
     def start(self, work: ConnectorWork) -> None:
-        """See `KvConnectorWorker.start`. Nothing is found by key, and nothing deleted."""
+        """Starts the work. Look-ups find nothing, and deletes do nothing: leases alone count."""
         if work.lookups:
             self._answers += [LookupResult(lookup.job_id, 0) for lookup in work.lookups]
             self._wake()
@@ -128,8 +128,8 @@ class PeerConnectorWorker(KvConnectorWorker):
         to_gather = self._lending.start(work)
         self._mover.start(work.loads, to_gather, work.cancelled_loads)
 
+    @override
     def poll(self) -> TransferResults:
-        """See `KvConnectorWorker.poll`."""
         lookups, self._answers = tuple(self._answers), []
         loads, gathered = self._mover.poll()
         for load in loads:
@@ -137,13 +137,12 @@ class PeerConnectorWorker(KvConnectorWorker):
         saves, released = self._lending.poll()
         saves += [self._lending.lender.finish(result) for result in gathered]
         if self._metrics is not None:
-            self._metrics.set_quarantined(self._mover.staging.num_quarantined)
             self._metrics.set_in_doubt(self._mover.num_in_doubt)
         doubted = tuple(self._mover.take_doubted())
         return TransferResults(lookups, tuple(loads), tuple(saves), tuple(released), doubted)
 
+    @override
     def close(self) -> None:
-        """See `KvConnectorWorker.close`."""
         self._peers.close()  # ends calls that the threads below wait for
         self._renewals.close()
         self._lending.close()
@@ -155,13 +154,10 @@ class PeerConnectorWorker(KvConnectorWorker):
         if self._transport is not None:
             self._transport.close()
 
-    def _open_plane(self, mode: str) -> DataPlane:
+    def _open_plane(self) -> DataPlane:
         if self._transport is None:
             return GrpcPlane()
-        if mode == "pull":
-            return PullPlane(self._transport, self._settlements, self._reads)
-        generation = self.address.generation
-        return PushPlane(self._transport, self._settlements, self._peers, generation)
+        return PullPlane(self._transport, self._settlements, self._reads)
 
     def _keep_memory(self) -> None:
         if self._kept is None:
@@ -170,3 +166,35 @@ class PeerConnectorWorker(KvConnectorWorker):
 
     def _wake_engine(self) -> None:
         self._wake()
+
+
+def open_peer_connector(url: str) -> tuple[KvConnectorScheduler, KvConnectorWorker]:
+    """Opens both halves, and listens.
+
+    Raises:
+        ConfigurationError: the URL is wrong, the port is in use, or a package is missing.
+    """
+    peer_url = PeerUrl.parse(url)
+    transport = _open_transport(peer_url.scheme)
+    try:
+        worker = PeerConnectorWorker(peer_url, transport)
+    except BaseException:
+        if transport is not None:
+            transport.close()
+        raise
+    scheduler = KvConnectorScheduler(
+        peer_url.scheme,
+        lease_s=peer_url.lease_s,
+        finds_by_key=False,
+        params=worker.address.to_params(peer_url.scheme),
+    )
+    return scheduler, worker
+
+
+def _open_transport(scheme: str) -> PeerTransport | None:
+    """Returns what reads peers' memory; None for `grpc://`."""
+    if scheme == "grpc":
+        return None
+    from kvstore.peer.nixl.transport import NixlTransport
+
+    return NixlTransport()

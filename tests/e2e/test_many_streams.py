@@ -11,7 +11,14 @@ import pytest
 
 from baton import AsyncClient, SamplingParams
 from baton.results import Usage
-from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import (
+    common_pb2,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    request_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.cluster import ServerProcess, running_cluster
 from tests.support.redis_server import RedisServer
@@ -50,18 +57,18 @@ async def prefill_at(server: ServerProcess, request_id: str, prompt: list[int]) 
         info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(
             worker_pb2.GetInfoRequest(), timeout=10
         )
-        request = prefill_pb2.WorkerRequest(
+        spec = request_pb2.RequestSpec(
             request_id=request_id,
-            namespace=info.namespace,
             prompt_token_ids=prompt,
             sampling=common_pb2.SamplingParams(temperature=0.0, seed=0),
-            max_tokens=2,
+            stopping=common_pb2.StoppingParams(max_tokens=2),
+            timeout_ms=60_000,
         )
         events = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
-            prefill_pb2.PrefillRequest(request=request), timeout=30
+            prefill_pb2.PrefillRequest(spec=spec, namespace=info.namespace), timeout=30
         )
         (result,) = [event.result async for event in events if event.HasField("result")]
-        return result.cached_tokens
+        return result.outputs[0].cached_tokens
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from baton.v1 import (
     decode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
+    request_pb2,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -81,27 +82,27 @@ async def namespace_of(channel):
     return (await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)).namespace
 
 
-def worker_request(prompt, namespace):
-    return prefill_pb2.WorkerRequest(
+def spec_of(prompt):
+    return request_pb2.RequestSpec(
         request_id="r",
-        namespace=namespace,
         prompt_token_ids=prompt,
         sampling=common_pb2.SamplingParams(temperature=0.0, seed=0),
-        max_tokens=NUM_TOKENS,
+        stopping=common_pb2.StoppingParams(max_tokens=NUM_TOKENS),
+        timeout_ms=30_000,
     )
 
 
-async def prefilled(channel, request, decode_stream):
+async def prefilled(channel, spec, namespace, decode_stream):
     """The prompt's first tokens and handoff; what is saved is told to decode as it comes."""
     events = {}
-    message = prefill_pb2.PrefillRequest(request=request)
+    message = prefill_pb2.PrefillRequest(spec=spec, namespace=namespace)
     async for response in prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(message, timeout=30):
         kind = response.WhichOneof("event")
         events[kind] = getattr(response, kind)
         if kind == "saved":
             prefetch = decode_pb2.PrefetchKv(blocks=response.saved)
             await decode_stream.write(decode_pb2.ConnectRequest(prefetch=prefetch))
-    return events["result"], events["end"].handoff
+    return events["result"].outputs[0], events["end"].handoff
 
 
 async def test_prefill_hands_over_and_decode_finishes_while_draining(tmp_path):
@@ -116,12 +117,12 @@ async def test_prefill_hands_over_and_decode_finishes_while_draining(tmp_path):
         )
         namespace = await namespace_of(prefill_channel)
         assert namespace == await namespace_of(decode_channel)
-        request = worker_request(prompt, namespace)
+        spec = spec_of(prompt)
         stream = decode_pb2_grpc.DecodeServiceStub(decode_channel).Connect()
-        first, handoff = await prefilled(prefill_channel, request, stream)
+        first, handoff = await prefilled(prefill_channel, spec, namespace, stream)
         assert handoff.num_tokens == len(prompt)
 
-        start = decode_pb2.StartDecode(request=request, handoff=handoff, timeout_ms=30_000)
+        start = decode_pb2.StartDecode(spec=spec, namespace=namespace, handoff=handoff)
         start.candidates.add(output_token_ids=first.token_ids)
         await stream.write(decode_pb2.ConnectRequest(start=start))
         outputs = [(await stream.read()).outputs[0]]

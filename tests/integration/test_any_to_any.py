@@ -20,13 +20,13 @@ from kvstore.connector import KvConnectorScheduler
 from tests.support.checkpoints import prompt_of, reference_greedy, reference_model, tiny_checkpoint
 from tests.support.halved_worker import HalvedWorker
 from tests.support.real_engines import (
-    GREEDY,
     SplitRun,
     build_core,
     hand_over,
     run_all,
     tokens_of,
 )
+from tests.support.requests import engine_request
 
 NUM_TOKENS = 12
 LENGTHS = (1, 7, 8, 9, 16, 31, 33, 43)
@@ -35,10 +35,9 @@ FP8 = "fp8_e4m3"
 
 def make_requests(lengths: tuple[int, ...] = LENGTHS) -> list[EngineRequest]:
     return [
-        EngineRequest(
+        engine_request(
             request_id=f"{length} tokens",
             prompt_token_ids=tuple(prompt_of(length, seed=length)),
-            draw=GREEDY,
             max_tokens=NUM_TOKENS,
         )
         for length in lengths
@@ -63,11 +62,11 @@ def run_split(prefill: EngineCore, decode: EngineCore, *, tells_saved: bool = Tr
 
 def check(split: SplitRun, expected: Callable[[tuple[int, ...]], list[int]]) -> None:
     for request in split.handed.values():
-        outputs = split.outputs[request.request_id]
+        outputs = split.outputs[request.spec.request_id]
         tokens = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
-        assert tokens == expected(request.prompt_token_ids), request.request_id
+        assert tokens == expected(request.spec.prompt_token_ids), request.spec.request_id
         # Nothing is recomputed: the whole prompt came through the connector.
-        assert outputs[0].cached_tokens == len(request.prompt_token_ids)
+        assert outputs[0].cached_tokens == len(request.spec.prompt_token_ids)
 
 
 # Block sizes.
@@ -112,23 +111,25 @@ def test_what_one_engine_saved_another_finds_by_its_keys(tmp_path: Path) -> None
     for core, found in ((first, 0), (second, 32), (second, 32)):
         outputs = run_all(core, requests)
         for request in requests:
-            told = outputs[request.request_id]
-            assert tokens_of(told) == reference_greedy(path, request.prompt_token_ids, NUM_TOKENS)
+            told = outputs[request.spec.request_id]
+            assert tokens_of(told) == reference_greedy(
+                path, request.spec.prompt_token_ids, NUM_TOKENS
+            )
             assert told[0].cached_tokens >= found
     first.close()
     second.close()
 
 
-def test_unlike_forms_refuse_each_other_in_words(tmp_path: Path) -> None:
+def test_unlike_forms_refuse_each_other_by_both_digests(tmp_path: Path) -> None:
     path, url = tiny_checkpoint("llama"), f"memory://{tmp_path.name}"
     prefill = build_core(path, "prefill", block_size=16, kv_connector=url)
     decode = build_core(path, "decode", block_size=32, kv_transfer_dtype=FP8, kv_connector=url)
     (request,) = make_requests((20,))
-    handed = hand_over(request, run_all(prefill, [request])[request.request_id])
+    handed = hand_over(request, run_all(prefill, [request])[request.spec.request_id])
     with pytest.raises(FailedPreconditionError) as caught:
         decode.check(handed)
-    assert "float32, 16 tokens per block" in caught.value.message
-    assert "fp8_e4m3, 32 tokens per block" in caught.value.message
+    ours, theirs = decode.namespace.hex()[:12], prefill.namespace.hex()[:12]
+    assert f"decode has {ours}, prefill sent {theirs}" in caught.value.message
     prefill.close()
     decode.close()
 
@@ -222,7 +223,7 @@ def test_decode_holds_in_8_bits_what_it_would_have_written(tmp_path: Path) -> No
     prefill = build_core(path, "prefill", block_size=16, **flags)
     decode = build_core(path, "decode", block_size=16, kv_cache_dtype=FP8, **flags)
     (request,) = make_requests((60,))
-    handed = hand_over(request, run_all(prefill, [request])[request.request_id])
+    handed = hand_over(request, run_all(prefill, [request])[request.spec.request_id])
     run_all(decode, [handed])
     assert handed.handoff is not None
     theirs, ours = (

@@ -1,4 +1,4 @@
-"""`baton bench gpu --smoke`: each part, tiny, on the CPU; and the command around them."""
+"""`baton bench gpu --smoke`: each part, tiny, on the CPU, and the command."""
 
 import argparse
 import json
@@ -13,8 +13,7 @@ from benchmarks.gpu import run as run_module
 from benchmarks.gpu.parts import kernels as kernels_part
 from benchmarks.gpu.parts import model as model_part
 from benchmarks.gpu.parts import rates, tiers, transformers
-from benchmarks.gpu.parts.registry import Part
-from benchmarks.gpu.plan import SMOKE
+from benchmarks.gpu.plan import SMOKE, Part
 from benchmarks.gpu.record import Record, TimeLeft, read_record
 from benchmarks.model_cost import Ceilings
 from engine.runtime.model_runner import ModelRunner
@@ -68,7 +67,7 @@ def test_a_wrong_kernel_gets_no_figure(record, monkeypatch, name):
     wrong = [result for result in read_record(record._path) if "failed" in result]
     assert wrong
     for result in wrong:
-        assert result["failed"].startswith("not what the reference gives")
+        assert result["failed"].startswith("the result differs from the reference")
         assert "median_us" not in result
 
 
@@ -93,7 +92,7 @@ def test_a_model_is_measured_beside_its_floors(record):
 
 
 def test_the_device_is_measured_on_the_contexts_of_the_engines_steps(record, monkeypatch):
-    calls = []  # of what is measured, each the positions of rows at its decode steps
+    calls = []  # for each measurement, the positions of the rows at its decode steps
     launch = ModelRunner._launch
 
     def launch_noted(runner, batch):
@@ -119,7 +118,7 @@ def test_the_device_is_measured_on_the_contexts_of_the_engines_steps(record, mon
     assert busy == engine
 
 
-def test_a_device_that_is_busier_than_the_engines_step_is_told(record, monkeypatch):
+def test_a_device_that_is_busier_than_the_engines_step_is_reported(record, monkeypatch):
     monkeypatch.setattr(model_part, "time_busy", lambda *calls: [100.0])
     model_part.measure(SMOKE, _CEILINGS, record, "tiny")
     shares = [r["idle_share"] for r in results_of(record) if r["kind"] == "engine step"]
@@ -170,7 +169,7 @@ def test_the_whole_command(tmp_path, capsys):
     assert "nothing failed" in capsys.readouterr().out
 
 
-def test_a_part_that_dies_or_is_late_is_told():
+def test_a_part_that_dies_or_is_late_is_reported():
     dies = Part("dies", "benchmarks.gpu.no_such_module", 1)
     (report,) = run_module.run_parts([dies], is_smoke=True, deadline_s=60.0)
     assert "No module named 'benchmarks.gpu.no_such_module'" in report["problem"]

@@ -1,4 +1,4 @@
-"""`baton bench kernels` on a tiny model, and what it does about kernels that are wrong."""
+"""`baton bench kernels` on a tiny model, and with wrong kernels."""
 
 import json
 
@@ -8,10 +8,10 @@ import torch
 import kernels
 from baton.cli import main
 from benchmarks import ceilings
+from benchmarks.ceilings import kernel_threads, torch_threads
 from benchmarks.kernels import timing
 from benchmarks.kernels.measure import PRIMITIVES
 from benchmarks.models import RANDOM_MODELS
-from benchmarks.threads import kernel_threads, torch_threads
 from kernels import reference
 
 TINY = {
@@ -78,7 +78,7 @@ def test_wrong_kernels_get_no_figures(tmp_path, capsys, monkeypatch):
     assert "Wrong results, not measured" in capsys.readouterr().out
 
 
-def test_bad_threads_are_told(capsys):
+def test_bad_threads_are_refused(capsys):
     assert main(["bench", "kernels", "--num-threads", "0"]) == 2
     assert "--num-threads is 0" in capsys.readouterr().err
 

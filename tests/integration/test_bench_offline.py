@@ -107,7 +107,7 @@ def test_a_workload_that_fails_altogether_is_a_failure(capsys):
     assert "INVALID_ARGUMENT" in capsys.readouterr().out
 
 
-def test_engine_step_tells_where_the_time_goes(tmp_path, capsys):
+def test_engine_step_reports_where_the_time_goes(tmp_path, capsys):
     path = tmp_path / "report.json"
     sizes = ("--batch-size", "1", "3", "--input-len", "8", "--num-steps", "6")
     model = ("--model", str(tiny_checkpoint("llama")))
@@ -142,6 +142,6 @@ def test_profiling_leaves_the_engine_as_it_was(engine):
         ("throughput", ("--block-size", "0"), "--block-size is 0"),
     ],
 )
-def test_bad_flags_are_told(command, flags, message, capsys):
+def test_bad_flags_are_refused(command, flags, message, capsys):
     assert main(["bench", command, *flags]) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`baton bench serve` as a user runs it, against scripted endpoints."""
+"""`baton bench serve` as a user runs it, with scripted endpoints."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_a_router_is_measured(tmp_path, capsys):
     assert all(name in output for name in ("TTFT", "ITL", "TPOT", "E2E", "good requests"))
 
 
-def test_failures_are_told_and_all_of_them_are_a_failure(capsys):
+def test_failures_are_reported_and_all_of_them_are_a_failure(capsys):
     flags = ("--num-requests", "3", "--output-len", "9", "--num-warmups", "0")
     with running_fake_generation() as server:
         assert main(["bench", "serve", "--target", f"grpc://{server.address}", *flags]) == 1
@@ -50,7 +50,7 @@ def test_http_needs_the_size_of_the_vocabulary(capsys):
     assert "fake-http at http://" in capsys.readouterr().out
 
 
-def test_nobody_listens(capsys):
+def test_no_server_listens(capsys):
     assert main(["bench", "serve", "--target", "http://127.0.0.1:1/v1", "--vocab-size", "9"]) == 1
     assert "does not list a model" in capsys.readouterr().err
 
@@ -64,6 +64,6 @@ def test_nobody_listens(capsys):
         (("--target", "somewhere"), "--target is 'somewhere'"),
     ],
 )
-def test_bad_flags_are_told_before_anything_is_sent(flags, message, capsys):
+def test_bad_flags_are_refused_before_anything_is_sent(flags, message, capsys):
     assert main(["bench", "serve", *flags]) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the load generator speaks to: tokens are counted by their ids, and nothing lost passes."""
+"""Endpoints of the load generator: tokens are counted by their ids, and losses are errors."""
 
 import pytest
 
@@ -44,7 +44,7 @@ TEXT = {"choices": [{"text": "x"}]}
         ([TEXT, TEXT, TEXT, {"choices": [], "usage": {"completion_tokens": 3}}], 1),
     ],
 )
-async def test_tokens_are_counted_by_what_the_server_tells(endpoint, events, num_first):
+async def test_tokens_are_counted_by_what_the_server_reports(endpoint, events, num_first):
     endpoint.events = [*events, "[DONE]"]
     record = await record_of(endpoint.url)
     assert record.error is None
@@ -76,7 +76,7 @@ async def test_the_key_is_sent(endpoint, monkeypatch):
         ([by_ids(4), "[DONE]"], "1 tokens came, 3 were asked for"),
         ([by_ids(4, 5, 6, 7), "[DONE]"], "4 tokens came, 3 were asked for"),
         ([by_ids(4, 5, 6)], "the stream ended before"),
-        ([TEXT, TEXT, TEXT, "[DONE]"], "the server tells neither token ids nor usage"),
+        ([TEXT, TEXT, TEXT, "[DONE]"], "the server sends neither token ids nor usage"),
         ([TEXT, by_usage(3), "[DONE]"], "1 messages brought 3 tokens"),
         ([{"error": {"message": "out of memory"}}, "[DONE]"], "out of memory"),
         (["<html>", "[DONE]"], "in the stream: <html>"),
@@ -93,7 +93,7 @@ async def test_a_refusal_is_an_error_with_its_reason(endpoint):
     assert (await record_of(endpoint.url)).error.startswith("HTTP 429: ")
 
 
-async def test_http_that_nobody_serves():
+async def test_http_without_a_server():
     async with opened_target("http://127.0.0.1:1/v1", "") as target:
         with pytest.raises(UnavailableError, match="does not list a model"):
             await target.describe()
@@ -118,11 +118,11 @@ async def test_a_router_streams_tokens():
         assert short.error == "3 tokens came, 4 were asked for"
 
 
-async def test_a_router_that_nobody_serves():
+async def test_grpc_without_a_router():
     assert (await record_of("grpc://127.0.0.1:1")).error.startswith("UNAVAILABLE")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "grpc://", "grpc://host:1/v1", "ftp://host/v1"])
-def test_a_target_that_is_none_is_told(url):
+def test_a_malformed_target_is_refused(url):
     with pytest.raises(ConfigurationError, match="--target is"):
         open_target(url, "")

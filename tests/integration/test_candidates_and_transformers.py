@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import DrawParams
 from engine.core import EngineCore
 from engine.request import (
-    BeamSearchParams,
     CandidateProgress,
     EngineRequest,
     FinishReason,
@@ -23,11 +21,12 @@ from engine.request import (
 )
 from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
 from tests.support.real_engines import Outputs, build_core, hand_over, run_all, tokens_of
+from tests.support.requests import changed, engine_request
 
 WIDTH = 4
 NUM_TOKENS = 12
 PROMPTS = (1, 8, 21, 40)
-WARM = DrawParams(temperature=1.0, top_k=0, top_p=0.95, seed=2**40 + 7)
+WARM = {"temperature": 1.0, "top_p": 0.95, "seed": 2**40 + 7}
 SWAP = {"preemption_mode": "swap", "swap_space": 2**26}
 LOADS = {
     "roomy": {},
@@ -58,33 +57,31 @@ def _engine(variant: str, role: str = "both", **flags: object) -> Iterator[Engin
         core.close()
 
 
-def _beam_request(length: int, params: BeamSearchParams, **fields: Any) -> EngineRequest:
-    return EngineRequest(
+def _beam_request(length: int, **fields: Any) -> EngineRequest:
+    return engine_request(
         request_id=f"beams {length}",
         prompt_token_ids=tuple(prompt_of(length)),
-        draw=replace(WARM, temperature=0.0),
         max_tokens=NUM_TOKENS,
-        num_candidates=WIDTH,
-        num_returned=WIDTH,
-        beam_search=params,
+        n=WIDTH,
+        beam_width=WIDTH,
         **fields,
     )
 
 
 def _sample_request(length: int, num_returned: int, **fields: Any) -> EngineRequest:
-    return EngineRequest(
+    return engine_request(
         request_id=f"sample {length} {num_returned}",
         prompt_token_ids=tuple(prompt_of(length, seed=length)),
-        draw=WARM,
         max_tokens=NUM_TOKENS,
-        num_candidates=WIDTH,
-        num_returned=num_returned,
+        n=num_returned,
+        best_of=WIDTH,
+        **WARM,
         **fields,
     )
 
 
 def _all_requests() -> list[EngineRequest]:
-    beams = [_beam_request(length, BeamSearchParams()) for length in PROMPTS]
+    beams = [_beam_request(length) for length in PROMPTS]
     samples = [_sample_request(length, n) for length in PROMPTS for n in (2, WIDTH)]
     return beams + samples
 
@@ -111,21 +108,20 @@ def _same(found: Outputs, expected: Outputs) -> None:
 def _stops(variant: str) -> frozenset[int]:
     """Tokens that beams of the shortest prompt really reach."""
     with _engine(variant) as core:
-        outputs = run_all(core, [_beam_request(1, BeamSearchParams())])["beams 1"]
+        outputs = run_all(core, [_beam_request(1)])["beams 1"]
         candidates = _candidates(outputs)
     return frozenset({candidates[0][0][5], candidates[1][0][-1]})
 
 
 def _transformers_beams(path: Path, request: EngineRequest) -> list[tuple[list[int], float]]:
-    params = request.beam_search
-    assert params is not None
+    params = request.spec.params
     output = reference_model(path).generate(
-        torch.tensor([request.prompt_token_ids]),
-        attention_mask=torch.ones(1, len(request.prompt_token_ids), dtype=torch.int64),
+        torch.tensor([request.spec.prompt_token_ids]),
+        attention_mask=torch.ones(1, len(request.spec.prompt_token_ids), dtype=torch.int64),
         do_sample=False,
         num_beams=WIDTH,
         num_return_sequences=WIDTH,
-        eos_token_id=sorted(request.stop_token_ids) or None,
+        eos_token_id=sorted(request.spec.stop_token_ids) or None,
         pad_token_id=0,
         max_new_tokens=NUM_TOKENS,
         length_penalty=params.length_penalty,
@@ -133,8 +129,8 @@ def _transformers_beams(path: Path, request: EngineRequest) -> list[tuple[list[i
         return_dict_in_generate=True,
         output_scores=True,
     )
-    rows = output.sequences[:, len(request.prompt_token_ids) :].tolist()
-    ends = [_end(row, request.stop_token_ids) for row in rows]
+    rows = output.sequences[:, len(request.spec.prompt_token_ids) :].tolist()
+    ends = [_end(row, request.spec.stop_token_ids) for row in rows]
     scores = output.sequences_scores.tolist()
     return [(row[:end], score) for row, end, score in zip(rows, ends, scores, strict=True)]
 
@@ -152,13 +148,15 @@ def _end(row: list[int], stops: frozenset[int]) -> int:
 def test_beam_search_equals_transformers(
     variant: str, length_penalty: float, early_stopping: bool | str
 ) -> None:
-    params = BeamSearchParams(length_penalty, early_stopping)
-    requests = [_beam_request(length, params, stop_token_ids=_stops(variant)) for length in PROMPTS]
+    fields = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    requests = [
+        _beam_request(length, stop_token_ids=_stops(variant), **fields) for length in PROMPTS
+    ]
     with _engine(variant) as core:
         outputs = run_all(core, requests)
     for request in requests:
         expected = _transformers_beams(tiny_checkpoint(variant), request)
-        found = _candidates(outputs[request.request_id])
+        found = _candidates(outputs[request.spec.request_id])
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
         assert [score for _, score in found] == pytest.approx(
             [score for _, score in expected], abs=1e-4, rel=1e-6
@@ -168,7 +166,7 @@ def test_beam_search_equals_transformers(
 @cache
 def _reference(variant: str) -> Outputs:
     with _engine(variant, enable_prefix_caching=False) as core:
-        return {r.request_id: run_all(core, [r])[r.request_id] for r in _all_requests()}
+        return {r.spec.request_id: run_all(core, [r])[r.spec.request_id] for r in _all_requests()}
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -193,20 +191,22 @@ def test_two_tiers_give_the_candidates_of_one(variant: str, tmp_path: Path) -> N
         _engine(variant, "decode", kv_connector=url) as decode,
     ):
         answers = run_all(prefill, requests)
-        handed = [hand_over(request, answers[request.request_id]) for request in requests]
+        handed = [hand_over(request, answers[request.spec.request_id]) for request in requests]
         outputs = run_all(decode, handed)
         for request in handed:
-            assert outputs[request.request_id][0].cached_tokens == len(request.prompt_token_ids)
-    whole = {r.request_id: _with_first_tokens(r, outputs[r.request_id]) for r in handed}
+            assert outputs[request.spec.request_id][0].cached_tokens == len(
+                request.spec.prompt_token_ids
+            )
+    whole = {r.spec.request_id: _with_first_tokens(r, outputs[r.spec.request_id]) for r in handed}
     _same(whole, _reference(variant))
 
 
 def _with_first_tokens(request: EngineRequest, outputs: list[RequestOutput]) -> list[RequestOutput]:
     """What the client sees: prefill's tokens first, where candidates are streamed."""
-    if request.is_ranked:
+    if request.spec.params.is_ranked:
         return outputs
     first = [
-        RequestOutput(request.request_id, progress.index, progress.output_token_ids)
+        RequestOutput(request.spec.request_id, progress.index, progress.output_token_ids)
         for progress in request.progress
     ]
     return first + outputs
@@ -214,10 +214,10 @@ def _with_first_tokens(request: EngineRequest, outputs: list[RequestOutput]) -> 
 
 def test_the_first_of_many_is_the_one_of_a_single_request() -> None:
     request = _sample_request(21, WIDTH)
-    single = replace(request, num_candidates=1, num_returned=1)
+    single = changed(request, n=1, best_of=1)
     with _engine("llama") as core:
-        many = _candidates(run_all(core, [request])[request.request_id])
-        (alone,) = _candidates(run_all(core, [single])[request.request_id])
+        many = _candidates(run_all(core, [request])[request.spec.request_id])
+        (alone,) = _candidates(run_all(core, [single])[request.spec.request_id])
     assert many[0] == alone
     assert len({tuple(tokens) for tokens, _ in many}) > 1
 
@@ -226,7 +226,7 @@ def test_a_resumed_request_goes_on_with_the_same_tokens() -> None:
     """As after the loss of a replica: each candidate so far, one of them further than others."""
     request = _sample_request(21, WIDTH)
     with _engine("llama") as core:
-        whole = run_all(core, [request])[request.request_id]
+        whole = run_all(core, [request])[request.spec.request_id]
         expected = [tokens for tokens, _ in _candidates(whole)]
     lengths = (1, 5, 3, 5)
     progress = tuple(
@@ -235,7 +235,7 @@ def test_a_resumed_request_goes_on_with_the_same_tokens() -> None:
     )
     resumed = replace(request, progress=progress)
     with _engine("llama") as core:
-        outputs = run_all(core, [resumed])[request.request_id]
+        outputs = run_all(core, [resumed])[request.spec.request_id]
     for index, length in enumerate(lengths):
         assert tokens_of(outputs, index) == expected[index][length:]
 
@@ -244,8 +244,8 @@ def test_best_of_returns_the_likeliest() -> None:
     """Against log-probabilities that `transformers` gives the same tokens."""
     some, every = _sample_request(21, 2), _sample_request(21, WIDTH)
     with _engine("llama") as core:
-        best = _candidates(run_all(core, [some])[some.request_id])
-        candidates = _candidates(run_all(core, [every])[every.request_id])
+        best = _candidates(run_all(core, [some])[some.spec.request_id])
+        candidates = _candidates(run_all(core, [every])[every.spec.request_id])
     scored = [(_mean_logprob(every, tokens), tokens) for tokens, _ in candidates]
     scored.sort(reverse=True)
     assert [tokens for tokens, _ in best] == [tokens for _, tokens in scored[:2]]
@@ -255,23 +255,23 @@ def test_best_of_returns_the_likeliest() -> None:
 
 
 def _mean_logprob(request: EngineRequest, tokens: list[int]) -> float:
-    whole = torch.tensor([[*request.prompt_token_ids, *tokens]])
+    whole = torch.tensor([[*request.spec.prompt_token_ids, *tokens]])
     with torch.inference_mode():
         logits = reference_model(tiny_checkpoint("llama"))(whole).logits[0]
-    logprobs = logits.float().log_softmax(-1)[len(request.prompt_token_ids) - 1 : -1]
+    logprobs = logits.float().log_softmax(-1)[len(request.spec.prompt_token_ids) - 1 : -1]
     return float(logprobs.gather(1, torch.tensor(tokens).unsqueeze(1)).mean())
 
 
 def test_a_candidate_that_is_given_up_leaves_its_siblings_alone() -> None:
     request = _sample_request(21, WIDTH)
     with _engine("llama") as core:
-        expected = run_all(core, [request])[request.request_id]
+        expected = run_all(core, [request])[request.spec.request_id]
         core.add_request(request)
         outputs: list[RequestOutput] = []
         while core.has_work:
             core.run_step(outputs.extend)
             if len(outputs) >= WIDTH:  # each has a token
-                core.finish_candidate(request.request_id, 1)
+                core.finish_candidate(request.spec.request_id, 1)
         core.scheduler.check()
         assert core.load().num_free_blocks == core.num_blocks
     for index in (0, 2, 3):

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from engine.batch import DrawParams
-from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.devices import IS_CUDA
 from tests.support.real_engines import build_core, run_all
+from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 from tests.support.specializations import recording_versions
 
@@ -32,17 +31,15 @@ PROMPT_LENGTHS = (5, 17, 150, 1, 16)
 def _requests():
     """Greedy ones and draws, with each filter or both; some candidates are compared."""
     return [
-        EngineRequest(
+        engine_request(
             request_id=str(index),
             prompt_token_ids=tuple(prompt_of(length, seed=index)),
-            draw=DrawParams(
-                temperature=float(index % 3 > 0),
-                top_k=20 * (index % 2),
-                top_p=1.0 if index % 4 else 0.9,
-                seed=index,
-            ),
+            temperature=float(index % 3 > 0),
+            top_k=20 * (index % 2),
+            top_p=1.0 if index % 4 else 0.9,
+            seed=index,
             max_tokens=2 + index % 2,
-            num_candidates=1 + index % 3 // 2,
+            best_of=1 + index % 3 // 2,
         )
         for index, length in enumerate(PROMPT_LENGTHS)
     ]

@@ -9,16 +9,17 @@ import grpc
 import pytest
 
 from baton.errors import DeadlineExceededError, ResourceExhaustedError
-from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
+from baton.sampling_params import SamplingParams
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
 from decode_service.router_session import RouterSession
 from decode_service.server import SERVICE_NAMES, add_services
-from engine.request import BeamSearchParams, CandidateProgress, FinishReason, RequestOutput
+from engine.request import CandidateProgress, FinishReason, RequestOutput
 from kvstore.codec import DIGEST_SCHEME
 from kvstore.handoff import KvHandoff, handoff_to_proto
 from rpc.channels import MAX_MESSAGE_BYTES
 from rpc.errors import from_worker_error
 from tests.support.fake_engine import NAMESPACE, FakeEngine, finished, tokens
-from tests.support.rpc_servers import running_server, worker_request
+from tests.support.rpc_servers import running_server, spec_message
 
 SAVED = KvHandoff(
     handoff_id="h",
@@ -33,14 +34,16 @@ SAVED = KvHandoff(
 pytestmark = pytest.mark.timeout(60)
 
 
-def start(request_id, *, timeout_ms=20_000, candidates=(), first_beams=(), handoff=None, **changes):
+def start(
+    request_id, *, namespace=NAMESPACE, candidates=(), first_beams=(), handoff=None, **changes
+):
     return decode_pb2.ConnectRequest(
         start=decode_pb2.StartDecode(
-            request=worker_request(request_id, **changes),
+            spec=spec_message(request_id, **changes),
+            namespace=namespace,
             candidates=candidates,
             first_beams=first_beams,
             handoff=handoff,
-            timeout_ms=timeout_ms,
         )
     )
 
@@ -113,18 +116,18 @@ async def test_start_reaches_the_engine_whole(stub, engine):
     )
     stream = stub.Connect()
     before = time.monotonic()
-    given = decode_pb2.CandidateProgress(index=1, output_token_ids=[9, 8], logprob=-0.5)
+    given = request_pb2.CandidateProgress(index=1, output_token_ids=[9, 8], logprob=-0.5)
     sampling = common_pb2.SamplingParams(seed=1, n=2)
-    candidates = [decode_pb2.CandidateProgress(output_token_ids=[7]), given]
+    candidates = [request_pb2.CandidateProgress(output_token_ids=[7]), given]
     await stream.write(
         start("a", timeout_ms=5000, candidates=candidates, handoff=handoff, sampling=sampling)
     )
     await engine.until(lambda: "a" in engine.live)
     request = engine.live["a"]
     assert request.progress == (CandidateProgress(0, (7,)), CandidateProgress(1, (9, 8), -0.5))
-    assert (request.num_candidates, request.num_returned) == (2, 2)
+    assert request.spec.params.n == 2
     assert request.handoff.handoff_id == "h"
-    assert before + 5 <= request.deadline <= time.monotonic() + 5
+    assert before + 5 <= request.spec.deadline <= time.monotonic() + 5
     stream.cancel()
 
 
@@ -134,13 +137,13 @@ async def test_beams_reach_the_engine(stub, engine):
         beam_width=2, early_stopping=common_pb2.EARLY_STOPPING_NEVER
     )
     sampling = common_pb2.SamplingParams(seed=1, beam_search=beam_search)
-    first_beams = [decode_pb2.FirstBeam(token_id=7, logprob=-0.5)]
+    first_beams = [request_pb2.FirstBeam(token_id=7, logprob=-0.5)]
     await stream.write(start("a", first_beams=first_beams, sampling=sampling))
     await engine.until(lambda: "a" in engine.live)
     request = engine.live["a"]
     assert request.first_beams == ((7, -0.5),)
-    assert request.beam_search == BeamSearchParams(length_penalty=1.0, early_stopping="never")
-    assert (request.num_candidates, request.num_returned) == (2, 1)
+    params = SamplingParams(seed=1, beam_width=2, early_stopping="never", max_tokens=8)
+    assert request.spec.params == params
     stream.cancel()
 
 
@@ -236,9 +239,9 @@ async def test_cancel_ends_a_request_and_its_outputs(stub, engine):
         (start("x", max_tokens=0), grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0"),
         (start("x", timeout_ms=0), grpc.StatusCode.INVALID_ARGUMENT, "timeout_ms is 0"),
         (
-            start("x", namespace=b"?", kv_form="model 1, float16"),
+            start("x", namespace=b"?"),
             grpc.StatusCode.FAILED_PRECONDITION,
-            "the request has model 1, float16 (3f), this replica model 66, float32 (",
+            "the request has 3f, this replica 000102030405",
         ),
         (
             start("x", handoff=prefill_pb2.KvHandoff(format_version=7)),
@@ -253,7 +256,7 @@ async def test_a_bad_start_fails_alone(stub, engine, bad, code, words):
     stream = await connect(stub, engine, "good")
     await stream.write(bad)
     (output,) = (await stream.read()).outputs
-    assert output.request_id == bad.start.request.request_id
+    assert output.request_id == bad.start.spec.request_id
     assert output.finish_reason == common_pb2.FINISH_REASON_ERROR
     assert output.error.code == code.value[0]
     assert words in output.error.message
@@ -300,7 +303,7 @@ async def test_blocks_are_prefetched_before_their_request_starts(stub, engine):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"namespace": b"?" * 32, "kv_form": "model 1"}, "prefill sent model 1"),
+        ({"namespace": b"?" * 32}, "prefill sent 3f3f3f3f3f3f"),
         ({"connector": "redis"}, "decode has memory, prefill sent redis"),
         ({"digest_scheme": "crc"}, "prefill sent crc"),
         ({"format_version": 7}, "prefill sent 7"),

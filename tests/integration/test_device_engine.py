@@ -1,6 +1,5 @@
 """Engines whose steps run as on a GPU, overlapped, against `transformers`: greedy, float32."""
 
-from dataclasses import replace
 from functools import cache
 from itertools import count
 
@@ -8,10 +7,10 @@ import pytest
 import torch
 
 import kernels
-from engine.batch import DrawParams
-from engine.request import BeamSearchParams, EngineRequest, FinishReason
+from engine.request import FinishReason
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
-from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
+from tests.support.real_engines import build_core, run_all, tokens_of
+from tests.support.requests import changed, engine_request
 from tests.support.runner_kinds import use_kind
 
 NUM_TOKENS = 20
@@ -34,10 +33,9 @@ def _reference(variant, length):
 
 def _requests(lengths=LENGTHS, num_tokens=NUM_TOKENS, **fields):
     return [
-        EngineRequest(
+        engine_request(
             request_id=str(length),
             prompt_token_ids=tuple(prompt_of(length, seed=length % 2)),
-            draw=GREEDY,
             max_tokens=num_tokens,
             **fields,
         )
@@ -77,10 +75,9 @@ def test_more_sequences_than_any_graph_holds_and_all_numbers_below(monkeypatch):
     use_kind("device, graphs", monkeypatch)
     core = _build(max_num_seqs=13, max_num_batched_tokens=64, num_gpu_blocks_override=200)
     requests = [
-        EngineRequest(
+        engine_request(
             request_id=str(index),
             prompt_token_ids=tuple(prompt_of(16, seed=0)),
-            draw=GREEDY,
             max_tokens=4 + index,
         )
         for index in range(14)
@@ -92,27 +89,27 @@ def test_more_sequences_than_any_graph_holds_and_all_numbers_below(monkeypatch):
 
 
 _DRAWS = (
-    DrawParams(1.0, 0, 1.0, 2**63 + 5),
-    DrawParams(0.7, 20, 1.0, 6),
-    GREEDY,
-    DrawParams(1.3, 0, 0.8, 7),
-    DrawParams(2.0, 30, 0.9, 8),
+    {"temperature": 1.0, "seed": 2**63 + 5},
+    {"temperature": 0.7, "top_k": 20, "seed": 6},
+    {},
+    {"temperature": 1.3, "top_p": 0.8, "seed": 7},
+    {"temperature": 2.0, "top_k": 30, "top_p": 0.9, "seed": 8},
 )
 
 
 def _mixed_requests():
     """Draws of all kinds, candidates of one prompt, beams."""
     alone = [
-        EngineRequest(
+        engine_request(
             request_id=str(index),
             prompt_token_ids=tuple(prompt_of(9 + index, seed=index)),
-            draw=draw,
             max_tokens=NUM_TOKENS,
+            **draw,
         )
         for index, draw in enumerate(_DRAWS)
     ]
-    several = replace(alone[0], request_id="several", num_candidates=3, num_returned=3)
-    beams = replace(several, request_id="beams", beam_search=BeamSearchParams())
+    several = changed(alone[0], request_id="several", n=3)
+    beams = changed(several, request_id="beams", beam_width=3)
     return [*alone, several, beams]
 
 

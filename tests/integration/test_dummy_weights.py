@@ -8,11 +8,11 @@ import torch
 
 from baton.errors import ConfigurationError
 from engine.config import EngineConfig
-from engine.request import EngineRequest
 from engine.runtime import checkpoint as checkpoint_module
 from engine.runtime.loader import LoadedModel, load_model
 from tests.support.checkpoints import EOS_TOKEN_ID, VARIANTS, tiny_checkpoint
-from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
+from tests.support.real_engines import build_core, run_all, tokens_of
+from tests.support.requests import engine_request
 
 
 @pytest.fixture
@@ -57,9 +57,7 @@ def test_norms_are_ones_and_matrices_differ(folder):
 def test_every_family_generates_finite_tokens(variant, tmp_path):
     shutil.copy(tiny_checkpoint(variant) / "config.json", tmp_path)
     core = build_core(tmp_path, "both", load_format="dummy")
-    request = EngineRequest(
-        request_id="one", prompt_token_ids=tuple(range(20)), draw=GREEDY, max_tokens=3
-    )
+    request = engine_request(request_id="one", prompt_token_ids=tuple(range(20)), max_tokens=3)
     tokens = tokens_of(run_all(core, [request])["one"])
     core.close()
     assert len(tokens) == 3

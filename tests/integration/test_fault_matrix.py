@@ -17,10 +17,11 @@ from kvstore import faults as faulty_backend
 from kvstore.faults import FAULTS
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.kv_urls import fresh_shm_name, kv_urls, with_faults
-from tests.support.real_engines import GREEDY, SplitRun, build_core, run_all, tokens_of
+from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.redis_server import RedisServer
+from tests.support.requests import engine_request
 
-BACKENDS = ("memory", "shm", "file", "redis", "grpc", "nixl pull", "nixl push", "multi")
+BACKENDS = ("memory", "shm", "file", "redis", "grpc", "nixl", "multi")
 # Every backend and every fault meets both.
 POLICIES = ("recompute", "fail")
 CELLS = [
@@ -71,10 +72,9 @@ def make_requests() -> list[EngineRequest]:
         prefix = prefixes[index % 4] if index % 4 < len(prefixes) else []
         suffix = [lots.randrange(256) for _ in range(lots.choice((1, 7, 8, 9, 30)))]
         requests.append(
-            EngineRequest(
+            engine_request(
                 request_id=str(index),
                 prompt_token_ids=(*prefix, *suffix),
-                draw=GREEDY,
                 max_tokens=NUM_TOKENS,
                 deadline=time.monotonic() + DEADLINE_S,
             )

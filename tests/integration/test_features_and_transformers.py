@@ -11,7 +11,8 @@ import pytest
 from engine.core import EngineCore
 from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
-from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
+from tests.support.real_engines import build_core, run_all, tokens_of
+from tests.support.requests import engine_request
 
 NUM_TOKENS = 40
 LENGTHS = (1, 7, 16, 33, 50)
@@ -53,10 +54,9 @@ def _reference(variant: str, length: int) -> list[int]:
 def _requests() -> list[EngineRequest]:
     """Prompts some of which begin alike."""
     return [
-        EngineRequest(
+        engine_request(
             request_id=str(length),
             prompt_token_ids=tuple(prompt_of(length, seed=length % 2)),
-            draw=GREEDY,
             max_tokens=NUM_TOKENS,
         )
         for length in LENGTHS
@@ -117,10 +117,9 @@ def test_blocks_behind_windows_are_released_and_prefixes_still_hit(variant: str)
     flags = {"num_gpu_blocks_override": num_blocks, "max_model_len": 224}
     with _engine(variant, flags) as core:
         for turn in range(2):
-            request = EngineRequest(
+            request = engine_request(
                 request_id="long",
                 prompt_token_ids=tuple(prompt),
-                draw=GREEDY,
                 max_tokens=num_tokens,
             )
             outputs = run_all(core, [request])["long"]
@@ -133,15 +132,11 @@ def test_blocks_behind_windows_are_released_and_prefixes_still_hit(variant: str)
 def test_what_decode_computed_is_found_by_the_next_turn() -> None:
     with _engine("llama", {}) as core:
         prompt = prompt_of(20)
-        first = EngineRequest(
-            request_id="1", prompt_token_ids=tuple(prompt), draw=GREEDY, max_tokens=30
-        )
+        first = engine_request(request_id="1", prompt_token_ids=tuple(prompt), max_tokens=30)
         answer = tokens_of(run_all(core, [first])["1"])
         question = prompt_of(10, seed=5)
         prompt = [*prompt, *answer, *question]
-        second = EngineRequest(
-            request_id="2", prompt_token_ids=tuple(prompt), draw=GREEDY, max_tokens=8
-        )
+        second = engine_request(request_id="2", prompt_token_ids=tuple(prompt), max_tokens=8)
 
         outputs = run_all(core, [second])["2"]
 

@@ -7,7 +7,7 @@ import torch
 
 from baton import LLM, SamplingParams
 from baton.errors import ConfigurationError, InvalidArgumentError
-from engine.request import candidate_seed
+from engine.batch import candidate_seed
 from tests.support.checkpoints import (
     EOS_TOKEN_ID,
     prompt_of,

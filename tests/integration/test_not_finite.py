@@ -8,9 +8,10 @@ from baton.errors import InternalError
 from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest, FinishReason
+from engine.request import FinishReason
 from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
+from tests.support.requests import engine_request
 
 _GREEDY = DrawParams(0.0, 0, 1.0, 0)
 
@@ -35,9 +36,7 @@ def test_only_the_poisoned_request_fails(engine_and_pool):
     prompts = {"good": prompt_of(20, seed=1), "bad": prompt_of(30, seed=2)}
     for request_id, prompt in prompts.items():
         engine.add_request(
-            EngineRequest(
-                request_id=request_id, prompt_token_ids=tuple(prompt), draw=_GREEDY, max_tokens=5
-            )
+            engine_request(request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=5)
         )
     first = []
     engine.run_step(first.extend)

@@ -14,11 +14,13 @@ from kvstore.jobs import ConnectorWork, LoadResult, SaveResult
 from kvstore.layout import FP8, KvLayout
 from kvstore.peer.planes import DataPlane
 from kvstore.peer.service import PeerServicer
+from kvstore.peer.transport import TransferError
 from kvstore.transfer_form import TransferForm
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig, random_pool
 
 MakeRig = Callable[..., PeerRig]
-WAYS = ("grpc", "pull", "push")
+WAYS = ("grpc", "pull", "unreadable")
+"""Blocks come by gRPC, by a transport, or by gRPC because the transport cannot read the peer."""
 
 
 @pytest.fixture
@@ -27,11 +29,10 @@ def make_rig() -> Iterator[MakeRig]:
 
     def make(way: str = "grpc", options: str = "", **arguments: Any) -> PeerRig:
         if way != "grpc":
-            arguments.setdefault("transport", MemoryTransport())
-        scheme = "grpc://" if way == "grpc" else f"nixl://?mode={way}"
-        separator = "&" if "?" in scheme else "?"
-        url = f"{scheme}{separator}{options}" if options else scheme
-        rigs.append(PeerRig(url, **arguments))
+            transport = arguments.setdefault("transport", MemoryTransport())
+            transport.obstacle = "a wall" if way == "unreadable" else ""
+        scheme = "grpc" if way == "grpc" else "nixl"
+        rigs.append(PeerRig(f"{scheme}://?{options}", **arguments))
         return rigs[-1]
 
     yield make
@@ -115,7 +116,7 @@ def test_converted_blocks_come_in_the_answer(make_rig: MakeRig, way: str) -> Non
 def test_the_bytes_of_full_blocks_are_not_copied_to_be_lent(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(), make_rig()
     prefill.publish([3])
-    prefill.pool[3, 0, 0, 0, 0, 0] += 1  # nobody may do that; it shows where the bytes come from
+    prefill.pool[3, 0, 0, 0, 0, 0] += 1  # forbidden: it shows where the bytes come from
     expected = decode.pool.clone()
     expected[9] = 0
 
@@ -137,10 +138,10 @@ def test_a_released_lease_gives_the_blocks_back(make_rig: MakeRig, way: str) -> 
     prefill.run_until(lambda: sorted(prefill.released) == jobs)
     decode.pool[7:10] = math.nan
     expected = decode.pool.clone()
-    expected[7:10] = 0 if way != "push" else math.nan  # what is in place is left as numbers
+    expected[7:10] = 0  # blocks that did not come are left as numbers
 
     assert decode.load(handoff, [7, 8, 9]) == LoadResult(1, 0, "missing")
-    assert torch.equal(decode.pool.nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(decode.pool, expected)
     assert decode.load(prefill.handoff(2, "other"), [7, 8]).num_blocks == 2
     assert other not in prefill.released
 
@@ -207,10 +208,10 @@ def test_a_load_of_many_pieces_asks_once_and_outlives_its_lease(
     prefill.run_until(lambda: prefill.released == [job_id])
 
 
-def test_who_does_not_know_in_how_many_places_blocks_lie_asks_for_few(
+def test_a_reader_that_does_not_know_the_number_of_ranges_asks_for_few_blocks(
     make_rig: MakeRig, asked: list[list[bytes]]
 ) -> None:
-    """An answer is as long as the ranges of its blocks, if the lender's pool is cut."""
+    """The length of an answer grows with the ranges of its blocks, if the lender's pool is cut."""
     layout = KvLayout(64, 32, 64, 1, "float32")
     prefill, decode = (make_rig("pull", layout=layout, num_blocks=12) for _ in range(2))
     prefill.publish(range(12))
@@ -226,7 +227,7 @@ def test_who_does_not_know_in_how_many_places_blocks_lie_asks_for_few(
 def test_a_question_is_not_about_too_many_blocks(
     make_rig: MakeRig, asked: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To answer takes time, in which nothing is moved."""
+    """No bytes move while the peer answers."""
     monkeypatch.setattr("kvstore.peer.open_reads._MAX_BLOCKS", 6)
     layout = LAYOUTS["one block to a segment"]
     prefill, decode = (make_rig("pull", layout=layout, num_blocks=12) for _ in range(2))
@@ -245,7 +246,69 @@ def test_a_read_ends_before_its_lender_cuts_it_off(make_rig: MakeRig) -> None:
     assert 0 < transport.allowed_s[0] <= 1
 
 
-def test_an_end_that_gives_nothing_back_wakes_nobody(make_rig: MakeRig) -> None:
+def test_a_peer_that_cannot_be_read_is_tried_once_and_named_once(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = MemoryTransport()
+    decode = make_rig("unreadable", transport=transport)
+    peers = [make_rig("pull") for _ in range(2)]
+    for prefill in peers:
+        prefill.publish([1, 2])
+        for _ in range(2):
+            assert decode.load(prefill.handoff(2), [4, 5]).num_blocks == 2
+            decode.worker._peers.forget(prefill.worker.address)  # as after some idle time
+    assert transport.connected == [peer.worker.address.peer_id for peer in peers]
+    assert transport.num_moved == 0
+    warnings = [line for line in caplog.messages if "cannot read its memory: a wall" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"KV blocks of {peers[0].worker.address.endpoint} come by gRPC")
+
+
+def test_another_generation_is_tried_anew(make_rig: MakeRig) -> None:
+    transport = MemoryTransport()
+    first, decode = make_rig("pull"), make_rig("unreadable", transport=transport)
+    first.publish([1])
+    assert decode.load(first.handoff(1), [4]).num_blocks == 1
+    transport.obstacle = ""
+    assert decode.load(first.handoff(1), [4]).num_blocks == 1
+    assert transport.num_moved == 0, "what was found out holds"
+
+    second = make_rig("pull")
+    second.publish([1])
+    assert decode.load(second.handoff(1), [4]).num_blocks == 1
+    assert transport.num_moved == 1
+
+
+def test_threads_that_meet_a_peer_together_try_it_once(make_rig: MakeRig) -> None:
+    transport = MemoryTransport()
+    prefill, decode = make_rig("pull"), make_rig("unreadable", transport=transport)
+    prefill.publish(range(4))
+    jobs = [decode.start_load(prefill.handoff(4), range(4 * i, 4 * i + 4)) for i in range(8)]
+    decode.run_until(lambda: len(decode.loads) == len(jobs))
+    assert all(result.num_blocks == 4 for result in decode.loads.values())
+    assert len(transport.connected) == 1
+
+
+def test_a_read_that_fails_has_its_peer_tried_anew(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be unreadable by now."""
+    monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.0)
+    transport = MemoryTransport()
+    prefill, decode = make_rig("pull"), make_rig("pull", transport=transport)
+    prefill.publish([1])
+
+    def lose_the_right() -> None:
+        transport.obstacle = "a wall"
+        raise TransferError("no right", is_settled=True)
+
+    transport.fault = lose_the_right
+    assert decode.load(prefill.handoff(1), [4]).error == "unavailable"
+    assert decode.load(prefill.handoff(1), [4]).num_blocks == 1
+    assert len(transport.connected) == 2
+
+
+def test_the_end_of_an_unknown_lease_does_not_wake_the_engine(make_rig: MakeRig) -> None:
     rig = make_rig()
     job_id = rig.publish(range(2))
     rig.end("lease")

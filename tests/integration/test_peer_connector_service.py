@@ -1,4 +1,4 @@
-"""What a peer answers any reader: deadlines, generations, reads that outlive their lease."""
+"""The peer service: deadlines, generations, reads that outlive their lease, reads in doubt."""
 
 import time
 from collections.abc import Iterator
@@ -14,9 +14,7 @@ from kvstore.jobs import LoadResult
 from kvstore.layout import KvLayout
 from kvstore.peer import worker
 from kvstore.peer.lending import describe_layout
-from kvstore.peer.locations import ranges_to_proto
-from kvstore.peer.transport import TransferError, make_ranges
-from kvstore.quarantine import QUARANTINE_S
+from kvstore.peer.transport import TransferError
 from kvstore.slot import Slot
 from kvstore.transfer_form import TransferForm
 from tests.support.connector_rig import keys
@@ -27,10 +25,10 @@ LARGE = KvLayout(16, 8, 64, 128, "float32")  # blocks of 8 MiB
 
 
 class Reader:
-    """A client that does as it is told, and not as `PeerConnectorWorker` would."""
+    """A bare client of the service, which may do what `PeerConnectorWorker` never does."""
 
     def __init__(self, rig: PeerRig, layout: KvLayout) -> None:
-        # Its window does not grow: what it has not asked for stays with who sends.
+        # Its window does not grow: bytes that it has not read stay with the sender.
         self.channel = grpc.insecure_channel(
             rig.worker.address.endpoint, options=[("grpc.http2.bdp_probe", 0)]
         )
@@ -94,7 +92,6 @@ def test_a_call_needs_a_sensible_deadline(
         lambda: stub.Describe(pb.DescribeRequest(), timeout=timeout_s),
         lambda: stub.OpenBlocks(pb.OpenBlocksRequest(blocks=blocks), timeout=timeout_s),
         lambda: list(stub.ReadBlocks(pb.ReadBlocksRequest(blocks=blocks), timeout=timeout_s)),
-        lambda: stub.PushBlocks(pb.PushBlocksRequest(blocks=blocks), timeout=timeout_s),
     ]
     for call in calls:
         assert status_of(call)[0] is grpc.StatusCode.INVALID_ARGUMENT
@@ -108,8 +105,6 @@ def test_every_call_names_the_generation(prefill: PeerRig, reader: Reader) -> No
         lambda: stub.OpenBlocks(pb.OpenBlocksRequest(blocks=blocks), timeout=timeout_s),
         lambda: stub.CloseBlocks(pb.CloseBlocksRequest(), timeout=timeout_s),
         lambda: list(stub.ReadBlocks(pb.ReadBlocksRequest(blocks=blocks), timeout=timeout_s)),
-        lambda: stub.PushBlocks(pb.PushBlocksRequest(blocks=blocks), timeout=timeout_s),
-        lambda: stub.SettlePush(pb.SettlePushRequest(), timeout=timeout_s),
         lambda: stub.RenewLeases(pb.RenewLeasesRequest(), timeout=timeout_s),
     ]
     for call in calls:
@@ -154,7 +149,7 @@ def test_a_stalled_stream_is_cut_off_and_its_blocks_come_back() -> None:
         received = [len(next(stream).data)]
         prefill.end("lease")
         prefill.run_until(lambda: prefill.released == [job_id], timeout_s=4 * READ_S)
-        prefill.pool.zero_()  # it is somebody else's now
+        prefill.pool.zero_()  # other requests use it now
 
         with pytest.raises(grpc.RpcError) as failed:
             received.extend(len(part.data) for part in stream)
@@ -196,11 +191,11 @@ def test_an_engine_that_does_not_step_holds_readers_up_for_a_bounded_time() -> N
         decode.worker.close()
 
 
-# Transfers of which nobody knows whether they still write.
+# Failed reads that may still write.
 
 
 def forget_kept_memory(closed: Any) -> None:
-    """Of a worker that was closed in doubt, once and again."""
+    """Frees the memory of a worker that was closed in doubt. Closes it once more."""
     closed.close()
     held = worker._still_written_to
     [index] = [index for index, memory in enumerate(held) if memory is closed._kept]
@@ -208,7 +203,7 @@ def forget_kept_memory(closed: Any) -> None:
 
 
 class Doubtful(MemoryTransport):
-    """Reads and writes fail, and go on writing, until `is_well`."""
+    """A transport whose reads fail and do not settle until `recover`."""
 
     def __init__(self) -> None:
         super().__init__(self._fail)
@@ -223,141 +218,50 @@ class Doubtful(MemoryTransport):
         self.is_well = self.settled = True
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
 def test_segments_in_doubt_are_not_used_until_all_has_settled(
-    monkeypatch: pytest.MonkeyPatch, mode: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvstore.mover.staging._NUM_SEGMENTS", 2)
     monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
     monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
     doubtful = Doubtful()
-    transports = (doubtful, MemoryTransport()) if mode == "push" else (MemoryTransport(), doubtful)
-    # What is pulled as it lies in the pool goes by no segment.
-    form = None if mode == "push" else TransferForm(LAYOUT.block_size // 2, LAYOUT.dtype)
+    # Blocks that lie in the pool as they are lent are read in place; these go by segments.
+    form = TransferForm(LAYOUT.block_size // 2, LAYOUT.dtype)
     prefill, decode = (
-        PeerRig(f"nixl://?mode={mode}&timeout_s=20", num_blocks=16, transport=transport, form=form)
-        for transport in transports
+        PeerRig("nixl://?timeout_s=20", num_blocks=16, transport=transport, form=form)
+        for transport in (MemoryTransport(), doubtful)
     )
-    staging = decode.worker._mover.staging
+    mover = decode.worker._mover
     try:
         prefill.publish([1, 2])
         handoff = prefill.handoff(2)
-        while staging.num_quarantined < 2:
-            assert decode.load(handoff, [1, 2]).error == "unavailable"
-        assert staging.take() is None
+        jobs = []
+        while mover.staging._free:
+            jobs.append(decode.start_load(handoff, [1, 2]))
+            decode.run_until(
+                lambda: mover.num_in_doubt == 2 * len(jobs) or jobs[-1] in decode.loads
+            )
+            if jobs[-1] in decode.loads:
+                jobs.pop()  # the breaker was open
+        assert len(jobs) == 2
         num_moved = doubtful.num_moved
         lost = decode.load(handoff, [1, 2])
-        assert lost.error == "unavailable", "at once: there is nothing to wait for"
+        assert lost.error == "unavailable", "at once: the segments may be held for minutes"
+        assert not decode.loads.keys() & set(jobs), "their blocks are held"
 
         doubtful.recover()
+        decode.run_until(lambda: decode.loads.keys() >= set(jobs))
+        assert {decode.loads[job].error for job in jobs} == {"unavailable"}
         decode.run_until(lambda: decode.load(handoff, [1, 2]).num_blocks == 2)
         assert doubtful.num_moved > num_moved
-        assert staging.num_quarantined == 0
+        assert not mover.is_in_doubt
         assert (decode.pool[1:3] == prefill.pool[1:3]).all()
     finally:
         prefill.worker.close()
         decode.worker.close()
 
 
-def test_a_push_whose_peer_is_gone_settles_with_its_generation() -> None:
-    transport = MemoryTransport()
-    prefill = PeerRig("nixl://?mode=push", transport=Doubtful())
-    decode = PeerRig("nixl://?mode=push&timeout_s=1", transport=transport)
-    staging = decode.worker._mover.staging
-    port = prefill.worker.address.endpoint.rpartition(":")[2]
-    try:
-        prefill.publish([1])
-        assert decode.load(prefill.handoff(1), [1]) == LoadResult(0, 0, "unavailable")
-        prefill.worker.close()
-        assert staging.num_quarantined == 1
-        restarted = PeerRig(f"grpc://127.0.0.1:{port}")
-        decode.run_until(lambda: decode.worker._settlements.num_open == 0)
-        restarted.worker.close()
-    finally:
-        prefill.worker.close()
-        decode.worker.close()
-
-
-def test_a_push_whose_peer_has_ended_settles_though_nobody_answers_at_its_address() -> None:
-    transport = MemoryTransport()
-    transport.ended = set()
-    prefill = PeerRig("nixl://?mode=push", transport=Doubtful())
-    decode = PeerRig("nixl://?mode=push&timeout_s=1", transport=transport)
-    staging = decode.worker._mover.staging
-    peer_id = prefill.worker.address.peer_id
-    try:
-        prefill.publish([1])
-        assert decode.load(prefill.handoff(1), [1]) == LoadResult(0, 0, "unavailable")
-        assert list(transport.peers) == [peer_id]
-        prefill.worker.close()
-        assert staging.num_quarantined == 1
-
-        transport.ended.add(peer_id)
-        decode.run_until(lambda: staging.num_quarantined == 0)
-        assert transport.removed == [peer_id], "what is over counts from then on"
-        assert not staging.is_in_doubt
-    finally:
-        prefill.worker.close()
-        decode.worker.close()
-
-
-def test_a_process_that_closed_its_port_and_is_still_there_may_still_write(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
-    monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
-    transport = MemoryTransport()
-    transport.ended = set()
-    prefill = PeerRig("nixl://?mode=push", transport=Doubtful())
-    decode = PeerRig("nixl://?mode=push&timeout_s=1", transport=transport)
-    address = prefill.worker.address
-    port = address.endpoint.rpartition(":")[2]
-    try:
-        prefill.publish([1])
-        assert decode.load(prefill.handoff(1), [1]).error == "unavailable"
-        prefill.worker.close()
-        restarted = PeerRig(f"grpc://127.0.0.1:{port}")
-        decode.run_until(lambda: decode.load(prefill.handoff(1), [1]).error == "missing")
-        (doubt,) = decode.worker._settlements._open
-        assert not doubt.ask()
-        transport.ended.add(address.peer_id)
-        assert doubt.ask()
-        restarted.worker.close()
-    finally:
-        prefill.worker.close()
-        decode.worker.close()
-
-
-def test_pushes_in_doubt_for_good_stop_loads_for_a_bounded_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvstore.mover.staging._NUM_SEGMENTS", 2)
-    monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
-    monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
-    lost, decode, other = (
-        PeerRig("nixl://?mode=push&timeout_s=1", num_blocks=16, transport=transport)
-        for transport in (Doubtful(), MemoryTransport(), MemoryTransport())
-    )
-    staging = decode.worker._mover.staging
-    try:
-        for prefill in (lost, other):
-            prefill.publish([1, 2])
-        while not staging.is_lost:
-            assert decode.load(lost.handoff(2), [1, 2]).error == "unavailable"
-        lost.worker.close()
-        assert decode.load(other.handoff(2), [3, 4]).error == "unavailable"
-
-        staging._quarantine._clock = lambda: time.monotonic() + QUARANTINE_S
-        assert decode.load(other.handoff(2), [3, 4]).num_blocks == 2
-        assert (decode.pool[3:5] == other.pool[1:3]).all()
-        assert staging.num_quarantined == 0
-    finally:
-        for rig in (lost, decode, other):
-            rig.worker.close()
-    forget_kept_memory(decode.worker)
-
-
-def test_a_read_in_doubt_is_told_though_its_peer_is_forgotten_meanwhile() -> None:
+def test_a_read_in_doubt_is_known_though_its_peer_is_forgotten_meanwhile() -> None:
     prefill = PeerRig("nixl://", transport=MemoryTransport())
     transport = Doubtful()
     decode = PeerRig("nixl://", transport=transport)
@@ -392,17 +296,3 @@ def test_memory_in_doubt_outlives_its_connector() -> None:
     for rig in (prefill, decode):
         rig.worker.close()
     forget_kept_memory(decode.worker)
-
-
-def test_a_push_that_was_given_up_never_begins(prefill: PeerRig, reader: Reader) -> None:
-    prefill.publish([1])
-    settle = pb.SettlePushRequest(generation=reader.generation, push_id=b"p")
-    assert reader.stub.SettlePush(settle, timeout=TIMEOUT_S).is_settled
-
-    target = ranges_to_proto(make_ranges([1], LAYOUT.block_bytes))
-    push = pb.PushBlocksRequest(
-        blocks=reader.blocks(1), push_id=b"p", targets=target, timeout_ms=1000
-    )
-    answer = reader.stub.PushBlocks(push, timeout=TIMEOUT_S)
-    assert answer.is_settled
-    assert "given it up" in answer.error

@@ -86,7 +86,7 @@ def test_an_engine_that_cannot_load_says_why(launch):
         peer.wait_until_ready()
 
 
-def test_a_worker_that_ends_without_an_answer_is_told_with_its_log(tmp_path):
+def test_a_worker_that_ends_without_an_answer_is_reported_with_its_log(tmp_path):
     launch = script(tmp_path, "import sys; sys.exit('no memory')")
     with PeerProcess(launch) as peer, pytest.raises(PeerError, match=r"ended unasked; .*odd\.log"):
         peer.wait_until_ready()
@@ -100,7 +100,7 @@ def test_a_worker_that_hangs_is_ended(tmp_path, monkeypatch):
         peer.wait_until_ready()
 
 
-def test_an_engine_whose_threads_go_on_ends_when_told(tmp_path):
+def test_an_engine_whose_threads_continue_ends_when_it_must(tmp_path):
     source = f"""
 import sys, threading
 sys.path.insert(0, {str(WORKERS)!r})

@@ -14,7 +14,7 @@ from kvstore.handoff import KvHandoff
 from prefill_service.server import SERVICE_NAMES, add_services
 from prefill_service.servicer import PrefillServicer
 from tests.support.fake_engine import FakeEngine, finished
-from tests.support.rpc_servers import running_server, worker_request
+from tests.support.rpc_servers import prefill_request, running_server
 
 HANDOFF = KvHandoff(
     handoff_id="h",
@@ -42,8 +42,7 @@ async def stub(engine):
 
 
 def prefill(stub, request_id="r", timeout=20, **changes):
-    request = prefill_pb2.PrefillRequest(request=worker_request(request_id, **changes))
-    return stub.Prefill(request, timeout=timeout)
+    return stub.Prefill(prefill_request(request_id, **changes), timeout=timeout)
 
 
 async def status_of(call):
@@ -79,13 +78,13 @@ async def test_the_first_token_does_not_wait_for_the_transfer(stub, engine):
     assert (await call.read()).saved.handoff_id == "part"
     engine.emit(drawn(42, cached_tokens=2, timings=StageTimings(queue_ms=1.0, prefill_ms=2.0)))
     result = (await call.read()).result
-    assert list(result.token_ids) == [42]
-    assert not result.candidates
-    assert (result.cached_tokens, result.timings.prefill_ms) == (2, 2.0)
+    (output,) = result.outputs
+    assert (list(output.token_ids), output.is_last) == ([42], False)
+    assert (output.cached_tokens, output.timings.prefill_ms) == (2, 2.0)
     engine.emit(handed_over())
     end = (await call.read()).end
     assert end.handoff.block_keys == [b"k" * 32]
-    assert (end.timings.queue_ms, end.timings.transfer_ms) == (1.0, 3.0)
+    assert (end.output.timings.queue_ms, end.output.timings.transfer_ms) == (1.0, 3.0)
     assert await call.read() is grpc.aio.EOF
     assert await call.code() is grpc.StatusCode.OK
     assert not engine.aborted
@@ -95,11 +94,13 @@ async def test_the_first_token_does_not_wait_for_the_transfer(stub, engine):
 async def test_ranked_first_tokens_come_with_log_probabilities(stub, engine):
     sampling = common_pb2.SamplingParams(seed=1, best_of=2)
     call = prefill(stub, sampling=sampling)
-    assert (await admitted(engine)).num_candidates == 2
+    assert (await admitted(engine)).spec.params.num_candidates == 2
     engine.emit(drawn(42, 43, logprobs=(-0.5, -1.5)))
     result = (await call.read()).result
-    assert list(result.token_ids) == [42, 43]
-    assert list(result.logprobs) == [-0.5, -1.5]
+    begun = [(list(c.output_token_ids), c.logprob) for c in result.candidates]
+    assert begun == [([42], -0.5), ([43], -1.5)]
+    (output,) = result.outputs
+    assert not output.token_ids
     call.cancel()
 
 
@@ -108,9 +109,8 @@ async def test_a_generation_that_is_over_says_so(stub, engine):
     await admitted(engine)
     engine.emit(finished("r", FinishReason.STOP, 2))
     result = (await call.read()).result
-    assert not result.token_ids
-    (candidate,) = result.candidates
-    assert list(candidate.token_ids) == [2]
+    (candidate,) = result.outputs
+    assert (list(candidate.token_ids), candidate.is_last) == ([2], True)
     assert candidate.finish_reason == common_pb2.FINISH_REASON_STOP
     assert await call.read() is grpc.aio.EOF
 
@@ -121,7 +121,7 @@ async def test_a_router_that_does_not_read_gets_every_key_in_few_events(stub, en
     await admitted(engine)
     keys = [index.to_bytes(32) for index in range(4000)]
     for index in range(0, 4000, 2):
-        part = replace(HANDOFF, block_keys=tuple(keys[index : index + 2]), kv_form="f" * 4000)
+        part = replace(HANDOFF, block_keys=tuple(keys[index : index + 2]))
         engine.emit(RequestOutput(request_id="r", saved=part))
         await asyncio.sleep(0)
     engine.emit(drawn(42))
@@ -141,10 +141,9 @@ async def test_a_router_that_does_not_read_gets_every_key_in_few_events(stub, en
 
 async def test_the_callers_deadline_is_the_engines(stub, engine):
     before = time.monotonic()
-    call = prefill(stub, timeout=20)
+    call = prefill(stub, timeout_ms=20_000)
     request = await admitted(engine)
-    # The margin is for the header's rounding of the timeout.
-    assert before + 15 < request.deadline < time.monotonic() + 21
+    assert before + 20 <= request.spec.deadline <= time.monotonic() + 20
     call.cancel()
 
 
@@ -172,8 +171,7 @@ async def test_a_caller_that_goes_away_frees_the_request(engine, end, has_first_
 
 async def test_a_handoff_that_nobody_was_told_of_is_released(engine):
     servicer = PrefillServicer(engine)
-    request = prefill_pb2.PrefillRequest(request=worker_request("r"))
-    messages = servicer.Prefill(request, FakeContext())
+    messages = servicer.Prefill(prefill_request("r"), None)
     reading = asyncio.ensure_future(anext(messages))
     await admitted(engine)
     engine.emit(drawn(42), handed_over())
@@ -181,11 +179,6 @@ async def test_a_handoff_that_nobody_was_told_of_is_released(engine):
     await messages.aclose()  # as when the router is gone
     assert engine.released == ["h"]
     assert not engine.aborted
-
-
-class FakeContext:
-    def time_remaining(self):
-        return 10.0
 
 
 async def test_a_failure_in_the_engine_keeps_its_status(stub, engine):
@@ -205,13 +198,10 @@ async def test_a_refusal_keeps_its_status(stub, engine):
 
 
 async def test_a_foreign_namespace_is_refused_by_both_names(stub, engine):
-    foreign = prefill(stub, namespace=b"\xaa" * 32, kv_form="model 1, float16")
-    code, message = await status_of(foreign)
+    code, message = await status_of(prefill(stub, namespace=b"\xaa" * 32))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "aa" * 32 in message
-    assert engine.namespace.hex() in message
-    assert "the request has model 1, float16" in message
-    assert "this replica model 66, float32 (" in message
+    ours = engine.namespace.hex()[:12]
+    assert f"the request has {'aa' * 6}, this replica {ours}" in message
     assert not engine.live
 
 

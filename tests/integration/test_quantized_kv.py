@@ -19,13 +19,13 @@ from kernels.reference.cache import quantize_kv
 from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
 from tests.support.paged_session import PagedSession, loaded
 from tests.support.real_engines import (
-    GREEDY,
     Outputs,
     build_core,
     hand_over,
     run_all,
     tokens_of,
 )
+from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
 BLOCK_SIZE = 8
@@ -63,10 +63,9 @@ def expected_tokens(variant: str, prompt: tuple[int, ...]) -> list[int]:
 
 def make_requests(lengths: Sequence[int] = LENGTHS) -> list[EngineRequest]:
     return [
-        EngineRequest(
+        engine_request(
             request_id=f"{length} tokens",
             prompt_token_ids=tuple(prompt_of(length, seed=length)),
-            draw=GREEDY,
             max_tokens=NUM_TOKENS,
         )
         for length in lengths
@@ -80,8 +79,10 @@ def build(variant: str, role: str = "both", **flags: object) -> EngineCore:
 
 def check_tokens(variant: str, requests: Sequence[EngineRequest], outputs: Outputs) -> None:
     for request in requests:
-        tokens = tokens_of(outputs[request.request_id])
-        assert tokens == expected_tokens(variant, request.prompt_token_ids), request.request_id
+        tokens = tokens_of(outputs[request.spec.request_id])
+        assert tokens == expected_tokens(variant, request.spec.prompt_token_ids), (
+            request.spec.request_id
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -136,15 +137,15 @@ def test_split_equals_whole(variant: str, tmp_path: Path) -> None:
     prefill, decode = build(variant, "prefill", **flags), build(variant, "decode", **flags)
     requests = make_requests()
     prefilled = run_all(prefill, requests)
-    handed = [hand_over(request, prefilled[request.request_id]) for request in requests]
+    handed = [hand_over(request, prefilled[request.spec.request_id]) for request in requests]
     decoded = run_all(decode, handed)
     for core in (prefill, decode):
         core.close()
     for request in handed:
-        outputs = decoded[request.request_id]
+        outputs = decoded[request.spec.request_id]
         tokens = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
-        assert tokens == expected_tokens(variant, request.prompt_token_ids)
-        assert outputs[0].cached_tokens == len(request.prompt_token_ids)
+        assert tokens == expected_tokens(variant, request.spec.prompt_token_ids)
+        assert outputs[0].cached_tokens == len(request.spec.prompt_token_ids)
 
 
 def test_a_changed_factor_in_the_store_is_not_attended_to(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_changed_factor_in_the_store_is_not_attended_to(tmp_path: Path) -> Non
     prefill = build("llama", "prefill", **flags)
     decode = build("llama", "decode", kv_load_failure_policy="fail", **flags)
     (request,) = make_requests((43,))
-    handed = hand_over(request, run_all(prefill, [request])[request.request_id])
+    handed = hand_over(request, run_all(prefill, [request])[request.spec.request_id])
     block_bytes = decode.info.layout.block_bytes
     objects = [path for path in tmp_path.rglob("*") if path.is_file()]
     objects = [path for path in objects if path.stat().st_size >= block_bytes]
@@ -161,7 +162,7 @@ def test_a_changed_factor_in_the_store_is_not_attended_to(tmp_path: Path) -> Non
         content = bytearray(path.read_bytes())
         content[-1] ^= 0x40  # the last factor's exponent
         path.write_bytes(content)
-    (output,) = run_all(decode, [handed])[request.request_id]
+    (output,) = run_all(decode, [handed])[request.spec.request_id]
     assert output.finish_reason is FinishReason.ERROR
     assert isinstance(output.error, AbortedError)
     for core in (prefill, decode):
@@ -176,11 +177,11 @@ def test_tiers_of_unlike_types_refuse_each_others_handoffs(
     prefill = build("llama", "prefill", kv_cache_dtype=theirs, kv_connector=url)
     decode = build("llama", "decode", kv_cache_dtype=ours, kv_connector=url)
     (request,) = make_requests((20,))
-    handed = hand_over(request, run_all(prefill, [request])[request.request_id])
+    handed = hand_over(request, run_all(prefill, [request])[request.spec.request_id])
     with pytest.raises(FailedPreconditionError) as caught:
         decode.check(handed)
-    assert decode.namespace.hex() in caught.value.message
-    assert prefill.namespace.hex() in caught.value.message
+    assert decode.namespace.hex()[:12] in caught.value.message
+    assert prefill.namespace.hex()[:12] in caught.value.message
     for core in (prefill, decode):
         core.close()
 

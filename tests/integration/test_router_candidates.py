@@ -77,7 +77,7 @@ async def test_candidates_stream_side_by_side(has_prefill):
     check_stream(responses, [LENGTH] * 3)
     assert responses[-1].usage.completion_tokens == 60
     (start,) = decode.starts
-    assert start.request.sampling.n == 3
+    assert start.spec.sampling.n == 3
     if has_prefill:  # the prompt was computed once, and is handed over once
         assert len(prefill.requests) == 1
         assert given_tokens(start) == {index: SCRIPTS[index][:1] for index in range(3)}
@@ -163,7 +163,7 @@ async def test_a_stop_text_ends_one_candidate_and_tells_decode():
         decode.resume()
         responses = await task
     (start,) = decode.starts
-    assert decode.finished_candidates == [(start.request.request_id, 1)]
+    assert decode.finished_candidates == [(start.spec.request_id, 1)]
     check_stream(responses, [LENGTH, STOP])
     text = "".join(response.text for response in responses if response.index == 1)
     assert text == "abc qui"
@@ -188,7 +188,7 @@ async def test_the_last_candidate_that_a_stop_text_ends_ends_the_request():
         responses = await router.generate(ask(2, max_tokens=200, stop=["!"]))
         await decode.changes.until(lambda: decode.cancels)
     check_stream(responses, [STOP, STOP])
-    worker_id = decode.starts[0].request.request_id
+    worker_id = decode.starts[0].spec.request_id
     assert decode.cancels == [worker_id]
     assert decode.finished_candidates == [(worker_id, 0), (worker_id, 1)]
 
@@ -219,7 +219,7 @@ async def test_candidates_resume_where_a_lost_replica_left_them():
     check_stream(responses, [LENGTH, STOP, LENGTH])
     # What has ended is not sent again, and nobody changes its number.
     assert given_tokens(heir.starts[0]) == {0: scripts[0][:7], 2: scripts[2][:7]}
-    assert heir.starts[0].request.sampling.n == 3
+    assert heir.starts[0].spec.sampling.n == 3
 
 
 @pytest.mark.parametrize("has_prefill", [True, False])

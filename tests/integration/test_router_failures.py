@@ -12,8 +12,8 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from baton.request_spec import client_id_of
 from baton.v1 import common_pb2, generation_pb2_grpc, prefill_pb2
-from engine.wire import client_request_id
 from router import replica as replica_module
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers
@@ -53,10 +53,10 @@ async def test_request_resumes_where_a_lost_decode_replica_left_it(has_prefill):
     assert responses[-1].usage.completion_tokens == 20
     (begun,), (resumed,) = dying.starts, heir.starts
     assert given_tokens(resumed) == {0: SCRIPT[:7]}
-    assert resumed.request.sampling == begun.request.sampling
-    assert resumed.request.max_tokens == 20
-    assert resumed.request.request_id == f"{begun.request.request_id}/1"
-    assert client_request_id(resumed.request.request_id) == "r"
+    assert resumed.spec.sampling == begun.spec.sampling
+    assert resumed.spec.stopping.max_tokens == 20
+    assert resumed.spec.request_id == f"{begun.spec.request_id}/1"
+    assert client_id_of(resumed.spec.request_id) == "r"
     # The partial tail went with the release that followed the first tokens.
     assert not resumed.HasField("handoff")
 
@@ -111,7 +111,7 @@ async def test_losing_the_last_decode_replica_is_unavailable_in_time():
         await decode.stop()
         error = await failed_call(task)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert "no other can go on" in error.details()
+        assert "no other can continue" in error.details()
         # New requests need not wait to know.
         error = await failed_call(router.generate(request()))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -174,7 +174,7 @@ async def test_begun_stream_that_none_takes_in_time_is_unavailable():
     async with running_workers(*workers), running_router(*workers, resume_timeout_s=0.1) as router:
         error = await failed_call(router.generate(request(max_tokens=6)))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "no other can go on" in error.details()
+    assert "no other can continue" in error.details()
 
 
 async def test_engines_that_keep_stopping_under_a_request_abort_it():
@@ -342,7 +342,7 @@ async def test_draining_replica_gets_no_new_work_and_ends_its_own():
     assert not other.starts
 
 
-async def test_a_result_without_tokens_is_a_replicas_failure(caplog):
+async def test_a_result_without_outputs_is_a_replicas_failure(caplog):
     class EmptyPrefill(FakePrefill):
         def _result(self, request):
             return prefill_pb2.PrefillResult()
@@ -351,7 +351,7 @@ async def test_a_result_without_tokens_is_a_replicas_failure(caplog):
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         responses = await router.generate(request(max_tokens=5))
     assert token_ids_of(responses) == SCRIPT[:5]
-    assert "a result without tokens" in caplog.text
+    assert "a result without outputs" in caplog.text
 
 
 # Clients that leave, and deadlines.
@@ -365,7 +365,7 @@ async def test_client_cancel_reaches_decode():
         await decode.changes.until(lambda: decode.num_sent)
         call.cancel()
         await decode.changes.until(lambda: decode.cancels)
-    assert decode.cancels == [decode.starts[0].request.request_id]
+    assert decode.cancels == [decode.starts[0].spec.request_id]
     assert not decode.finished_candidates
 
 
@@ -391,7 +391,7 @@ async def test_requests_without_a_deadline_get_the_default_one(stage):
             await prefill.changes.until(lambda: prefill.num_cancelled)
         else:
             await decode.changes.until(lambda: decode.cancels)
-            assert decode.starts[0].timeout_ms <= 300
+            assert decode.starts[0].spec.timeout_ms <= 300
 
 
 async def test_client_deadline_frees_every_tier():

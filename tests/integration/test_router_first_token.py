@@ -268,10 +268,10 @@ async def test_blocks_that_a_stuck_decode_replica_was_not_told_of_go_with_their_
         (replica,) = router.service.fleet.decode.candidates
         call = router.stub.GenerateStream(request(max_tokens=6), timeout=30)
         await begun(call)
-        assert len(replica._connection._commands) == 1
+        assert len(replica.connection._commands) == 1
         call.cancel()
         await prefill.changes.until(lambda: prefill.released)
-        assert not replica._connection._commands
+        assert not replica.connection._commands
 
 
 async def test_stop_text_in_the_first_token_waits_for_no_transfer():

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,11 +14,10 @@ from router import tier as tier_module
 from router.config import RouterConfig
 from router.decode_stage import DecodeStage
 from router.fleet import Fleet
-from router.held_handoff import HeldHandoff
-from router.prefix_index import PrefixIndex
-from router.preparation import prepare_request
+from router.policy import PrefixIndex
 from router.progress import Progress
-from router.request import GenerationRequest
+from router.replica import HeldHandoff
+from router.request import prepare_request
 from rpc.server_config import ServerConfig
 from tests.support.fake_workers import (
     Changes,
@@ -196,7 +196,7 @@ async def test_another_model_may_follow_once_every_replica_is_gone():
         await router.until_connected(new)
         await router.generate(request(max_tokens=2))
         await new.stop()
-    assert new.starts[0].request.namespace == b"new"
+    assert new.starts[0].namespace == b"new"
 
 
 async def test_restart_forgets_what_the_replica_cached():
@@ -347,7 +347,7 @@ async def test_nothing_is_recorded_of_a_worker_that_died_before_it_was_asked():
         new = await FakeDecode(SCRIPT).start(old.port)
         await until_candidate(fleet, new)
         routed = await routed_request(fleet)
-        progress = Progress(routed.params)
+        progress = Progress(routed.spec.params)
         outputs = DecodeStage(fleet, index, 0).run(routed, replica, progress, HeldHandoff())
         assert [list(output.token_ids) async for output in outputs] == [[i] for i in SCRIPT[:3]]
         assert len(routed.block_keys) == 10
@@ -357,12 +357,7 @@ async def test_nothing_is_recorded_of_a_worker_that_died_before_it_was_asked():
 
 
 async def routed_request(fleet):
-    request = GenerationRequest(
-        request_id="r",
-        prompt=PROMPT_IDS,
-        params=SamplingParams(max_tokens=3),
-        priority=0,
-        cache_salt="",
-    )
-    deadline = asyncio.get_running_loop().time() + 20
-    return await prepare_request(request, tokenizer(), *fleet.require_model(), deadline)
+    message = request(request_id="r")
+    params = SamplingParams(temperature=0, max_tokens=3)
+    deadline = time.monotonic() + 20
+    return await prepare_request(message, params, tokenizer(), *fleet.require_model(), deadline)

@@ -6,8 +6,8 @@ import logging
 import grpc
 import pytest
 
+from baton.request_spec import client_id_of
 from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from engine.wire import client_request_id
 from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import (
     BLOCK_SIZE,
@@ -46,9 +46,9 @@ async def test_remote_prefill_then_decode():
     # Decode got the first token and the handoff, and nothing to compute.
     (start,) = decode.starts
     assert given_tokens(start) == {0: script[:1]}
-    assert start.handoff.handoff_id == f"handoff-{start.request.request_id}"
+    assert start.handoff.handoff_id == f"handoff-{start.spec.request_id}"
     assert prefill.released == [start.handoff.handoff_id]
-    assert 0 < start.timeout_ms <= 31_000  # gRPC rounds timeouts up
+    assert 0 < start.spec.timeout_ms <= 31_000  # gRPC rounds timeouts up
     timings = last.timings
     assert (timings.queue_ms, timings.prefill_ms, timings.transfer_ms) == (1, 2, 3)
     assert timings.load_ms == 30
@@ -64,9 +64,9 @@ async def test_workers_never_see_a_name_twice(caplog):
         for _ in range(2):
             responses = await router.generate(request(request_id="r", max_tokens=5))
             assert responses[-1].request_id == "r"
-    names = {start.request.request_id for start in decode.starts}
+    names = {start.spec.request_id for start in decode.starts}
     assert len(names) == 2
-    assert {client_request_id(name) for name in names} == {"r"}
+    assert {client_id_of(name) for name in names} == {"r"}
     log = [record.getMessage() for record in caplog.records]
     for name in names:  # an operator finds what a worker calls a request
         assert any(f"worker_request_id='{name}'" in line for line in log)
@@ -175,8 +175,8 @@ async def test_stop_text_across_tokens_cuts_text_and_cancels_decode():
     assert text_of(responses) == "abc qui"
     assert responses[-1].finish_reason == common_pb2.FINISH_REASON_STOP
     assert responses[-1].matched_stop.text == "ck br"
-    assert decode.cancels == [decode.starts[0].request.request_id]
-    assert decode.finished_candidates == [(decode.starts[0].request.request_id, 0)], "not aborted"
+    assert decode.cancels == [decode.starts[0].spec.request_id]
+    assert decode.finished_candidates == [(decode.starts[0].spec.request_id, 0)], "not aborted"
     got = token_ids_of(responses)
     assert got == script[: len(got)]
     assert responses[-1].usage.completion_tokens == len(got)
@@ -213,7 +213,7 @@ async def test_seed_is_drawn_once_where_noise_matters():
     assert first.seed != second.seed
     assert given.HasField("seed")
     assert (given.seed, given.top_k, given.top_p) == (0, 7, 1.0)
-    assert [s.request.sampling.seed for s in decode.starts] == [first.seed, second.seed, 0]
+    assert [s.spec.sampling.seed for s in decode.starts] == [first.seed, second.seed, 0]
 
 
 async def test_max_tokens_is_cut_to_the_context_length():

@@ -18,7 +18,8 @@ from kvstore.store import Frame
 from kvstore.store_connector import StoreConnectorWorker
 from kvstore.stores.memory import MemoryStore
 from tests.support.checkpoints import tiny_checkpoint
-from tests.support.real_engines import GREEDY, build_core, hand_over, run_all, tokens_of
+from tests.support.real_engines import build_core, hand_over, run_all, tokens_of
+from tests.support.requests import engine_request
 
 NUM_TOKENS = 4
 PROMPT_TOKENS = 40
@@ -109,10 +110,9 @@ def prefill(model: Path, tmp_path: Path) -> Iterator[EngineCore]:
 
 def _requests(count: int) -> list[EngineRequest]:
     return [
-        EngineRequest(
+        engine_request(
             request_id=f"r{number}",
             prompt_token_ids=tuple((31 * number + 7 * i) % 256 for i in range(PROMPT_TOKENS)),
-            draw=GREEDY,
             max_tokens=NUM_TOKENS,
         )
         for number in range(count)
@@ -127,12 +127,12 @@ def test_a_slow_store_is_given_up_and_used_again_once_it_is_quick(
     expected = {name: tokens_of(out) for name, out in run_all(whole, requests).items()}
     whole.close()
     answers = run_all(prefill, requests)
-    handed = [hand_over(request, answers[request.request_id]) for request in requests]
+    handed = [hand_over(request, answers[request.spec.request_id]) for request in requests]
 
     def check(request: EngineRequest, num_loaded: int) -> None:
         first = [progress.output_token_ids[0] for progress in request.progress]
         tokens, num_cached = decode.run(request)
-        assert (first + tokens, num_cached) == (expected[request.request_id], num_loaded)
+        assert (first + tokens, num_cached) == (expected[request.spec.request_id], num_loaded)
 
     # Those that hang are given up; then none is begun.
     for request in handed[:4]:

@@ -14,8 +14,9 @@ from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from kvstore.jobs import ConnectorWork
 from tests.support.checkpoints import FAMILIES, VARIANTS, reference_greedy, tiny_checkpoint
-from tests.support.real_engines import GREEDY, SplitRun, build_core, run_all, tokens_of
+from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.redis_server import RedisServer
+from tests.support.requests import engine_request
 
 NUM_TOKENS = 12
 CONNECTORS = ("memory", "shm", "file", "redis", "grpc", "nixl")
@@ -32,7 +33,6 @@ def connector_url(
         "redis": redis_server.url,
         "grpc": "grpc://?timeout_s=20",
         "nixl": "nixl://?timeout_s=20",
-        "nixl by pushes": "nixl://?timeout_s=20&mode=push",
     }
     yield urls[request.param]
     if request.param == "shm":
@@ -42,10 +42,9 @@ def connector_url(
 def make_requests(block_size: int) -> list[EngineRequest]:
     lengths = (1, block_size - 1, block_size, block_size + 1, 5 * block_size + 3)
     return [
-        EngineRequest(
+        engine_request(
             request_id=f"{length} tokens",
             prompt_token_ids=tuple((7 * length + 31 * index) % 256 for index in range(length)),
-            draw=GREEDY,
             max_tokens=NUM_TOKENS,
         )
         for length in lengths
@@ -59,7 +58,7 @@ def test_split_equals_transformers(variant: str, connector_url: str, block_size:
     check_split(variant, connector_url, block_size)
 
 
-@pytest.mark.parametrize("connector_url", [*CONNECTORS, "nixl by pushes"], indirect=True)
+@pytest.mark.parametrize("connector_url", CONNECTORS, indirect=True)
 @pytest.mark.parametrize(
     ("variant", "overlapped"),
     [
@@ -77,7 +76,7 @@ def test_split_by_layers_equals_transformers(
     assert any(steps_saved) == (moves_in_place and not overlapped)
 
 
-@pytest.mark.parametrize("connector_url", ["memory", "nixl by pushes"], indirect=True)
+@pytest.mark.parametrize("connector_url", ["memory", "nixl"], indirect=True)
 @pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(FAMILIES)))
 def test_split_equals_transformers_for_variants(variant: str, connector_url: str) -> None:
     check_split(variant, connector_url, 8)
@@ -110,11 +109,11 @@ def check_split(
 
     assert split.num_told > 0
     for request in split.handed.values():
-        outputs = split.outputs[request.request_id]
+        outputs = split.outputs[request.spec.request_id]
         tokens = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
-        assert tokens == reference_greedy(path, request.prompt_token_ids, NUM_TOKENS)
+        assert tokens == reference_greedy(path, request.spec.prompt_token_ids, NUM_TOKENS)
         # Nothing is recomputed: the whole prompt came through the connector.
-        assert outputs[0].cached_tokens == len(request.prompt_token_ids)
+        assert outputs[0].cached_tokens == len(request.spec.prompt_token_ids)
         assert outputs[-1].finish_reason is FinishReason.LENGTH
     return steps_saved
 
@@ -150,5 +149,5 @@ def test_whole_equals_transformers(variant: str, caching: bool, block_size: int)
     for _ in range(2):  # the second time from the prefix cache
         outputs = run_all(core, requests)
         for request in requests:
-            tokens = tokens_of(outputs[request.request_id])
-            assert tokens == reference_greedy(path, request.prompt_token_ids, NUM_TOKENS)
+            tokens = tokens_of(outputs[request.spec.request_id])
+            assert tokens == reference_greedy(path, request.spec.prompt_token_ids, NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""Loads from a backend that tells of more objects than it was asked for, or of fewer."""
+"""Loads from a backend that returns more statuses than were asked for, or fewer."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,7 +17,7 @@ Tell = Callable[[list[GetStatus]], list[GetStatus]]
 
 
 class TellingBackend:
-    """Another one, but for what it tells of fetched objects."""
+    """Wraps a backend and changes the statuses that `fetch` returns."""
 
     def __init__(self, inner: Backend, takes_frames: bool, tell: Tell) -> None:
         self._inner, self._tell = inner, tell

@@ -4,10 +4,9 @@
 
 import pytest
 
-from engine.batch import DrawParams
-from engine.request import EngineRequest
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
-from tests.support.real_engines import GREEDY, build_core, run_all, tokens_of
+from tests.support.real_engines import build_core, run_all, tokens_of
+from tests.support.requests import engine_request
 from tests.support.runner_kinds import use_kind
 
 pytestmark = pytest.mark.slow
@@ -28,11 +27,11 @@ def _tokens(variant, draws, **flags):
     """The tokens of a prompt per draw."""
     core = build_core(tiny_checkpoint(variant), "both", **(FLAGS | flags))
     requests = [
-        EngineRequest(
+        engine_request(
             request_id=str(length),
             prompt_token_ids=tuple(prompt_of(length, seed=length)),
-            draw=draw,
             max_tokens=NUM_TOKENS,
+            **draw,
         )
         for length, draw in zip(LENGTHS, draws, strict=True)
     ]
@@ -62,18 +61,21 @@ def _reference(variant):
 )
 def test_tokens_are_those_of_transformers(variant, kind, monkeypatch):
     use_kind(kind, monkeypatch)
-    assert _tokens(variant, (GREEDY, GREEDY)) == _reference(variant)
+    assert _tokens(variant, ({}, {})) == _reference(variant)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_keeps_to_the_first_choice(dtype, monkeypatch):
     use_kind("triton, eager", monkeypatch)
-    drawn = _tokens("llama", (GREEDY, GREEDY), dtype=dtype)
+    drawn = _tokens("llama", ({}, {}), dtype=dtype)
     assert [tokens[0] for tokens in drawn] == [tokens[0] for tokens in _reference("llama")]
 
 
 def test_draws_are_those_of_torch(monkeypatch):
-    draws = (DrawParams(1.0, 20, 0.9, 2**63 + 1), DrawParams(1.5, 0, 1.0, 7))
+    draws = (
+        {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 2**63 + 1},
+        {"temperature": 1.5, "seed": 7},
+    )
     drawn = []
     for kind in ("device, eager", "triton, graphs"):
         with monkeypatch.context() as patched:
@@ -87,5 +89,5 @@ def test_an_8_bit_cache_gives_the_tokens_of_torch(monkeypatch):
     for kind in ("device, eager", "triton, graphs"):
         with monkeypatch.context() as patched:
             use_kind(kind, patched)
-            drawn.append(_tokens("llama", (GREEDY, GREEDY), kv_cache_dtype="fp8_e4m3"))
+            drawn.append(_tokens("llama", ({}, {}), kv_cache_dtype="fp8_e4m3"))
     assert drawn[0] == drawn[1]

@@ -6,15 +6,15 @@ import grpc
 import pytest
 
 from baton.errors import UnavailableError
-from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
-from engine.wire import engine_request
 from prefill_service.server import SERVICE_NAMES, add_services
 from rpc.channels import open_channel
 from rpc.server import RpcServer
 from rpc.server_config import ServerConfig
 from tests.support.fake_engine import FakeEngine
-from tests.support.rpc_servers import running_server, worker_request
+from tests.support.requests import engine_request
+from tests.support.rpc_servers import prefill_request, running_server
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ async def test_info_and_load(worker, engine):
     assert (info.namespace, info.num_blocks, info.kv_connector) == (engine.namespace, 64, "memory")
     assert list(info.eos_token_ids) == [2]
     assert (info.kv_dtype, info.model_fingerprint, info.layout_version) == ("float32", "66", 1)
-    assert info.kv_form == engine.kv_form
+    assert info.kv_form == engine.form.describe(b"f")
     assert (info.block_size, info.pool_block_size) == (16, 16)
     # 64 blocks of 16 tokens hold more than the 512 that the model takes.
     assert (info.max_pool_tokens, info.max_num_seqs) == (512, 64)
@@ -75,12 +75,12 @@ async def test_an_interval_of_zero_is_refused(worker):
 
 async def test_abort_ends_requests_with_a_reason(served, worker, engine):
     stub = prefill_pb2_grpc.PrefillServiceStub(served[1])
-    call = stub.Prefill(prefill_pb2.PrefillRequest(request=worker_request("r")), timeout=20)
+    call = stub.Prefill(prefill_request("r"), timeout=20)
     async with asyncio.timeout(10):
         await engine.until(lambda: "r" in engine.live)
     answer = await worker.Abort(worker_pb2.AbortRequest(request_ids=["r", "unknown"]), timeout=10)
     assert answer.num_aborted == 1
-    candidates = (await call.read()).result.candidates
+    candidates = (await call.read()).result.outputs
     assert [candidate.finish_reason for candidate in candidates] == [3]  # ABORTED
 
 
@@ -96,8 +96,7 @@ async def test_abort_ends_requests_with_a_reason(served, worker, engine):
 async def test_abort_takes_the_names_of_routers_and_of_clients(worker, engine, named, ended):
     ids = {"c/0123456789abcdef", "c/fedcba9876543210/12", "c/d/0000000000000000", "cc", "c/x/1"}
     for request_id in ids:
-        request = engine_request(worker_request(request_id), deadline=0.0)
-        engine.submit(request, lambda output: None)
+        engine.submit(engine_request(request_id, (5,)), lambda output: None)
     answer = await worker.Abort(worker_pb2.AbortRequest(request_ids=named), timeout=10)
     assert answer.num_aborted == len(ended)
     assert set(engine.live) == ids - ended
@@ -106,13 +105,13 @@ async def test_abort_takes_the_names_of_routers_and_of_clients(worker, engine, n
 async def test_drain_waits_and_turns_health_off(served, worker, engine):
     server, channel = served
     stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-    call = stub.Prefill(prefill_pb2.PrefillRequest(request=worker_request("r")), timeout=20)
+    call = stub.Prefill(prefill_request("r"), timeout=20)
     async with asyncio.timeout(10):
         await engine.until(lambda: "r" in engine.live)
     draining = await worker.Drain(worker_pb2.DrainRequest(timeout_ms=0), timeout=10)
     assert draining.num_remaining == 1
     assert not server.is_serving
-    call_too_late = stub.Prefill(prefill_pb2.PrefillRequest(request=worker_request("s")))
+    call_too_late = stub.Prefill(prefill_request("s"))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call_too_late.read()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

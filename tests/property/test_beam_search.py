@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.sampling_params import SamplingParams
 from engine.beam_search import BeamSearch
-from engine.request import BeamSearchParams
 
-PARAMS = st.builds(
-    BeamSearchParams,
+SCORING = st.builds(
+    dict,
     length_penalty=st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]),
     early_stopping=st.sampled_from([True, False, "never"]),
 )
@@ -50,12 +50,11 @@ def searches(draw):
     table = draw(TABLES)
     stops = draw(st.sets(st.integers(0, table.vocab_size - 1), max_size=table.vocab_size - 1))
     width = draw(st.integers(1, 5))
+    num_returned = draw(st.integers(1, width))
     return table, {
-        "width": width,
-        "num_returned": draw(st.integers(1, width)),
+        "params": SamplingParams(n=num_returned, beam_width=width, **draw(SCORING)),
         "stop_token_ids": frozenset(stops),
         "max_tokens": draw(st.integers(1, 8)),
-        "params": draw(PARAMS),
     }
 
 
@@ -78,8 +77,8 @@ def test_results_are_distinct_ended_scored_and_sorted(drawn):
     results = search.results()
     assert len({result.token_ids for result in results}) == len(results)
     assert sorted((result.score for result in results), reverse=True) == [r.score for r in results]
-    if table.vocab_size >= case["width"]:
-        assert len(results) == case["num_returned"]
+    if table.vocab_size >= case["params"].beam_width:
+        assert len(results) == case["params"].n
     for result in results:
         *others, last = result.token_ids
         assert case["stop_token_ids"].isdisjoint(others)
@@ -97,7 +96,7 @@ def test_running_beams_are_distinct_and_unstopped_and_end_within_max_tokens(draw
     assert len(history) <= case["max_tokens"]
     assert history[-1] == []
     for num_tokens, beams in enumerate(history[:-1], 1):
-        assert 1 <= len(beams) <= case["width"]
+        assert 1 <= len(beams) <= case["params"].beam_width
         assert len(set(beams)) == len(beams)
         assert all(len(beam) == num_tokens for beam in beams)
         assert case["stop_token_ids"].isdisjoint(token_id for beam in beams for token_id in beam)
@@ -120,33 +119,27 @@ def hypotheses(table, stops, max_tokens):
 
 
 @given(
-    st.integers(2, 3), st.integers(0, 2**32), st.sets(st.integers(0, 1)), st.integers(1, 4), PARAMS
+    st.sampled_from([(2, 1), (2, 2), (2, 3), (2, 4), (2, 6), (3, 1), (3, 2), (3, 3)]),
+    st.integers(0, 2**32),
+    st.sets(st.integers(0, 1)),
+    SCORING,
 )
-def test_with_a_beam_for_every_hypothesis_it_finds_all(vocab_size, seed, stops, max_tokens, params):
+def test_with_a_beam_for_every_hypothesis_it_finds_all(sizes, seed, stops, scoring):
+    vocab_size, max_tokens = sizes
     table = Table(vocab_size, seed, num_values=10**9)
     width = vocab_size**max_tokens
-    search = BeamSearch(
-        width=width,
-        num_returned=width,
-        stop_token_ids=frozenset(stops),
-        max_tokens=max_tokens,
-        params=params,
-    )
+    params = SamplingParams(n=width, beam_width=width, **scoring)
+    search = BeamSearch(params, stop_token_ids=frozenset(stops), max_tokens=max_tokens)
     run(search, table, search.num_top)
     found = [result.token_ids for result in search.results()]
     expected = list(hypotheses(table, stops, max_tokens))
     assert found == sorted(expected, key=lambda ids: -table.score(ids, params.length_penalty))
 
 
-@given(TABLES, st.sets(st.integers(0, 8)), st.integers(1, 8), PARAMS)
-def test_a_search_of_width_one_is_greedy(table, stops, max_tokens, params):
-    search = BeamSearch(
-        width=1,
-        num_returned=1,
-        stop_token_ids=frozenset(stops),
-        max_tokens=max_tokens,
-        params=params,
-    )
+@given(TABLES, st.sets(st.integers(0, 8)), st.integers(1, 8), SCORING)
+def test_a_search_of_width_one_is_greedy(table, stops, max_tokens, scoring):
+    params = SamplingParams(beam_width=1, **scoring)
+    search = BeamSearch(params, stop_token_ids=frozenset(stops), max_tokens=max_tokens)
     run(search, table, search.num_top)
     greedy = ()
     while len(greedy) < max_tokens and stops.isdisjoint(greedy):

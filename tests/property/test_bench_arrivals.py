@@ -47,7 +47,7 @@ def test_bursts_keep_the_rate_and_come_together(rate, period_s):
     for index, time_s in enumerate(times(process)):
         number = round(time_s / period_s)
         assert time_s == pytest.approx(number * period_s)
-        # The period that it falls into, at a constant rate.
+        # The period of the arrival at a constant rate.
         assert number * period_s <= index / rate * (1 + 1e-9)
         assert index / rate < (number + 1) * period_s * (1 + 1e-9)
 

@@ -13,14 +13,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from engine.batch import DrawParams
-from engine.request import BeamSearchParams, EngineRequest, RequestOutput
+from engine.request import EngineRequest, RequestOutput
 from engine.runner import ModelInfo
 from engine.validation import num_blocks_needed
 from kvstore.handoff import KvHandoff
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
-from tests.support.fake_model import GREEDY, fake_config, fake_info
+from tests.support.fake_model import fake_config, fake_info
 from tests.support.reference_decoding import candidates, first_beams, progress_of
+from tests.support.requests import changed, engine_request
 
 MAX_MODEL_LEN = 24
 MAX_LIVE = 8
@@ -123,7 +123,7 @@ class Cluster(RuleBasedStateMachine):
         beam_search=st.none()
         | st.none()
         | st.builds(
-            BeamSearchParams,
+            dict,
             length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
             early_stopping=st.sampled_from([True, False, "never"]),
         ),
@@ -142,7 +142,7 @@ class Cluster(RuleBasedStateMachine):
         seed: int,
         num_candidates: int,
         num_returned: int,
-        beam_search: BeamSearchParams | None,
+        beam_search: dict[str, object] | None,
         num_resumed: list[int],
         priority: int,
         salt: str,
@@ -150,14 +150,18 @@ class Cluster(RuleBasedStateMachine):
     ) -> None:
         target = self.engines[engine]
         num_candidates = min(num_candidates, target.config.max_running)
-        request = EngineRequest(
+        request = engine_request(
             request_id="",
             prompt_token_ids=prompt,
-            draw=DrawParams(1.0, 0, 1.0, seed) if seed else GREEDY,
+            temperature=1.0 if seed else 0.0,
+            seed=seed,
             max_tokens=max_tokens,
-            num_candidates=num_candidates,
-            num_returned=min(num_returned, num_candidates),
-            beam_search=beam_search,
+            n=min(num_returned, num_candidates),
+            **(
+                {"best_of": num_candidates}
+                if beam_search is None
+                else {"beam_width": num_candidates} | beam_search
+            ),
             stop_token_ids=stop_token_ids,
             priority=priority,
             cache_salt=salt,
@@ -166,7 +170,7 @@ class Cluster(RuleBasedStateMachine):
         if target.config.role != "prefill":
             request = _resumed(request, num_resumed)
         for _ in range(min(num_copies, MAX_LIVE - len(target.live))):
-            named = replace(request, request_id=self._free_id())
+            named = changed(request, request_id=self._free_id())
             target.add(CheckedRequest.of(named, target.info))
 
     # Steps.
@@ -202,7 +206,7 @@ class Cluster(RuleBasedStateMachine):
 
     def _finish_candidate(self, engine: CheckedEngine, index: int) -> None:
         told = [
-            (checked.request.request_id, candidate)
+            (checked.request.spec.request_id, candidate)
             for checked in engine.live.values()
             for candidate in checked.told.keys() - checked.ended
         ]
@@ -290,7 +294,7 @@ class Cluster(RuleBasedStateMachine):
         if engine.config.role == "prefill":
             return
         requests = [
-            EngineRequest(request_id=f"last {i}", prompt_token_ids=(0,), draw=GREEDY, max_tokens=20)
+            engine_request(request_id=f"last {i}", prompt_token_ids=(0,), max_tokens=20)
             for i in range(count)
         ]
         for request in requests:
@@ -314,7 +318,7 @@ class Cluster(RuleBasedStateMachine):
         if handoff is not None:
             self.handoff_ids.append(handoff.handoff_id)
         request = replace(request, handoff=handoff)
-        if request.beam_search is not None:
+        if request.spec.params.beam_width is not None:
             beams = tuple(zip(output.token_ids, output.logprobs, strict=True))
             request = replace(request, first_beams=beams)
         else:
@@ -332,20 +336,21 @@ class Cluster(RuleBasedStateMachine):
 
 def _blocks_of_largest(info: ModelInfo, config: dict[str, object]) -> int:
     """Returns how many blocks one candidate needs at most."""
-    largest = EngineRequest(
-        request_id="", prompt_token_ids=(0,), draw=GREEDY, max_tokens=MAX_MODEL_LEN
-    )
+    largest = engine_request(request_id="", prompt_token_ids=(0,), max_tokens=MAX_MODEL_LEN)
     engine_config = fake_config(block_size=info.layout.block_size, **config)
-    return num_blocks_needed(largest, engine_config, info)
+    return num_blocks_needed(largest.spec, engine_config, info)
 
 
 def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
     """The request as another replica left it; as it was, where that had done nothing."""
-    if not nums_tokens or request.max_tokens == 1:
+    params = request.spec.params
+    if not nums_tokens or params.max_tokens == 1:
         return request
-    if request.beam_search is not None:
+    if params.beam_width is not None:
         return replace(request, first_beams=first_beams(request))
-    limit = min(request.max_tokens, MAX_MODEL_LEN - len(request.prompt_token_ids)) - 1
+    limit = (
+        min(request.spec.params.max_tokens, MAX_MODEL_LEN - len(request.spec.prompt_token_ids)) - 1
+    )
     every = zip(candidates(request, MAX_MODEL_LEN), nums_tokens * 3, strict=False)
     progress = [
         progress_of(request, index, expected.token_ids[: min(num_tokens, limit)])

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.batch import DrawParams
-from engine.request import BeamSearchParams, EngineRequest
+from engine.request import EngineRequest
 from engine.validation import num_blocks_needed
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
-from tests.support.fake_model import GREEDY, fake_config, fake_info
+from tests.support.fake_model import fake_config, fake_info
+from tests.support.requests import engine_request
 
 MAX_MODEL_LEN = 40
 PLAIN: dict[str, object] = {"enable_prefix_caching": False, "max_num_seqs": 64}
@@ -53,16 +53,21 @@ def requests(draw: st.DrawFn, *, fewest: int = 1) -> list[EngineRequest]:
 def _request(draw: st.DrawFn, request_id: str, start: tuple[int, ...]) -> EngineRequest:
     own = draw(st.lists(st.integers(0, 1), min_size=1, max_size=9))
     num_candidates = draw(st.integers(1, 3))
-    searches = st.builds(BeamSearchParams, early_stopping=st.sampled_from([True, False, "never"]))
+    compared = st.just({"best_of": num_candidates})
+    searched = st.builds(
+        dict,
+        beam_width=st.just(num_candidates),
+        early_stopping=st.sampled_from([True, False, "never"]),
+    )
     seed = draw(st.integers(0, 5))
-    return EngineRequest(
+    return engine_request(
         request_id=request_id,
         prompt_token_ids=(*(start if draw(st.booleans()) else ()), *own),
-        draw=DrawParams(1.0, 0, 1.0, seed) if seed else GREEDY,
+        temperature=1.0 if seed else 0.0,
+        seed=seed,
         max_tokens=draw(st.integers(1, 20) | st.integers(15, 20)),
-        num_candidates=num_candidates,
-        num_returned=draw(st.integers(1, num_candidates)),
-        beam_search=draw(st.one_of(st.none(), st.none(), searches)),
+        n=draw(st.integers(1, num_candidates)),
+        **draw(st.one_of(compared, compared, searched)),
         stop_token_ids=draw(st.sampled_from([frozenset(), frozenset(), frozenset({1})])),
         priority=draw(st.integers(0, 1)),
     )
@@ -90,7 +95,7 @@ def run(
     happened = engine.counts
     happened["preemptions"] = engine.core.load().num_preemptions
     happened["hits"] = engine.core.load().prefix_cache_hits
-    return [engine.finished[request.request_id] for request in asked], happened
+    return [engine.finished[request.spec.request_id] for request in asked], happened
 
 
 def blocks_of_largest(
@@ -98,7 +103,7 @@ def blocks_of_largest(
 ) -> int:
     """Returns the fewest blocks with which each request can run alone."""
     info = fake_info(4, MAX_MODEL_LEN, windows=windows)
-    return max(num_blocks_needed(request, fake_config(**config), info) for request in asked)
+    return max(num_blocks_needed(request.spec, fake_config(**config), info) for request in asked)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

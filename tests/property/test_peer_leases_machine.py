@@ -31,7 +31,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.gone: set[str] = set()
         self.lease_jobs: dict[str, set[int]] = {}
         self.save_of: dict[int, str] = {}
-        self.held: set[int] = set()  # jobs told to be held, not released yet
+        self.held: set[int] = set()  # jobs whose save said is_held, and that are not released yet
         self.over: set[int] = set()  # of them, those whose lease has ended
         self.open: dict[BlockRead, set[int]] = {}
 
@@ -176,7 +176,7 @@ def test_a_lease_that_has_run_out_is_not_found_before_the_sweep_either() -> None
         table.open_read("a", [b"k"], READ_S)
     assert table.renew(["b"]) == ["b"]
     assert table.take_released().job_ids == (0, 1)
-    assert [table.sweep(), table.sweep()] == [2, 0], "each is counted once, whoever found it"
+    assert [table.sweep(), table.sweep()] == [2, 0], "each is counted once"
 
 
 def test_a_read_keeps_what_its_lease_had_lent() -> None:

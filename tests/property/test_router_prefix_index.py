@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.prefix_index import PrefixIndex
+from router.policy import PrefixIndex
 
 CAPACITY = 6
 

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import MAX_STOP_BYTES, MAX_STOPS, SamplingParams
 from baton.v1 import common_pb2, generation_pb2
-from router.request import RequestLimits
+from router.served_model import RequestLimits
 from router.validation import (
     MAX_CACHE_SALT_CHARS,
     MAX_REQUEST_ID_CHARS,
     check_prompt_length,
     check_token_ids,
     fitting_max_tokens,
+    prompt_of,
     validate_generate_request,
 )
 
@@ -48,21 +49,17 @@ def message(**fields):
     priority=st.integers(-(2**31), 2**31 - 1),
 )
 def test_what_the_contract_allows_arrives_unchanged(sampling, stopping, token_ids, priority):
-    request = validate_generate_request(
-        generation_pb2.GenerateRequest(
-            request_id="r",
-            model="m",
-            token_ids=common_pb2.TokenIds(ids=token_ids),
-            sampling=sampling,
-            stopping=stopping,
-            priority=priority,
-            cache_salt="s",
-        ),
-        "m",
+    request = generation_pb2.GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=common_pb2.TokenIds(ids=token_ids),
+        sampling=sampling,
+        stopping=stopping,
+        priority=priority,
+        cache_salt="s",
     )
-    assert list(request.prompt) == token_ids
-    assert (request.request_id, request.priority, request.cache_salt) == ("r", priority, "s")
-    params = request.params
+    params = validate_generate_request(request, "m")
+    assert list(prompt_of(request)) == token_ids
     for field in ("temperature", "top_k", "top_p", "seed"):
         assert getattr(params, field) == getattr(sampling, field)
     for field in ("max_tokens", "ignore_eos"):
@@ -72,9 +69,9 @@ def test_what_the_contract_allows_arrives_unchanged(sampling, stopping, token_id
 
 
 def test_unset_fields_take_defaults_and_explicit_zeros_stay_zeros():
-    assert validate_generate_request(message(), "m").params == SamplingParams()
+    assert validate_generate_request(message(), "m") == SamplingParams()
     zeros = common_pb2.SamplingParams(temperature=0, top_k=0, seed=0)
-    params = validate_generate_request(message(sampling=zeros), "m").params
+    params = validate_generate_request(message(sampling=zeros), "m")
     assert (params.temperature, params.top_k, params.seed) == (0.0, 0, 0)
 
 

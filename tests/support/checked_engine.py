@@ -4,7 +4,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.errors import AbortedError, DeadlineExceededError, InternalError
+import pytest
+
+from baton.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    InternalError,
+    ResourceExhaustedError,
+)
 from engine.core import EngineCore
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, KvEvent
 from engine.request import EngineRequest, FinishReason, RequestOutput
@@ -36,9 +43,9 @@ class CheckedRequest:
     @classmethod
     def of(cls, request: EngineRequest, info: ModelInfo) -> "CheckedRequest":
         self = cls(request, expected_results(request, info.max_model_len))
-        if not request.is_ranked and request.progress:
+        if not request.spec.params.is_ranked and request.progress:
             self.told = {p.index: list(p.output_token_ids) for p in request.progress}
-            self.ended = set(range(request.num_candidates)) - self.told.keys()
+            self.ended = set(range(request.spec.params.num_candidates)) - self.told.keys()
         return self
 
     @property
@@ -49,22 +56,22 @@ class CheckedRequest:
         """Tokens of a candidate, or its end by STOP or LENGTH."""
         index, request = output.index, self.request
         assert index not in self.ended, "a candidate that has ended is told of"
-        assert output.finish_reason or (output.token_ids and not request.is_ranked)
+        assert output.finish_reason or (output.token_ids and not request.spec.params.is_ranked)
         expected, tokens = self.expected[index], self.told.setdefault(index, [])
         tokens += output.token_ids
         assert tuple(tokens) == expected.token_ids[: len(tokens)]
         if output.finish_reason:
-            score = output.score if request.is_ranked else expected.score
+            score = output.score if request.spec.params.is_ranked else expected.score
             assert Expected(tuple(tokens), output.finish_reason, score).same_as(expected)
             self.ended.add(index)
         assert output.is_last == self.is_over
 
     def check_first_tokens(self, output: RequestOutput, info: ModelInfo) -> None:
         """What prefill has drawn is what the candidates, or beams, begin with."""
-        request, is_ranked = self.request, self.request.is_ranked
+        request, is_ranked = self.request, self.request.spec.params.is_ranked
         assert not output.is_last
         assert not self.told
-        if request.beam_search is not None:
+        if request.spec.params.beam_width is not None:
             pairs = tuple(zip(output.token_ids, output.logprobs, strict=True))
             assert pairs == first_beams(request)
             return
@@ -137,17 +144,15 @@ class CheckedEngine:
     # Operations.
 
     def add(self, checked: CheckedRequest) -> None:
-        """Queues a request, which ends at once where it can never fit."""
+        """Queues a request unless it can never fit: the engine refuses it then."""
         request = checked.request
-        needed = num_blocks_needed(request, self.config, self.info)
-        self.live[request.request_id] = checked
-        fits = needed <= self.core.num_blocks
-        if fits:
-            self.core.check(request)
-        outputs = self.core.add_request(request)
-        if not fits:
-            assert [output.finish_reason for output in outputs] == [FinishReason.IGNORED]
-        for output in outputs:
+        if num_blocks_needed(request.spec, self.config, self.info) > self.core.num_blocks:
+            with pytest.raises(ResourceExhaustedError):
+                self.core.check(request)
+            return
+        self.core.check(request)
+        self.live[request.spec.request_id] = checked
+        for output in self.core.add_request(request):
             self._take(output)
 
     def abort(self, request_id: str) -> None:
@@ -265,8 +270,6 @@ class CheckedEngine:
             case FinishReason.ERROR:
                 assert output.is_last
                 self._check_error(checked.request, output)
-            case FinishReason.IGNORED:
-                assert output.is_last
             case unexpected:
                 raise AssertionError(unexpected)
         if output.is_last:
@@ -278,14 +281,14 @@ class CheckedEngine:
         self._num_saved[saved.handoff_id] += len(saved.block_keys)
         num_tokens = self._num_saved[saved.handoff_id] * self.config.transfer_block_size
         assert saved.block_keys
-        assert saved.num_tokens == num_tokens <= len(request.prompt_token_ids)
+        assert saved.num_tokens == num_tokens <= len(request.spec.prompt_token_ids)
         self.saved.append(saved)
 
     def _check_error(self, request: EngineRequest, output: RequestOutput) -> None:
         match output.error:
             case DeadlineExceededError():
-                assert request.deadline is not None
-                assert request.deadline <= self.clock()
+                assert request.spec.deadline is not None
+                assert request.spec.deadline <= self.clock()
             case AbortedError():
                 assert "could not be loaded" in output.error.message
                 assert self.config.kv_load_failure_policy == "fail"

@@ -19,9 +19,10 @@ from kvstore.jobs import (
     TransferResults,
 )
 from kvstore.metrics import TransferMetrics
-from tests.support.fake_model import GREEDY, fake_config, fake_info
+from tests.support.fake_model import fake_config, fake_info
 from tests.support.fake_runner import FakeRunner
 from tests.support.reference_decoding import progress_of
+from tests.support.requests import engine_request
 
 __all__ = ["NAMESPACE", "DrivenScheduler", "handed_over", "request"]
 
@@ -33,24 +34,26 @@ def request(
 ) -> EngineRequest:
     """One whose prompt is `first_token` and ones."""
     prompt = (first_token, *(1,) * (num_tokens - 1))
-    defaults = {"prompt_token_ids": prompt, "draw": GREEDY, "max_tokens": 4}
-    return EngineRequest(request_id=request_id, **(defaults | fields))
+    defaults = {"prompt_token_ids": prompt, "max_tokens": 4}
+    return engine_request(request_id=request_id, **(defaults | fields))
 
 
 def handed_over(request_id: str, num_tokens: int = 10, **fields: object) -> EngineRequest:
     """One that prefill has handed over, with a first token."""
     asked = request(request_id, num_tokens, **fields)
-    keys = BlockKeyChain(NAMESPACE, 4, cache_salt=asked.cache_salt)
+    keys = BlockKeyChain(NAMESPACE, 4, cache_salt=asked.spec.cache_salt)
     handoff = KvHandoff(
         handoff_id="h",
         namespace=NAMESPACE,
-        block_keys=keys.of_prompt(asked.prompt_token_ids, "h"),
+        block_keys=keys.of_prompt(asked.spec.prompt_token_ids, "h"),
         num_tokens=num_tokens,
         connector="fake",
         digest_scheme="xxh3-128",
         lease_ms=1000,
     )
-    begun = tuple(progress_of(asked, index, (0,)) for index in range(asked.num_candidates))
+    begun = tuple(
+        progress_of(asked, index, (0,)) for index in range(asked.spec.params.num_candidates)
+    )
     return replace(asked, progress=begun, handoff=handoff)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.v1 import common_pb2, decode_pb2, request_pb2
 
 
 class FakeCandidates:
@@ -10,11 +10,11 @@ class FakeCandidates:
 
     def __init__(self, worker: Any, start: decode_pb2.StartDecode) -> None:
         self._worker = worker
-        self._request = start.request
+        self._spec = start.spec
         self._is_first = True
-        self._ranked: list[decode_pb2.DecodeOutput] = []
+        self._ranked: list[request_pb2.CandidateOutput] = []
         self._begun = {given.index: list(given.output_token_ids) for given in start.candidates}
-        begins = range(num_candidates(start.request))
+        begins = range(num_candidates(start.spec))
         if start.first_beams:
             self._begun = {index: [start.first_beams[index].token_id] for index in begins}
         self.unfinished = {
@@ -27,13 +27,13 @@ class FakeCandidates:
         """What the candidate that is furthest has."""
         return max(self.unfinished.values())
 
-    def advance(self) -> list[decode_pb2.DecodeOutput]:
+    def advance(self) -> list[request_pb2.CandidateOutput]:
         """One step's outputs."""
         for request_id, index in self._worker.finished_candidates:
-            if request_id == self._request.request_id:
+            if request_id == self._spec.request_id:
                 self.unfinished.pop(index, None)
         outputs = [self._advance(index) for index in list(self.unfinished)]
-        if is_ranked(self._request):
+        if is_ranked(self._spec):
             self._ranked += [output for output in outputs if output.finish_reason]
             outputs = [] if self.unfinished else self._best()
         if outputs:
@@ -41,45 +41,45 @@ class FakeCandidates:
             self._tell_of_prompt(outputs[0])
         return outputs
 
-    def _advance(self, index: int) -> decode_pb2.DecodeOutput:
+    def _advance(self, index: int) -> request_pb2.CandidateOutput:
         position = self.unfinished[index]
         script = self._worker.script_of(index)
-        is_over = position and script[position - 1] in self._request.stop_token_ids
+        is_over = position and script[position - 1] in self._spec.stop_token_ids
         end = position if is_over else position + 1
-        output = decode_pb2.DecodeOutput(
-            request_id=self._request.request_id,
+        output = request_pb2.CandidateOutput(
+            request_id=self._spec.request_id,
             index=index,
-            token_ids=script[:end] if is_ranked(self._request) else script[position:end],
-            finish_reason=self._worker.finish_reason(self._request, end, index),
+            token_ids=script[:end] if is_ranked(self._spec) else script[position:end],
+            finish_reason=self._worker.finish_reason(self._spec, end, index),
         )
         self.unfinished[index] = end
         if output.finish_reason:
             del self.unfinished[index]
         return output
 
-    def _tell_of_prompt(self, output: decode_pb2.DecodeOutput) -> None:
+    def _tell_of_prompt(self, output: request_pb2.CandidateOutput) -> None:
         if self._is_first:
             self._is_first = False
             output.cached_tokens = 2 * self._worker.info.block_size
             output.timings.CopyFrom(common_pb2.Timings(queue_ms=10, prefill_ms=20, load_ms=30))
 
-    def _best(self) -> list[decode_pb2.DecodeOutput]:
+    def _best(self) -> list[request_pb2.CandidateOutput]:
         """The candidates with the highest numbers are the best."""
         best = sorted(self._ranked, key=lambda output: -output.index)
-        best = best[: self._request.sampling.n]
+        best = best[: self._spec.sampling.n]
         for rank, output in enumerate(best):
             output.index, output.score = rank, -0.5 - rank
         return best
 
 
-def num_candidates(request: prefill_pb2.WorkerRequest) -> int:
-    sampling = request.sampling
+def num_candidates(spec: request_pb2.RequestSpec) -> int:
+    sampling = spec.sampling
     return sampling.beam_search.beam_width or sampling.best_of or sampling.n or 1
 
 
-def is_ranked(request: prefill_pb2.WorkerRequest) -> bool:
-    has_beams = request.sampling.HasField("beam_search")
-    return has_beams or num_candidates(request) > (request.sampling.n or 1)
+def is_ranked(spec: request_pb2.RequestSpec) -> bool:
+    has_beams = spec.sampling.HasField("beam_search")
+    return has_beams or num_candidates(spec) > (spec.sampling.n or 1)
 
 
 def given_tokens(start: decode_pb2.StartDecode) -> dict[int, list[int]]:

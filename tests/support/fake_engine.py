@@ -30,7 +30,6 @@ class FakeEngine:
         )
         self.namespace = NAMESPACE
         self.form = TransferForm(block_size=16, dtype="float32")
-        self.kv_form = "model 66, float32"
         self.num_blocks = 64
         self.live: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
@@ -55,10 +54,11 @@ class FakeEngine:
             raise self.refusal
         if self._is_draining:
             raise UnavailableError("this replica takes no new requests")
-        if request.request_id in self.live:
+        request_id = request.spec.request_id
+        if request_id in self.live:
             raise InvalidArgumentError("request_id is not unique")
-        self.live[request.request_id] = request
-        self.handlers[request.request_id] = on_output
+        self.live[request_id] = request
+        self.handlers[request_id] = on_output
         self._notify()
 
     @property
@@ -84,7 +84,7 @@ class FakeEngine:
         self._notify()
 
     def prefetch(self, handoff: KvHandoff) -> None:
-        handoff.check_compatible(namespace=self.namespace, connector="memory", kv_form=self.kv_form)
+        handoff.check_compatible(namespace=self.namespace, connector="memory")
         self.prefetched.append(handoff)
         self._notify()
 

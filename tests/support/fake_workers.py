@@ -20,6 +20,7 @@ from baton.v1 import (
     decode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
+    request_pb2,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -164,12 +165,10 @@ class FakeWorker:
         """What candidate `index` generates."""
         return self.others[index - 1] if 0 < index <= len(self.others) else self.script
 
-    def finish_reason(
-        self, request: prefill_pb2.WorkerRequest, num_tokens: int, index: int = 0
-    ) -> int:
-        if self.script_of(index)[num_tokens - 1] in request.stop_token_ids:
+    def finish_reason(self, spec: request_pb2.RequestSpec, num_tokens: int, index: int = 0) -> int:
+        if self.script_of(index)[num_tokens - 1] in spec.stop_token_ids:
             return common_pb2.FINISH_REASON_STOP
-        if num_tokens >= request.max_tokens:
+        if num_tokens >= spec.stopping.max_tokens:
             return common_pb2.FINISH_REASON_LENGTH
         return common_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -209,7 +208,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         **info: Any,
     ) -> None:
         super().__init__(script, **info)
-        self.requests: list[prefill_pb2.WorkerRequest] = []
+        self.requests: list[request_pb2.RequestSpec] = []
         self.released: list[str] = []
         self.num_cancelled = 0
         self.has_handoff = True
@@ -234,12 +233,12 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         server.add_servicer(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, self)
 
     async def Prefill(self, request, context):
-        self.requests.append(request.request)
+        self.requests.append(request.spec)
         self.changes.notify()
         if self.refusal is not None:
             raise self.refusal
         try:
-            async with contextlib.aclosing(self._events(request.request)) as events:
+            async with contextlib.aclosing(self._events(request.spec)) as events:
                 async for event in events:
                     yield event
         except (asyncio.CancelledError, GeneratorExit):
@@ -248,44 +247,54 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             raise
 
     async def _events(
-        self, request: prefill_pb2.WorkerRequest
+        self, spec: request_pb2.RequestSpec
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         for keys in self._saves:
-            yield prefill_pb2.PrefillResponse(saved=self._handoff(request, keys))
+            yield prefill_pb2.PrefillResponse(saved=self._handoff(spec, keys))
         await self._may_answer.wait()
-        result = self._result(request)
+        result = self._result(spec)
         yield prefill_pb2.PrefillResponse(result=result)
-        if result.candidates:
+        if result.outputs and result.outputs[-1].is_last:
             return
         for keys in self._late_saves:
-            yield prefill_pb2.PrefillResponse(saved=self._handoff(request, keys))
+            yield prefill_pb2.PrefillResponse(saved=self._handoff(spec, keys))
         await self._may_end.wait()
         if self.end_refusal is not None:
             raise self.end_refusal
-        end = prefill_pb2.PrefillEnd(
+        output = request_pb2.CandidateOutput(
             timings=common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=3),
             finish_reason=self.end_reason,
+            is_last=bool(self.end_reason),
         )
+        end = prefill_pb2.PrefillEnd(output=output)
         if self.has_handoff:
-            end.handoff.CopyFrom(self._handoff(request))
+            end.handoff.CopyFrom(self._handoff(spec))
         yield prefill_pb2.PrefillResponse(end=end)
 
-    def _result(self, request: prefill_pb2.WorkerRequest) -> prefill_pb2.PrefillResult:
-        result = prefill_pb2.PrefillResult(
-            cached_tokens=BLOCK_SIZE, timings=common_pb2.Timings(queue_ms=1, prefill_ms=2)
-        )
-        candidates = range(num_candidates(request))
-        reasons = [self.finish_reason(request, 1, index) for index in candidates]
-        if all(reasons):
-            for index in candidates[: request.sampling.n]:
-                result.candidates.add(
-                    index=index, token_ids=self.script_of(index)[:1], finish_reason=reasons[index]
-                )
-            return result
-        result.token_ids.extend(self.script_of(index)[0] for index in candidates)
-        if is_ranked(request):
-            result.logprobs.extend(-1.0 - index for index in candidates)
+    def _result(self, spec: request_pb2.RequestSpec) -> prefill_pb2.PrefillResult:
+        result = prefill_pb2.PrefillResult()
+        candidates = range(num_candidates(spec))
+        reasons = [self.finish_reason(spec, 1, index) for index in candidates]
+        if is_ranked(spec) and not all(reasons):
+            result.outputs.add()
+            self._add_ranked(result, spec)
+        else:
+            for index in candidates[: spec.sampling.n]:
+                reason = reasons[index] if all(reasons) else 0
+                token_ids = self.script_of(index)[:1]
+                result.outputs.add(index=index, token_ids=token_ids, finish_reason=reason)
+            result.outputs[-1].is_last = all(reasons)
+        result.outputs[0].cached_tokens = BLOCK_SIZE
+        result.outputs[0].timings.MergeFrom(common_pb2.Timings(queue_ms=1, prefill_ms=2))
         return result
+
+    def _add_ranked(self, result: prefill_pb2.PrefillResult, spec: request_pb2.RequestSpec) -> None:
+        for index in range(num_candidates(spec)):
+            token_id, logprob = self.script_of(index)[0], -1.0 - index
+            if spec.sampling.HasField("beam_search"):
+                result.first_beams.add(token_id=token_id, logprob=logprob)
+            else:
+                result.candidates.add(index=index, output_token_ids=[token_id], logprob=logprob)
 
     async def ReleaseHandoff(self, request, context):
         self.released.append(request.handoff_id)
@@ -293,14 +302,14 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.ReleaseHandoffResponse()
 
     def _handoff(
-        self, request: prefill_pb2.WorkerRequest, keys: Sequence[bytes] = ()
+        self, spec: request_pb2.RequestSpec, keys: Sequence[bytes] = ()
     ) -> prefill_pb2.KvHandoff:
         return prefill_pb2.KvHandoff(
             format_version=1,
-            handoff_id=f"handoff-{request.request_id}",
+            handoff_id=f"handoff-{spec.request_id}",
             namespace=NAMESPACE,
             block_keys=keys,
-            num_tokens=len(request.prompt_token_ids),
+            num_tokens=len(spec.prompt_token_ids),
             connector="memory",
         )
 
@@ -336,15 +345,15 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
     def fail_running(self, error: BatonError, token_ids: Sequence[int] = ()) -> None:
         """Ends every request with this error and refuses more with it, as a dead engine does.
 
-        The last output carries `token_ids`, which nobody has read yet.
+        `token_ids` are an output before that, which nobody has read yet.
         """
         self.refusal = error
         for request_id in list(self.running):
             self._tasks.pop(request_id).cancel()
             del self.running[request_id]
-            output = _failure(request_id, error)
-            output.token_ids.extend(token_ids)
-            self._outputs.put_nowait([output])
+            tokens = request_pb2.CandidateOutput(request_id=request_id, token_ids=token_ids)
+            failure = _failure(request_id, error)
+            self._outputs.put_nowait([tokens, failure] if token_ids else [failure])
 
     def abort_running(self) -> None:
         """Ends every request as an operator's abort does."""
@@ -353,7 +362,11 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             del self.running[request_id]
             reason = common_pb2.FINISH_REASON_ABORTED
             self._outputs.put_nowait(
-                [decode_pb2.DecodeOutput(request_id=request_id, finish_reason=reason, is_last=True)]
+                [
+                    request_pb2.CandidateOutput(
+                        request_id=request_id, finish_reason=reason, is_last=True
+                    )
+                ]
             )
 
     def cancel_stream(self) -> None:
@@ -362,7 +375,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
 
     async def Connect(self, request_iterator, context) -> AsyncIterator[Any]:
         self.num_connects += 1
-        outputs: asyncio.Queue[list[decode_pb2.DecodeOutput] | None] = asyncio.Queue()
+        outputs: asyncio.Queue[list[request_pb2.CandidateOutput] | None] = asyncio.Queue()
         self._outputs = outputs
         self._tasks = tasks = {}
         reader = asyncio.create_task(self._read(request_iterator, outputs, tasks))
@@ -385,7 +398,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             if command.HasField("prefetch"):
                 self.prefetches.append(command.prefetch)
             elif command.HasField("start"):
-                request_id = command.start.request.request_id
+                request_id = command.start.spec.request_id
                 self.starts.append(command.start)
                 tasks[request_id] = asyncio.create_task(self._generate(command.start, outputs))
             elif command.cancel.HasField("index"):
@@ -399,7 +412,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             self.changes.notify()
 
     async def _generate(self, start: decode_pb2.StartDecode, outputs: asyncio.Queue) -> None:
-        request_id = start.request.request_id
+        request_id = start.spec.request_id
         if self.refusal is not None:
             outputs.put_nowait([_failure(request_id, self.refusal)])
             return
@@ -417,8 +430,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             await self.changes._event.wait()
 
 
-def _failure(request_id: str, error: BatonError) -> decode_pb2.DecodeOutput:
-    return decode_pb2.DecodeOutput(
+def _failure(request_id: str, error: BatonError) -> request_pb2.CandidateOutput:
+    return request_pb2.CandidateOutput(
         request_id=request_id,
         finish_reason=common_pb2.FINISH_REASON_ERROR,
         is_last=True,

@@ -36,8 +36,7 @@ def kv_urls(folder: Path, shm_name: str, redis_url: str, timeout_s: float) -> di
         "file": f"file://{folder}/kv?max_bytes=64MiB&{wait}",
         "redis": f"{redis_url}?{wait}",
         "grpc": f"grpc://?{peer}",
-        "nixl pull": f"nixl://?{peer}",
-        "nixl push": f"nixl://?{peer}&mode=push",
+        "nixl": f"nixl://?{peer}",
         "multi": f"multi://grpc://?{peer},file://{folder}/multi?max_bytes=64MiB&{wait}",
     }
 

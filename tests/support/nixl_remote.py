@@ -1,21 +1,26 @@
-"""A process with a `NixlTransport` and some bytes, that others read and write."""
+"""A process with a `NixlTransport` and some bytes, which others read."""
 
 import ctypes
 import multiprocessing
 import os
 import signal
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from baton.doctor.nixl_reads import why_unreadable
 from kvstore.peer.nixl.transport import NixlTransport
-from kvstore.peer.transport import RangeTable, make_ranges
+from kvstore.peer.transport import RangeTable, UnreadablePeerError, make_ranges
+from tests.support.confinement import forbid_process_vm_calls
 
-__all__ = ["NixlRemote", "Pool", "ranges"]
+__all__ = ["NixlRemote", "Pool", "needs_process_vm_readv", "ranges"]
 
 _LIMIT_S = 60.0
+_why_unreadable = cache(why_unreadable)
 
 
 class Pool:
@@ -36,25 +41,33 @@ def ranges(address: int, num_ranges: int, num_bytes: int, *, gap: int) -> RangeT
 
 
 class NixlRemote:
-    """A process that is asked over a pipe.
+    """A process with registered memory, driven over a pipe.
 
     Args:
-        num_bytes: of its memory.
-        seed: of what lies there.
-        transports: UCX's, for it alone; None for all.
+        num_bytes: size of its memory.
+        seed: seed of the bytes there.
+        transports: its UCX_TLS; None to leave that unset.
+        is_confined: whether the kernel refuses it to read others' memory.
 
     Attributes:
-        metadata: of its transport.
-        address: where its bytes lie.
-        bytes: what they are at first.
+        metadata: metadata of its transport.
+        address: address of its memory.
+        bytes: its bytes at first.
     """
 
-    def __init__(self, num_bytes: int, seed: int = 1, transports: str | None = None) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        seed: int = 1,
+        transports: str | None = None,
+        *,
+        is_confined: bool = False,
+    ) -> None:
         # Forked from a process in which nothing has begun; it has another environment than ours.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["kvstore.peer.nixl.transport"])
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, num_bytes, seed, transports)
+        arguments = (theirs, num_bytes, seed, transports, is_confined)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -62,20 +75,25 @@ class NixlRemote:
         self.bytes = Pool(num_bytes, seed).bytes
 
     def now(self) -> np.ndarray:
-        """What its bytes are now."""
+        """Returns its bytes now."""
         self._pipe.send(("bytes",))
         return np.frombuffer(self._answer(), np.uint8)
 
     def peek(self) -> np.ndarray:
-        """What its bytes are now, also while it is stopped."""
+        """Returns its bytes now, also while it is stopped."""
         with Path(f"/proc/{self.process.pid}/mem").open("rb") as memory:
             memory.seek(self.address)
             return np.frombuffer(memory.read(self.bytes.nbytes), np.uint8)
 
     def keep_reading(self, other: "NixlRemote") -> None:
-        """Has it read all bytes of another one again and again; returns once it has begun."""
+        """Has it read all bytes of another one in a loop; returns when the first read is over."""
         self._pipe.send(("read", other.metadata, other.address, other.bytes.nbytes))
         self._answer()
+
+    def try_to_add(self, other: "NixlRemote") -> str:
+        """Has it add another one as a peer; returns why that failed."""
+        self._pipe.send(("add", other.metadata))
+        return self._answer()
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
@@ -88,7 +106,7 @@ class NixlRemote:
         self.process.join(_LIMIT_S)
 
     def close(self) -> None:
-        """Lets it end by itself, if it can; otherwise kills it."""
+        """Has it end by itself; kills it if it does not."""
         with suppress(OSError):
             self._pipe.send(("close",))
             self.process.join(5)
@@ -101,9 +119,13 @@ class NixlRemote:
         return self._pipe.recv()
 
 
-def _serve(pipe: Connection, num_bytes: int, seed: int, transports: str | None) -> None:
+def _serve(
+    pipe: Connection, num_bytes: int, seed: int, transports: str | None, is_confined: bool
+) -> None:
     if transports is not None:
         os.environ["UCX_TLS"] = transports
+    if is_confined:
+        forbid_process_vm_calls()
     transport = NixlTransport()
     pool = Pool(num_bytes, seed)
     pool.register(transport)
@@ -111,16 +133,32 @@ def _serve(pipe: Connection, num_bytes: int, seed: int, transports: str | None) 
     while (command := pipe.recv())[0] != "close":
         if command[0] == "bytes":
             pipe.send(ctypes.string_at(pool.address, num_bytes))
+        elif command[0] == "add":
+            pipe.send(_try_to_add(transport, command[1]))
         else:
             _read_for_ever(transport, pool, pipe, *command[1:])
     transport.close()
 
 
+def _try_to_add(transport: NixlTransport, metadata: bytes) -> str:
+    try:
+        transport.add_peer("other", metadata, _LIMIT_S)
+    except UnreadablePeerError as error:
+        return str(error)
+    return ""
+
+
 def _read_for_ever(transport, pool, pipe, metadata, address, num_bytes) -> None:
-    transport.add_peer("other", metadata)
+    transport.add_peer("other", metadata, _LIMIT_S)
     source = make_ranges([address], num_bytes)
     target = make_ranges([pool.address], num_bytes)
     transport.read("other", source, target, _LIMIT_S)
     pipe.send("begun")
     while True:
         transport.read("other", source, target, _LIMIT_S)
+
+
+def needs_process_vm_readv() -> None:
+    """Skips the test on a machine where nixl cannot read another process's memory."""
+    if reason := _why_unreadable():
+        pytest.skip(f"needs to read another process's memory (process_vm_readv): {reason}")

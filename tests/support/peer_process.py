@@ -1,4 +1,4 @@
-"""A `PeerRig` in a process of its own, to be asked, stopped and killed."""
+"""A `PeerRig` in a process of its own, which tests can call, stop and kill."""
 
 import multiprocessing
 import os
@@ -11,22 +11,39 @@ from typing import Any, Self
 import torch
 
 from kvstore.layout import KvLayout
+from tests.support.confinement import forbid_process_vm_calls
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, PeerRig, random_pool
 
 __all__ = ["LendingProcess"]
 
 
 class LendingProcess:
-    """Lends blocks of a pool that `random_pool` gives for the seed."""
+    """Lends blocks of the pool that `random_pool` returns for the seed.
+
+    Args:
+        url: the connector's.
+        layout: layout of a block.
+        num_blocks: size of the pool.
+        seed: of the pool's content.
+        transports: its UCX_TLS; None to leave that unset.
+        is_confined: whether the kernel refuses it to read others' memory.
+    """
 
     def __init__(
-        self, url: str, layout: KvLayout = LAYOUT, num_blocks: int = 64, seed: int = 0
+        self,
+        url: str,
+        layout: KvLayout = LAYOUT,
+        num_blocks: int = 64,
+        seed: int = 0,
+        *,
+        transports: str | None = None,
+        is_confined: bool = False,
     ) -> None:
         # Forked from a process that has imported torch and nothing has begun in.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.peer_rig"])
         self._ours, theirs = context.Pipe()
-        arguments = (theirs, url, layout, num_blocks, seed)
+        arguments = (theirs, url, layout, num_blocks, seed, transports, is_confined)
         self._process = context.Process(target=_lend, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -34,12 +51,12 @@ class LendingProcess:
         self.endpoint: str = self._answer(60)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the rig, and steps it meanwhile and afterwards."""
+        """Calls a method of the rig in the process, which steps the rig all the time."""
         self._ours.send((method, arguments))
         return self._answer(TIMEOUT_S)
 
     def stop(self) -> None:
-        """Returns when all its threads stand still."""
+        """Stops the process; returns when all its threads stand still."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
         tasks = Path(f"/proc/{self._process.pid}/task")
@@ -69,12 +86,24 @@ class LendingProcess:
 
 
 def _state(task: Path) -> str:
-    """Of a thread, as proc(5) names it."""
+    """Returns the state of a thread, as proc(5) names it."""
     return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
-def _lend(commands: Connection, url: str, layout: KvLayout, num_blocks: int, seed: int) -> None:
+def _lend(
+    commands: Connection,
+    url: str,
+    layout: KvLayout,
+    num_blocks: int,
+    seed: int,
+    transports: str | None,
+    is_confined: bool,
+) -> None:
     torch.set_num_threads(1)
+    if transports is not None:
+        os.environ["UCX_TLS"] = transports
+    if is_confined:
+        forbid_process_vm_calls()
     rig = PeerRig(url, layout, pool=random_pool(num_blocks, layout, seed))
     commands.send(rig.worker.address.endpoint)
     while True:

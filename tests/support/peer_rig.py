@@ -10,9 +10,13 @@ from kvstore.driver import ConnectorDriver
 from kvstore.handoff import KvHandoff
 from kvstore.layout import KvLayout
 from kvstore.peer.address import PeerUrl
-from kvstore.peer.open import open_peer_connector
-from kvstore.peer.transport import PeerTransport, RangeTable, TransferError
-from kvstore.peer.worker import PeerConnectorWorker
+from kvstore.peer.transport import (
+    PeerTransport,
+    RangeTable,
+    TransferError,
+    UnreadablePeerError,
+)
+from kvstore.peer.worker import PeerConnectorWorker, open_peer_connector
 from kvstore.transfer_form import TransferForm
 from tests.support.connector_rig import keys
 
@@ -85,18 +89,29 @@ def _open(url: str, transport: PeerTransport) -> tuple[KvConnectorScheduler, Pee
 
 
 class MemoryTransport(PeerTransport):
-    """Copies between agents of one process. `fault` is called before each copy."""
+    """Copies between rigs of one process.
+
+    Attributes:
+        fault: called before each copy.
+        settled: whether copies that failed can write no more.
+        obstacle: why peers cannot be read; empty if they can.
+        connected: ids of peers in the order of `add_peer`, readable or not.
+        removed: ids of peers that were removed.
+        allowed_s: the timeout of each copy.
+        num_moved: ranges copied.
+    """
 
     name = "memory"
 
     def __init__(self, fault: Callable[[], None] = lambda: None) -> None:
         self.fault = fault
         self.settled = True
-        self.ended: set[str] | None = None  # peers whose end is seen; None: it cannot be
+        self.obstacle = ""
         self.registered: list[tuple[int, int]] = []
         self.peers: dict[str, bytes] = {}
+        self.connected: list[str] = []
         self.removed: list[str] = []
-        self.allowed_s: list[float] = []  # for each copy
+        self.allowed_s: list[float] = []
         self.num_moved = 0
         self.is_closed = False
 
@@ -107,20 +122,16 @@ class MemoryTransport(PeerTransport):
     def metadata(self) -> bytes:
         return repr(self.registered).encode()
 
-    def add_peer(self, peer_id: str, metadata: bytes) -> None:
+    def add_peer(self, peer_id: str, metadata: bytes, timeout_s: float) -> None:
+        self.connected.append(peer_id)
+        if self.obstacle:
+            raise UnreadablePeerError(self.obstacle, f"tried as number {len(self.connected)}")
         self.peers[peer_id] = metadata
 
     def remove_peer(self, peer_id: str) -> Callable[[], bool]:
         if self.peers.pop(peer_id, None):
             self.removed.append(peer_id)
-        return lambda: self.has_settled(peer_id)
-
-    def has_settled(self, peer_id: str) -> bool:
-        return self.settled
-
-    def watch(self, peer_id: str) -> Callable[[], bool] | None:
-        ended = self.ended
-        return None if ended is None else lambda: peer_id in ended
+        return lambda: self.settled
 
     def read(
         self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
@@ -134,11 +145,6 @@ class MemoryTransport(PeerTransport):
             self._check(peer_id, source, target)
             ctypes.memmove(target[0], *source[:2])
             self.num_moved += 1
-
-    def write(
-        self, peer_id: str, sources: RangeTable, targets: RangeTable, timeout_s: float
-    ) -> None:
-        self.read(peer_id, sources, targets, timeout_s)
 
     def close(self) -> None:
         self.is_closed = True

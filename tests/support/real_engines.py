@@ -31,7 +31,7 @@ def build_core(path: Path, role: str, **overrides: object) -> EngineCore:
 
 def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
     """Runs requests to their ends; checks that every block came back."""
-    outputs: Outputs = {request.request_id: [] for request in requests}
+    outputs: Outputs = {request.spec.request_id: [] for request in requests}
 
     def take(step_outputs: Sequence[RequestOutput]) -> None:
         for output in step_outputs:
@@ -63,7 +63,7 @@ def hand_over(request: EngineRequest, outputs: Sequence[RequestOutput]) -> Engin
     (first,) = (output for output in outputs if output.token_ids)
     logprobs = first.logprobs or (0.0,) * len(first.token_ids)
     first_tokens = tuple(zip(first.token_ids, logprobs, strict=True))
-    if request.beam_search is not None:
+    if request.spec.params.beam_width is not None:
         return replace(request, handoff=answer.handoff, first_beams=first_tokens)
     progress = tuple(
         CandidateProgress(index, (token_id,), logprob)
@@ -105,7 +105,7 @@ class SplitRun:
 
     def run(self, requests: Sequence[EngineRequest]) -> None:
         """Runs requests to their ends; then every block has come back on both sides."""
-        self._requests = {request.request_id: request for request in requests}
+        self._requests = {request.spec.request_id: request for request in requests}
         for request in requests:
             self._prefill.check(request)
             self._take_prefilled(self._prefill.add_request(request))

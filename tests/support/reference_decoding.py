@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.batch import DrawParams
 from engine.beam_search import BeamSearch
 from engine.request import CandidateProgress, EngineRequest, FinishReason
 from tests.support.fake_model import VOCAB_SIZE, log_probabilities, next_token, top_tokens
@@ -25,39 +26,45 @@ class Expected:
 
 def expected_results(request: EngineRequest, max_model_len: int) -> list[Expected]:
     """By candidate; where candidates are ranked, the best first."""
-    if request.beam_search is not None:
+    if request.spec.params.beam_width is not None:
         return _beam_search(request, max_model_len)
     every = candidates(request, max_model_len)
-    if not request.is_ranked:
+    if not request.spec.params.is_ranked:
         return every
-    return sorted(every, key=lambda result: -result.score)[: request.num_returned]
+    return sorted(every, key=lambda result: -result.score)[: request.spec.params.n]
 
 
 def candidates(request: EngineRequest, max_model_len: int) -> list[Expected]:
     """What each candidate draws; its score is the mean log-probability."""
-    return [_candidate(request, index, max_model_len) for index in range(request.num_candidates)]
+    return [
+        _candidate(request, index, max_model_len)
+        for index in range(request.spec.params.num_candidates)
+    ]
 
 
 def progress_of(
     request: EngineRequest, index: int, token_ids: tuple[int, ...]
 ) -> CandidateProgress:
     """A candidate that has these tokens already."""
-    return CandidateProgress(index, token_ids, _logprob(request.prompt_token_ids, token_ids))
+    return CandidateProgress(index, token_ids, _logprob(request.spec.prompt_token_ids, token_ids))
 
 
 def first_beams(request: EngineRequest) -> tuple[tuple[int, float], ...]:
     """The most likely first tokens, as many as a beam search wants to know."""
-    num_top = request.num_candidates + len(request.stop_token_ids)
-    return tuple(top_tokens(request.prompt_token_ids, min(num_top, VOCAB_SIZE)))
+    num_top = request.spec.params.num_candidates + len(request.spec.stop_token_ids)
+    return tuple(top_tokens(request.spec.prompt_token_ids, min(num_top, VOCAB_SIZE)))
 
 
 def _candidate(request: EngineRequest, index: int, max_model_len: int) -> Expected:
-    prompt, draw = request.prompt_token_ids, request.draw_of(index)
+    prompt, draw = (
+        request.spec.prompt_token_ids,
+        DrawParams.of_candidate(request.spec.params, index),
+    )
     tokens: list[int] = []
     reason = FinishReason.LENGTH
     for _ in range(_max_tokens(request, max_model_len)):
         tokens.append(next_token((*prompt, *tokens), draw))
-        if tokens[-1] in request.stop_token_ids:
+        if tokens[-1] in request.spec.stop_token_ids:
             reason = FinishReason.STOP
             break
     return Expected(tuple(tokens), reason, _logprob(prompt, tokens) / len(tokens))
@@ -65,13 +72,11 @@ def _candidate(request: EngineRequest, index: int, max_model_len: int) -> Expect
 
 def _beam_search(request: EngineRequest, max_model_len: int) -> list[Expected]:
     search = BeamSearch(
-        width=request.num_candidates,
-        num_returned=request.num_returned,
-        stop_token_ids=request.stop_token_ids,
+        request.spec.params,
+        stop_token_ids=request.spec.stop_token_ids,
         max_tokens=_max_tokens(request, max_model_len),
-        params=request.beam_search,
     )
-    beams = [request.prompt_token_ids]
+    beams = [request.spec.prompt_token_ids]
     steps = search.start(top_tokens(beams[0], search.num_top))
     while not search.is_done:
         beams = [(*beams[step.parent], step.token_id) for step in steps]
@@ -87,7 +92,7 @@ def _beam_search(request: EngineRequest, max_model_len: int) -> list[Expected]:
 
 
 def _max_tokens(request: EngineRequest, max_model_len: int) -> int:
-    return min(request.max_tokens, max_model_len - len(request.prompt_token_ids))
+    return min(request.spec.params.max_tokens, max_model_len - len(request.spec.prompt_token_ids))
 
 
 def _logprob(prompt: tuple[int, ...], token_ids: tuple[int, ...] | list[int]) -> float:

@@ -14,7 +14,7 @@ from tests.support.tcp_proxy import TcpProxy, running_proxy
 
 __all__ = ["HELD_S", "LEASE_S", "ROUTES", "Route", "open_route"]
 
-ROUTES = ("redis", "shm", "grpc", "nixl pull", "nixl push")
+ROUTES = ("redis", "shm", "grpc", "nixl")
 LEASE_S = 5
 HELD_S = 30.0
 """A `timeout_s` so long that what is held up stays so until the test lets it go."""
@@ -40,19 +40,19 @@ class Route(ABC):
 
     @abstractmethod
     def hold_saves(self) -> None:
-        """What prefill hands over from now on gets stuck on its way out of prefill, if it can."""
+        """From now on, holds up what prefill saves, if the connector moves anything then."""
 
     @abstractmethod
     def hold_loads(self) -> None:
-        """What decode loads from now on gets stuck on its way."""
+        """From now on, holds up what decode loads."""
 
     @abstractmethod
     def release(self) -> None:
-        """What is stuck goes on."""
+        """Lets everything go on."""
 
     @abstractmethod
     async def is_holding(self, cluster: Cluster) -> bool:
-        """Whether a transfer is stuck now; asked after a first token."""
+        """Returns whether a transfer is held up now; called after a first token."""
 
 
 class _PeerRoute(Route):
@@ -63,7 +63,7 @@ class _PeerRoute(Route):
         self.prefill_url = f"{scheme}://127.0.0.1:{port}?advertise={_OTHER_HOST}&{common}"
         self.decode_url = self.held_decode_url = f"{scheme}://?{common}"
         self.paths = [path]
-        # With nixl only words go this way, and the first of them is stuck.
+        # Blocks read by nixl do not come this way: the first call is held up.
         self._num_bytes = _SOME_BYTES if scheme == "grpc" else 0
 
     def hold_saves(self) -> None:
@@ -150,8 +150,6 @@ async def open_route(
             yield route
             route.release()
     else:
-        scheme, _, mode = name.partition(" ")
-        options += f"&mode={mode}" if mode else ""
         port = free_port()
         async with running_proxy(("127.0.0.1", port), _OTHER_HOST, port) as path:
-            yield _PeerRoute(scheme, options, port, path)
+            yield _PeerRoute(name, options, port, path)

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from baton.v1 import common_pb2, prefill_pb2
+from baton.v1 import common_pb2, prefill_pb2, request_pb2
 from rpc.channels import open_channel
 from rpc.server import RpcServer, Service
 from rpc.server_config import ServerConfig
@@ -28,12 +28,20 @@ async def running_server(
         await service.close()
 
 
-def worker_request(request_id: str, **changes: object) -> prefill_pb2.WorkerRequest:
+def spec_message(
+    request_id: str, *, max_tokens: int = 8, timeout_ms: int = 20_000, **changes: object
+) -> request_pb2.RequestSpec:
     fields = {
         "request_id": request_id,
-        "namespace": NAMESPACE,
         "prompt_token_ids": [5, 6, 7],
         "sampling": common_pb2.SamplingParams(temperature=0.0, seed=1),
-        "max_tokens": 8,
+        "stopping": common_pb2.StoppingParams(max_tokens=max_tokens),
+        "timeout_ms": timeout_ms,
     }
-    return prefill_pb2.WorkerRequest(**{**fields, **changes})
+    return request_pb2.RequestSpec(**{**fields, **changes})
+
+
+def prefill_request(
+    request_id: str, *, namespace: bytes = NAMESPACE, **changes: object
+) -> prefill_pb2.PrefillRequest:
+    return prefill_pb2.PrefillRequest(spec=spec_message(request_id, **changes), namespace=namespace)

@@ -10,6 +10,7 @@ from baton.v1 import (
     decode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
+    request_pb2,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -26,12 +27,14 @@ class Prefilled:
     """A prompt with its first token and where its KV is, until the lease is over.
 
     Attributes:
-        request: as both tiers get it.
+        spec: as both tiers get it.
+        namespace: of both tiers.
         token_ids: drawn so far.
         handoff: where the KV is.
     """
 
-    request: prefill_pb2.WorkerRequest
+    spec: request_pb2.RequestSpec
+    namespace: bytes
     token_ids: tuple[int, ...]
     handoff: prefill_pb2.KvHandoff
 
@@ -44,19 +47,20 @@ async def prefill_at(
         info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(
             worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S
         )
-        request = prefill_pb2.WorkerRequest(
+        spec = request_pb2.RequestSpec(
             request_id=request_id,
-            namespace=info.namespace,
             prompt_token_ids=prompt,
             sampling=common_pb2.SamplingParams(temperature=0.0, seed=0),
-            max_tokens=num_tokens,
+            stopping=common_pb2.StoppingParams(max_tokens=num_tokens),
+            timeout_ms=_TIMEOUT_S * 1000,
         )
-        message = prefill_pb2.PrefillRequest(request=request)
+        message = prefill_pb2.PrefillRequest(spec=spec, namespace=info.namespace)
         stub, events = prefill_pb2_grpc.PrefillServiceStub(channel), {}
         async for response in stub.Prefill(message, timeout=_TIMEOUT_S):
             kind = response.WhichOneof("event")
             events[kind] = getattr(response, kind)
-    return Prefilled(request, tuple(events["result"].token_ids), events["end"].handoff)
+    token_ids = tuple(events["result"].outputs[0].token_ids)
+    return Prefilled(spec, info.namespace, token_ids, events["end"].handoff)
 
 
 async def decode_at(server: ServerProcess, prefilled: Prefilled) -> list[int]:
@@ -66,7 +70,7 @@ async def decode_at(server: ServerProcess, prefilled: Prefilled) -> list[int]:
         BatonError: what decode says of the request.
     """
     start = decode_pb2.StartDecode(
-        request=prefilled.request, handoff=prefilled.handoff, timeout_ms=_TIMEOUT_S * 1000
+        spec=prefilled.spec, namespace=prefilled.namespace, handoff=prefilled.handoff
     )
     start.candidates.add(output_token_ids=prefilled.token_ids)
     token_ids = list(prefilled.token_ids)

@@ -1,4 +1,4 @@
-"""Two hosts on a cable, as far as a kernel can tell: network namespaces. Needs root."""
+"""Two hosts on a cable, made of network namespaces. Needs root."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _HALF_WAY_BYTES = 10_000  # more than what a transfer begins with, and less than
 
 
 def why_not() -> str:
-    """What is missing for namespaces here; empty where there are some."""
+    """Returns what keeps this machine from making namespaces; empty if nothing does."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
@@ -49,7 +49,7 @@ class TwoHosts(Route):
         self._here = {"prefill": f"{subnet}.1", "decode": f"{subnet}.5"}
         hosts = {"prefill": f"{subnet}.2", "decode": f"{subnet}.6"}
         self._on_cable = {"prefill": f"{subnet}.9", "decode": f"{subnet}.10"}
-        # Both are one machine, whose memory nixl would take a shorter way to.
+        # Both are one machine, where nixl would read memory by the kernel.
         environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "cable"}
         self.places = {
             tier: Place(hosts[tier], ("ip", "netns", "exec", name), environment)
@@ -62,7 +62,7 @@ class TwoHosts(Route):
         self._num_received = 0
 
     def lay(self, stack: ExitStack) -> None:
-        """Makes hosts and cables, which go when the stack ends."""
+        """Makes hosts and cables; the stack removes them."""
         for tier, name in self._names.items():
             _run("ip", "netns", "add", name)
             stack.callback(_run, "ip", "netns", "delete", name)
@@ -86,13 +86,13 @@ class TwoHosts(Route):
         self.hold_loads()
 
     def hold_loads(self) -> None:
-        """Lets so little through that blocks take seconds."""
+        """Limits the cable to a rate at which blocks take seconds."""
         limit = ("tbf", "rate", "80kbit", "burst", "4kb", "latency", "60s")
         _run("tc", "-n", self._names["prefill"], "qdisc", "add", "dev", "cable", "root", *limit)
         self._num_received = self._count_received()
 
     def unplug(self) -> None:
-        """The cable carries nothing, and nobody is told."""
+        """Cuts the cable; neither end sees a closed connection."""
         self._set_cable("down")
 
     def release(self) -> None:
@@ -107,14 +107,14 @@ class TwoHosts(Route):
             _run("ip", "-n", name, "link", "set", "cable", state)
 
     def _count_received(self) -> int:
-        """Bytes that decode's host has got over the cable."""
-        told = _run("ip", "-n", self._names["decode"], "-s", "-j", "link", "show", "cable")
-        return int(json.loads(told)[0]["stats64"]["rx"]["bytes"])
+        """Returns the bytes that decode's host has received over the cable."""
+        links = _run("ip", "-n", self._names["decode"], "-s", "-j", "link", "show", "cable")
+        return int(json.loads(links)[0]["stats64"]["rx"]["bytes"])
 
 
 @contextmanager
 def running_two_hosts(scheme: str, options: str) -> Iterator[TwoHosts]:
-    """The hosts, until the end."""
+    """Yields the hosts, and removes them at the end."""
     hosts = TwoHosts(scheme, options)
     with ExitStack() as stack:
         hosts.lay(stack)

@@ -21,6 +21,7 @@ from engine.core import EngineCore
 from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from tests.support.fake_runner import FakeRunner, expected_tokens, fake_config, fake_info
+from tests.support.requests import engine_request
 
 GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
 PROMPT = (0, 1, 1, 0, 1)
@@ -67,8 +68,8 @@ class Collector:
 
 
 def make_request(request_id: str, max_tokens: int = 6, **overrides: object) -> EngineRequest:
-    fields = {"prompt_token_ids": PROMPT, "draw": GREEDY, "max_tokens": max_tokens}
-    return EngineRequest(request_id=request_id, **(fields | overrides))
+    fields = {"prompt_token_ids": PROMPT, "max_tokens": max_tokens}
+    return engine_request(request_id=request_id, **(fields | overrides))
 
 
 @pytest.fixture
@@ -257,7 +258,7 @@ async def test_candidates_come_apart_and_end_apart(
 ) -> None:
     collector = Collector()
     runner.free()
-    engine.submit(make_request("a", num_candidates=2, num_returned=2), collector)
+    engine.submit(make_request("a", n=2), collector)
     await asyncio.wait_for(collector.ended.wait(), 10)
 
     for index in range(2):
@@ -273,7 +274,7 @@ async def test_a_candidate_that_is_finished_gets_no_more(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector = Collector()
-    engine.submit(make_request("a", num_candidates=2, num_returned=2), collector)
+    engine.submit(make_request("a", n=2), collector)
     runner.gate.release()
     await asyncio.wait_for(collector.started.wait(), 10)
 
@@ -295,7 +296,7 @@ async def test_a_request_ends_with_the_last_candidate_that_is_finished(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector = Collector()
-    engine.submit(make_request("a", num_candidates=2, num_returned=2), collector)
+    engine.submit(make_request("a", n=2), collector)
     runner.gate.release()
     await asyncio.wait_for(collector.started.wait(), 10)
 
@@ -313,7 +314,7 @@ async def test_finishing_every_candidate_and_aborting_leaves_nothing(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
     collector, again = Collector(), Collector()
-    engine.submit(make_request("a", num_candidates=2, num_returned=2), collector)
+    engine.submit(make_request("a", n=2), collector)
     runner.gate.release()
     await asyncio.wait_for(collector.started.wait(), 10)
 

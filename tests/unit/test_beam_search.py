@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
+from baton.sampling_params import SamplingParams
 from engine.beam_search import BeamResult, BeamSearch, BeamStep
-from engine.request import BeamSearchParams
 from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
 
 LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
@@ -61,15 +61,16 @@ def searched(model, prompt, search):
     return search.results()
 
 
-def generated(model, prompt, *, width, num_returned, stop_token_ids, max_tokens, params):
+def generated(model, prompt, *, params, stop_token_ids, max_tokens):
     """`transformers`' (tokens, score, whether a stop token ended it); its fillers left out."""
+    width = params.beam_width
     beams = {"length_penalty": params.length_penalty, "early_stopping": params.early_stopping}
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         do_sample=False,
         num_beams=width,
-        num_return_sequences=num_returned,
+        num_return_sequences=params.n,
         eos_token_id=sorted(stop_token_ids) or None,
         pad_token_id=0,
         max_new_tokens=max_tokens,
@@ -96,7 +97,7 @@ def agreed(model, prompt, **case):
     results = searched(model, prompt, BeamSearch(**case))
     expected = generated(model, prompt, **case)
     assert [(r.token_ids, r.is_stopped) for r in results] == [e[:2] for e in expected]
-    if case["width"] > 1:  # Greedy search gives no scores.
+    if case["params"].beam_width > 1:  # Greedy search gives no scores.
         scores = pytest.approx([e[2] for e in expected], abs=1e-5, rel=1e-6)
         assert [r.score for r in results] == scores
     return results
@@ -122,10 +123,13 @@ def test_finds_what_transformers_finds(width, length_penalty, early_stopping):
         model = tiny_model(vocab_size, seed=rng.randrange(4))
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 5))]
         case = {
-            "width": width,
-            "num_returned": rng.randint(1, width),
+            "params": SamplingParams(
+                n=rng.randint(1, width),
+                beam_width=width,
+                length_penalty=length_penalty,
+                early_stopping=early_stopping,
+            ),
             "max_tokens": rng.randint(1, 20),
-            "params": BeamSearchParams(length_penalty, early_stopping),
         }
         stops = stops_on_the_way(rng, model, prompt, num_stops, **case)
         results = agreed(model, prompt, stop_token_ids=stops, **case)
@@ -142,11 +146,9 @@ def test_finds_what_transformers_finds_in_vocabularies_smaller_than_its_beams(
         agreed(
             tiny_model(vocab_size, seed=0),
             prompt=[0],
-            width=6,
-            num_returned=6,
+            params=SamplingParams(n=6, beam_width=6, early_stopping=early_stopping),
             stop_token_ids=frozenset(range(num_stops)),
             max_tokens=max_tokens,
-            params=BeamSearchParams(early_stopping=early_stopping),
         )
 
 
@@ -155,9 +157,9 @@ def test_finds_what_transformers_finds_in_each_family(variant):
     model = reference_model(tiny_checkpoint(variant), torch.float64)
     rng = random.Random(variant)
     num_stopped = 0
-    for seed, params in enumerate((BeamSearchParams(), BeamSearchParams(0.0, True))):
+    for seed, scoring in enumerate(({}, {"length_penalty": 0.0, "early_stopping": True})):
         prompt = prompt_of(num_tokens=9 + 8 * seed, seed=seed)
-        case = {"width": 4, "num_returned": 4, "max_tokens": 16, "params": params}
+        case = {"params": SamplingParams(n=4, beam_width=4, **scoring), "max_tokens": 16}
         stops = stops_on_the_way(rng, model, prompt, 3, **case)
         results = agreed(model, prompt, stop_token_ids=stops, **case)
         num_stopped += any(result.is_stopped for result in results)
@@ -170,11 +172,9 @@ STOP = 9
 def scripted(*tops, width=2, max_tokens=10, **params):
     """A search of two returned hypotheses after the prompt's report and those of later steps."""
     search = BeamSearch(
-        width=width,
-        num_returned=width,
+        SamplingParams(n=width, beam_width=width, **params),
         stop_token_ids=frozenset({STOP}),
         max_tokens=max_tokens,
-        params=BeamSearchParams(**params),
     )
     steps = [search.start(tops[0])]
     steps += [search.advance(step_tops) for step_tops in tops[1:]]
@@ -276,13 +276,7 @@ def test_ends_where_no_token_is_left_but_stops():
 
 
 def test_many_tokens_overflow_no_stack():
-    search = BeamSearch(
-        width=1,
-        num_returned=1,
-        stop_token_ids=frozenset(),
-        max_tokens=20_000,
-        params=BeamSearchParams(),
-    )
+    search = BeamSearch(SamplingParams(beam_width=1), stop_token_ids=frozenset(), max_tokens=20_000)
     search.start([(0, 0.0)])
     while not search.is_done:
         search.advance([[(1, 0.0)]])

@@ -1,4 +1,4 @@
-"""`baton bench latency`: what its cases are, and what the figures mean."""
+"""`baton bench latency`: its cases and its figures."""
 
 import pytest
 

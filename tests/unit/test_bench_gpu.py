@@ -8,17 +8,15 @@ import pytest
 from benchmarks.cli import _COMMANDS
 from benchmarks.gpu import hardware, timing
 from benchmarks.gpu import record as record_module
-from benchmarks.gpu.floors import decode_floor_s
 from benchmarks.gpu.hardware import slug
 from benchmarks.gpu.models import engine_config, kv_bytes_per_token, shape_of, write_config
 from benchmarks.gpu.parts.rates import ceilings_of
-from benchmarks.gpu.parts.registry import parts_of, time_for
-from benchmarks.gpu.plan import FULL, MODELS, SMOKE
+from benchmarks.gpu.plan import FULL, MODELS, SMOKE, parts_of, time_for
 from benchmarks.gpu.record import Record, TimeLeft, read_record, summary
 from benchmarks.gpu.tables import failures_of, make_tables, skipped_of, with_ratios
 from benchmarks.kernels.cost import Cost
-from benchmarks.model_cost import Ceilings, ModelShape
-from benchmarks.report.text import format_table
+from benchmarks.model_cost import Ceilings, ModelShape, decode_floor_s
+from benchmarks.report.report import format_table
 
 _CEILINGS = Ceilings(read_bytes_per_s=1e12, operations_per_s=1e14)
 
@@ -135,7 +133,7 @@ def test_time_runs_out(monkeypatch):
 
 
 class Mark:
-    """An event that a device comes to when it is told."""
+    """An event that a device reaches when the test says so."""
 
     def __init__(self, reached):
         self._reached = reached
@@ -152,7 +150,7 @@ def test_what_the_host_launches_ahead_is_marked_before_and_after_each_call():
 
 
 def test_a_device_that_catches_up_with_the_host_gives_no_figure():
-    """It comes to the third call while the host still launches that."""
+    """The device reaches the third call while the host still launches it."""
     marks, reached, launched = [], [], []
 
     def mark():
@@ -229,7 +227,7 @@ def test_serving_is_set_beside_transformers_of_the_same_model():
     assert "times_transformers" not in other
 
 
-def test_failures_are_told_with_their_parts():
+def test_failures_are_reported_with_their_parts():
     reports = [
         {"part": "rates", "problem": None, "results": [{"kind": "rate", "name": "copy"}]},
         {"part": "kernels", "problem": "ended with status -9: \nkilled", "results": [

@@ -1,4 +1,4 @@
-"""`baton bench kernels`, what of it is pure: costs, limits, cycles, checks, tables."""
+"""The pure parts of `baton bench kernels`: costs, limits, cycles, checks, tables."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def attention(spans, window=None):
 
 
 def pairs(span, window):
-    """Brute force: which keys each query sees."""
+    """Counts by brute force which keys each query sees."""
     return {
         (query, key)
         for query in range(span.num_cached, span.context)
@@ -139,7 +139,7 @@ def test_what_is_wrong_has_no_figures():
     assert to_plain(good, CEILINGS)["limit_s"] == 2.0
 
 
-def test_what_cannot_be_is_told():
+def test_impossible_cases_are_refused():
     def note(kernel_s):
         outcome = Outcome("linear", "qkv", "1 row", Cost(200, 100), kernel_s, reference_s=6.0)
         (table,) = make_tables([outcome], CEILINGS)

@@ -5,19 +5,17 @@ import asyncio
 import pytest
 
 from baton.errors import ConfigurationError, UnavailableError
-from benchmarks.load import LoadLimits, run_load
-from benchmarks.request import BenchRequest
-from benchmarks.targets.target import LostRequestError
-from benchmarks.warm_up import warm_up, warm_up_requests
+from benchmarks.load import LoadLimits, run_load, warm_up, warm_up_requests
+from benchmarks.request import BenchRequest, LostRequestError
 
 NO_LIMITS = LoadLimits(max_concurrency=None, request_timeout_s=30)
 
 
 class FakeTarget:
-    """Brings a request's tokens in messages of two; 13 in the prompt is lost, 14 hangs.
+    """Sends a request's tokens in messages of two. A prompt with 13 is lost, one with 14 hangs.
 
     Attributes:
-        began: prompts in the order in which they came.
+        began: prompts in the order in which they arrived.
         ended: prompts in the order in which they ended.
         peak: the most requests at once.
     """
@@ -89,7 +87,7 @@ async def test_what_hangs_counts_as_lost_and_is_cancelled():
     assert target.ended == [(14,)]
 
 
-async def test_every_end_is_told():
+async def test_every_end_is_reported():
     ends = []
     records = await run_load(numbered(3), FakeTarget(), NO_LIMITS, ends.append)
     assert sorted(ends, key=id) == sorted(records, key=id)

@@ -1,4 +1,4 @@
-"""The figures of `baton bench`, against runs computed by hand."""
+"""The figures of `baton bench`, compared with runs computed by hand."""
 
 import pytest
 

@@ -8,12 +8,11 @@ import pytest
 
 from baton.errors import ConfigurationError
 from benchmarks.goodput import ServiceLevel
-from benchmarks.latency_panels import cumulative, in_flight, latency_panels, token_rate
+from benchmarks.latency_report import cumulative, in_flight, latency_panels, token_rate
 from benchmarks.report.figures import panel_svg
 from benchmarks.report.output import add_output_args, check_output_args, write_report
 from benchmarks.report.page import render_page
-from benchmarks.report.report import Panel, Report, Series, Table
-from benchmarks.report.text import format_cell, format_table
+from benchmarks.report.report import Panel, Report, Series, Table, format_cell, format_table
 from benchmarks.request import RequestRecord
 
 STYLES = ("line", "steps", "fill", "points", "marked")
@@ -102,7 +101,7 @@ def test_a_panel_is_an_svg_element_that_repeats_itself():
     assert svg == panel_svg(PANEL)
 
 
-def test_a_file_in_no_folder_is_told_before_anything_runs():
+def test_a_file_without_a_folder_is_refused_before_anything_runs():
     with pytest.raises(ConfigurationError, match="--json is /no/where/x; there is no folder"):
         check_output_args(parse("--json", "/no/where/x"))
 

@@ -1,8 +1,8 @@
-"""The clock of `baton bench engine-step`, on a clock that only functions move."""
+"""`StepClock` of `baton bench engine-step`, with a clock that only functions advance."""
 
 import pytest
 
-from benchmarks.offline.step_clock import StepClock
+from benchmarks.offline.step_profile import StepClock
 
 
 class FakeTime:
@@ -49,8 +49,8 @@ def test_a_function_does_not_count_what_it_calls(clock, time):
         return token
 
     assert clock.timed("rest", step)() == "token"
-    assert clock.take() == {"draw": 10, "forward": 100, "rest": 3}
-    assert clock.take() == {}
+    assert clock.take_times() == {"draw": 10, "forward": 100, "rest": 3}
+    assert clock.take_times() == {}
 
 
 def test_time_counts_also_where_a_function_raises(clock, time):
@@ -61,7 +61,7 @@ def test_time_counts_also_where_a_function_raises(clock, time):
     with pytest.raises(ValueError, match="no memory"):
         clock.timed("forward", fail)()
     clock.timed("forward", time.spend)(1)
-    assert clock.take() == {"forward": 8}
+    assert clock.take_times() == {"forward": 8}
 
 
 def test_a_device_settles_before_every_reading(clock, time):

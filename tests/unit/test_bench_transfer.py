@@ -1,29 +1,36 @@
-"""`baton bench transfer`, what of it is pure: what is refused, hidden shares, aims, tables."""
+"""The pure parts of `baton bench transfer`: refusals, hidden shares, aims, tables."""
 
 import argparse
+import asyncio
+import random
 
 import pytest
 
 from baton.errors import ConfigurationError
-from benchmarks.report.text import format_table
-from benchmarks.transfer import aims, backends, command, tables
-from benchmarks.transfer.cold_memory import ColdMemory
-from benchmarks.transfer.connector_end import RefusedError
-from benchmarks.transfer.end_host import block_keys
+from baton.results import Timings
+from benchmarks.cluster import Answer
+from benchmarks.report.report import format_table
+from benchmarks.transfer import backends, command, tables
+from benchmarks.transfer.end_host import RefusedError, block_keys
 from benchmarks.transfer.ends import Ends
 from benchmarks.transfer.moves import _figures
 from benchmarks.transfer.plan import FULL, SMOKE
 from benchmarks.transfer.prompts import (
+    _LOAD_SECONDS,
+    _LOADED_BYTES,
+    _SAVE_SECONDS,
+    Trace,
+    _ask_both,
     _check_computed,
     _check_loaded,
     hidden_figures,
     token_figures,
 )
-from benchmarks.transfer.routes import Trace
+from benchmarks.transfer.raw import ColdMemory
 
 
 class FakeHost:
-    """Stands for a process whose pool has these digests."""
+    """A fake of a process whose pool has these digests."""
 
     def __init__(self, digests):
         self.digests = list(digests)
@@ -66,13 +73,13 @@ def test_where_one_process_is_both_its_second_half_is_the_readers():
 
 def test_the_readers_blocks_are_empty_whenever_they_are_taken():
     ends, reader = make_ends([b"0"] * 4)
-    first, second = ends.take(2), ends.take(1)
+    first, second = ends.take_blocks(2), ends.take_blocks(1)
     assert not reader.cleared
     assert len({*first, *second}) == 3
-    third = ends.take(2)  # only one was left that nothing had landed in
+    third = ends.take_blocks(2)  # only one empty block was left
     assert reader.cleared == [sorted({*first, *second})]
     assert third == first
-    ends.take(4)
+    ends.take_blocks(4)
     assert reader.cleared[1:] == [sorted(first)]
 
 
@@ -98,7 +105,7 @@ def test_ratios_are_of_the_same_round():
     assert "save_to_raw_save" not in figures
 
 
-def test_buffers_are_gone_round_piece_by_piece():
+def test_calls_use_the_buffers_part_by_part():
     memory = ColdMemory(most_bytes=100, least_bytes=250)
     assert [memory._next(100) for _ in range(4)] == [0, 100, 0, 100]
     assert memory.copy_s(100) > 0
@@ -106,20 +113,13 @@ def test_buffers_are_gone_round_piece_by_piece():
     assert memory.digest_s(100) > 0
 
 
-def make_trace(transfers, ready_at, tokens=(5, 6, 7)):
-    return Trace(
-        sent_at=9.0,
-        tokens=list(tokens),
-        token_times=[20.5, 21.5, 21.75],
-        prefill_began_at=10.0,
-        prefill_ended_at=20.0,
-        ready_at=ready_at,
-        transfers=transfers,
-    )
+def make_trace(answer=(), cached_tokens=0, tokens=(5, 6, 7), times_s=(11.5, 12.5, 12.75), **spent):
+    timings = Timings(prefill_ms=10_000.0, **dict(answer))
+    return Trace(Answer(tokens, times_s, timings, cached_tokens), **spent)
 
 
 def test_a_transfer_is_hidden_but_for_what_follows_prefill():
-    trace = make_trace([(12.0, 14.0), (13.0, 16.0), (19.0, 21.0)], ready_at=20.6)
+    trace = make_trace({"transfer_ms": 400.0, "load_ms": 200.0}, save_s=2.0, load_s=4.0)
     figures = hidden_figures([trace])
     assert figures == pytest.approx(
         {"prefill_ms": 10_000, "transfer_ms": 6000, "exposed_ms": 600, "hidden_share": 0.9}
@@ -127,34 +127,50 @@ def test_a_transfer_is_hidden_but_for_what_follows_prefill():
 
 
 def test_waits_longer_than_the_transfer_hide_nothing():
-    assert hidden_figures([make_trace([(20.0, 20.5)], ready_at=22.0)])["hidden_share"] == 0
-    assert hidden_figures([make_trace([(12.0, 12.5)], ready_at=19.0)])["hidden_share"] == 1
+    slow = make_trace({"transfer_ms": 1500.0, "load_ms": 500.0}, save_s=0.5)
+    assert hidden_figures([slow])["hidden_share"] == 0
+    assert hidden_figures([make_trace(save_s=0.5)])["hidden_share"] == 1
 
 
 def test_times_to_tokens_are_compared_only_where_the_tokens_are_the_same():
-    split, whole = make_trace([], 20.6), make_trace([], 0.0)
-    whole.token_times = [19.0, 19.5, 20.0]
+    split, whole = make_trace(), make_trace(times_s=(10.0, 10.5, 11.0))
     figures = token_figures([split], [whole])
     assert figures["split_first_ms"] == 11_500.0
     assert figures["whole_second_ms"] == 10_500.0
     assert figures["split_to_whole_first"] == 1.15
     with pytest.raises(RefusedError, match="different tokens"):
-        token_figures([split], [make_trace([], 0.0, tokens=(5, 6, 8))])
+        token_figures([split], [make_trace(tokens=(5, 6, 8))])
 
 
 def test_prompts_must_be_computed_once_and_loaded_whole():
-    trace = make_trace([(12.0, 14.0)], 20.6)
-    trace.num_loaded_tokens = 100
+    trace = make_trace(loaded_bytes=100.0)
     _check_computed([trace])
     _check_loaded([trace], 100)
-    with pytest.raises(RefusedError, match="100 of 112 tokens"):
+    with pytest.raises(RefusedError, match="100 of at least 112 bytes"):
         _check_loaded([trace], 112)
-    trace.num_found_tokens = 16
     with pytest.raises(RefusedError, match="16 tokens of a prompt were found"):
-        _check_computed([make_trace([], 0.0), trace])
-    trace.transfers.clear()
-    with pytest.raises(RefusedError, match="no save and no load"):
-        _check_loaded([trace], 100)
+        _check_computed([trace, make_trace(cached_tokens=16)])
+
+
+def test_a_prompt_spends_what_its_workers_count_meanwhile():
+    """Metrics of all backends are summed, and those of earlier prompts do not count."""
+
+    class FakeTiers:
+        num_reads = 0
+
+        async def read_metrics(self):
+            self.num_reads += 1
+            names = (_SAVE_SECONDS, _LOAD_SECONDS, _LOADED_BYTES)
+            return dict(zip(names, (self.num_reads, 2 * self.num_reads, 8), strict=True))
+
+        async def ask(self, prompt, num_tokens):
+            return Answer((1,) * num_tokens, (0.5,) * num_tokens, Timings(), len(prompt))
+
+    asked = _ask_both(5, random.Random(0), SMOKE, FakeTiers(), None)
+    split, whole = asyncio.run(asked)
+    assert (split.save_s, split.load_s, split.loaded_bytes) == (1, 2, 0)
+    assert split.answer.cached_tokens == 5
+    assert whole is None
 
 
 # Aims
@@ -173,9 +189,9 @@ def test_aims_are_of_the_most_blocks_and_of_what_moves():
         move_row("nixl", lends=True, save_to_memcpy=0.1),
         move_row("redis", save_to_raw_save=0.8, load_to_raw_load=0.79),
         move_row("grpc", lends=True),
-        {"shape": "s", "backend": "nixl push", "num_blocks": 256, "refused": "why"},
+        {"shape": "s", "backend": "nixl", "num_blocks": 256, "refused": "why"},
     ]
-    judged = {aim["what"]: aim["is_met"] for aim in aims.judge_moves(rows)}
+    judged = {aim["what"]: aim["is_met"] for aim in tables.judge_moves(rows)}
     assert judged == {
         "shm, s, 256 blocks: save / memcpy": False,
         "shm, s, 256 blocks: load / memcpy": True,
@@ -191,7 +207,7 @@ def test_only_transfers_shorter_than_prefill_are_to_be_hidden():
         return {"backend": "shm", "prompt_tokens": 7, "hidden": hidden}
 
     rows = [row(9.0, 0.95), row(11.0, 0.2), {"backend": "shm", "prompt_tokens": 8, "refused": "x"}]
-    (aim,) = aims.judge_prompts(rows)
+    (aim,) = tables.judge_prompts(rows)
     assert aim == {
         "what": "shm, 7 tokens: hidden share",
         "at_least": 0.9,
@@ -229,12 +245,11 @@ def test_what_is_refused_has_no_figure_but_a_reason():
         ("shm://x", "shm", "", True, False),
         ("redis://user:secret@host", "redis", "redis", True, False),
         ("grpc://", "grpc", "", True, True),
-        ("nixl://", "nixl", "read", True, True),
-        ("nixl://?mode=push", "nixl push", "write", True, True),
+        ("nixl://", "nixl", "nixl", True, True),
         ("multi://nixl://,redis://host", "multi(nixl,redis)", "", True, False),
     ],
 )
-def test_a_url_tells_what_it_is_measured_beside(url, name, raw, is_shared, lends):
+def test_a_url_decides_what_a_connector_is_measured_beside(url, name, raw, is_shared, lends):
     backend = backends.named_backend(url)
     assert (backend.name, backend.raw) == (name, raw)
     assert (backend.is_shared, backend.lends) == (is_shared, lends)

@@ -1,4 +1,4 @@
-"""Workloads of `baton bench`: what they hold, which flags they take, what they refuse."""
+"""Workloads of `baton bench`: their requests, their flags, and what they refuse."""
 
 import argparse
 import json
@@ -120,7 +120,7 @@ def test_a_trace_is_scaled_and_cut(trace_file):
     assert len(limited.requests) == 1
 
 
-def test_a_line_that_is_none_is_told(trace_file):
+def test_a_malformed_line_is_refused(trace_file):
     with trace_file.open("a") as file:
         file.write(trace_line(5000, 600, 1, [9]) + "\n")
     with pytest.raises(ConfigurationError, match="line 4: input_length is 600; 1 hash_ids"):
@@ -174,7 +174,7 @@ def test_sharegpt_leaves_out_what_is_empty_or_too_long():
         (["--workload", "long", "--long-share", "1.5"], "--long-share is 1.5"),
     ],
 )
-def test_bad_flags_are_told(arguments, message):
+def test_bad_flags_are_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         build(*arguments)
 

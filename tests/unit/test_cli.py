@@ -7,7 +7,7 @@ import pytest
 import baton
 from baton.cli import main
 from baton.v1 import common_pb2
-from prefill_service.config import UNUSED_FIELDS
+from engine.cli_args import FIXED_FIELDS
 from tests.support.fake_generation import running_fake_generation
 
 COMMANDS = {
@@ -125,7 +125,7 @@ def test_a_port_out_of_range_is_told(command, port, capsys):
     assert capsys.readouterr().err == f"baton {command}: error: {message}\n"
 
 
-@pytest.mark.parametrize("field", UNUSED_FIELDS)
+@pytest.mark.parametrize("field", FIXED_FIELDS["prefill"])
 def test_a_flag_that_means_nothing_to_prefill_is_not_known_there(field, capsys):
     flag = f"--{field.replace('_', '-')}"
     with pytest.raises(SystemExit):

@@ -14,14 +14,13 @@ from baton.cli import up
 from baton.errors import ConfigurationError
 from baton.up.cluster import ClusterConfig, engine_flags, plan_cluster
 from baton.up.run_folder import embedded_store, taking_turns
-from decode_service.config import add_args as add_decode_args
-from decode_service.config import config_from_args as decode_config_from_args
+from decode_service.server import add_args as add_decode_args
+from engine.cli_args import engine_config_from_args
 from engine.config import EngineConfig
-from prefill_service.config import add_args as add_prefill_args
-from prefill_service.config import config_from_args as prefill_config_from_args
+from prefill_service.server import add_args as add_prefill_args
 from router.config import add_args as add_router_args
 from router.config import config_from_args as router_config_from_args
-from rpc.server_config import ServerConfig
+from rpc.server_config import ServerConfig, server_config_from_args
 
 ENGINE = EngineConfig(
     model="/models/some",
@@ -71,15 +70,15 @@ def test_every_process_has_a_name_and_a_port_of_its_own():
 def test_the_commands_understand_their_flags():
     """What the plan says comes out of the services' own parsers unchanged."""
     plan = plan_cluster(config())
-    decode = decode_config_from_args(parse(add_decode_args, plan.decode[1].spec.arguments))
-    assert decode.engine == EngineConfig(
+    args = parse(add_decode_args, plan.decode[1].spec.arguments)
+    assert engine_config_from_args(args, role="decode") == EngineConfig(
         **{name: getattr(ENGINE, name) for name in ENGINE.__slots__ if name != "role"},
         role="decode",
     )
-    assert plan.decode[1].address == f"{decode.server.host}:{decode.server.port}"
-    prefill = prefill_config_from_args(parse(add_prefill_args, plan.prefill[0].spec.arguments))
-    assert prefill.engine.role == "prefill"
-    assert prefill.engine.block_size == 8
+    server = server_config_from_args(args)
+    assert plan.decode[1].address == f"{server.host}:{server.port}"
+    args = parse(add_prefill_args, plan.prefill[0].spec.arguments)
+    assert engine_config_from_args(args, role="prefill").block_size == 8
     router = router_config_from_args(parse(add_router_args, plan.router.spec.arguments))
     assert router.prefill == tuple(server.address for server in plan.prefill)
     assert router.decode == tuple(server.address for server in plan.decode)
@@ -187,11 +186,11 @@ def test_all_workers_on_the_cpu_are_given_one_folder_for_turns(device, shared_me
         assert replace(taking, engine=given.engine) == given
         plan = plan_cluster(taking)
         decode = [
-            decode_config_from_args(parse(add_decode_args, server.spec.arguments)).engine
+            engine_config_from_args(parse(add_decode_args, server.spec.arguments), role="decode")
             for server in plan.decode
         ]
         prefill = [
-            prefill_config_from_args(parse(add_prefill_args, server.spec.arguments)).engine
+            engine_config_from_args(parse(add_prefill_args, server.spec.arguments), role="prefill")
             for server in plan.prefill
         ]
         (folder,) = shared_memory.iterdir()

@@ -87,7 +87,7 @@ def test_a_loading_request_ends_and_its_blocks_wait_for_the_load(answers: bool) 
     assert isinstance(output.error, DeadlineExceededError)
     assert driven.num_free == 32 - 3
     if answers:
-        assert driven.end_load(load, asked.prompt_token_ids) == []
+        assert driven.end_load(load, asked.spec.prompt_token_ids) == []
     else:
         driven.now = 60.0
         assert driven.scheduler.expire() == []

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.errors import InternalError
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2, request_pb2
 from router.decode_connection import DecodeConnection, ReplicaLostError
 
 
@@ -32,7 +33,7 @@ class FakeStub:
 
 
 def start(request_id):
-    return decode_pb2.StartDecode(request=prefill_pb2.WorkerRequest(request_id=request_id))
+    return decode_pb2.StartDecode(spec=request_pb2.RequestSpec(request_id=request_id))
 
 
 def saved(handoff_id, *keys, num_tokens=0):
@@ -42,7 +43,7 @@ def saved(handoff_id, *keys, num_tokens=0):
 
 
 def output(request_id, *token_ids, index=0, finish_reason=0, is_last=None):
-    return decode_pb2.DecodeOutput(
+    return request_pb2.CandidateOutput(
         request_id=request_id,
         index=index,
         token_ids=token_ids,
@@ -94,25 +95,24 @@ async def test_candidates_wait_apart_and_the_requests_last_output_stays_last(con
     stream.close()  # the request has ended: nothing is sent
     connection.start(start("b"))
     await anext(stub.commands)  # a's
-    assert (await anext(stub.commands)).start.request.request_id == "b"
+    assert (await anext(stub.commands)).start.spec.request_id == "b"
 
 
-async def test_the_requests_end_leaves_a_candidate_that_has_ended_before_its_end(connected):
+async def test_an_error_is_raised_after_the_tokens_that_came_before_it(connected):
     stub, connection, _ = connected
     stream = connection.start(start("a"))
-    length, failed = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ERROR
-    stub.send(output("a", 1, finish_reason=length, is_last=False), output("a", 2, index=1))
-    end = output("a", finish_reason=failed)
-    end.error.message = "gone"
+    stub.send(output("a", 1), output("a", 2, index=1))
+    end = output("a", finish_reason=common_pb2.FINISH_REASON_ERROR)
+    end.error.MergeFrom(request_pb2.WorkerError(code=13, message="gone"))
     stub.send(end)
     await stub.responses.join()
-    read = [await stream.read() for _ in range(3)]
-    assert [(each.index, each.finish_reason, each.is_last) for each in read] == [
-        (0, length, False),
-        (1, 0, False),
-        (0, failed, True),
+    read = [await stream.read() for _ in range(2)]
+    assert [(list(each.token_ids), each.finish_reason, each.is_last) for each in read] == [
+        ([1], 0, False),
+        ([2], 0, False),
     ]
-    assert not read[0].HasField("error")
+    with pytest.raises(InternalError, match="gone"):
+        await stream.read()
 
 
 async def test_a_finished_candidate_is_cancelled_once_and_read_no_more(connected):
@@ -134,7 +134,7 @@ async def test_a_finished_candidate_is_cancelled_once_and_read_no_more(connected
     last = await stream.read()
     assert (last.is_last, list(last.token_ids)) == (True, [])
     connection.start(start("b"))
-    assert (await anext(stub.commands)).start.request.request_id == "b"
+    assert (await anext(stub.commands)).start.spec.request_id == "b"
 
 
 async def test_commands_go_out_in_order(connected):
@@ -142,7 +142,7 @@ async def test_commands_go_out_in_order(connected):
     for name in "abc":
         connection.start(start(name))
     sent = [await anext(stub.commands) for _ in range(3)]
-    assert [command.start.request.request_id for command in sent] == ["a", "b", "c"]
+    assert [command.start.spec.request_id for command in sent] == ["a", "b", "c"]
     connection.cancel("b")
     assert (await anext(stub.commands)).cancel.request_id == "b"
 
@@ -158,8 +158,8 @@ async def test_blocks_to_prefetch_go_out_before_the_start_and_gather_while_nothi
     connection.start(start("a"))
     gathered, other, begun = [await anext(stub.commands) for _ in range(3)]
     assert gathered.prefetch.blocks == saved("h", b"3", b"4", b"5", num_tokens=20)
-    assert other.start.request.request_id == "b"
-    assert begun.start.request.request_id == "a"
+    assert other.start.spec.request_id == "b"
+    assert begun.start.spec.request_id == "a"
 
 
 async def test_blocks_of_a_lost_prefill_replica_give_way_to_those_of_the_next(connected):
@@ -177,7 +177,7 @@ async def test_a_request_that_is_over_takes_back_its_prefetch(connected):
     connection.withdraw_prefetch("a")
     connection.withdraw_prefetch("unknown")
     connection.start(start("b"))
-    assert (await anext(stub.commands)).start.request.request_id == "b"
+    assert (await anext(stub.commands)).start.spec.request_id == "b"
     stub.responses.put_nowait(None)
     with pytest.raises(ReplicaLostError):
         await task
@@ -188,7 +188,7 @@ async def test_cancel_takes_back_a_start_that_was_not_sent(connected):
     stub, connection, _ = connected
     connection.start(start("a")).close()
     connection.start(start("b"))
-    assert (await anext(stub.commands)).start.request.request_id == "b"
+    assert (await anext(stub.commands)).start.spec.request_id == "b"
 
 
 async def test_nothing_is_sent_for_requests_that_ended_or_never_were(connected):
@@ -202,7 +202,7 @@ async def test_nothing_is_sent_for_requests_that_ended_or_never_were(connected):
     stub.send(output("a", 2), output("unknown", 3))  # late
     await stub.responses.join()
     connection.start(start("b"))
-    assert (await anext(stub.commands)).start.request.request_id == "b"
+    assert (await anext(stub.commands)).start.spec.request_id == "b"
 
 
 async def test_commands_end_with_the_stream(connected):

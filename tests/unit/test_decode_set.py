@@ -1,17 +1,14 @@
 """Which sequences are due in which step."""
 
 from engine.group import Sequence, SequenceGroup
-from engine.request import EngineRequest
 from engine.schedule.decode_set import DecodeSet
 from kvstore.block_key import BlockKeyChain
-from tests.support.fake_model import GREEDY
+from tests.support.requests import engine_request
 
 
 def sequence(num_tokens: int, *, limit: int = 100, row: int = 0) -> Sequence:
     """One whose next step runs its last known token."""
-    asked = EngineRequest(
-        request_id="a", prompt_token_ids=(0,) * num_tokens, draw=GREEDY, max_tokens=1
-    )
+    asked = engine_request(request_id="a", prompt_token_ids=(0,) * num_tokens, max_tokens=1)
     group = SequenceGroup(
         request=asked,
         order=(0.0, 0),

@@ -20,6 +20,7 @@ from baton.doctor import (
     connectors,
     machine,
     native_kernels,
+    nixl_reads,
     software,
     stores,
 )
@@ -31,6 +32,7 @@ from kvstore.jobs import TransferResults
 from kvstore.peer.worker import PeerConnectorWorker
 from kvstore.registry import open_store
 from kvstore.store_connector import StoreConnectorWorker
+from tests.support.nixl_remote import needs_process_vm_readv
 
 GIB = 1 << 30
 
@@ -273,12 +275,34 @@ def test_an_answering_redis(redis_server):
     assert finding.level is Level.OK
 
 
-@pytest.mark.parametrize("url", ["grpc://", "nixl://", "nixl://?mode=push", "faulty+grpc://"])
+@pytest.mark.parametrize("url", ["grpc://", "faulty+grpc://", "faulty+nixl://"])
 def test_a_peer_connector_hands_blocks_over_to_this_process(url):
     (finding,) = connectors.check_connector(url)
     assert finding.level is Level.OK, finding.text
     assert "saved 2 blocks and loaded them again within this process" in finding.text
     assert finding.topic == "kv connector"
+
+
+@pytest.mark.parametrize(
+    ("reason", "level", "text"),
+    [
+        ("", Level.OK, "nixl://: reads the memory of other processes"),
+        ("a wall", Level.NOTE, "come by gRPC, which is slower: a wall"),
+    ],
+)
+def test_nixl_says_whether_it_can_read_other_processes(monkeypatch, reason, level, text):
+    monkeypatch.setattr(connectors, "why_unreadable", lambda: reason)
+    handed_over, reads = connectors.check_connector("nixl://")
+    assert handed_over.level is Level.OK, handed_over.text
+    assert reads.level is level
+    assert text in reads.text
+
+
+def test_another_process_is_read_if_the_kernel_allows_it(monkeypatch):
+    needs_process_vm_readv()
+    assert nixl_reads.why_unreadable() == ""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert "UCX_TLS=tcp" in nixl_reads.why_unreadable()
 
 
 def test_the_members_of_several_are_tried_and_then_all_as_one(tmp_path):

@@ -6,11 +6,12 @@ import pytest
 
 from engine.batch import DrawParams, ScheduledBatch, StepOutput
 from engine.core import EngineCore
-from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.request import FinishReason, RequestOutput
 from kvstore.connector import KvConnectorScheduler
 from kvstore.jobs import SaveJob
 from tests.support.fake_connector import FakeWorker
 from tests.support.fake_runner import FakeRunner, fake_config, fake_info
+from tests.support.requests import engine_request
 
 BLOCK_SIZE = 4
 GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
@@ -44,7 +45,7 @@ class Prefill:
 
     def add(self, request_id: str, prompt: tuple[int, ...]) -> None:
         self.core.add_request(
-            EngineRequest(request_id=request_id, prompt_token_ids=prompt, draw=GREEDY, max_tokens=4)
+            engine_request(request_id=request_id, prompt_token_ids=prompt, max_tokens=4)
         )
 
     def num_computed(self, request_id: str) -> int:

@@ -6,19 +6,14 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
-from engine.batch import DrawParams
-from engine.request import BeamSearchParams, CandidateProgress, EngineRequest
+from engine.request import CandidateProgress
 from engine.validation import check_request, num_blocks_needed
 from tests.support.fake_runner import fake_config, fake_info
+from tests.support.requests import changed, engine_request
 
 INFO = fake_info(block_size=4, max_model_len=64)
-REQUEST = EngineRequest(
-    request_id="r",
-    prompt_token_ids=(0, 1) * 5,
-    draw=DrawParams(1.0, 0, 1.0, 0),
-    max_tokens=7,
-)
-BEAMS = {"num_candidates": 2, "beam_search": BeamSearchParams()}
+REQUEST = engine_request("r", (0, 1) * 5, max_tokens=7)
+BEAMS = {"beam_width": 2}
 
 
 def check(request=REQUEST, *, num_blocks=100, **config):
@@ -32,31 +27,28 @@ def progress(*candidates):
 
 
 def test_candidates_are_as_many_as_run_at_once():
-    several = replace(REQUEST, num_candidates=4, num_returned=4)
+    several = changed(REQUEST, n=4)
     check(several)
     with pytest.raises(InvalidArgumentError, match=r"number of candidates is 4; .* at most 3"):
         check(several, max_num_seqs=3)
     with pytest.raises(InvalidArgumentError, match="at most 2"):
         check(several, max_num_batched_tokens=2)
-    for num_returned in (0, 5):
-        with pytest.raises(InvalidArgumentError, match="candidates returned"):
-            check(replace(several, num_returned=num_returned))
 
 
 def test_candidates_share_the_prompts_full_blocks():
     # 10 + 7 - 1 tokens are 4 blocks, of which 2 are the prompt's alone.
     for num_candidates, needed in ((1, 4), (2, 6), (4, 10)):
-        request = replace(REQUEST, num_candidates=num_candidates, num_returned=num_candidates)
-        assert num_blocks_needed(request, fake_config(), INFO) == needed
+        request = changed(REQUEST, n=num_candidates)
+        assert num_blocks_needed(request.spec, fake_config(), INFO) == needed
         check(request, num_blocks=needed)
         with pytest.raises(ResourceExhaustedError, match=f"needs {needed} KV blocks"):
             check(request, num_blocks=needed - 1)
 
 
 def test_prefill_needs_the_prompt_alone():
-    request = replace(REQUEST, num_candidates=4, num_returned=4)
+    request = changed(REQUEST, n=4)
     prefill = {"role": "prefill", "kv_connector": "memory://x"}
-    assert num_blocks_needed(request, fake_config(**prefill), INFO) == 3
+    assert num_blocks_needed(request.spec, fake_config(**prefill), INFO) == 3
     check(request, num_blocks=3, **prefill)
     check(request, num_blocks=3, max_num_seqs=1, **prefill)  # one sequence draws for all
     with pytest.raises(ResourceExhaustedError, match="for 10 tokens; the pool has 2"):
@@ -65,9 +57,9 @@ def test_prefill_needs_the_prompt_alone():
 
 def test_windows_make_long_requests_small():
     info = replace(INFO, windows=(4,))
-    request = replace(REQUEST, prompt_token_ids=(0,) * 40)
+    spec = changed(REQUEST, prompt_token_ids=(0,) * 40).spec
     config = fake_config(max_num_batched_tokens=4)
-    assert num_blocks_needed(request, config, info) < num_blocks_needed(request, config, INFO)
+    assert num_blocks_needed(spec, config, info) < num_blocks_needed(spec, config, INFO)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +67,7 @@ def test_windows_make_long_requests_small():
     [
         ({"progress": progress((1, [0]))}, "candidates.index is 1; it must be below 1"),
         (
-            {"num_candidates": 2, "progress": progress((1, [0]), (1, [0]))},
+            {"best_of": 2, "progress": progress((1, [0]), (1, [0]))},
             "candidates.index is 1; .* unique",
         ),
         ({"progress": progress((0, []))}, "output_token_ids is empty"),
@@ -93,10 +85,10 @@ def test_windows_make_long_requests_small():
 )
 def test_what_another_replica_cannot_have_generated_is_refused(fields, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        check(replace(REQUEST, **fields))
+        check(changed(REQUEST, **fields))
 
 
 def test_what_another_replica_may_have_generated_is_taken():
     check(replace(REQUEST, progress=progress((0, [0] * 6))))
-    check(replace(REQUEST, num_candidates=4, num_returned=4, progress=progress((3, [0]), (1, [1]))))
-    check(replace(REQUEST, **BEAMS, first_beams=((1, -1.0), (0, -2.0))))
+    check(changed(REQUEST, n=4, progress=progress((3, [0]), (1, [1]))))
+    check(changed(REQUEST, **BEAMS, first_beams=((1, -1.0), (0, -2.0))))

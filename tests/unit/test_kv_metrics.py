@@ -137,7 +137,7 @@ def test_the_rest_is_counted():
     metrics.verify_failed()
     metrics.leases_renewed(2)
     metrics.leases_expired(3)
-    metrics.set_quarantined(4)
+    metrics.set_in_doubt(4)
     metrics.prompt_saved(2.0, hidden_s=1.5)
     metrics.load_given_up("loading")
     expected = {
@@ -145,7 +145,7 @@ def test_the_rest_is_counted():
         "baton_kv_verify_failures_total": 1,
         "baton_kv_lease_renewals_total": 2,
         "baton_kv_expired_leases_total": 3,
-        "baton_kv_quarantined_segments": 4,
+        "baton_kv_objects_in_doubt": 4,
         "baton_kv_prompt_save_seconds_total": 2.0,
         "baton_kv_hidden_prompt_save_seconds_total": 1.5,
     }

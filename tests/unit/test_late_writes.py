@@ -1,7 +1,4 @@
-"""A peer that writes to a segment when it should not: nothing of it reaches the pool.
-
-Nor is anything of the pool given to others while somebody may write there.
-"""
+"""Loads in doubt: something may still write to their memory, which stays held so long."""
 
 import threading
 import time
@@ -13,9 +10,7 @@ from kvstore.codec import make_headers
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover.backend import InDoubtError
-from kvstore.mover.copies import HostCopier
 from kvstore.mover.mover import StagedMover
-from kvstore.quarantine import QUARANTINE_S
 from kvstore.store import GetStatus
 from tests.support.connector_rig import keys
 
@@ -25,21 +20,19 @@ NUM_SEGMENTS = 2
 
 
 class Peer:
-    """Lends blocks of ones, twos and so on; its transfers fail while it `is_silent`."""
+    """Lends blocks of ones, twos and so on; fetches are in doubt while it `is_silent`."""
 
     takes_frames = False
 
     def __init__(self):
         self.is_silent = self.has_settled = False
         self.num_fetches = 0
-        self.put_slots = {}
 
     def num_held(self, keys):
         return 0
 
     def put(self, job, keys, slots):
-        for key, slot in zip(keys, slots, strict=True):
-            self.put_slots[key] = slot.to_bytes()
+        pass
 
     def fetch(self, job, keys, slots):
         self.num_fetches += 1
@@ -64,18 +57,18 @@ def sealed(key):
 
 
 class Rig:
-    """A mover whose engine polls only when the test says so."""
+    """A mover that is polled only when the test says so."""
 
-    def __init__(self, make_copier=None, num_threads=2):
+    def __init__(self, num_threads=2):
         self.peer = Peer()
         self.woken = threading.Event()
-        self.mover = StagedMover(self.peer, self.woken.set, make_copier, num_threads)
+        self.mover = StagedMover(self.peer, self.woken.set, num_threads=num_threads)
         self.pool = torch.zeros(16, *LAYOUT.block_shape)
         self.mover.register_pool(self.pool, LAYOUT)
         self.results = []
 
     def wait(self):
-        """Returns when an I/O thread has done its part."""
+        """Returns when an I/O thread has done its part of a piece."""
         assert self.woken.wait(TIMEOUT_S)
         self.woken.clear()
 
@@ -88,26 +81,18 @@ class Rig:
             self.woken.wait(0.01)
         return self.results
 
-    def lose_trust(self):
-        """Has every segment end up in quarantine, and outlast it."""
-        self.lose_segments()
-        self.mover.staging._quarantine._clock = lambda: time.monotonic() + QUARANTINE_S
-
     def lose_segments(self):
-        """Has every segment end up in quarantine."""
+        """Starts loads until every segment is in doubt; returns the jobs."""
         self.peer.is_silent = True
-        for job_id in range(100, 100 + NUM_SEGMENTS):
-            self.mover.start(loads=[LoadJob(job_id, keys(1), (0,))])
-            self.run_until(job_id - 99)
-        assert {result.error for result in self.results} == {"unavailable"}
-        self.results.clear()
-        self.woken.clear()
+        jobs = range(100, 100 + NUM_SEGMENTS)
+        self.mover.start(loads=[LoadJob(job_id, keys(1), (0,)) for job_id in jobs])
+        until = time.monotonic() + TIMEOUT_S
+        while self.mover.num_in_doubt < NUM_SEGMENTS:
+            assert time.monotonic() < until
+            self.woken.wait(0.01)
+            assert self.mover.poll() == ([], []), "with a result the blocks would be free"
         self.peer.is_silent = False
-
-    def write_late(self):
-        """To all memory that peers know."""
-        for segment in self.mover.staging.segments:
-            segment.frames[:] = 0x5A
+        return list(jobs)
 
 
 @pytest.fixture
@@ -124,85 +109,60 @@ def make_rig(monkeypatch):
         rig.mover.close()
 
 
-@pytest.fixture
-def doubtful(make_rig):
-    """A rig with nothing but doubtful segments."""
+def test_with_all_segments_in_doubt_jobs_fail_at_once(make_rig):
     rig = make_rig()
-    rig.lose_trust()
-    return rig
-
-
-def test_a_late_write_between_verification_and_copy_does_not_reach_the_pool(doubtful):
-    doubtful.mover.start(loads=[LoadJob(1, keys(3), (4, 5, 6))])
-    doubtful.wait()  # verified, and not copied yet
-    doubtful.write_late()
-    assert doubtful.run_until(1) == [LoadResult(1, 3)]
-    for block_id, key in zip((4, 5, 6), keys(3), strict=True):
-        assert torch.equal(doubtful.pool[block_id], block(key))
-    assert all(segment.is_doubtful for segment in doubtful.mover.staging.segments)
-
-
-def test_a_late_write_before_verification_fails_the_load_alone(doubtful):
-    fetch = doubtful.peer.fetch
-
-    def fetch_and_write_late(job, keys, slots):
-        statuses = fetch(job, keys, slots)
-        slots[1].payload[-1] ^= 1
-        return statuses
-
-    doubtful.peer.fetch = fetch_and_write_late
-    doubtful.mover.start(loads=[LoadJob(1, keys(3), (4, 5, 6))])
-    assert doubtful.run_until(1) == [LoadResult(1, 1, "corrupt")]
-    assert torch.equal(doubtful.pool[4], block(keys(1)[0]))
-    assert not doubtful.pool[5:].any()
-
-
-def test_a_late_write_does_not_change_what_is_saved(make_rig):
-    """Else it would be sealed as if it were right."""
-    gathered = threading.Event()
-
-    class LateCopier(HostCopier):
-        def gather(self, object_ids, segment):
-            super().gather(object_ids, segment)
-            rig.write_late()
-            gathered.set()
-
-    rig = make_rig(lambda pool, cut: LateCopier(pool))
-    rig.lose_trust()
-    rig.pool[3] = 9.0
-    rig.mover.start(saves=[SaveJob(1, keys(1), (3,))])
-    assert rig.run_until(1) == [SaveResult(1, committed=True)]
-    assert gathered.is_set()
-    slot = rig.peer.put_slots[keys(1)[0]]
-    assert [slot[:64]] == make_headers([memoryview(slot[64:])], keys(1))
-    assert slot[64:] == rig.pool[3].numpy().tobytes()
-
-
-def test_with_all_segments_in_quarantine_loads_fail_at_once_and_saves_go_on(make_rig):
-    rig = make_rig()
-    rig.lose_segments()
-    assert rig.mover.staging.is_lost
-    saves = [SaveJob(job_id, keys(1, job_id), (job_id,)) for job_id in range(3)]
-    rig.mover.start(loads=[LoadJob(7, keys(1), (4,))], saves=saves)
-    results = rig.run_until(4)
+    lost = rig.lose_segments()
+    assert rig.mover.take_doubted() == lost
+    rig.mover.start(loads=[LoadJob(7, keys(1), (4,))], saves=[SaveJob(8, keys(1, 8), (8,))])
+    results = rig.run_until(2)
     assert sorted(results, key=lambda result: result.job_id) == [
-        *[SaveResult(job_id, committed=True) for job_id in range(3)],
         LoadResult(7, 0, "unavailable"),
+        SaveResult(8, committed=False, error="unavailable"),
     ]
-    assert rig.mover.staging.is_lost
+    assert rig.mover.is_in_doubt
+
+
+def test_a_segment_is_used_again_when_nothing_writes_to_it_any_more(make_rig):
+    rig = make_rig()
+    lost = rig.lose_segments()
+    for segment in rig.mover.staging.segments:
+        segment.frames[:] = 0x5A  # late, and before it has settled
+    rig.peer.has_settled = True
+    assert {(each.job_id, each.error) for each in rig.run_until(NUM_SEGMENTS)} == {
+        (job_id, "unavailable") for job_id in lost
+    }
+    assert not rig.mover.is_in_doubt
+    assert not rig.pool.any()
+    rig.results.clear()
+    rig.mover.start(loads=[LoadJob(1, keys(3), (4, 5, 6))])
+    assert rig.run_until(1) == [LoadResult(1, 3)]
+    for block_id, key in zip((4, 5, 6), keys(3), strict=True):
+        assert torch.equal(rig.pool[block_id], block(key))
+
+
+def test_one_segment_in_doubt_holds_up_no_other_load(make_rig):
+    rig = make_rig()
+    rig.peer.is_silent = True
+    rig.mover.start(loads=[LoadJob(1, keys(1), (0,))])
+    while not rig.mover.is_in_doubt:
+        rig.wait()
+        rig.mover.poll()
+    rig.peer.is_silent = False
+    rig.mover.start(loads=[LoadJob(2, keys(1), (4,))])
+    assert rig.run_until(1) == [LoadResult(2, 1)]
     assert rig.mover.is_in_doubt
 
 
 @pytest.fixture
 def in_place(make_rig, monkeypatch):
-    """A rig that fetches two blocks at a time to where they shall be, by one thread."""
+    """A rig whose one thread fetches two blocks at a time straight into the pool."""
     monkeypatch.setattr("kvstore.mover.mover._LEAST_PIECE_BYTES", 2 * LAYOUT.block_bytes)
     rig = make_rig(num_threads=1)
     rig.peer.takes_frames = rig.peer.is_silent = True
     return rig
 
 
-def test_a_pools_blocks_are_nobodys_while_a_peer_may_write_there(in_place):
+def test_a_pools_blocks_stay_held_while_a_read_may_write_there(in_place):
     is_known, fetch = threading.Event(), in_place.peer.fetch
 
     def fetch_when_known(job, keys, slots):
@@ -214,7 +174,7 @@ def test_a_pools_blocks_are_nobodys_while_a_peer_may_write_there(in_place):
     while not in_place.mover.is_in_doubt:
         in_place.wait()
         assert in_place.mover.poll() == ([], []), "with a result the blocks would be free"
-    assert in_place.mover.take_doubted() == [1], "who waits had better not"
+    assert in_place.mover.take_doubted() == [1], "the engine gives the load up"
     is_known.set()
     [job] = in_place.mover._jobs.values()
     while job.num_open > len(in_place.mover._in_doubt):
@@ -228,7 +188,7 @@ def test_a_pools_blocks_are_nobodys_while_a_peer_may_write_there(in_place):
     assert not in_place.pool.any(), "nor is anything left there that is no number"
     assert not in_place.mover.is_in_doubt
     assert in_place.peer.num_fetches < 3, "nothing more is fetched for a load that has failed"
-    assert in_place.mover.take_doubted() == [], "it is told once"
+    assert in_place.mover.take_doubted() == [], "it is returned once"
 
 
 def test_a_doubt_about_one_load_in_place_holds_up_no_other(in_place):
@@ -244,8 +204,8 @@ def test_a_doubt_about_one_load_in_place_holds_up_no_other(in_place):
     assert in_place.mover.is_in_doubt
 
 
-def test_a_doubt_that_has_settled_before_the_engine_hears_of_it_ends_then(in_place):
-    """Nobody wakes the engine once more."""
+def test_a_doubt_that_has_settled_before_the_next_poll_ends_then(in_place):
+    """Nothing wakes the engine once more."""
     in_place.peer.has_settled = True
     in_place.mover.start(loads=[LoadJob(1, keys(1), (3,))])
     in_place.wait()

@@ -260,9 +260,9 @@ def test_a_lease_that_ended_before_the_other_members_answered_does_not_commit(pe
 
 def test_a_handoff_carries_each_members_own_terms(peer, store):
     both = Members(peer, store)
-    handoff = both.scheduler.make_handoff("h", b"n", KEYS, 20, "words")
+    handoff = both.scheduler.make_handoff("h", b"n", KEYS, 20)
     assert handoff.connector == both.scheduler.scheme == "multi(peer,store)"
-    assert (handoff.lease_ms, handoff.kv_form) == (30_000, "words")
+    assert handoff.lease_ms == 30_000
 
     reader = Members(FakeMember("peer", finds_by_key=False), FakeMember("store"))
     reader.scheduler.keep(handoff)
@@ -270,11 +270,9 @@ def test_a_handoff_carries_each_members_own_terms(peer, store):
     reader.scheduler.load(KEYS, BLOCKS, handoff)
     reader.start()
     for reading, publishing in zip(reader.members, (peer, store), strict=True):
-        own = publishing.scheduler.make_handoff("h", b"n", KEYS, 20, "words")
+        own = publishing.scheduler.make_handoff("h", b"n", KEYS, 20)
         assert reading.received == [("kept", own), ("dropped", "h")]
-    assert reader.members[0].pending[0].handoff == peer.scheduler.make_handoff(
-        "h", b"n", KEYS, 20, "words"
-    )
+    assert reader.members[0].pending[0].handoff == peer.scheduler.make_handoff("h", b"n", KEYS, 20)
 
 
 @pytest.mark.parametrize("params", [b"", b"x", pack_params([(1, b"a")])])

@@ -1,15 +1,17 @@
-"""What agents tell each other, and which ranges go into one request."""
+"""Metadata of transports, lookup of registered memory, and the requests for ranges."""
 
+import ctypes
 import os
+import subprocess
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvstore.peer.nixl import link as nixl_link
-from kvstore.peer.nixl import memory as nixl_memory
-from kvstore.peer.nixl.memory import AgentMetadata, MemoryMap, MemoryProbe, Region
+from kvstore.peer.nixl.memory import AgentMetadata, MemoryMap, MemoryProbe, Region, machine_id
 from kvstore.peer.transport import TransferError, make_ranges
+from tests.support.nixl_remote import needs_process_vm_readv
 
 HOST = Region(1000, 500, "cpu")
 GPU = Region(1 << 40, 1 << 20, "cuda:3")
@@ -17,41 +19,48 @@ GPU = Region(1 << 40, 1 << 20, "cuda:3")
 
 def metadata(**changes):
     probe = MemoryProbe()
-    values = AgentMetadata(probe.pid, probe.address, probe.token, "", (HOST, GPU), b"\0nixl")
+    values = AgentMetadata(
+        pid=os.getpid(),
+        machine=machine_id(),
+        probe_address=probe.address,
+        probe_token=probe.token,
+        transports="",
+        regions=(HOST,),
+        agent=b"\0nixl",
+    )
     return probe, replace(values, **changes)
 
 
 def test_metadata_comes_back_whole():
-    _, values = metadata(transports="tcp")
+    _, values = metadata(transports="tcp", regions=(HOST, GPU))
     assert AgentMetadata.from_bytes(values.to_bytes()) == values
 
 
-@pytest.fixture
-def plain_machine(monkeypatch, tmp_path):
+def test_the_probe_holds_its_token():
+    probe = MemoryProbe()
+    assert ctypes.string_at(probe.address, len(probe.token)) == probe.token
+    assert MemoryProbe().token != probe.token
+
+
+def test_the_reason_why_a_peer_cannot_be_read_is_named(monkeypatch):
+    needs_process_vm_readv()
     monkeypatch.delenv("UCX_TLS", raising=False)
-    monkeypatch.setattr(nixl_memory, "_RDMA_DEVICES", tmp_path / "none")
-
-
-def test_the_kernel_copies_where_the_probe_can_be_read(plain_machine):
-    probe, values = metadata(regions=(HOST,))
-    assert values.is_copied_by_kernel()
-    assert not replace(values, probe_token=bytes(16)).is_copied_by_kernel()
-    assert not replace(values, probe_address=1).is_copied_by_kernel()
-    assert not replace(values, pid=2**22 + 1).is_copied_by_kernel()
-    assert probe.pid == os.getpid()
-
-
-def test_the_kernel_does_not_copy_what_ucx_may_send_otherwise(plain_machine, monkeypatch, tmp_path):
-    _, values = metadata(regions=(HOST,))
-    _, on_gpu = metadata()
-    assert not on_gpu.is_copied_by_kernel()
-    assert not replace(values, transports="tcp").is_copied_by_kernel()
+    probe, values = metadata()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert values.obstacle() == "UCX finds no way to read it"
+    for changes, reason in (
+        ({"transports": "tcp"}, "its UCX_TLS=tcp"),
+        ({"regions": (HOST, GPU)}, "GPU memory"),
+        ({"machine": "another"}, "another machine"),
+        ({"pid": ended.pid}, "another PID namespace"),
+        ({"probe_token": bytes(16)}, "another PID namespace"),
+        ({"probe_address": 1}, "another PID namespace"),
+    ):
+        assert reason in replace(values, **changes).obstacle()
     monkeypatch.setenv("UCX_TLS", "tcp")
-    assert not values.is_copied_by_kernel()
-    monkeypatch.delenv("UCX_TLS")
-    (tmp_path / "mlx5_0").touch()
-    monkeypatch.setattr(nixl_memory, "_RDMA_DEVICES", tmp_path)
-    assert not values.is_copied_by_kernel()
+    assert "own UCX_TLS=tcp" in values.obstacle()
+    assert probe.token == values.probe_token
 
 
 def test_ranges_get_the_device_of_their_region():

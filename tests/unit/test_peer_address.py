@@ -11,7 +11,7 @@ from kvstore.peer.address import PeerAddress, PeerUrl, join_host_port
 def test_defaults():
     url = PeerUrl.parse("grpc://")
     assert (url.host, url.port, url.advertised_host) == ("127.0.0.1", 0, "127.0.0.1")
-    assert (url.lease_s, url.timeout_s, url.mode) == (30, 2, "pull")
+    assert (url.lease_s, url.timeout_s) == (30, 2)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_hosts_and_ports(text, host, port):
 
 
 def test_options():
-    url = PeerUrl.parse("nixl://0.0.0.0?lease_s=5&timeout_s=0.5&advertise=prefill-0&mode=push")
-    assert (url.lease_s, url.timeout_s, url.mode) == (5, 0.5, "push")
+    url = PeerUrl.parse("nixl://0.0.0.0?lease_s=5&timeout_s=0.5&advertise=prefill-0")
+    assert (url.lease_s, url.timeout_s) == (5, 0.5)
     assert url.advertised_host == "prefill-0"
 
 
@@ -49,8 +49,7 @@ def test_who_listens_everywhere_tells_an_address_of_this_machine(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("grpc://?mode=push", "mode"),
-        ("nixl://?mode=both", "mode is 'both'; it must be pull or push"),
+        ("nixl://?mode=push", "unknown option 'mode'; it takes advertise, lease_s, timeout_s"),
         ("grpc://?ttl_s=5", "ttl_s"),
         ("grpc://?lease_s=0.01", "lease_s is 0.01; it must be 0.1 to 86400"),
         ("grpc://?timeout_s=600", "timeout_s is 600; it must be 0.01 to 60"),
@@ -58,7 +57,7 @@ def test_who_listens_everywhere_tells_an_address_of_this_machine(monkeypatch):
         ("grpc://host/path", "/path"),
         ("grpc://host:port", "Port"),
         ("grpc://host:70000", "Port"),
-        ("grpc://user:secret@host", "no user"),
+        ("grpc://user:secret@host", "a user and a password"),
     ],
 )
 def test_what_is_wrong_is_named(text, complaint):

@@ -2,13 +2,12 @@
 
 import pytest
 
+from benchmarks.compare_command import print_comparison
 from benchmarks.machine import with_best_ceilings, with_median_rates
 from benchmarks.model_cost import Ceilings, ModelShape, floor_s, token_floor_s
-from benchmarks.peers.agreement import first_difference, summarize_agreement
 from benchmarks.peers.cases import CASE_NAMES, build_cases, requests_of_round
-from benchmarks.peers.compare_table import print_comparison
 from benchmarks.peers.peer_messages import PeerAnswer, PeerRun
-from benchmarks.peers.summary import summarize
+from benchmarks.peers.summary import first_difference, summarize, summarize_agreement
 from benchmarks.request import BenchRequest
 
 SHAPE = ModelShape(
@@ -23,7 +22,7 @@ def ceilings(read=NO_LIMIT, operations=NO_LIMIT):
 
 
 def even_run(requests, first_s, gap_s):
-    """Every request's first token after `first_s`, then one each `gap_s`."""
+    """A run whose requests get a first token after `first_s`, then one every `gap_s`."""
     answers = []
     for request in requests:
         times = tuple(first_s + gap_s * i for i in range(request.num_output_tokens))

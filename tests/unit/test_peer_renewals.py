@@ -21,7 +21,7 @@ ADDRESSES = [PeerAddress(f"127.0.0.1:{port}", bytes([port] * 16)) for port in (1
 
 
 class FakePeer:
-    """Answers RenewLeases as it is told."""
+    """Answers RenewLeases as the test sets it up."""
 
     def __init__(self):
         self.stub = self
@@ -75,7 +75,7 @@ def handoff(name, address=ADDRESSES[0]):
 
 
 def run_due(renewals):
-    """What is due now, as the thread does it; nothing if it would go to sleep."""
+    """Returns what the thread would renew now; nothing if it would sleep."""
     if any(k.renew_at <= renewals._clock() and not k.is_gone for k in renewals._kept.values()):
         for address, lease_ids in renewals._wait_for_due().items():
             renewals._ask(address, lease_ids)

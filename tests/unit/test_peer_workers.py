@@ -1,4 +1,4 @@
-"""Workers of other engines: the loop they share, what is said to them, and how they are started."""
+"""Workers of other engines: their common loop, their messages, and how they start."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from benchmarks.peers.peer_messages import (
     parse_answer,
     parse_run,
 )
-from benchmarks.peers.process_memory import peak_memory_bytes
+from benchmarks.peers.peer_process import peak_memory_bytes
 from benchmarks.peers.rounds import take_turns
 from benchmarks.peers.workers.worker_loop import Request, Result, run_stepped, serve
 from benchmarks.request import BenchRequest
@@ -26,7 +26,7 @@ REQUESTS = [BenchRequest((1, 2), 2), BenchRequest((3,), 1, arrival_s=0.5)]
 
 
 class OneTokenPerSecond:
-    """Gives each running request a token per step, which takes a second."""
+    """An engine whose step takes a second and gives each running request a token."""
 
     def __init__(self):
         self.now = 100.0
@@ -84,7 +84,7 @@ class CountingEngine:
         self.num_resets += 1
 
 
-def test_a_worker_answers_line_by_line_until_it_is_told_to_quit():
+def test_a_worker_answers_line_by_line_until_it_must_quit():
     engine, answers = CountingEngine(), io.StringIO()
     commands = [format_run(REQUESTS), {"command": "reset"}, {"command": "quit"}, {"command": "?"}]
     serve(engine, [json.dumps(command) for command in commands], answers)
@@ -107,7 +107,7 @@ def test_what_is_no_answer_is_refused(line):
         parse_answer("vllm", line)
 
 
-def test_an_engines_error_is_told():
+def test_an_engines_error_is_reported():
     with pytest.raises(PeerError, match="vllm failed: out of memory"):
         parse_answer("vllm", '{"error": "out of memory"}')
 
@@ -131,7 +131,7 @@ def test_a_run_that_lacks_tokens_is_refused(results, message):
 
 
 class FakePeer:
-    """Notes what is done to it, and refuses to run while it is paused."""
+    """A fake that records its calls, and refuses to run while it is paused."""
 
     def __init__(self, name, log):
         self._name, self._log, self._is_paused = name, log, True
@@ -156,15 +156,20 @@ def test_engines_take_turns_from_empty_caches_and_the_first_round_does_not_count
     log = []
     peers = {name: FakePeer(name, log) for name in ("a", "b")}
     cases = [Case("x", [BenchRequest((1,), 1)], ()), Case("y", [BenchRequest((2,), 1)], ())]
-    told = []
+    lines = []
     runs = take_turns(
-        peers, cases, 1 << 20, repeats=2, tell=told.append, before_round=lambda: log.append("round")
+        peers,
+        cases,
+        1 << 20,
+        repeats=2,
+        write_line=lines.append,
+        before_round=lambda: log.append("round"),
     )
     assert {name: {case: len(r) for case, r in own.items()} for name, own in runs.items()} == {
         "a": {"x": 2, "y": 2},
         "b": {"x": 2, "y": 2},
     }
-    assert len(told) == 12
+    assert len(lines) == 12
     assert [index for index, entry in enumerate(log) if entry == "round"] == [8, 17]
     round_0, round_1, round_2 = log[:8], log[9:17], log[18:]
     assert round_0 == [
@@ -212,7 +217,7 @@ def test_an_unknown_engine_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "baton"])
-def test_a_missing_environment_is_told_with_the_command_that_makes_it(engine, tmp_path):
+def test_a_missing_environment_is_reported_with_the_command_that_makes_it(engine, tmp_path):
     with pytest.raises(ConfigurationError, match=r"make_env\.sh (vllm|openvino|transformers) "):
         launch_of(engine, setting_of(tmp_path))
 

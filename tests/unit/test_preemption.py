@@ -2,7 +2,6 @@
 
 import pytest
 
-from engine.request import BeamSearchParams
 from engine.runner import StepCosts
 from tests.support.driven_scheduler import DrivenScheduler, request
 from tests.support.fake_model import expected_tokens
@@ -52,7 +51,7 @@ def test_tokens_are_the_same_after_preemption() -> None:
 
 def test_a_group_gives_way_as_a_whole() -> None:
     driven = DrivenScheduler(num_blocks=10, max_num_seqs=8, **RECOMPUTE)
-    group = request("group", 6, max_tokens=9, num_candidates=3, num_returned=3)
+    group = request("group", 6, max_tokens=9, n=3)
     driven.add(request("a", 7, max_tokens=16), group)
 
     assert step_until_preempted(driven) == ["a"]
@@ -65,8 +64,8 @@ def test_a_group_gives_way_as_a_whole() -> None:
 @pytest.mark.parametrize("is_search", [False, True])
 def test_what_candidates_have_in_common_is_computed_again_once(is_search: bool) -> None:
     driven = DrivenScheduler(num_blocks=8, max_num_seqs=8, **RECOMPUTE)
-    search = BeamSearchParams() if is_search else None
-    group = request("group", 6, max_tokens=9, num_candidates=2, beam_search=search)
+    two = {"beam_width": 2} if is_search else {"best_of": 2}
+    group = request("group", 6, max_tokens=9, **two)
     driven.add(request("a", 7, max_tokens=24), group)
     driven.run()
 
@@ -118,10 +117,9 @@ def test_what_beams_have_reported_is_kept_over_a_swap() -> None:
     too when the first needs a block, though its other beams have reported.
     """
     driven = DrivenScheduler(num_blocks=14, num_host_blocks=50, max_num_seqs=8, **SWAP)
-    search = {"num_candidates": 3, "beam_search": BeamSearchParams()}
     driven.add(
-        request("first", 5, max_tokens=15, **search),
-        request("second", 6, max_tokens=12, **search),
+        request("first", 5, max_tokens=15, beam_width=3),
+        request("second", 6, max_tokens=12, beam_width=3),
         request("third", 2, max_tokens=16),
     )
     driven.run()

@@ -36,7 +36,7 @@ def test_blocks_enter_the_cache_and_the_request_loads_the_rest() -> None:
     driven.add(asked)
     driven.step()
     assert driven.work().loads == [], "it waits for what is on its way"
-    driven.end_load(early, asked.prompt_token_ids)
+    driven.end_load(early, asked.spec.prompt_token_ids)
     driven.step()
     (rest,) = driven.work().loads
     assert rest.keys == asked.handoff.block_keys[1:]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import DeadlineExceededError
+from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from engine.request import FinishReason, RequestOutput, StageTimings
 from kvstore.handoff import KvHandoff
@@ -46,9 +47,9 @@ def ended(reason, **fields):
     return RequestOutput(request_id="r", finish_reason=reason, is_last=True, **fields)
 
 
-async def all_messages(*outputs):
+async def all_messages(*outputs, **params):
     """What is told if nobody reads before the last output."""
-    events = PromptEvents()
+    events = PromptEvents(SamplingParams(**params))
     for output in outputs:
         events.add(output)
     return [message async for message in events.messages()]
@@ -59,16 +60,16 @@ def kinds(messages):
 
 
 async def test_each_part_is_told_as_it_comes():
-    events = PromptEvents()
+    events = PromptEvents(SamplingParams())
     messages = events.messages()
     for keys, num_tokens in (((b"1", b"2"), 8), ((b"3",), 12)):
         events.add(saved(*keys, num_tokens=num_tokens))
         part = (await anext(messages)).saved
         assert (tuple(part.block_keys), part.num_tokens) == (keys, num_tokens)
     events.add(drawn(42, timings=StageTimings(queue_ms=1.0), cached_tokens=4))
-    result = (await anext(messages)).result
-    assert (list(result.token_ids), result.cached_tokens) == ([42], 4)
-    assert result.timings.queue_ms == 1.0
+    (first,) = (await anext(messages)).result.outputs
+    assert (list(first.token_ids), first.cached_tokens) == ([42], 4)
+    assert first.timings.queue_ms == 1.0
     events.add(saved(b"4", num_tokens=16))
     assert list((await anext(messages)).saved.block_keys) == [b"4"]
     waiting = asyncio.ensure_future(anext(messages))
@@ -76,14 +77,15 @@ async def test_each_part_is_told_as_it_comes():
     assert not waiting.done()
     events.add(handed_over())
     end = (await waiting).end
-    assert (list(end.handoff.block_keys), end.timings.transfer_ms) == ([b"k" * 32], 3.0)
-    assert end.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+    assert (list(end.handoff.block_keys), end.output.timings.transfer_ms) == ([b"k" * 32], 3.0)
+    assert end.output.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+    assert not end.output.is_last
     with pytest.raises(StopAsyncIteration):
         await anext(messages)
 
 
 async def test_what_is_saved_while_nobody_reads_is_one_event():
-    events = PromptEvents()
+    events = PromptEvents(SamplingParams())
     for index in range(1000):
         events.add(saved(index.to_bytes(4), num_tokens=4 * (index + 1)))
     messages = events.messages()
@@ -97,7 +99,7 @@ async def test_what_was_saved_of_another_handoff_is_not_told():
     """The prompt had to give way, and its blocks with it."""
     earlier = saved(b"1", num_tokens=3)
     later = replace(earlier, saved=replace(earlier.saved, handoff_id="i", block_keys=(b"1", b"2")))
-    events = PromptEvents()
+    events = PromptEvents(SamplingParams())
     events.add(earlier)
     events.add(later)
     message = await anext(aiter(events.messages()))
@@ -105,7 +107,7 @@ async def test_what_was_saved_of_another_handoff_is_not_told():
 
 
 async def test_the_first_tokens_overtake_what_is_saved():
-    events = PromptEvents()
+    events = PromptEvents(SamplingParams())
     events.add(saved(b"1", num_tokens=4))
     events.add(drawn(42))
     messages = events.messages()
@@ -119,14 +121,30 @@ async def test_a_handoff_makes_parts_of_it_needless():
 
 
 async def test_first_tokens_of_several_candidates_are_one_result():
-    in_one = await all_messages(drawn(42, 43, logprobs=(-0.5, -1.5)), handed_over(None))
+    in_one = await all_messages(drawn(42, 43, cached_tokens=4), handed_over(None), n=2)
     each = await all_messages(
-        drawn(42, logprobs=(-0.5,)), drawn(43, index=1, logprobs=(-1.5,)), handed_over(None)
+        drawn(42, cached_tokens=4), drawn(43, index=1), handed_over(None), n=2
     )
     assert in_one == each
     result, end = in_one[0].result, in_one[1].end
-    assert (list(result.token_ids), list(result.logprobs)) == ([42, 43], [-0.5, -1.5])
+    outputs = [(output.index, list(output.token_ids)) for output in result.outputs]
+    assert outputs == [(0, [42]), (1, [43])]
+    assert [output.cached_tokens for output in result.outputs] == [4, 0]
     assert not end.HasField("handoff")  # the connector could not take the blocks
+
+
+@pytest.mark.parametrize("params", [{"best_of": 2}, {"beam_width": 2}])
+async def test_first_tokens_of_ranked_candidates_are_for_decode_alone(params):
+    tokens = drawn(42, 43, logprobs=(-0.5, -1.5), cached_tokens=4)
+    result = (await all_messages(tokens, handed_over(), **params))[0].result
+    (output,) = result.outputs
+    assert (list(output.token_ids), output.cached_tokens, output.is_last) == ([], 4, False)
+    begun = [(c.index, list(c.output_token_ids), c.logprob) for c in result.candidates]
+    beams = [(beam.token_id, beam.logprob) for beam in result.first_beams]
+    if "best_of" in params:
+        assert (begun, beams) == ([(0, [42], -0.5), (1, [43], -1.5)], [])
+    else:
+        assert (begun, beams) == ([], [(42, -0.5), (43, -1.5)])
 
 
 async def test_a_generation_that_is_over_has_no_other_end():
@@ -141,26 +159,28 @@ async def test_a_generation_that_is_over_has_no_other_end():
     told = await all_messages(first, ended(FinishReason.LENGTH, index=1, token_ids=(3,)))
     (message,) = told
     result = message.result
-    assert [(c.index, list(c.token_ids)) for c in result.candidates] == [(0, [2]), (1, [3])]
-    assert [c.HasField("score") for c in result.candidates] == [True, False]
-    assert (result.cached_tokens, result.timings.queue_ms) == (2, 1.0)
+    assert [(c.index, list(c.token_ids)) for c in result.outputs] == [(0, [2]), (1, [3])]
+    assert [c.HasField("score") for c in result.outputs] == [True, False]
+    assert [c.is_last for c in result.outputs] == [False, True]
+    assert (result.outputs[0].cached_tokens, result.outputs[0].timings.queue_ms) == (2, 1.0)
 
 
 async def test_an_abort_after_the_first_tokens_ends_the_request():
-    told = await all_messages(drawn(42, 43), ended(FinishReason.ABORTED))
+    told = await all_messages(drawn(42, 43), ended(FinishReason.ABORTED), n=2)
     assert kinds(told) == ["result", "end"]
-    assert list(told[0].result.token_ids) == [42, 43]
-    assert told[1].end.finish_reason == common_pb2.FINISH_REASON_ABORTED
+    assert [list(output.token_ids) for output in told[0].result.outputs] == [[42], [43]]
+    assert told[1].end.output.finish_reason == common_pb2.FINISH_REASON_ABORTED
+    assert told[1].end.output.is_last
 
 
 async def test_an_abort_before_them_is_the_result():
     (message,) = await all_messages(saved(b"1", num_tokens=4), ended(FinishReason.ABORTED))
-    (candidate,) = message.result.candidates
+    (candidate,) = message.result.outputs
     assert candidate.finish_reason == common_pb2.FINISH_REASON_ABORTED
 
 
 async def test_first_tokens_are_told_before_an_error():
-    events = PromptEvents()
+    events = PromptEvents(SamplingParams())
     events.add(drawn(42))
     events.add(ended(FinishReason.ERROR, error=DeadlineExceededError("too late")))
     messages = events.messages()

@@ -2,11 +2,11 @@
 
 import pytest
 
+from baton.request_spec import RequestSpec
 from baton.sampling_params import SamplingParams
-from baton.v1 import common_pb2, decode_pb2
+from baton.v1 import common_pb2, request_pb2
 from router import text_stream as stop_strings
 from router.completion import Completion
-from router.request import RoutedRequest
 from tests.support.running_router import script_of, tokenizer
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -14,25 +14,16 @@ ABORTED = common_pb2.FINISH_REASON_ABORTED
 
 
 def completion(**params):
-    request = RoutedRequest(
-        request_id="r",
-        worker_id="r/1",
-        namespace=b"",
-        kv_form="",
+    spec = RequestSpec(
+        request_id="r/0123456789abcdef",
         prompt_token_ids=(5, 6),
-        block_keys=(),
-        block_size=4,
         params=SamplingParams(**params),
-        stop_token_ids=(),
-        priority=0,
-        cache_salt="",
-        deadline=0.0,
     )
-    return Completion(request, tokenizer(), arrival=0.0)
+    return Completion(spec, tokenizer(), arrival=0.0)
 
 
 def output(token_ids, finish_reason=0, **fields):
-    return decode_pb2.DecodeOutput(token_ids=token_ids, finish_reason=finish_reason, **fields)
+    return request_pb2.CandidateOutput(token_ids=token_ids, finish_reason=finish_reason, **fields)
 
 
 async def test_tokens_after_a_stop_text_are_not_told():
@@ -102,7 +93,7 @@ async def test_only_the_first_output_tells_of_the_prompt():
     prompt = common_pb2.Timings(queue_ms=1, prefill_ms=2)
     part.add(output([9], cached_tokens=4, timings=prompt))
     saved = common_pb2.Timings(queue_ms=1, prefill_ms=2, transfer_ms=3)
-    assert part.add(decode_pb2.DecodeOutput(timings=saved)) == []
+    assert part.add(request_pb2.CandidateOutput(timings=saved)) == []
     handed_over = common_pb2.Timings(queue_ms=50, prefill_ms=60, load_ms=5)
     part.add(output([9], cached_tokens=8, timings=handed_over))
     resumed = common_pb2.Timings(load_ms=500)

@@ -1,7 +1,7 @@
 """What the next replica hears of a request's candidates."""
 
 from baton.sampling_params import SamplingParams
-from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2, request_pb2
 from router.progress import Progress
 from tests.support.fake_candidates import given_tokens
 
@@ -14,8 +14,8 @@ def written(progress):
     return start
 
 
-def output(index, *token_ids, finish_reason=0):
-    return decode_pb2.DecodeOutput(index=index, token_ids=token_ids, finish_reason=finish_reason)
+def output(index, *token_ids, **fields):
+    return request_pb2.CandidateOutput(index=index, token_ids=token_ids, **fields)
 
 
 def test_nothing_is_told_of_what_has_not_begun():
@@ -26,11 +26,12 @@ def test_nothing_is_told_of_what_has_not_begun():
 
 def test_streamed_candidates_go_on_from_their_tokens():
     progress = Progress(SamplingParams(n=3))
-    progress.begin(prefill_pb2.PrefillResult(token_ids=[7, 8, 9]))
+    first = [output(index, token_id) for index, token_id in enumerate((7, 8, 9))]
+    progress.add_prefilled(prefill_pb2.PrefillResult(outputs=first))
     for step in (output(0, 1), output(1, 2, 3), output(2, 4, finish_reason=LENGTH)):
         progress.add(step)
     assert given_tokens(written(progress)) == {0: [7, 1], 1: [8, 2, 3]}
-    assert progress.num_tokens == 4
+    assert progress.num_tokens == 3 + 4
     progress.end(1)  # by a stop text
     assert progress.has_ended(1)
     assert given_tokens(written(progress)) == {0: [7, 1]}
@@ -56,7 +57,10 @@ def test_candidates_that_decode_began_go_on_too():
 def test_ranked_candidates_go_on_from_what_prefill_drew():
     progress = Progress(SamplingParams(n=1, best_of=2))
     assert written(progress) == decode_pb2.StartDecode()
-    progress.begin(prefill_pb2.PrefillResult(token_ids=[7, 8], logprobs=[-1, -2]))
+    result = prefill_pb2.PrefillResult(outputs=[output(0)])
+    result.candidates.add(index=0, output_token_ids=[7], logprob=-1)
+    result.candidates.add(index=1, output_token_ids=[8], logprob=-2)
+    progress.add_prefilled(result)
     start = written(progress)
     assert given_tokens(start) == {0: [7], 1: [8]}
     assert [given.logprob for given in start.candidates] == [-1, -2]
@@ -65,8 +69,11 @@ def test_ranked_candidates_go_on_from_what_prefill_drew():
 
 def test_beams_begin_with_the_most_likely_tokens():
     progress = Progress(SamplingParams(n=1, beam_width=2))
-    tops = prefill_pb2.PrefillResult(token_ids=[7, 8, 5, 6], logprobs=[-1, -2, -3, -4])
-    progress.begin(tops)
+    result = prefill_pb2.PrefillResult(outputs=[output(0)])
+    for token_id, logprob in ((7, -1), (8, -2), (5, -3), (6, -4)):
+        result.first_beams.add(token_id=token_id, logprob=logprob)
+    progress.add_prefilled(result)
+    assert progress.has_begun
     start = written(progress)
     assert not start.candidates
     assert [(beam.token_id, beam.logprob) for beam in start.first_beams] == [

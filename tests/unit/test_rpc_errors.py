@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from baton import errors
-from baton.v1 import decode_pb2
+from baton.v1 import request_pb2
 from rpc.errors import from_rpc_error, from_worker_error, to_status, to_worker_error
 
 WIRE_ERRORS = [
@@ -38,7 +38,7 @@ def test_foreign_statuses_are_internal_and_keep_their_message():
     back = from_rpc_error(rpc_error(grpc.StatusCode.UNIMPLEMENTED, "no such method"))
     assert isinstance(back, errors.InternalError)
     assert "UNIMPLEMENTED: no such method" in back.message
-    unknown = from_worker_error(decode_pb2.WorkerError(code=999, message="?"))
+    unknown = from_worker_error(request_pb2.WorkerError(code=999, message="?"))
     assert isinstance(unknown, errors.InternalError)
 
 

@@ -4,11 +4,11 @@ import pytest
 
 from engine.batch import StepOutput
 from engine.group import GroupState
-from engine.request import EngineRequest
 from engine.schedule.step_plan import StepPlan
 from kvstore.jobs import SaveJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
-from tests.support.fake_model import GREEDY, fake_info
+from tests.support.fake_model import fake_info
+from tests.support.requests import engine_request
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -30,9 +30,7 @@ def make_engine(store: dict, **config: object) -> CheckedEngine:
 
 
 def add(engine: CheckedEngine, request_id: str) -> None:
-    request = EngineRequest(
-        request_id=request_id, prompt_token_ids=PROMPT, draw=GREEDY, max_tokens=2
-    )
+    request = engine_request(request_id=request_id, prompt_token_ids=PROMPT, max_tokens=2)
     engine.add(CheckedRequest.of(request, INFO))
 
 

@@ -1,6 +1,5 @@
 """The scheduler by example: order, budgets, chunks, priorities, the prefix cache."""
 
-from baton.errors import ResourceExhaustedError
 from engine.request import FinishReason
 from engine.validation import num_blocks_needed
 from tests.support.driven_scheduler import DrivenScheduler, request
@@ -68,34 +67,13 @@ def test_what_must_wait_for_blocks_keeps_its_turn() -> None:
     driven.run()
 
 
-def test_what_can_never_fit_is_ignored_and_bothers_nobody() -> None:
-    driven = DrivenScheduler(num_blocks=3)
-    (output,) = driven.add(request("large", 9, max_tokens=5))
-
-    assert output.finish_reason is FinishReason.IGNORED
-    assert output.is_last
-    assert isinstance(output.error, ResourceExhaustedError)
-    assert driven.scheduler.num_unfinished == 0
-    assert driven.add(request("fits", 9, max_tokens=4)) == []
-    assert len(driven.run()["fits"]) == 4
-
-
-def test_candidates_count_where_it_is_asked_what_can_ever_fit() -> None:
-    driven = DrivenScheduler(num_blocks=5)
-    assert driven.add(request("two", 8, max_tokens=5, num_candidates=2)) == []
-    (output,) = driven.add(request("three", 8, max_tokens=9, num_candidates=2))
-
-    assert output.finish_reason is FinishReason.IGNORED
-    assert "needs 6 KV blocks" in str(output.error)
-
-
 def test_a_request_that_just_fits_runs_in_a_pool_of_its_own_size() -> None:
-    asked = request("a", 9, max_tokens=20, num_candidates=3, num_returned=3)
-    num_blocks = num_blocks_needed(asked, fake_config(), fake_info(4, 64))
+    asked = request("a", 9, max_tokens=20, n=3)
+    num_blocks = num_blocks_needed(asked.spec, fake_config(), fake_info(4, 64))
     driven = DrivenScheduler(num_blocks)
     driven.add(asked)
 
-    assert driven.run()["a"] == expected_tokens(asked.prompt_token_ids, 20)
+    assert driven.run()["a"] == expected_tokens(asked.spec.prompt_token_ids, 20)
     assert driven.scheduler.load().num_preemptions == 0
 
 
@@ -169,7 +147,7 @@ def test_a_finished_request_frees_its_id_and_stops_at_stop_tokens() -> None:
 
 def test_load_counts_what_runs_waits_and_is_queued() -> None:
     driven = DrivenScheduler(num_blocks=32, max_num_seqs=3, max_num_batched_tokens=8)
-    driven.add(request("a", 6, num_candidates=2, num_returned=2))
+    driven.add(request("a", 6, n=2))
     driven.add(request("b", 11, first_token=2), request("c", 5, first_token=3))
     driven.step()
     load = driven.scheduler.load()

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from engine.batch import DrawParams
-from engine.request import BeamSearchParams, FinishReason, candidate_seed
+from engine.batch import DrawParams, candidate_seed
+from engine.request import FinishReason
 from tests.support.driven_scheduler import DrivenScheduler, handed_over, request
 from tests.support.fake_model import expected_tokens
 from tests.support.reference_decoding import expected_results, first_beams, progress_of
+from tests.support.requests import changed
 
-DRAWN = DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=7)
-THREE = {"num_candidates": 3, "num_returned": 3, "draw": DRAWN}
+DRAWN = {"temperature": 1.0, "seed": 7}
+THREE = {"n": 3} | DRAWN
 
 
 def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once() -> None:
@@ -34,14 +35,14 @@ def test_candidates_draw_with_seeds_of_their_own() -> None:
         tokens.setdefault(output.index, []).extend(output.token_ids)
 
     for index in range(3):
-        draw = replace(DRAWN, seed=candidate_seed(7, index))
-        assert tokens[index] == expected_tokens(asked.prompt_token_ids, 9, draw)
+        draw = DrawParams(1.0, 0, 1.0, candidate_seed(7, index))
+        assert tokens[index] == expected_tokens(asked.spec.prompt_token_ids, 9, draw)
     assert len(set(map(tuple, tokens.values()))) > 1
 
 
 def test_the_best_of_many_are_told_at_the_end_the_best_first() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", 10, max_tokens=5, **(THREE | {"num_returned": 2}))
+    asked = request("a", 10, max_tokens=5, n=2, best_of=3, **DRAWN)
     driven.add(asked)
     assert driven.steps(4) == []
     outputs = driven.step()
@@ -55,7 +56,7 @@ def test_the_best_of_many_are_told_at_the_end_the_best_first() -> None:
 
 def test_beams_are_those_of_beam_search() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", 10, max_tokens=7, num_candidates=3, beam_search=BeamSearchParams())
+    asked = request("a", 10, max_tokens=7, beam_width=3)
     driven.add(asked)
     outputs = driven.steps(7)
 
@@ -67,11 +68,9 @@ def test_beams_are_those_of_beam_search() -> None:
 def test_candidates_that_stop_early_leave_their_seats() -> None:
     """Candidates 0 and 1 begin with different tokens; one of them is a stop token."""
     driven = DrivenScheduler(max_num_seqs=3)
-    draw = next(
-        DrawParams(1.0, 0, 1.0, seed) for seed in range(99) if _first_tokens(seed) == [0, 1, 1]
-    )
-    asked = request("a", 10, max_tokens=4, num_candidates=3, num_returned=3, draw=draw)
-    driven.add(replace(asked, stop_token_ids=frozenset({0})), request("b", 2))
+    seed = next(seed for seed in range(99) if _first_tokens(seed) == [0, 1, 1])
+    asked = request("a", 10, max_tokens=4, n=3, temperature=1.0, seed=seed)
+    driven.add(changed(asked, stop_token_ids=frozenset({0})), request("b", 2))
     first, *others = driven.step()
 
     assert (first.finish_reason, first.is_last) == (FinishReason.STOP, False)
@@ -81,7 +80,7 @@ def test_candidates_that_stop_early_leave_their_seats() -> None:
 
 
 def _first_tokens(seed: int) -> list[int]:
-    asked = request("a", 10, max_tokens=1, **(THREE | {"draw": DrawParams(1.0, 0, 1.0, seed)}))
+    asked = request("a", 10, max_tokens=1, **(THREE | {"seed": seed}))
     return [result.token_ids[0] for result in expected_results(asked, 64)]
 
 
@@ -90,9 +89,9 @@ def _first_tokens(seed: int) -> list[int]:
 
 def test_a_candidate_that_waits_is_ended_and_with_the_last_the_request() -> None:
     driven = DrivenScheduler(max_num_seqs=2)
-    asked = request("a", **(THREE | {"num_candidates": 2, "num_returned": 2}))
+    asked = request("a", **(THREE | {"n": 2}))
     begun = tuple(progress_of(asked, index, (0,)) for index in range(2))
-    driven.add(request("runs", num_candidates=2, num_returned=2), replace(asked, progress=begun))
+    driven.add(request("runs", n=2), replace(asked, progress=begun))
     driven.step()
 
     assert driven.scheduler.finish_candidate("a", 0) == []
@@ -107,13 +106,13 @@ def test_a_candidate_that_waits_is_ended_and_with_the_last_the_request() -> None
 
 def test_a_candidate_that_loads_is_ended_and_the_others_go_on() -> None:
     driven = DrivenScheduler(with_connector=True, role="decode", max_num_seqs=8)
-    asked = handed_over("a", num_candidates=3, num_returned=3)
+    asked = handed_over("a", n=3)
     driven.add(asked)
     driven.step()
     (load,) = driven.work().loads
 
     driven.scheduler.finish_candidate("a", 0)
-    driven.end_load(load, asked.prompt_token_ids)
+    driven.end_load(load, asked.spec.prompt_token_ids)
     outputs = driven.step()
 
     assert [output.index for output in outputs] == [1, 2]
@@ -131,7 +130,7 @@ def test_the_last_candidate_that_loads_ends_the_request() -> None:
     assert output.finish_reason is FinishReason.ABORTED
     assert driven.scheduler.num_unfinished == 0
     assert driven.work().cancelled_loads == [load.job_id]
-    assert driven.end_load(load, asked.prompt_token_ids) == []
+    assert driven.end_load(load, asked.spec.prompt_token_ids) == []
     assert driven.num_free == 32
 
 
@@ -199,8 +198,8 @@ def test_a_prompt_being_saved_is_ended_and_its_saves_keep_their_blocks() -> None
 )
 def test_unknown_and_ranked_candidates_are_passed_over(request_id: str, index: int) -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    beams = request("beams", first_token=2, num_candidates=2, beam_search=BeamSearchParams())
-    driven.add(request("a", **THREE), beams, request("ranked", first_token=3, num_candidates=2))
+    beams = request("beams", first_token=2, beam_width=2)
+    driven.add(request("a", **THREE), beams, request("ranked", first_token=3, best_of=2))
     driven.step()
 
     assert driven.scheduler.finish_candidate(request_id, index) == []
@@ -210,7 +209,7 @@ def test_unknown_and_ranked_candidates_are_passed_over(request_id: str, index: i
 def test_ranked_candidates_are_not_ended_by_their_numbers() -> None:
     """All are needed to find the best, those that have ended included."""
     driven = DrivenScheduler(max_num_seqs=8)
-    ranked = THREE | {"num_returned": 1, "stop_token_ids": frozenset({1})}
+    ranked = DRAWN | {"best_of": 3, "stop_token_ids": frozenset({1})}
     asked = request("a", 5, max_tokens=12, **ranked)
     driven.add(asked)
     outputs = []
@@ -228,8 +227,9 @@ def test_ranked_candidates_are_not_ended_by_their_numbers() -> None:
 
 def test_candidates_go_on_where_another_replica_left_them() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", 10, max_tokens=6, **(THREE | {"num_returned": 1}))
-    every = [expected_tokens(asked.prompt_token_ids, 6, asked.draw_of(index)) for index in range(3)]
+    asked = request("a", 10, max_tokens=6, best_of=3, **DRAWN)
+    draws = [DrawParams.of_candidate(asked.spec.params, index) for index in range(3)]
+    every = [expected_tokens(asked.spec.prompt_token_ids, 6, draw) for draw in draws]
     begun = tuple(
         progress_of(asked, index, tuple(tokens[: index + 1])) for index, tokens in enumerate(every)
     )
@@ -243,7 +243,7 @@ def test_candidates_go_on_where_another_replica_left_them() -> None:
 
 def test_a_candidate_that_came_with_its_stop_token_ends_at_once() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", num_candidates=2, num_returned=2, stop_token_ids=frozenset({0}))
+    asked = request("a", n=2, stop_token_ids=frozenset({0}))
     begun = (progress_of(asked, 0, (0,)), progress_of(asked, 1, (1,)))
     (output,) = driven.add(replace(asked, progress=begun))
 
@@ -254,7 +254,7 @@ def test_a_candidate_that_came_with_its_stop_token_ends_at_once() -> None:
 
 def test_beams_go_on_from_their_first_tokens() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
-    asked = request("a", 10, max_tokens=7, num_candidates=2, beam_search=BeamSearchParams())
+    asked = request("a", 10, max_tokens=7, beam_width=2)
     driven.add(replace(asked, first_beams=first_beams(asked)))
     outputs = driven.steps(8)
 

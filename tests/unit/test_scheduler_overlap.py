@@ -126,7 +126,7 @@ def test_a_request_that_waits_outlives_a_failed_step() -> None:
 
 def test_what_is_preempted_in_flight_counts_its_tokens_once() -> None:
     """The step in flight draws a token for it, which is drawn again."""
-    asked = request("b", 8, max_tokens=9, num_candidates=2, num_returned=1)
+    asked = request("b", 8, max_tokens=9, best_of=2)
     driven = DrivenScheduler(num_blocks=8, preemption_mode="recompute")
     driven.add(request("a", 7, max_tokens=20), asked)
     outputs, in_flight = [], driven.begin()

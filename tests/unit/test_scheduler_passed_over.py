@@ -13,7 +13,7 @@ def test_prompts_whose_beginning_was_loaded_count_as_computed_in_part() -> None:
     driven.answer(num_found=2)
     driven.step()
     for job, each in zip(driven.work().loads, asked, strict=True):
-        driven.end_load(job, each.prompt_token_ids)
+        driven.end_load(job, each.spec.prompt_token_ids)
 
     for _ in range(3):
         driven.step()
@@ -35,7 +35,7 @@ def test_what_waits_is_looked_up_and_loaded_while_a_prompt_takes_the_whole_budge
     assert len(driven.answer(num_found=2).lookups) == 1
     driven.step()
     (load,) = driven.work().loads
-    driven.end_load(load, short.prompt_token_ids)
+    driven.end_load(load, short.spec.prompt_token_ids)
     driven.step()
     assert driven.shares == {"long": 8}, "its budget is not touched"
     while driven.shares == {"long": 8}:

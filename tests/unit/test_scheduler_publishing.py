@@ -24,7 +24,7 @@ def run_handed_over(
     driven.add(asked)
     driven.step()
     (load,) = driven.work().loads
-    driven.end_load(load, asked.prompt_token_ids)
+    driven.end_load(load, asked.spec.prompt_token_ids)
     return driven.steps(num_steps)
 
 
@@ -45,7 +45,7 @@ class TestGeneratedBlocks:
         outputs = run_handed_over(driven, 40, max_tokens=12)
         (save,) = driven.work().saves
         answer = [token for output in outputs for token in output.token_ids]
-        prompt = (*handed_over("a").prompt_token_ids, 0, *answer)
+        prompt = (*handed_over("a").spec.prompt_token_ids, 0, *answer)
         driven.add(request("b", prompt_token_ids=prompt))
         driven.step()
         (lookup,) = driven.work().lookups
@@ -58,7 +58,7 @@ class TestGeneratedBlocks:
         driven.add(asked)
         driven.step()
         (load,) = driven.work().loads
-        driven.end_load(load, asked.prompt_token_ids)
+        driven.end_load(load, asked.spec.prompt_token_ids)
         saves = []
         for _ in range(40):
             driven.step()
@@ -128,7 +128,7 @@ class TestLeases:
         driven.step()
         work = driven.work()
         assert work.dropped == []
-        driven.end_load(work.loads[0], asked.prompt_token_ids)
+        driven.end_load(work.loads[0], asked.spec.prompt_token_ids)
         assert driven.work().dropped == [asked.handoff.handoff_id]
 
     def test_or_until_nobody_waits_any_more(self) -> None:

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import AbortedError, FailedPreconditionError, InternalError, InvalidArgumentError
-from engine.request import BeamSearchParams, EngineRequest, FinishReason
+from engine.request import EngineRequest, FinishReason
 from engine.validation import check_request
 from kvstore.jobs import LoadResult, LookupResult, TransferResults
 from tests.support.driven_scheduler import NAMESPACE, DrivenScheduler, handed_over, request
 from tests.support.fake_model import expected_tokens, fake_config, fake_info
 from tests.support.reference_decoding import first_beams
+from tests.support.requests import changed
 
 
 def decode_engine(**config: object) -> DrivenScheduler:
@@ -58,7 +59,7 @@ def test_a_load_brings_what_is_found_and_the_rest_is_computed() -> None:
     (load,) = driven.work().loads
     assert len(load.block_ids) == 2
 
-    driven.end_load(load, asked.prompt_token_ids)
+    driven.end_load(load, asked.spec.prompt_token_ids)
     (output,) = driven.step()
 
     assert driven.shares == {"a": 3}
@@ -74,7 +75,7 @@ def test_nothing_of_a_handed_over_prompt_is_computed_again() -> None:
     assert driven.shares == {}
     (load,) = driven.work().loads
 
-    driven.end_load(load, asked.prompt_token_ids)
+    driven.end_load(load, asked.spec.prompt_token_ids)
     driven.step()
 
     assert driven.shares == {"a": 1}
@@ -82,13 +83,13 @@ def test_nothing_of_a_handed_over_prompt_is_computed_again() -> None:
 
 def test_candidates_share_a_handed_over_prompt_and_copy_its_tail() -> None:
     driven = decode_engine()
-    asked = handed_over("a", num_candidates=3, num_returned=3)
+    asked = handed_over("a", n=3)
     driven.add(asked)
     driven.step()
     (load,) = driven.work().loads
     assert len(load.block_ids) == 3
 
-    driven.end_load(load, asked.prompt_token_ids)
+    driven.end_load(load, asked.spec.prompt_token_ids)
     batch = driven.begin()
 
     assert driven.shares == {"a": 3}
@@ -99,15 +100,13 @@ def test_candidates_share_a_handed_over_prompt_and_copy_its_tail() -> None:
 
 def test_beams_begin_with_what_prefill_found_most_likely() -> None:
     driven = decode_engine()
-    asked = handed_over("a", num_candidates=2, num_returned=1)
-    asked = replace(
-        asked, beam_search=BeamSearchParams(), progress=(), first_beams=first_beams(asked)
-    )
+    asked = handed_over("a", beam_width=2)
+    asked = replace(asked, progress=(), first_beams=first_beams(asked))
     driven.add(asked)
     driven.step()
     (load,) = driven.work().loads
 
-    driven.end_load(load, asked.prompt_token_ids)
+    driven.end_load(load, asked.spec.prompt_token_ids)
     driven.step()
 
     assert driven.shares == {"a": 2}
@@ -120,7 +119,7 @@ def test_a_failed_load_is_computed_from_the_last_good_block() -> None:
     driven.step()
     (load,) = driven.work().loads
 
-    driven.end_load(load, asked.prompt_token_ids, 1, "corrupt")
+    driven.end_load(load, asked.spec.prompt_token_ids, 1, "corrupt")
     driven.step()
 
     assert driven.shares == {"a": 11 - 4}
@@ -134,7 +133,7 @@ def test_a_failed_load_ends_the_request_by_policy() -> None:
     driven.step()
     (load,) = driven.work().loads
 
-    (output,) = driven.end_load(load, asked.prompt_token_ids, 1, "corrupt")
+    (output,) = driven.end_load(load, asked.spec.prompt_token_ids, 1, "corrupt")
 
     assert isinstance(output.error, AbortedError)
     assert "corrupt" in output.error.message
@@ -154,7 +153,7 @@ def test_blocks_of_an_aborted_load_stay_held_until_its_result() -> None:
     assert driven.num_free == 32 - 3
     assert driven.scheduler.num_unfinished == 0
 
-    assert driven.end_load(load, asked.prompt_token_ids, 0, "cancelled") == []
+    assert driven.end_load(load, asked.spec.prompt_token_ids, 0, "cancelled") == []
     assert driven.num_free == 32
 
 
@@ -176,7 +175,7 @@ def test_an_overdue_load_is_computed_and_its_blocks_stay_fenced() -> None:
     driven.run()
     assert (driven.num_free, driven.scheduler.num_transfers) == (32 - 3, 1)
 
-    driven.end_load(load, asked.prompt_token_ids)
+    driven.end_load(load, asked.spec.prompt_token_ids)
     driven.scheduler.check()
     assert (driven.num_free, driven.scheduler.num_transfers) == (32, 0)
 
@@ -208,7 +207,7 @@ def test_prefill_hands_over_when_every_block_is_committed() -> None:
 
 def test_prefill_hands_every_candidates_first_token_over() -> None:
     driven = DrivenScheduler(with_connector=True, role="prefill")
-    asked = request("a", 3, num_candidates=3, num_returned=2)
+    asked = request("a", 3, n=2, best_of=3)
     driven.add(asked)
     (first,) = driven.step()
     (output,) = driven.end_saves(job.job_id for job in driven.work().saves)
@@ -307,12 +306,12 @@ def test_a_preempted_prompt_comes_back_from_the_store() -> None:
         driven.step()
     (load,) = loads
     assert len(load.block_ids) == 3
-    driven.end_load(load, second.prompt_token_ids)
+    driven.end_load(load, second.spec.prompt_token_ids)
     driven.step()
 
     assert driven.shares["second"] < 8, "only what was generated is computed again"
     rest = driven.run()["second"]
-    assert rest == expected_tokens(second.prompt_token_ids, 9)[-len(rest) :]
+    assert rest == expected_tokens(second.spec.prompt_token_ids, 9)[-len(rest) :]
 
 
 def test_a_handoff_of_another_prompt_is_refused() -> None:
@@ -330,7 +329,7 @@ def test_a_handoff_of_another_prompt_is_refused() -> None:
         with pytest.raises(FailedPreconditionError):
             _check(replace(ours, handoff=handoff))
     with pytest.raises(FailedPreconditionError):
-        _check(replace(ours, cache_salt="tenant"))
+        _check(changed(ours, cache_salt="tenant"))
 
 
 def test_a_salt_that_is_no_text_is_refused() -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks.scheduling import block_ops, kv_waste, sharing, step_loop
-from benchmarks.scheduling.null_runner import NullRunner, new_scheduler
-from benchmarks.scheduling.step_loop import PATTERNS, measure_steps, start_load
-from benchmarks.scheduling.tables import print_report
+from benchmarks.scheduling import block_ops, kv_waste, sharing, step_time
+from benchmarks.scheduling.command import print_report
+from benchmarks.scheduling.served_load import NullRunner
+from benchmarks.scheduling.step_time import PATTERNS, measure_steps, start_load
 from engine.batch import StepOutput
 
 
@@ -26,7 +26,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(sharing, "_WIDTHS", (2, 4))
     monkeypatch.setattr(sharing, "_PEAKS", (0.6,))
     monkeypatch.setattr(sharing, "_NUM_REPORTS", 64)
-    monkeypatch.setattr(step_loop, "_MEASURED_STEPS", 32)
+    monkeypatch.setattr(step_time, "_MEASURED_STEPS", 32)
     monkeypatch.setattr(block_ops, "_NUM_TABLES", 4)
     monkeypatch.setattr(block_ops, "_ROUNDS", 1)
 
@@ -51,7 +51,7 @@ def test_wider_requests_share_more_and_beams_more_than_samples():
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_sixteenth_token_begins_a_block(pattern):
-    load = start_load(new_scheduler, NullRunner().execute, 16, 48, pattern)
+    load = start_load(NullRunner(), 16, 48, pattern)
     times = measure_steps(load)
     num_due = [t.num_due for t in times]
     if pattern == "steady":
@@ -63,7 +63,7 @@ def test_every_sixteenth_token_begins_a_block(pattern):
 
 def test_a_step_that_lacks_a_token_is_refused():
     with pytest.raises(ValueError, match="shorter"):
-        start_load(new_scheduler, OneTokenShort().execute, 16, 48, "steady")
+        start_load(OneTokenShort(), 16, 48, "steady")
 
 
 def test_block_operations_are_measured_and_printed(capsys):

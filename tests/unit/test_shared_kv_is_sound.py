@@ -141,7 +141,7 @@ def test_a_failed_step_deletes_nothing_from_the_store() -> None:
 
 def test_poisoned_candidates_that_were_resumed_leave_nothing_behind() -> None:
     """What they have in common, prompt and tokens, was saved before they ran themselves."""
-    asked = {"num_candidates": 2, "num_returned": 2, "max_tokens": 12}
+    asked = {"n": 2, "max_tokens": 12}
     plain = request("a", 17, **asked)
     begun = (progress_of(plain, 0, (0, 1)), progress_of(plain, 1, (1, 0)))
     engine = engine_with({})

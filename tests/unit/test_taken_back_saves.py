@@ -1,10 +1,8 @@
 """Saved blocks that no request may or will load are deleted from the store."""
 
-from engine.batch import DrawParams
 from kvstore.jobs import ConnectorWork, SaveJob
 from tests.support.driven_scheduler import DrivenScheduler, handed_over
 
-WARM = DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=1)
 PUBLISHES = {"with_connector": True, "role": "decode", "kv_publish": "1"}
 
 
@@ -46,7 +44,7 @@ def load(driven: DrivenScheduler, **fields: object) -> None:
     driven.add(asked)
     driven.step()
     (job,) = driven.work().loads
-    driven.end_load(job, asked.prompt_token_ids)
+    driven.end_load(job, asked.spec.prompt_token_ids)
 
 
 def poison(driven: DrivenScheduler) -> None:
@@ -72,7 +70,7 @@ class TestPoisoned:
     def test_so_do_those_of_candidates_that_ended_before(self) -> None:
         driven = DrivenScheduler(64, **PUBLISHES)
         published = Published(driven)
-        load(driven, max_tokens=40, num_candidates=3, num_returned=3)
+        load(driven, max_tokens=40, n=3)
         published.steps(14)
         num_before = len(published.keys)
         driven.scheduler.finish_candidate("a", 0)
@@ -87,7 +85,7 @@ class TestPoisoned:
 
     def test_nor_do_those_stay_in_the_prefix_cache(self) -> None:
         driven = DrivenScheduler(64, **PUBLISHES)
-        load(driven, max_tokens=40, num_candidates=3, num_returned=3, draw=WARM)
+        load(driven, max_tokens=40, n=3, temperature=1.0, seed=1)
         driven.steps(14)
         num_before = len(driven.scheduler.kv.pool.cached_keys())
         driven.scheduler.finish_candidate("a", 0)

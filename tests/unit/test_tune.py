@@ -1,4 +1,4 @@
-"""`baton tune` around its search: points, the driver, tokens, the command that it prints."""
+"""`baton tune` without its search: points, the driver, tokens, the printed command."""
 
 import argparse
 from contextlib import asynccontextmanager
@@ -10,10 +10,9 @@ from baton.cli.up import add_args as add_up_args
 from baton.errors import ConfigurationError
 from benchmarks.goodput import ServiceLevel
 from benchmarks.load import LoadLimits
-from benchmarks.request import BenchRequest
+from benchmarks.request import BenchRequest, with_fresh_tokens
 from benchmarks.tune import driver
 from benchmarks.tune.candidate import Candidate
-from benchmarks.tune.fresh_tokens import with_fresh_tokens
 from benchmarks.tune.points import Point, best_points, curve_of
 from benchmarks.tune.search import Trial
 from benchmarks.tune_command import up_command
@@ -58,7 +57,7 @@ def test_the_printed_command_is_understood_and_means_the_candidate():
 
 
 class FakeLoad(driver.Load):
-    """Measures without sending; notes on which cluster, and as which of its points."""
+    """Measures without sending; records the cluster and the number of each measurement."""
 
     async def measure(self, target, trial, number):
         NOTES.append((target, number))
@@ -70,7 +69,7 @@ NOTES: list = []
 
 @pytest.fixture
 def clusters(monkeypatch):
-    """Starts of clusters, as configs; one of a single sequence cannot start."""
+    """The configs of started clusters. A cluster with a single sequence cannot start."""
     NOTES.clear()
     started = []
 
@@ -95,7 +94,7 @@ def load():
 
 
 def search(*trials):
-    """Asks for these, whatever their goodput."""
+    """Yields these trials, whatever their goodput."""
     pending = list(trials)
     while pending:
         goodput = yield pending.pop(0)
@@ -141,6 +140,6 @@ async def test_only_the_first_trial_begins_when_the_time_is_up(clusters):
         (("--goodput", "ttft:9", "--max-num-seqs", "0"), "--max-num-seqs is 0"),
     ],
 )
-def test_bad_flags_are_told_before_anything_starts(flags, message, capsys):
+def test_bad_flags_are_refused_before_anything_starts(flags, message, capsys):
     assert main(["tune", *flags]) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`baton tune`'s search, on formulas instead of clusters."""
+"""The search of `baton tune`, on formulas instead of clusters."""
 
 import math
 
@@ -31,7 +31,7 @@ def run(search, objective, limit=400):
 
 
 def saturating(capacity):
-    """All requests are good up to the capacity; beyond, queues spoil ever more of them."""
+    """All requests are good up to the capacity; above it, queues make more of them late."""
 
     def goodput(trial):
         rate = trial.request_rate
@@ -48,7 +48,7 @@ def test_climbing_finds_the_rate_where_goodput_falls(capacity):
     assert len(trials) == len({t.request_rate for t in trials}) <= 20
 
 
-def test_climbing_gives_up_where_nothing_is_ever_good():
+def test_climbing_ends_if_no_rate_has_goodput():
     curve, trials = run(climb(START, 1.0, SETTINGS), lambda trial: 0.0)
     assert set(curve.values()) == {0.0}
     assert len(trials) == 1 + SETTINGS.max_doublings
@@ -68,7 +68,7 @@ def test_a_hopeless_candidate_costs_one_trial():
 
 
 def capacity_of(candidate):
-    """Best at 16 sequences, 512 tokens, chunks of 128 and 3 prefill workers to 1."""
+    """A capacity that is highest at 16 sequences, 512 tokens, chunks of 128, and 3 to 1 workers."""
     threshold = candidate.long_prefill_token_threshold or candidate.max_num_batched_tokens
     distance = (
         abs(math.log2(candidate.max_num_seqs / 16))

@@ -1,1 +1,1 @@
-"""The parts of a run: each a module with `measure(plan, ceilings, record)`, in its own process."""
+"""The parts of a run. Each is a module with `measure(plan, ceilings, record)`."""

@@ -1,4 +1,4 @@
-"""The kernels, one by one, on the shapes of a model."""
+"""Measures the kernels, one by one, on the shapes of a model."""
 
 from benchmarks.gpu.attention_cases import attention_cases, rotation_cases
 from benchmarks.gpu.kernel_case import measure_case
@@ -26,7 +26,7 @@ _KINDS = (
 
 
 def measure(plan: Plan, ceilings: Ceilings | None, record: Record) -> None:
-    """What aims are set for comes first."""
+    """Measures all cases. Kernels that have aims come first."""
     shape = DecoderShape.of_config(MODELS[plan.kernels_of])
     for make_cases in _KINDS:
         for case in make_cases(shape, plan):

@@ -1,4 +1,4 @@
-"""One model: decode steps and the engine's loop beside their floors, prompts, a served workload."""
+"""Measures one model: decode steps of runner and engine, prompts, and a served workload."""
 
 import statistics
 import tempfile
@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.driven_rows import DrivenRows
-from benchmarks.gpu.floors import decode_floor_s
 from benchmarks.gpu.models import engine_config, kv_bytes_per_token, shape_of, write_config
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.record import Record, summary
 from benchmarks.gpu.timing import time_busy
-from benchmarks.model_cost import Ceilings, floor_s
+from benchmarks.model_cost import Ceilings, decode_floor_s, floor_s
 from benchmarks.offline.cases import Case, run_times
 from benchmarks.offline.offline_engine import OfflineEngine
 from benchmarks.request import BenchRequest
@@ -29,7 +28,7 @@ _NUM_PROMPT_SAMPLES = 4
 
 
 def measure(plan: Plan, ceilings: Ceilings | None, record: Record, model: str) -> None:
-    """Loads the model once; then everything, what aims are set for first."""
+    """Loads the model once and measures everything. Figures that have aims come first."""
     with tempfile.TemporaryDirectory() as folder:
         config = engine_config(
             plan, write_config(model, plan.dtype, Path(folder)), async_scheduling=True
@@ -70,27 +69,25 @@ class _Figures:
         self._busy_s: dict[int, float] = {}
 
     def add_decode(self, record: Record, batch_size: int, context: int) -> None:
-        """A step of the runner alone, handed over ahead of the one before it; then what the
-        device works on one.
-        """
+        """Adds a decode step of the runner alone, launched ahead, and the device's share of it."""
         name = f"{self._model}, {batch_size} x {context}"
         if record.attempt("decode step", name, lambda: self._decode(batch_size, context)):
             record.attempt("device busy", name, lambda: self._busy(batch_size, context))
 
     def add_loop(self, record: Record, batch_size: int) -> None:
-        """A step of the engine: its scheduler beside the runner."""
+        """Adds a decode step of the engine, with its scheduler."""
         name = f"{self._model}, {batch_size} x {self._plan.contexts[0]}"
         record.attempt("engine step", name, lambda: self._loop(batch_size))
 
     def add_prefill(self, record: Record, num_prompts: int, length: int) -> None:
-        """Prompts computed in one step."""
+        """Adds prompts that one step computes."""
         name = f"{self._model}, {num_prompts} x {length}"
         record.attempt("prefill", name, lambda: self._prefill(num_prompts, length))
 
     def served(self) -> dict[str, Any]:
-        """Requests that come at once, as in the part that transformers serves them in."""
+        """Returns the figures of requests that arrive at once, the same as for transformers."""
         case = Case(*self._plan.served)
-        self._run(case, seed=1)  # prompts of a size that came before may be recorded
+        self._run(case, seed=1)  # the runner may record prompts of a repeated size
         times = run_times(self._run(case, seed=2))
         return {"output_tokens_per_s": times.output_tokens_per_s, "prefill_ms": times.prefill_ms}
 
@@ -106,8 +103,10 @@ class _Figures:
         return summary(samples) | self._floor(batch_size, middle, statistics.median(samples))
 
     def _busy(self, batch_size: int, context: int) -> dict[str, Any]:
-        """Of steps on the contexts of the engine's loop: a prompt and the first token drawn, up to
-        all tokens but the last, which nobody computes.
+        """Measures steps at the contexts of the engine's loop.
+
+        They run from the prompt and its first token to all tokens but the last, which no step
+        computes.
         """
         num_tokens = context + self._plan.num_steps
         self._rows.begin(batch_size, context, num_tokens)
@@ -143,7 +142,7 @@ class _Figures:
         step_s = statistics.median(samples[1:])  # the first compiles
         figures = summary(samples[1:]) | {"tokens_per_s": num_prompts * length / step_s}
         if self._ceilings is not None:
-            # Prompts of their own: what floors take for shared is computed once.
+            # Different prompts: floors count a shared prefix once.
             prompts = [BenchRequest((index, *range(1, length)), 1) for index in range(num_prompts)]
             least_s = floor_s(prompts, self._shape, self._ceilings)
             figures |= {"floor_us": 1e6 * least_s, "share_of_ceiling": least_s / step_s}
@@ -162,6 +161,6 @@ class _Figures:
         return {"floor_us": 1e6 * least_s, "times_floor": step_s / least_s}
 
     def _run(self, case: Case, seed: int) -> Any:
-        # Prompts of one seed begin alike, and what is cached of them has been written over.
+        # Prompts of one seed share a prefix, and their cached KV has been overwritten.
         self._engine.core.reset_prefix_cache()
         return self._engine.run(case.requests(self._engine.core.info.vocab_size, seed))

@@ -1,4 +1,4 @@
-"""The device's ceilings: bytes copied and operations of matrix products, per second."""
+"""Measures the device's ceilings: bytes copied and matrix operations per second."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,14 +19,14 @@ _NUM_BUFFERS = 3
 
 
 def measure(plan: Plan, ceilings: Ceilings | None, record: Record) -> None:
-    """Measures both; `ceilings` do not exist yet."""
+    """Measures both rates; `ceilings` are not used."""
     device = torch.device(plan.device)
     record.attempt("rate", COPY, lambda: _copy(plan, device))
     record.attempt("rate", PRODUCT, lambda: _product(plan, device))
 
 
 def ceilings_of(results: Sequence[Mapping[str, Any]]) -> Ceilings | None:
-    """What was measured, as other parts take it; None if it was not."""
+    """Returns the ceilings among the results, for other parts; None if they are missing."""
     rates = {result["name"]: result for result in results if "median_us" in result}
     if not {COPY, PRODUCT} <= rates.keys():
         return None
@@ -34,7 +34,7 @@ def ceilings_of(results: Sequence[Mapping[str, Any]]) -> Ceilings | None:
 
 
 def _copy(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Each byte is read and written; the buffers take turns, so none is in a cache."""
+    """Measures copies, which read and write each byte. No cache holds the rotating buffers."""
     buffers = [
         torch.randint(256, (plan.copied_bytes,), dtype=torch.uint8, device=device)
         for _ in range(_NUM_BUFFERS)
@@ -46,7 +46,7 @@ def _copy(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 
 def _product(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """On random numbers: zeros take less power, and so run faster."""
+    """Measures products of random numbers: zeros take less power, and so run faster."""
     size, dtype = plan.matrix_size, getattr(torch, plan.dtype)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)

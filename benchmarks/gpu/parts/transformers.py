@@ -1,4 +1,4 @@
-"""Continuous batching of transformers, on random weights of the same shape and equal requests."""
+"""Measures transformers' continuous batching on random weights and the same requests."""
 
 import time
 from typing import Any
@@ -16,7 +16,7 @@ _NO_TOKEN = -1  # ends no sequence
 
 
 def measure(plan: Plan, ceilings: Ceilings | None, record: Record, model: str) -> None:
-    """All requests come at once; `ceilings` play no part."""
+    """Serves requests that arrive at once; `ceilings` are not used."""
     record.attempt("served by transformers", model, lambda: _served(plan, model))
 
 
@@ -32,7 +32,7 @@ def _served(plan: Plan, name: str) -> dict[str, Any]:
         max_new_tokens=case.output_len,
     )
     took_s = 0.0
-    for seed in (1, 2):  # the first warms up, and makes the manager that stays
+    for seed in (1, 2):  # the first run warms up, and creates the persistent manager
         prompts = [
             list(request.prompt_token_ids)
             for request in case.requests(MODELS[name]["vocab_size"], seed)
@@ -50,7 +50,7 @@ def _served(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def _memory_of(plan: Plan) -> Any:
-    """How large its KV cache is; None: as large as the device allows."""
+    """Returns the size of its KV cache; None for what the device allows."""
     from transformers.generation import ContinuousBatchingConfig
 
     if plan.num_gpu_blocks is None:

@@ -6,16 +6,15 @@ from collections.abc import Iterable, Sequence
 from worker_loop import Request, Result, StepOutput, run_stepped, work
 
 from baton import __version__
-from engine.batch import DrawParams
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput
 
-_GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-
 
 class BatonEngine:
-    """One `EngineCore` with default flags."""
+    """An `EngineCore` with default flags."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"baton {__version__}"
@@ -29,26 +28,29 @@ class BatonEngine:
         )
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """See `worker_loop.Engine`."""
+        """Runs the requests, step by step."""
         return run_stepped(self, requests)
 
     def reset(self) -> None:
-        """See `worker_loop.Engine`."""
+        """Empties the prefix cache."""
         self._core.reset_prefix_cache()
 
     def add(self, index: int, request: Request) -> None:
-        """See `worker_loop.Stepper`."""
+        """Adds a request to the engine."""
         engine_request = EngineRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            draw=_GREEDY,
-            max_tokens=request.num_output_tokens,
+            spec=RequestSpec(
+                request_id=str(index),
+                prompt_token_ids=tuple(request.prompt_token_ids),
+                params=SamplingParams(
+                    temperature=0.0, seed=0, max_tokens=request.num_output_tokens
+                ),
+            )
         )
         self._core.check(engine_request)
         self._core.add_request(engine_request)
 
     def step(self) -> Iterable[StepOutput]:
-        """See `worker_loop.Stepper`."""
+        """Computes one step; returns its outputs."""
         outputs: list[RequestOutput] = []
         self._core.run_step(outputs.extend)
         return [(int(o.request_id), o.token_ids, o.finish_reason is not None) for o in outputs]

@@ -1,6 +1,6 @@
 """OpenVINO GenAI's continuous batching as a worker, stepped one by one.
 
-The model folder is one that optimum-intel exported.
+optimum-intel has exported the model folder.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from worker_loop import Request, Result, StepOutput, run_stepped, work
 
 _CACHE_GIB = 1
 _MAX_BATCHED_TOKENS = 2048
-"""As the other engines have; its default of 256 was no quicker."""
+"""The same as for the other engines. Its default of 256 was not faster."""
 _PRECISIONS = {"bfloat16": "bf16", "float32": "f32"}
 
 
 class OpenVinoEngine:
-    """One `ContinuousBatchingPipeline`."""
+    """A `ContinuousBatchingPipeline`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"openvino-genai {openvino_genai.__version__}"
@@ -27,14 +27,14 @@ class OpenVinoEngine:
         self._running: dict[int, tuple[Any, int]] = {}  # handle, tokens still to come
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """See `worker_loop.Engine`."""
+        """Runs the requests, step by step."""
         return run_stepped(self, requests)
 
     def reset(self) -> None:
-        """See `worker_loop.Engine`: it has no call for it, and a new pipeline would be cold."""
+        """Does nothing: the pipeline has no such call, and a new one would be cold."""
 
     def add(self, index: int, request: Request) -> None:
-        """See `worker_loop.Stepper`."""
+        """Adds a request to the engine."""
         config = openvino_genai.GenerationConfig(
             max_new_tokens=request.num_output_tokens, ignore_eos=True, do_sample=False
         )
@@ -43,7 +43,7 @@ class OpenVinoEngine:
         self._running[index] = (handle, request.num_output_tokens)
 
     def step(self) -> Iterable[StepOutput]:
-        """See `worker_loop.Stepper`."""
+        """Computes one step; returns its outputs."""
         self._pipeline.step()
         return [output for index in list(self._running) for output in self._read(index)]
 

@@ -19,7 +19,7 @@ _POLL_S = 1.0
 
 
 class ContinuousBatchingEngine:
-    """A model and its manager, whose thread computes."""
+    """A model and its batching manager, whose thread computes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"transformers {transformers.__version__} continuous batching"
@@ -27,7 +27,7 @@ class ContinuousBatchingEngine:
         self._manager = _start(load_model(args))
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """See `worker_loop.Engine`. All requests must arrive at once."""
+        """Runs the requests, which must all arrive at once."""
         if any(request.arrival_s for request in requests):
             raise ValueError("continuous batching is given requests that arrive at once")
         started = time.perf_counter()
@@ -46,7 +46,7 @@ class ContinuousBatchingEngine:
         return results
 
     def reset(self) -> None:
-        """See `worker_loop.Engine`: it has no call for it, and a new manager would be cold."""
+        """Does nothing: the manager has no such call, and a new one would be cold."""
 
     def _next_output(self) -> Any:
         while self._manager.is_running():

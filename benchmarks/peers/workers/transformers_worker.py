@@ -1,4 +1,4 @@
-"""`generate` of transformers as a worker: one left-padded batch, as long as its longest answer."""
+"""transformers' `generate` as a worker: one left-padded batch, as long as its longest answer."""
 
 import argparse
 import time
@@ -13,7 +13,7 @@ _PAD_TOKEN_ID = 0  # its positions are masked
 
 
 class GenerateEngine:
-    """A model with static batching: requests that have ended wait for the others."""
+    """A model with static batching: ended requests stay until all have ended."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"transformers {transformers.__version__} generate"
@@ -21,7 +21,7 @@ class GenerateEngine:
         self._model = load_model(args)
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """See `worker_loop.Engine`. All requests must arrive at once."""
+        """Runs the requests, which must all arrive at once."""
         if any(request.arrival_s for request in requests):
             raise ValueError("generate takes requests that arrive at once")
         width = max(len(request.prompt_token_ids) for request in requests)
@@ -49,11 +49,11 @@ class GenerateEngine:
         ]
 
     def reset(self) -> None:
-        """See `worker_loop.Engine`: `generate` keeps nothing."""
+        """Does nothing: `generate` has no prefix cache."""
 
 
 class _StepClock(BaseStreamer):
-    """Notes when each step's tokens came, in seconds since it was made."""
+    """Records the time of each step's tokens, in seconds since its construction."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -61,17 +61,17 @@ class _StepClock(BaseStreamer):
         self._has_seen_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt first, then one token per sequence."""
+        """Is called with the prompt first, then with one token per sequence."""
         if self._has_seen_prompt:
             self.times_s.append(time.perf_counter() - self._started)
         self._has_seen_prompt = True
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: no tokens are buffered."""
 
 
 def load_model(args: argparse.Namespace) -> transformers.PreTrainedModel:
-    """The checkpoint, told to end no sequence by itself."""
+    """Returns the checkpoint's model, without tokens that end a sequence."""
     dtype = getattr(torch, args.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     model.generation_config.eos_token_id = None

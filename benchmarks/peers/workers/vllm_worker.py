@@ -10,7 +10,7 @@ from worker_loop import Request, Result, StepOutput, run_stepped, work
 
 
 class VllmEngine:
-    """One `LLMEngine` with default settings, on the executor that is quickest for one process."""
+    """An `LLMEngine` with default settings, on the fastest executor for one process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"vllm {vllm.__version__}"
@@ -26,16 +26,16 @@ class VllmEngine:
         )
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """See `worker_loop.Engine`."""
+        """Runs the requests, step by step."""
         return run_stepped(self, requests)
 
     def reset(self) -> None:
-        """See `worker_loop.Engine`."""
+        """Empties the prefix cache."""
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     def add(self, index: int, request: Request) -> None:
-        """See `worker_loop.Stepper`."""
+        """Adds a request to the engine."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=request.num_output_tokens,
@@ -47,7 +47,7 @@ class VllmEngine:
         self._engine.add_request(str(index), prompt, params)
 
     def step(self) -> Iterable[StepOutput]:
-        """See `worker_loop.Stepper`."""
+        """Computes one step; returns its outputs."""
         return [
             (int(output.request_id), output.outputs[0].token_ids, output.finished)
             for output in self._engine.step()

@@ -1,10 +1,10 @@
-"""What every worker shares: JSON lines on stdin and stdout, around one engine.
+"""The loop of every worker: JSON lines on stdin and stdout, around one engine.
 
-    <- {"ready": {"engine": "vllm 0.32.0"}}         once it has loaded
+    <- {"ready": {"engine": "vllm 0.32.0"}}         after loading
     -> {"command": "run", "requests": [{"prompt_token_ids": [1], "num_output_tokens": 2,
                                         "arrival_s": 0.0}]}
     <- {"wall_s": 0.1, "requests": [{"token_ids": [5, 6], "token_times_s": [0.05, 0.1]}]}
-    -> {"command": "reset"}                         empty caches of prefixes
+    -> {"command": "reset"}                         empties prefix caches
     <- {}
     -> {"command": "quit"}
     <- {"error": "..."}                             instead of an answer; the worker ends
@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a run; `arrival_s` is in seconds after the run's start."""
+    """One request of a run. `arrival_s` is in seconds after the start of the run."""
 
     prompt_token_ids: list[int]
     num_output_tokens: int
@@ -41,43 +41,43 @@ class Request:
 
 @dataclass(slots=True)
 class Result:
-    """A request's tokens, and when each came, in seconds after the run's start."""
+    """A request's tokens and the time of each, in seconds after the start of the run."""
 
     token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
 
 
 class Engine(Protocol):
-    """An engine, loaded.
+    """A loaded engine.
 
     Attributes:
-        name: what it is, with its version.
+        name: the engine's name, with its version.
     """
 
     name: str
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """Answers the requests greedily, past any end of sequence; results in their order."""
+        """Generates greedily, past any end of sequence; returns results in the requests' order."""
 
     def reset(self) -> None:
-        """Empties caches of prefixes, where the engine has a call for it.
+        """Empties prefix caches, if the engine has a call for it.
 
-        No two runs share prompts: this keeps what is cached from being in the way.
+        Runs share no prompts, so cached prefixes only occupy memory.
         """
 
 
 StepOutput = tuple[int, Sequence[int], bool]
-"""A request's index, its new tokens, and whether they are its last."""
+"""The request's index, its new tokens, and whether they are its last."""
 
 
 class Stepper(Protocol):
-    """The part of an engine that takes requests in and computes them step by step."""
+    """An engine that is driven step by step."""
 
     def add(self, index: int, request: Request) -> None:
-        """Queues a request; `index` names it in the outputs."""
+        """Adds a request; outputs refer to it by `index`."""
 
     def step(self) -> Iterable[StepOutput]:
-        """Computes one step."""
+        """Computes one step; returns its outputs."""
 
 
 def run_stepped(
@@ -86,7 +86,7 @@ def run_stepped(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Result]:
-    """Adds each request when it is due, and steps until all have ended."""
+    """Adds each request at its time of arrival, and steps until all have ended."""
     results = [Result() for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda index: -requests[index].arrival_s)
     num_running = 0
@@ -109,10 +109,10 @@ def run_stepped(
 
 
 def work(description: str, load: Callable[[argparse.Namespace], Engine]) -> None:
-    """A worker's main: loads the engine that the flags describe and serves it on stdio."""
+    """The main function of a worker: loads the engine that the flags describe, and serves it."""
     _die_with_parent()
     args = _parser(description).parse_args()
-    # What engines print must not come between the answers: it goes to stderr.
+    # Engines may print to stdout. That goes to stderr, so that answers stay intact.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     status = 0
@@ -122,11 +122,11 @@ def work(description: str, load: Callable[[argparse.Namespace], Engine]) -> None
         _answer(answers, {"error": f"{type(error).__name__}: {error}"})
         traceback.print_exc()
         status = 1
-    os._exit(status)  # an engine's threads may wait for more to do
+    os._exit(status)  # an engine's threads may still wait for work
 
 
 def serve(engine: Engine, commands: Iterable[str], answers: TextIO) -> None:
-    """Answers commands until `quit` or the end of them."""
+    """Answers commands until `quit` or the end of the stream."""
     _answer(answers, {"ready": {"engine": engine.name}})
     for line in commands:
         command = json.loads(line)
@@ -163,6 +163,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel to end this process with its parent, even while it is stopped."""
+    """Makes the kernel end this process with its parent, even if the process is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

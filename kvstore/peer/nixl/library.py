@@ -1,7 +1,7 @@
-"""The `nixl` package: where it is found, and agents as Baton wants them.
+"""Imports the `nixl` package and makes agents with Baton's settings.
 
-What is set here, and why, is told in docs/adr/0020-nixl-transport.md. An
-operator's own UCX_* and NIXL_* variables win.
+docs/adr/0020-nixl-transport.md says why these settings. An operator's own
+UCX_* and NIXL_* variables win.
 """
 
 import logging
@@ -18,28 +18,30 @@ from baton.errors import ConfigurationError
 __all__ = ["LATE_WRITES_S", "load_nixl", "new_agent"]
 
 LATE_WRITES_S = 120.0
-"""Seconds after which a connection that was closed delivers no more of what it had taken: Linux
-tries for some 100 seconds to send what a closed TCP connection still holds.
+"""Seconds after which a read that could not be stopped writes nothing any more.
+
+A call of nixl that hangs, or a GPU that copies, may go on when its link is closed. Linux tries for
+some 100 seconds to deliver what a closed connection still holds.
 """
 
-# Either build drives GPUs by the CUDA driver alone, and does without one.
+# Both builds reach GPUs by the CUDA driver alone, and work without one.
 _MODULES = ("nixl_cu12", "nixl_cu13")
-# Without a way to reach memory directly, UCX would have the remote's CPU send what is read; a
-# reader that dies then takes the remote process with it.
+# If UCX cannot read memory directly, it would have the remote's CPU send the bytes: a reader that
+# dies then crashes the remote process.
 _UCX = "PROTO_EMULATION_ENABLE=n"
 _LOG_LEVELS = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
 
-# What a remote waits longer for at most, as it connects or sends by TCP.
+# Pause of the home agent's thread, by which a remote may wait longer to connect.
 _REST_US = 500
 
 _creating = threading.Lock()
 
 
 def load_nixl() -> ModuleType:
-    """Imports the package.
+    """Imports and returns the package.
 
     Raises:
-        ConfigurationError: it is not installed, or does not work here.
+        ConfigurationError: it is not installed, or cannot be loaded.
     """
     for name, level in _LOG_LEVELS.items():
         os.environ.setdefault(name, level)  # the libraries read them as they are loaded
@@ -54,17 +56,19 @@ def load_nixl() -> ModuleType:
 def new_agent(
     nixl: ModuleType, name: str, *, with_thread: bool, timeout_s: float | None = None
 ) -> Any:
-    """An agent with the UCX backend. One is made at a time, which takes some tenths of a second.
+    """Returns a new agent with the UCX backend.
+
+    That takes some tenths of a second; a process makes one agent at a time.
 
     Args:
         nixl: the package.
-        name: unlike that of any other agent anywhere.
+        name: unique among all agents of all processes.
         with_thread: whether a thread of its own answers remotes.
-        timeout_s: longest wait for its turn; None waits for it.
+        timeout_s: longest wait for other agents that are being made; None for no limit.
 
     Raises:
         ConfigurationError: UCX finds no transport that it may use.
-        TimeoutError: others took the time.
+        TimeoutError: other agents took the time.
     """
     config = nixl.nixl_agent_config(enable_prog_thread=with_thread, backends=[])
     if not _creating.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
@@ -83,8 +87,9 @@ def new_agent(
 
 @contextmanager
 def _resting_threads(nixl: ModuleType) -> Iterator[None]:
-    """Agents that are made meanwhile have threads that rest between two looks at what remotes
-    want. nixl's own API gives them no rest: each would take a core as long as its process lives.
+    """Gives the threads of agents that are made meanwhile a pause between two polls.
+
+    nixl's own Python API sets none: each thread would take a whole core.
     """
     bindings = import_module(nixl.nixl_agent.__module__).nixlBind
     config_type = bindings.nixlAgentConfig
@@ -113,7 +118,7 @@ def _import_first() -> ModuleType:
 
 
 def _send_logs_to_root() -> None:
-    """Takes away the handler that writes to the standard output."""
+    """Removes the handler by which nixl logs to the standard output."""
     logger = logging.getLogger("nixl")
     logger.handlers.clear()
     logger.propagate = True

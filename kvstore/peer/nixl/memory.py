@@ -1,10 +1,11 @@
-"""What agents tell each other of themselves, and which ranges lie in registered memory.
+"""`AgentMetadata`: metadata that transports exchange. `MemoryMap`: lookup of registered memory.
 
-Metadata on the wire: a length of 4 bytes, that many bytes of JSON, and what
-nixl says of its agent.
+Metadata on the wire: a length of 4 bytes, that many bytes of JSON, and the
+metadata of nixl's agent.
 """
 
 import ctypes
+import errno
 import json
 import os
 import secrets
@@ -16,14 +17,31 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.peer.process_end import ProcessEnd
 from kvstore.peer.transport import RangeTable, TransferError
 
-__all__ = ["AgentMetadata", "DescribedRanges", "MemoryMap", "MemoryProbe", "Region"]
+__all__ = [
+    "TOKEN_BYTES",
+    "AgentMetadata",
+    "DescribedRanges",
+    "MemoryMap",
+    "MemoryProbe",
+    "Region",
+    "machine_id",
+]
+
+TOKEN_BYTES = 16
+"""Length of the random bytes that readers try to read."""
 
 _LENGTH = struct.Struct(">I")
-_TOKEN_BYTES = 16
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_id() -> str:
+    """Returns an id of the running kernel, the same in all containers of a machine."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +51,7 @@ class Region:
     Attributes:
         address: of the first byte.
         num_bytes: length.
-        device: "cpu" or, say, "cuda:0".
+        device: "cpu" or a GPU such as "cuda:0".
     """
 
     address: int
@@ -42,44 +60,45 @@ class Region:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether a GPU's memory holds it."""
+        """Whether it is memory of a GPU."""
         return self.device != "cpu"
 
     @property
     def device_id(self) -> int:
-        """Of the GPU; 0 for host memory."""
+        """Index of the GPU; 0 for host memory."""
         return int(self.device.partition(":")[2] or 0)
 
     @property
     def kind(self) -> str:
-        """As nixl names it."""
+        """Name of the memory type in nixl."""
         return "VRAM" if self.is_on_gpu else "DRAM"
 
 
 class MemoryProbe:
-    """Some random bytes of this process, for others to try whether they can read them."""
+    """Random bytes of this process; peers read them to find out whether they can."""
 
     def __init__(self) -> None:
-        self._bytes = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
-        self.pid = os.getpid()
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._bytes = ctypes.create_string_buffer(self.token, TOKEN_BYTES)
         self.address = ctypes.addressof(self._bytes)
-        self.token = self._bytes.raw
 
 
 @dataclass(frozen=True, slots=True)
 class AgentMetadata:
-    """What one agent says of itself.
+    """Metadata of one process's transport, which others need to read its memory.
 
     Attributes:
-        pid: of its process, where that runs.
-        probe_address: where the process has its `MemoryProbe`.
-        probe_token: what lies there.
-        transports: UCX's that its operator allows; empty for all.
-        regions: its registered memory.
-        agent: nixl's part.
+        pid: process id, in the process's own PID namespace.
+        machine: `machine_id` of its machine.
+        probe_address: address of its `MemoryProbe`.
+        probe_token: the bytes at that address.
+        transports: its UCX_TLS; empty if that is not set.
+        regions: its registered memory, the probe's among them.
+        agent: the metadata of nixl's agent.
     """
 
     pid: int
+    machine: str
     probe_address: int
     probe_token: bytes
     transports: str
@@ -87,9 +106,10 @@ class AgentMetadata:
     agent: bytes
 
     def to_bytes(self) -> bytes:
-        """As it goes to others."""
+        """Returns the wire form."""
         fields = {
             "pid": self.pid,
+            "machine": self.machine,
             "probe_address": self.probe_address,
             "probe_token": self.probe_token.hex(),
             "transports": self.transports,
@@ -100,10 +120,10 @@ class AgentMetadata:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "AgentMetadata":
-        """Reads what another agent sent.
+        """Parses the wire form.
 
         Raises:
-            TransferError: it is no such metadata; settled.
+            TransferError: the bytes are malformed; settled.
         """
         try:
             (length,) = _LENGTH.unpack_from(data)
@@ -111,6 +131,7 @@ class AgentMetadata:
             fields = json.loads(data[_LENGTH.size : end])
             return cls(
                 pid=int(fields["pid"]),
+                machine=str(fields["machine"]),
                 probe_address=int(fields["probe_address"]),
                 probe_token=bytes.fromhex(fields["probe_token"]),
                 transports=str(fields["transports"]),
@@ -121,35 +142,33 @@ class AgentMetadata:
             message = f"the peer's metadata is malformed: {error!r}"
             raise TransferError(message, is_settled=True) from error
 
-    def is_copied_by_kernel(self) -> bool:
-        """Whether transfers with the agent's host memory are system calls of whoever asks (CMA).
+    def obstacle(self) -> str:
+        """Returns the likely reason why this process cannot read that one's memory."""
+        for name, transports in (("its", self.transports), ("own", os.environ.get("UCX_TLS"))):
+            if transports:
+                return f"{name} UCX_TLS={transports} may forbid what reads need"
+        if any(region.is_on_gpu for region in self.regions):
+            return "its pool is GPU memory, which UCX cannot read from here"
+        if self.machine != machine_id():
+            return "it runs on another machine, without RDMA in between"
+        error = self._try_system_call()
+        if error == errno.ESRCH:
+            return "it runs in another PID namespace"
+        if error:
+            return f"process_vm_readv fails: {os.strerror(error)} (it takes the right to trace)"
+        return "UCX finds no way to read it"
 
-        Then nothing is under way once the call is over. It is so if the memory can be reached,
-        and UCX has no faster way and no orders on either side.
-        """
-        has_orders = os.environ.get("UCX_TLS") or self.transports
-        if has_orders or any(region.is_on_gpu for region in self.regions):
-            return False
-        has_rdma = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
-        return not has_rdma and self._probe() == self.probe_token
-
-    def process_end(self) -> ProcessEnd | None:
-        """When the agent's process ends; None where it is not known to be one of this machine."""
-        try:
-            end = ProcessEnd(self.pid)  # before the probe: it is of whom the probe finds
-        except OSError:
-            return None
-        return end if self._probe() == self.probe_token else None
-
-    def _probe(self) -> bytes | None:
-        """What lies at the probe's address in the process of that id here, if it may be read."""
-        buffer = ctypes.create_string_buffer(_TOKEN_BYTES)
-        own = _IoVector(ctypes.addressof(buffer), _TOKEN_BYTES)
-        remote = _IoVector(self.probe_address, _TOKEN_BYTES)
-        read = ctypes.CDLL(None).process_vm_readv
+    def _try_system_call(self) -> int:
+        """Reads the probe by `process_vm_readv`; returns the error number, 0 for success."""
+        buffer = ctypes.create_string_buffer(TOKEN_BYTES)
+        own = _IoVector(ctypes.addressof(buffer), TOKEN_BYTES)
+        remote = _IoVector(self.probe_address, TOKEN_BYTES)
+        read = ctypes.CDLL(None, use_errno=True).process_vm_readv
         read.restype = ctypes.c_ssize_t
-        num_read = read(self.pid, ctypes.byref(own), 1, ctypes.byref(remote), 1, 0)
-        return buffer.raw if num_read == _TOKEN_BYTES else None
+        if read(self.pid, ctypes.byref(own), 1, ctypes.byref(remote), 1, 0) < 0:
+            error = ctypes.get_errno()
+            return errno.ESRCH if error == errno.EFAULT else error
+        return 0 if buffer.raw == self.probe_token else errno.ESRCH
 
 
 class _IoVector(ctypes.Structure):
@@ -160,10 +179,10 @@ class _IoVector(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DescribedRanges:
-    """Ranges as nixl takes them.
+    """Ranges with the kind of memory that they lie in.
 
     Attributes:
-        table: the ranges.
+        table: the ranges, with the GPUs of their regions.
         is_on_gpu: `[ranges]` bool.
     """
 
@@ -172,10 +191,13 @@ class DescribedRanges:
 
 
 class MemoryMap:
-    """Registered memory, to find ranges in. Reading it while another thread adds is safe.
+    """Finds the regions of ranges. One thread may read it while another adds a region.
 
     Args:
-        regions: to begin with.
+        regions: the first regions.
+
+    Attributes:
+        regions: all regions, in the order in which they were added.
     """
 
     def __init__(self, regions: Sequence[Region] = ()) -> None:
@@ -184,11 +206,11 @@ class MemoryMap:
         self._set(regions)
 
     def add(self, region: Region) -> None:
-        """Adds a region; `regions` keep the order in which they came."""
+        """Adds a region."""
         self._set((*self.regions, region))
 
     def describe(self, ranges: RangeTable) -> DescribedRanges:
-        """Finds each range's region, and the device from that.
+        """Returns the ranges with the devices of their regions.
 
         Raises:
             TransferError: a range does not lie in one region; settled.
@@ -196,7 +218,7 @@ class MemoryMap:
         starts, sizes, devices, on_gpu = self._columns
         table = ranges.copy()
         index = starts[1:].searchsorted(table[:, 0], side="right")
-        offsets = table[:, 0] - starts[index]  # of an address below all regions: huge
+        offsets = table[:, 0] - starts[index]  # wraps to a huge number below the first region
         fits = (offsets <= sizes[index]) & (table[:, 1] <= sizes[index] - offsets)
         if not fits.all():
             address, num_bytes, _ = ranges[int(fits.argmin())].tolist()
@@ -206,10 +228,10 @@ class MemoryMap:
         return DescribedRanges(table, on_gpu[index].astype(np.bool_))
 
     def _set(self, regions: Sequence[Region]) -> None:
-        nowhere = Region(0, 0, "cpu")
+        empty = Region(0, 0, "cpu")  # an address below all regions finds this one
         rows = sorted(
             (region.address, region.num_bytes, region.device_id, region.is_on_gpu)
-            for region in (*regions, nowhere)
+            for region in (*regions, empty)
         )
         self._columns = np.array(rows, np.uint64).T.copy()
         self.regions = tuple(regions)

@@ -1,0 +1,167 @@
+"""`SamplingParams` and `RequestSpec` as `baton.v1` messages and back.
+
+A leaf module that client, router and workers share. The fields of the messages
+`SamplingParams` and `StoppingParams` have the names of the dataclass's fields, so a
+new sampling parameter needs no line here. Beam search is the exception: it has a
+message of its own.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from baton.errors import FailedPreconditionError, InvalidArgumentError
+from baton.request_spec import RequestSpec
+from baton.sampling_params import SamplingParams
+from baton.v1 import common_pb2, request_pb2
+
+__all__ = [
+    "params_from_proto",
+    "sampling_to_proto",
+    "spec_from_proto",
+    "spec_to_proto",
+    "stopping_to_proto",
+]
+
+_EARLY_STOPPING = {
+    False: common_pb2.EARLY_STOPPING_UNSPECIFIED,
+    True: common_pb2.EARLY_STOPPING_FIRST_FINISHED,
+    "never": common_pb2.EARLY_STOPPING_NEVER,
+}
+_EARLY_STOPPING_OF: dict[int, Any] = {number: value for value, number in _EARLY_STOPPING.items()}
+
+
+def _plain_fields(message: Descriptor) -> tuple[str, ...]:
+    """The names of a message's fields that are no messages themselves."""
+    return tuple(field.name for field in message.fields if field.message_type is None)
+
+
+_SAMPLING_FIELDS = _plain_fields(common_pb2.SamplingParams.DESCRIPTOR)
+_STOPPING_FIELDS = _plain_fields(common_pb2.StoppingParams.DESCRIPTOR)
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    """The message that says how tokens are drawn, and how many candidates.
+
+    Raises:
+        ValueError: a value that the message cannot hold.
+    """
+    fields = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
+    return common_pb2.SamplingParams(**fields, beam_search=_beam_search(params))
+
+
+def stopping_to_proto(params: SamplingParams) -> common_pb2.StoppingParams:
+    """The message that says when the generation ends.
+
+    Raises:
+        ValueError: a value that the message cannot hold.
+    """
+    return common_pb2.StoppingParams(**{name: getattr(params, name) for name in _STOPPING_FIELDS})
+
+
+def params_from_proto(
+    sampling: common_pb2.SamplingParams, stopping: common_pb2.StoppingParams
+) -> SamplingParams:
+    """The parameters that two messages set. Unset fields take the dataclass's defaults;
+    explicit zeros stay zeros.
+
+    Raises:
+        InvalidArgumentError: a value is out of range; names the field.
+    """
+    fields: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
+    fields |= {field.name: value for field, value in stopping.ListFields()}
+    beam_search: common_pb2.BeamSearch | None = fields.pop("beam_search", None)
+    if beam_search is not None:
+        fields |= _beam_search_fields(beam_search)
+    return SamplingParams(**fields)
+
+
+def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
+    """The message that carries a spec to a worker, with the time left until its deadline.
+
+    Raises:
+        DeadlineExceededError: the deadline has passed.
+    """
+    return request_pb2.RequestSpec(
+        request_id=spec.request_id,
+        prompt_token_ids=spec.prompt_token_ids,
+        sampling=sampling_to_proto(spec.params),
+        stopping=stopping_to_proto(spec.params),
+        stop_token_ids=sorted(spec.stop_token_ids),
+        priority=spec.priority,
+        cache_salt=spec.cache_salt,
+        timeout_ms=max(int(spec.remaining_s() * 1000), 1),
+    )
+
+
+def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestSpec:
+    """The spec that a worker received.
+
+    Args:
+        message: the router's.
+        now: `time.monotonic()`, from which the message's timeout counts.
+
+    Raises:
+        FailedPreconditionError: the router set a field that this build does not know.
+        InvalidArgumentError: a field is missing or out of range; names the field, its
+            value and the limit.
+    """
+    unknown = ", ".join(_unknown_fields(message, "spec"))
+    if unknown:
+        raise FailedPreconditionError(
+            f"this worker does not know {unknown}; the router is newer: update the worker"
+        )
+    if not message.request_id:
+        raise InvalidArgumentError.for_field("request_id", "", "not empty")
+    if message.timeout_ms < 1:
+        raise InvalidArgumentError.for_field("timeout_ms", message.timeout_ms, ">= 1")
+    params = params_from_proto(message.sampling, message.stopping)
+    if params.seed is None:
+        raise InvalidArgumentError("sampling.seed is unset; the router must set it")
+    return RequestSpec(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        params=params,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        deadline=now + message.timeout_ms / 1000,
+    )
+
+
+def _unknown_fields(message: Message, name: str) -> Iterator[str]:
+    """The fields of a message, and of the messages in it, that this build does not know.
+
+    The wire carries their numbers alone, so a field is named by its message's name and its
+    number.
+    """
+    unknown = UnknownFieldSet(message)
+    for index in range(len(unknown)):
+        yield f"field {unknown[index].field_number} of {name}"
+    for field, value in message.ListFields():
+        if isinstance(value, Message):
+            yield from _unknown_fields(value, f"{name}.{field.name}")
+
+
+def _beam_search(params: SamplingParams) -> common_pb2.BeamSearch | None:
+    if params.beam_width is None:
+        return None
+    return common_pb2.BeamSearch(
+        beam_width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=_EARLY_STOPPING[params.early_stopping],
+    )
+
+
+def _beam_search_fields(message: common_pb2.BeamSearch) -> dict[str, Any]:
+    number = message.early_stopping
+    if number not in _EARLY_STOPPING_OF:
+        limit = f"one of {sorted(_EARLY_STOPPING_OF)}"
+        raise InvalidArgumentError.for_field("early_stopping", number, limit)
+    fields = {"beam_width": message.beam_width, "early_stopping": _EARLY_STOPPING_OF[number]}
+    if message.HasField("length_penalty"):
+        fields["length_penalty"] = message.length_penalty
+    return fields

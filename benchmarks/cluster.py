@@ -1,0 +1,187 @@
+"""Clusters of real server processes for benchmarks, started as `baton up` starts them."""
+
+import asyncio
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton import AsyncClient, SamplingParams
+from baton.errors import UnavailableError
+from baton.results import Timings
+from baton.up.cluster import (
+    ClusterConfig,
+    ClusterPlan,
+    Server,
+    plan_cluster,
+    start_server,
+    stop_in_order,
+)
+from baton.up.run_folder import embedded_store, taking_turns
+from baton.up.supervisor import SupervisedProcess
+from engine.config import EngineConfig
+from rpc.server_config import ServerConfig
+
+__all__ = ["Answer", "ServedCluster", "free_ports", "running_cluster", "served_cluster"]
+
+_METRICS_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client got for one prompt.
+
+    Attributes:
+        tokens: the generated tokens.
+        token_times_s: when each token arrived, in seconds since the prompt was sent. Tokens of
+            one message share a time.
+        timings: the stages that the cluster measured.
+        cached_tokens: prompt tokens that the cluster found cached and did not compute.
+    """
+
+    tokens: tuple[int, ...]
+    token_times_s: tuple[float, ...]
+    timings: Timings
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCluster:
+    """A running cluster.
+
+    Attributes:
+        client: is connected to its router.
+        metrics_urls: where its workers serve their metrics.
+    """
+
+    client: AsyncClient
+    metrics_urls: Sequence[str]
+
+    async def ask(self, prompt: Sequence[int], num_tokens: int) -> Answer:
+        """Generates `num_tokens` tokens greedily, past the end of sequence.
+
+        Raises:
+            BatonError: the request failed, or another number of tokens arrived.
+        """
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        started = time.perf_counter()
+        tokens: list[int] = []
+        times_s: list[float] = []
+        timings, cached_tokens = Timings(), 0
+        async for chunk in self.client.stream(prompt, params):
+            tokens += chunk.token_ids
+            times_s += [time.perf_counter() - started] * len(chunk.token_ids)
+            timings = chunk.timings or timings
+            cached_tokens = chunk.usage.cached_tokens if chunk.usage else cached_tokens
+        if len(tokens) != num_tokens:
+            raise UnavailableError(f"{len(tokens)} tokens came, {num_tokens} were asked for")
+        return Answer(tuple(tokens), tuple(times_s), timings, cached_tokens)
+
+    async def read_metrics(self) -> dict[str, float]:
+        """Returns the sums of all metrics over workers and backends.
+
+        A metric with a direction has it in its name: "baton_kv_bytes_total load".
+        """
+        texts = await asyncio.gather(
+            *(asyncio.to_thread(_read_text, url) for url in self.metrics_urls)
+        )
+        sums: dict[str, float] = {}
+        for text in texts:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    name = f"{sample.name} {sample.labels.get('direction', '')}".strip()
+                    sums[name] = sums.get(name, 0.0) + sample.value
+        return sums
+
+
+@asynccontextmanager
+async def served_cluster(
+    engine: EngineConfig, *, num_prefill: int
+) -> AsyncGenerator[ServedCluster, None]:
+    """Runs a router, `num_prefill` prefill workers and one decode worker.
+
+    Args:
+        engine: configures every worker. Without a `kv_connector`, the cluster gets a store of
+            its own.
+        num_prefill: 0 makes the decode worker compute prompts too.
+
+    Raises:
+        ConfigurationError: a process ended before it served.
+    """
+    with ExitStack() as stack:
+        if engine.kv_connector is None:
+            engine = replace(engine, kv_connector=stack.enter_context(embedded_store()))
+        config = ClusterConfig(
+            engine=engine,
+            num_prefill=num_prefill,
+            num_decode=1,
+            router=ServerConfig(),
+            log_level="warning",
+        )
+        ports = free_ports(num_prefill + 1)
+        urls = [f"http://127.0.0.1:{port}/metrics" for port in ports]
+        async with (
+            running_cluster(config, metrics_ports=ports) as plan,
+            AsyncClient(plan.router.address) as client,
+        ):
+            yield ServedCluster(client, urls)
+
+
+@asynccontextmanager
+async def running_cluster(
+    config: ClusterConfig, *, metrics_ports: Sequence[int] = ()
+) -> AsyncGenerator[ClusterPlan, None]:
+    """Starts the workers, then the router; stops them in order. Their output goes to stderr.
+
+    Args:
+        config: what to run.
+        metrics_ports: where the workers serve their metrics, prefill workers first. Without
+            ports they serve none.
+
+    Raises:
+        ConfigurationError: a process ended before it served.
+    """
+    with taking_turns(config) as with_turns:
+        plan = plan_cluster(with_turns)
+        workers = plan.workers
+        if metrics_ports:
+            ports = zip(workers, metrics_ports, strict=True)
+            workers = tuple(_with_metrics(worker, port) for worker, port in ports)
+        servers = (*workers, plan.router)
+        processes = [SupervisedProcess(server.spec, _write_line) for server in servers]
+        try:
+            pairs = list(zip(servers, processes, strict=True))
+            await asyncio.gather(*(start_server(*pair) for pair in pairs[:-1]))
+            await start_server(*pairs[-1])
+            yield plan
+        finally:
+            await stop_in_order(processes)
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns different TCP ports that no process of this machine listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _with_metrics(server: Server, port: int) -> Server:
+    arguments = (*server.spec.arguments, "--metrics-port", str(port))
+    return replace(server, spec=replace(server.spec, arguments=arguments))
+
+
+def _read_text(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=_METRICS_TIMEOUT_S) as response:  # noqa: S310 - http
+        text: str = response.read().decode()
+    return text
+
+
+def _write_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

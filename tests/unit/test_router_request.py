@@ -1,0 +1,84 @@
+"""A client's message becomes a spec; prompts that cannot fit are neither tokenized nor copied."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from baton.errors import InvalidArgumentError
+from baton.request_spec import client_id_of
+from baton.sampling_params import SamplingParams
+from baton.v1 import common_pb2, generation_pb2, worker_pb2
+from router.request import prepare_request, tokenize_prompt
+from router.served_model import RequestLimits, ServedModel
+from tests.support.running_router import tokenizer
+
+MODEL = ServedModel.from_info(
+    worker_pb2.GetInfoResponse(
+        model="m", namespace=b"n", block_size=4, vocab_size=1000, eos_token_ids=[2]
+    )
+)
+LIMITS = RequestLimits(vocab_size=1000, max_model_len=8, max_pool_tokens=16, max_candidates=4)
+
+
+class Uncopied(Sequence):
+    """Ids that may be counted and not read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index):
+        raise AssertionError("was read")
+
+
+async def test_too_many_ids_are_refused_unread():
+    with pytest.raises(InvalidArgumentError, match="prompt has 8 tokens"):
+        await tokenize_prompt(Uncopied(), tokenizer(), LIMITS)
+
+
+async def test_text_that_no_tokens_could_hold_is_not_tokenized(monkeypatch):
+    strict = tokenizer()
+    limit = 8 * strict.longest_token_chars
+    with monkeypatch.context() as patch:
+        patch.setattr(type(strict), "encode", None)
+        with pytest.raises(InvalidArgumentError, match=f"text has {limit + 1} .* most {limit}$"):
+            await tokenize_prompt("a" * (limit + 1), strict, LIMITS)
+
+
+async def test_what_fits_is_taken():
+    assert await tokenize_prompt([5] * 7, tokenizer(), LIMITS) == (5,) * 7
+
+
+async def prepared(params, num_tokens=5):
+    message = generation_pb2.GenerateRequest(
+        request_id="r",
+        token_ids=common_pb2.TokenIds(ids=[5] * num_tokens),
+        priority=-3,
+        cache_salt="s",
+    )
+    deadline = time.monotonic() + 10
+    request = await prepare_request(message, params, tokenizer(), MODEL, LIMITS, deadline)
+    assert request.spec.deadline == deadline
+    return request
+
+
+async def test_the_spec_has_all_that_was_asked_for():
+    request = await prepared(SamplingParams(seed=7, max_tokens=2, stop_token_ids=[9]))
+    spec = request.spec
+    assert spec.prompt_token_ids == (5,) * 5
+    assert spec.params == SamplingParams(seed=7, max_tokens=2, stop_token_ids=[9])
+    assert spec.stop_token_ids == {2, 9}
+    assert (spec.priority, spec.cache_salt) == (-3, "s")
+    assert (spec.client_id, client_id_of(spec.for_attempt(2).request_id)) == ("r", "r")
+    assert len({spec.request_id, spec.for_attempt(1).request_id, "r"}) == 3
+    assert (len(request.block_keys), request.num_prompt_blocks) == (1, 2)
+
+
+async def test_what_was_left_open_is_filled_in():
+    warm = (await prepared(SamplingParams(max_tokens=100, ignore_eos=True))).spec
+    assert warm.params.seed is not None
+    assert warm.params.max_tokens == 3  # what fits after the prompt
+    assert not warm.stop_token_ids
+    other = (await prepared(SamplingParams())).spec
+    assert other.params.seed != warm.params.seed
+    assert (await prepared(SamplingParams(temperature=0))).spec.params.seed == 0

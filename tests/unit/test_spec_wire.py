@@ -1,0 +1,142 @@
+"""Specs and sampling parameters come back from the wire as they were."""
+
+import time
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
+from baton.request_spec import RequestSpec, client_id_of, unique_request_id
+from baton.sampling_params import SamplingParams
+from baton.spec_wire import (
+    params_from_proto,
+    sampling_to_proto,
+    spec_from_proto,
+    spec_to_proto,
+    stopping_to_proto,
+)
+from baton.v1 import common_pb2, request_pb2
+from tests.support.rpc_servers import spec_message
+
+STOPPING = {
+    "max_tokens": st.integers(1, 2**32 - 1),
+    "stop_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    "ignore_eos": st.booleans(),
+}
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 4, width=32),
+    top_k=st.integers(0, 2**32 - 1),
+    top_p=st.floats(0.125, 1, width=32),
+    seed=st.integers(0, 2**64 - 1) | st.none(),
+    n=st.integers(1, 4),
+    best_of=st.integers(5, 64),
+    **STOPPING,
+) | st.builds(
+    SamplingParams,
+    n=st.integers(1, 4),
+    beam_width=st.integers(4, 64),
+    length_penalty=st.floats(-3, 3),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    **STOPPING,
+)
+SPEC = RequestSpec(
+    request_id="r/0123456789abcdef",
+    prompt_token_ids=(5, 6),
+    params=SamplingParams(seed=3, max_tokens=7, stop=["x", "yz"], stop_token_ids=[9]),
+    stop_token_ids=frozenset({2, 9}),
+    priority=-4,
+    cache_salt="tenant",
+)
+
+
+@given(PARAMS)
+def test_params_come_back(params):
+    assert params_from_proto(sampling_to_proto(params), stopping_to_proto(params)) == params
+
+
+def test_every_parameter_has_a_field():
+    """A parameter that is missing in the messages would be dropped on its way to the workers."""
+    names = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
+    names |= {field.name for field in common_pb2.StoppingParams.DESCRIPTOR.fields}
+    names |= {field.name for field in common_pb2.BeamSearch.DESCRIPTOR.fields}
+    assert names - {"beam_search"} == {field.name for field in fields(SamplingParams)}
+
+
+def test_unset_fields_take_the_defaults_and_zeros_stay_zeros():
+    nothing = common_pb2.SamplingParams(), common_pb2.StoppingParams()
+    assert params_from_proto(*nothing) == SamplingParams()
+    zero = common_pb2.SamplingParams(temperature=0.0, seed=0)
+    assert params_from_proto(zero, nothing[1]) == SamplingParams(temperature=0.0, seed=0)
+
+
+def test_an_unknown_way_to_stop_early_is_refused():
+    search = common_pb2.BeamSearch(beam_width=2, early_stopping=9)
+    message = common_pb2.SamplingParams(beam_search=search)
+    with pytest.raises(InvalidArgumentError, match="early_stopping is 9"):
+        params_from_proto(message, common_pb2.StoppingParams())
+
+
+def test_a_spec_comes_back_with_the_time_that_is_left():
+    now = time.monotonic()
+    message = spec_to_proto(replace(SPEC, deadline=now + 5))
+    assert 4000 < message.timeout_ms <= 5000
+    back = spec_from_proto(message, now=100.0)
+    assert back.deadline == 100.0 + message.timeout_ms / 1000
+    assert replace(back, deadline=None) == SPEC
+
+
+def test_every_field_of_a_spec_is_on_the_wire():
+    names = {field.name for field in request_pb2.RequestSpec.DESCRIPTOR.fields}
+    params = {"sampling", "stopping"}
+    own = {field.name for field in fields(RequestSpec)} - {"params", "deadline"}
+    assert names == own | params | {"timeout_ms"}
+
+
+def test_a_passed_deadline_is_an_error():
+    with pytest.raises(DeadlineExceededError, match="request r exceeded its deadline"):
+        spec_to_proto(replace(SPEC, deadline=time.monotonic() - 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"request_id": ""}, "request_id"),
+        ({"timeout_ms": 0}, "timeout_ms is 0"),
+        ({"sampling": common_pb2.SamplingParams()}, "seed"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, temperature=float("nan"))}, "temperature"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, top_p=0.0)}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, n=65)}, "n is 65"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, n=2, best_of=1)}, "n is 2"),
+        ({"sampling": common_pb2.SamplingParams(seed=1, beam_search={})}, "beam_width is 0"),
+    ],
+)
+def test_bad_fields_are_named(changes, field):
+    with pytest.raises(InvalidArgumentError, match=field):
+        spec_from_proto(spec_message(**{"request_id": "r", **changes}), now=0.0)
+
+
+def unknown_field(number):
+    """A number in a field that this build does not know, as a newer router may send it."""
+    return bytes([number << 3, 1])
+
+
+def test_fields_that_a_newer_router_set_are_refused_by_name():
+    message = spec_message("r")
+    sampling = message.sampling.SerializeToString() + unknown_field(14)
+    message.sampling.MergeFrom(common_pb2.SamplingParams.FromString(sampling))
+    newer = request_pb2.RequestSpec.FromString(message.SerializeToString() + unknown_field(15))
+    with pytest.raises(
+        FailedPreconditionError, match=r"field 15 of spec, field 14 of spec\.sampling"
+    ):
+        spec_from_proto(newer, now=0.0)
+
+
+def test_ids_are_unique_and_keep_the_clients():
+    ids = {unique_request_id("c/d") for _ in range(9)}
+    assert len(ids) == 9
+    assert {client_id_of(each) for each in ids} == {"c/d"}
+    assert client_id_of("c/d") == "c/d"
