@@ -201,7 +201,7 @@ class EngineCore:
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
         """Returns the changes recorded since the last call."""
-        return self.scheduler.kv.events.take()
+        return self.scheduler.kv.events.take_events()
 
     def release_handoff(self, handoff_id: str) -> None:
         """Ends a handoff's lease and deletes what was saved for it alone."""

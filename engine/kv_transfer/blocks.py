@@ -95,7 +95,7 @@ class TransferBlocks:
 
     def object_keys(self, keys: Iterable[bytes]) -> list[bytes]:
         """Returns the object keys of all layer groups of transfer blocks."""
-        groups = range(self.spec.num_groups)
+        groups = range(self.spec.num_layer_groups)
         return [layer_group_key(key, layers) for key in keys for layers in groups]
 
 

@@ -219,14 +219,14 @@ class Loads:
             transfer.lookup_job = self._connector.lookup(keys)
             self._jobs.add(Lookup(job_id=transfer.lookup_job, group=group, num_keys=len(keys)))
         num_found = self._connector.num_found(transfer.lookup_job)
-        return None if num_found is None else num_found // self._spec.num_groups
+        return None if num_found is None else num_found // self._spec.num_layer_groups
 
     def _load(
         self, group: SequenceGroup, handoff: KvHandoff | None, num_loadable: int, num_tokens: int
     ) -> Load:
         lead = group.lead
         assert lead.table is not None
-        layer_groups = range(self._spec.num_groups)
+        layer_groups = range(self._spec.num_layer_groups)
         items = list(
             self._cut.items(
                 range(lead.num_computed // self._cut.size, num_loadable),

@@ -275,7 +275,7 @@ class Admission:
         assert group.swapped is not None
         is_alone = self._queues.is_idle
         # Each sequence may soon need another block; without it, the group would be preempted again.
-        num_extra = 0 if is_alone else len(group.swapped.tables) * self._kv.spec.num_groups
+        num_extra = 0 if is_alone else len(group.swapped.tables) * self._kv.spec.num_layer_groups
         answer = self._kv.can_swap_in(group.swapped, num_extra=num_extra, alone=is_alone)
         if answer is not Allocation.OK:
             return False  # alone, it fits

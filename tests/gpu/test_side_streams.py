@@ -1,4 +1,4 @@
-"""KV copies beside the steps of a real GPU: their bytes, and that they wait for no step."""
+"""KV copies beside the steps of a real GPU: their content, and that they wait for no step."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not IS_CUDA, reason="a CPU has no streams")
 
 LAYOUT = KvLayout(num_layers=8, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
 _NUM_BLOCKS = 32
-# Half a second of an H200, and longer on anything smaller.
+# Half a second on an H200, and longer on a slower GPU.
 _NUM_PRODUCTS, _SIZE = 400, 8192
 
 
@@ -52,7 +52,7 @@ def segment() -> Segment:
 
 @pytest.fixture
 def busy() -> torch.cuda.Event:
-    """The end of what keeps the compute stream busy for the whole test."""
+    """Keeps the compute stream busy for the whole test; returns the event at its end."""
     matrix = torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16, device=DEVICE)
     out = torch.mm(matrix, matrix)
     torch.cuda.synchronize()
@@ -123,7 +123,7 @@ def test_parts_of_blocks_are_converted_as_on_a_cpu(dtype: str) -> None:
     assert torch.equal(_bits(on_gpu).cpu(), _bits(on_cpu))
 
 
-def test_a_number_out_of_range_is_told_when_the_copy_is_over() -> None:
+def test_a_number_out_of_range_is_reported_when_the_copy_ends() -> None:
     cut = PoolCut.of(LAYOUT, TransferForm(LAYOUT.block_size, "float16"))
     pool = torch.zeros(4, *LAYOUT.block_shape, dtype=torch.bfloat16, device=DEVICE)
     pool[2, 1, 1, 1, 1, 1] = 1e6

@@ -17,6 +17,8 @@ from kvstore.store import Frame, GetStatus
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
 from tests.support.held_copier import HeldCopier
 
+pytestmark = pytest.mark.alone
+
 LAYOUT = KvLayout(num_layers=16, num_kv_heads=8, block_size=64, head_dim=32, dtype="float32")
 NUM_SEGMENTS = 8  # each holds one of these blocks
 

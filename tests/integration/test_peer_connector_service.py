@@ -20,6 +20,8 @@ from kvstore.transfer_form import TransferForm
 from tests.support.connector_rig import keys
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig
 
+pytestmark = pytest.mark.alone
+
 READ_S = 1.0
 LARGE = KvLayout(16, 8, 64, 128, "float32")  # blocks of 8 MiB
 

@@ -16,6 +16,8 @@ from kvstore.stores.redis.objects import object_name
 from tests.support.redis_deployments import ask, make_certificate
 from tests.support.redis_server import free_port, running_redis_server
 
+pytestmark = pytest.mark.alone
+
 _TIMEOUT_S = 0.3
 _SLACK_S = 4.0  # a busy machine; a call that hangs takes longer than any slack
 

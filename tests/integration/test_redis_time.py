@@ -13,6 +13,8 @@ from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from tests.support.redis_server import await_true
 
+pytestmark = pytest.mark.alone
+
 _TIMEOUT_S = 0.4
 _SLACK_S = 1.5  # a busy machine; a call that waits anew for every byte takes minutes
 _TRICKLE_S = 0.02

@@ -15,6 +15,8 @@ from kvstore.stores.shm import mapped_memory, memory_ahead
 from kvstore.stores.shm.extent_table import State
 from tests.support.shm_arena import interposed, opened, put, refusing
 
+pytestmark = pytest.mark.alone
+
 
 def _await_ahead(store):
     """Until what was to be made ready is, or was refused."""

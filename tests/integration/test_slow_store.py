@@ -21,6 +21,8 @@ from tests.support.checkpoints import tiny_checkpoint
 from tests.support.real_engines import build_core, hand_over, run_all, tokens_of
 from tests.support.requests import engine_request
 
+pytestmark = pytest.mark.alone
+
 NUM_TOKENS = 4
 PROMPT_TOKENS = 40
 
