@@ -69,7 +69,7 @@ class Decode:
         outputs = self.core.add_request(request)
         while self.core.has_unfinished:
             self.core.wait()
-            outputs += self.core.step()
+            self.core.run_step(outputs.extend)
         assert outputs[-1].finish_reason is FinishReason.LENGTH
         return tokens_of(outputs), outputs[-1].cached_tokens
 
@@ -82,7 +82,7 @@ class Decode:
     def end_transfers(self) -> None:
         while self.core.has_work:
             self.core.wait()
-            self.core.step()
+            self.core.run_step([].extend)
         self.core.scheduler.check()
         assert self.core.load().num_free_blocks == self.core.num_blocks
 
