@@ -41,8 +41,8 @@ class LogitRows:
 
     Attributes:
         rows: `[num_logit_rows]` int64, ascending; indices of the tokens in the step.
-        groups: per layer group, metadata in which each of the tokens is a sequence of one query
-            token.
+        layer_groups: per layer group, metadata in which each of the tokens is a sequence of one
+            query token.
     """
 
     rows: torch.Tensor
@@ -75,13 +75,13 @@ class PagedKv:
     """The KV cache of all layers in one step.
 
     Layers that attend to different windows hold different blocks: each *layer
-    group* has its own block tables, and one block holds one group's layers.
+    group* has its own block tables, and one block holds the layers of one layer group.
 
     Attributes:
         pool: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size, head_dim]`, any
             strides, of the model's type, or float8_e4m3fn with `scales`.
-        groups: per layer group, what the step writes and reads.
-        slots: per layer, (group, index within the group's blocks).
+        layer_groups: per layer group, the KV that the step writes and reads.
+        slots: per layer, (layer group, index within the layer group's blocks).
         logit_rows: the tokens whose logits are wanted; None for all. Once the last layer's KV is
             written, only these tokens are computed further.
         scales: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size]` float32, any

@@ -110,7 +110,7 @@ class FakeRunner:
         self.kv_pool: list[list[Slot | None]] = [self._empty_block() for _ in range(num_blocks)]
         self.host_pool: list[list[Slot | None] | None] = [None] * num_host_blocks
         self.rows: dict[int, FakeRow] = {}
-        self.tell_layers: LayersComputed | None = None
+        self.on_layers: LayersComputed | None = None
         self._max_rows = max_rows
         self._submits = submits
         self._thread: ThreadPoolExecutor | None = None
@@ -160,12 +160,12 @@ class FakeRunner:
         while not last.done():
             self._late.pop(0).run()
 
-    def watch_layers(self, tell: LayersComputed) -> None:
-        self.tell_layers = tell
+    def watch_layers(self, on_layers: LayersComputed) -> None:
+        self.on_layers = on_layers
 
     def _report_layers(self, batch: ScheduledBatch, num_layers: int) -> None:
-        if self.tell_layers is not None and batch.chunks:
-            self.tell_layers(batch.step, num_layers)
+        if self.on_layers is not None and batch.chunks:
+            self.on_layers(batch.step, num_layers)
 
     def close(self) -> None:
         if self._thread is not None:
