@@ -30,7 +30,7 @@ from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
 from kvstore.handoff import KvHandoff
 from kvstore.measured import MeasuredWorker
 from kvstore.metrics import KvMetrics
-from kvstore.transfer_form import PoolCut, TransferForm
+from kvstore.transfer_form import BlockSlicing, TransferForm
 
 __all__ = ["EngineCore"]
 
@@ -194,7 +194,7 @@ class EngineCore:
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
         """What was recorded since the last call."""
-        return self.scheduler.kv.events.take()
+        return self.scheduler.kv.events.take_events()
 
     def release_handoff(self, handoff_id: str) -> None:
         """Drops what the connector kept for one handoff alone."""
@@ -365,4 +365,4 @@ def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
         config.kv_transfer_head_slices,
         config.kv_transfer_layer_slices,
     )
-    return PoolCut(info.layout, form).form
+    return BlockSlicing(info.layout, form).form

@@ -46,7 +46,7 @@ class LogitRows:
     """
 
     rows: torch.Tensor
-    groups: Sequence[AttentionMetadata]
+    layer_groups: Sequence[AttentionMetadata]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PagedKv:
     """
 
     pool: torch.Tensor
-    groups: Sequence[AttentionMetadata]
+    layer_groups: Sequence[AttentionMetadata]
     slots: Sequence[tuple[int, int]]
     logit_rows: LogitRows | None = None
     scales: torch.Tensor | None = None
@@ -99,13 +99,13 @@ class PagedKv:
 
     def layers(self) -> Iterator[LayerKv]:
         """Yields each layer's part, from the first layer to the last."""
-        for layer, (group, index) in enumerate(self.slots, 1):
-            cache, written = self.pool[:, index], self.groups[group]
+        for layer, (layer_group, index) in enumerate(self.slots, 1):
+            cache, written = self.pool[:, index], self.layer_groups[layer_group]
             scales = None if self.scales is None else self.scales[:, index]
             if self.logit_rows is None or layer < len(self.slots):
                 yield LayerKv(cache, scales, written, written, None)
             else:
-                attended, rows = self.logit_rows.groups[group], self.logit_rows.rows
+                attended, rows = self.logit_rows.layer_groups[layer_group], self.logit_rows.rows
                 yield LayerKv(cache, scales, written, attended, rows)
             if self.on_layer is not None:
                 self.on_layer(layer)

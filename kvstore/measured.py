@@ -1,25 +1,16 @@
-"""`MeasuredWorker` and `MeasuredBackend`: count what passes through them.
-
-The first counts the jobs of any connector, as the engine sees them; the second
-the calls of a backend that a `StagedMover` moves bytes to and from.
-"""
+"""`MeasuredWorker`: counts the jobs of a connector."""
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from kvstore.connector import KvConnectorWorker
-from kvstore.jobs import ConnectorWork, LoadJob, SaveJob, TransferResults
+from kvstore.jobs import ConnectorWork, TransferResults
 from kvstore.layout import KvLayout
 from kvstore.metrics import Direction, KvMetrics, TransferMetrics
-from kvstore.slot import Slot
-from kvstore.store import GetStatus
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
 
-if TYPE_CHECKING:
-    from kvstore.mover.backend import Backend
-
-__all__ = ["MeasuredBackend", "MeasuredWorker"]
+__all__ = ["MeasuredWorker"]
 
 
 class MeasuredWorker(KvConnectorWorker):
@@ -106,50 +97,3 @@ class MeasuredWorker(KvConnectorWorker):
             started_at = self._started_at.pop(("save", save.job_id)) + save.waited
             error = "" if save.committed else save.error or "failed"
             metrics.job_ended("save", now - started_at, error)
-
-
-class MeasuredBackend:
-    """A backend whose calls are counted; see `kvstore.mover.backend.Backend`."""
-
-    def __init__(self, backend: "Backend", metrics: TransferMetrics) -> None:
-        self._backend = backend
-        self._metrics = metrics
-
-    @property
-    def takes_frames(self) -> bool:
-        """See `Backend.takes_frames`."""
-        return self._backend.takes_frames
-
-    def num_held(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.num_held`."""
-        num_held = self._backend.num_held(keys)
-        self._metrics.skipped(num_held)
-        return num_held
-
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """See `Backend.put`."""
-        num_objects, began_at = 0, time.perf_counter()
-        try:
-            self._backend.put(job, keys, slots)
-            num_objects = len(keys)
-        finally:  # one that timed out counts, too
-            seconds = time.perf_counter() - began_at
-            self._metrics.called("save", seconds, num_objects, num_objects * slots[0].nbytes)
-
-    def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]
-    ) -> Sequence[GetStatus]:
-        """See `Backend.fetch`."""
-        num_objects, began_at = 0, time.perf_counter()
-        try:
-            statuses = self._backend.fetch(job, keys, slots)
-            num_objects = sum(status is GetStatus.HIT for status in statuses)
-        finally:
-            seconds = time.perf_counter() - began_at
-            self._metrics.called("load", seconds, num_objects, num_objects * slots[0].nbytes)
-        return statuses
-
-    def discard(self, key: bytes) -> None:
-        """See `Backend.discard`."""
-        self._metrics.verify_failed()
-        self._backend.discard(key)

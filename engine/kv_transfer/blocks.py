@@ -77,7 +77,7 @@ class TransferBlocks:
 
     def object_keys(self, keys: Iterable[bytes]) -> list[bytes]:
         """Keys of all layer groups of transfer blocks."""
-        groups = range(self.spec.num_groups)
+        groups = range(self.spec.num_layer_groups)
         return [layer_group_key(key, group) for key in keys for group in groups]
 
 

@@ -158,7 +158,7 @@ class Loads:
             return False
         assert lead.table is not None
         keys = handoff.block_keys if handoff else lead.keys.keys
-        groups = range(self._spec.num_groups)
+        groups = range(self._spec.num_layer_groups)
         first_live = [self._spec.first_live(layers, num_tokens) for layers in groups]
         indices, table = range(first, num_loadable), lead.table
         items = list(self._cut.items(indices, keys, table.blocks, first_live))
@@ -232,7 +232,7 @@ class Loads:
             self._lookups[group.lookup_job] = group
             self._on_job(group.lookup_job)
         num_found = self._connector.num_found(group.lookup_job)
-        return None if num_found is None else num_found // self._spec.num_groups
+        return None if num_found is None else num_found // self._spec.num_layer_groups
 
     def _drop_handoff(self, group: SequenceGroup) -> None:
         if group.kept_handoff is not None:

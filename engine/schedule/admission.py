@@ -283,7 +283,7 @@ class Admission:
         assert group.swapped is not None
         is_alone = self._queues.is_idle
         # Each sequence may need a block to go on; without, the group would soon give way again.
-        num_extra = 0 if is_alone else len(group.swapped.tables) * self._kv.spec.num_groups
+        num_extra = 0 if is_alone else len(group.swapped.tables) * self._kv.spec.num_layer_groups
         answer = self._kv.can_swap_in(group.swapped, num_extra=num_extra, alone=is_alone)
         if answer is not Allocation.OK:
             return False  # alone, it fits

@@ -67,7 +67,9 @@ class StepPlan:
                     zip(table.blocks, table.first_live, strict=True)
                 )
             ]
-        self._updates += [TableUpdate(row, c.group, c.first_index, c.block_ids) for c in changes]
+        self._updates += [
+            TableUpdate(row, c.layer_group, c.first_index, c.block_ids) for c in changes
+        ]
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence runs its next known tokens; what they lead to is drawn at their end."""

@@ -1,4 +1,4 @@
-"""`ModelRunner.execute`, driven by hand, against `transformers`."""
+"""`ModelRunner.execute` on hand-made batches, compared with `transformers`."""
 
 import math
 from functools import cache
@@ -18,10 +18,12 @@ from tests.support.driven_requests import (
     run_step,
     scattered_tables,
 )
+from tests.support.pairs import pairs
 from tests.support.runner_kinds import current_kind, make_runner, use_kind
 
 _NUM_TOKENS = 8
 _NUM_BLOCKS = 160
+KINDS = ("host", "device, eager", "device, graphs")
 
 
 def _config(variant="llama", **flags):
@@ -29,14 +31,14 @@ def _config(variant="llama", **flags):
     return EngineConfig(model=str(tiny_checkpoint(variant)), **{**defaults, **flags})
 
 
-@pytest.fixture(
-    autouse=True,
-    params=[
-        "host",
-        pytest.param("device, eager", marks=pytest.mark.slow),
-        pytest.param("device, graphs", marks=pytest.mark.slow),
-    ],
-)
+def slow_but_on_the_host(cases):
+    """Parameters of a test, whose first is the kind of the runner."""
+    return [
+        pytest.param(*case, marks=() if case[0] == "host" else pytest.mark.slow) for case in cases
+    ]
+
+
+@pytest.fixture(autouse=True, params=slow_but_on_the_host([(kind,) for kind in KINDS]))
 def _kind(request, monkeypatch):
     use_kind(request.param, monkeypatch)
 
@@ -57,8 +59,8 @@ def _reference(variant, prompt):
 
 
 def _tables(runner, num_sequences, blocks_each=7):
-    num_groups = len(runner.info.windows)
-    return scattered_tables(num_sequences, blocks_each, num_groups, _NUM_BLOCKS)
+    num_layer_groups = len(runner.info.windows)
+    return scattered_tables(num_sequences, blocks_each, num_layer_groups, _NUM_BLOCKS)
 
 
 def _request(runner, prompt, **fields):
@@ -74,8 +76,11 @@ def _prompts(block_size):
     return [tuple(prompt_of(length, seed=length)) for length in lengths]
 
 
-@pytest.mark.parametrize("block_size", [8, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize(
+    ("_kind", "variant", "block_size"),
+    slow_but_on_the_host(pairs(KINDS, sorted(VARIANTS), (8, 16))),
+    indirect=["_kind"],
+)
 def test_a_mixed_batch_of_whole_and_chunked_prompts_equals_transformers(variant, block_size):
     prompts, runner = _prompts(block_size), _runner(variant, block_size)
     requests = [
@@ -95,8 +100,11 @@ def test_every_chunk_size_gives_the_same_tokens(chunk_size):
     assert _generate(_runner(), [request]) == [_reference("llama", prompt)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    ("_kind", "variant", "dtype"),
+    slow_but_on_the_host(pairs(KINDS, ("llama", "gpt2", "opt"), ("bfloat16", "float16"))),
+    indirect=["_kind"],
+)
 def test_half_precision_runs_and_keeps_to_float32s_choice(variant, dtype):
     prompt = tuple(prompt_of(37, seed=3))
     runner = _runner(variant, dtype=dtype)
@@ -153,7 +161,7 @@ def test_poisoned_kv_spoils_only_the_sequence_that_reads_it():
     generate(runner, requests, num_tokens=1)
     runner.kv_pool[4] = math.nan
     runner.kv_pool[9:] = math.nan
-    # The scheduler may have handed over more steps before it sees the first one's output.
+    # The scheduler may have submitted more steps before it reads the first one's output.
     run_step(runner, 2, requests)
     run_step(runner, 3, requests)
     assert requests[0].drawn == _reference("llama", prompts[0])[:3]
@@ -161,7 +169,7 @@ def test_poisoned_kv_spoils_only_the_sequence_that_reads_it():
     assert [math.isnan(logprob) for logprob in requests[1].logprobs] == [False, True, True]
 
 
-def test_the_runners_facts_come_from_flags_and_checkpoint():
+def test_the_model_info_comes_from_flags_and_checkpoint():
     runner = make_runner(_config(block_size=8, max_model_len=100, max_num_seqs=3))
     assert runner.info.max_model_len == 100
     assert runner.info.vocab_size == 259
@@ -193,6 +201,6 @@ def test_the_number_of_threads_is_set():
         ({"device": "abacus"}, "--device is 'abacus'; this machine has auto, cpu"),
     ],
 )
-def test_bad_flags_are_told_at_start(flags, message):
+def test_bad_flags_are_reported_at_start(flags, message):
     with pytest.raises(ConfigurationError, match=message):
         make_runner(_config(**flags))

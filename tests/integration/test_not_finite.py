@@ -1,4 +1,4 @@
-"""A request whose logits are not finite ends in an error, alone, and frees its blocks."""
+"""Only the request whose logits are not finite fails, and its blocks are freed."""
 
 import math
 
@@ -55,6 +55,6 @@ def test_only_the_poisoned_request_fails(engine_and_pool):
 
 
 def _poison_blocks_of(engine, request_id, pool):
-    """What a broken kernel or a device fault would leave behind."""
+    """Writes NaN to a request's KV, as a broken kernel or a device fault might."""
     group = engine.scheduler._groups[request_id]
     pool[list(group.held_blocks())] = math.nan

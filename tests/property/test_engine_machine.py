@@ -289,8 +289,8 @@ class Cluster(RuleBasedStateMachine):
 
     def _check_full_load(self, engine: CheckedEngine) -> None:
         """As many sequences as may run do run, at once."""
-        num_groups = len(engine.info.windows)
-        count = min(engine.config.max_running, (engine.core.num_blocks - 1) // num_groups)
+        num_layer_groups = len(engine.info.windows)
+        count = min(engine.config.max_running, (engine.core.num_blocks - 1) // num_layer_groups)
         if engine.config.role == "prefill":
             return
         requests = [

@@ -12,15 +12,12 @@ from kvstore.jobs import (
     SaveResult,
     TransferResults,
 )
-from kvstore.measured import MeasuredBackend, MeasuredWorker
+from kvstore.measured import MeasuredWorker
 from kvstore.metrics import KvMetrics, TransferMetrics
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
 from tests.support.fake_connector import FakeWorker
 
 LOAD = LoadJob(1, (b"a", b"b"), (0, 1))
 SAVE = SaveJob(2, (b"a",), (0,))
-SLOTS = [Slot.of(memoryview(bytearray(100))), Slot(*[memoryview(bytearray(50))] * 2)]
 
 
 class ScriptedWorker(FakeWorker):
@@ -141,69 +138,6 @@ def test_the_rest_is_passed_on():
     rig.worker.start(ConnectorWork(loads=(LOAD,)))
     rig.worker.close()
     assert not rig.inner.pending
-
-
-class FakeBackend:
-    def __init__(self) -> None:
-        self.takes_frames = True
-        self.fails = False
-        self.discarded: list[bytes] = []
-
-    def num_held(self, keys):
-        return 1
-
-    def put(self, job, keys, slots):
-        if self.fails:
-            raise StoreUnavailableError("down")
-
-    def fetch(self, job, keys, slots):
-        if self.fails:
-            raise StoreUnavailableError("down")
-        return [GetStatus.HIT, GetStatus.MISSING]
-
-    def discard(self, key):
-        self.discarded.append(key)
-
-
-def test_calls_count_what_they_moved():
-    metrics = TransferMetrics()
-    backend = MeasuredBackend(FakeBackend(), metrics)
-    backend.put(SAVE, [b"a", b"b"], SLOTS)
-    assert backend.fetch(LOAD, LOAD.keys, SLOTS) == [GetStatus.HIT, GetStatus.MISSING]
-    assert backend.num_held([b"a", b"b"]) == 1
-    values, _ = metrics.snapshot()
-    assert values["baton_kv_objects", "save"] == 2
-    assert values["baton_kv_bytes", "save"] == 200
-    assert values["baton_kv_objects", "load"] == 1
-    assert values["baton_kv_bytes", "load"] == 100
-    assert values["baton_kv_skipped_objects",] == 1
-
-
-def test_whether_slots_may_be_in_two_parts_is_passed_on():
-    inner = FakeBackend()
-    for inner.takes_frames in (True, False):
-        assert MeasuredBackend(inner, TransferMetrics()).takes_frames == inner.takes_frames
-
-
-def test_calls_that_fail_are_timed_and_move_nothing():
-    metrics, inner = TransferMetrics(), FakeBackend()
-    backend = MeasuredBackend(inner, metrics)
-    inner.fails = True
-    with pytest.raises(StoreUnavailableError):
-        backend.put(SAVE, [b"a"], SLOTS)
-    with pytest.raises(StoreUnavailableError):
-        backend.fetch(LOAD, LOAD.keys, SLOTS)
-    values, histograms = metrics.snapshot()
-    assert values["baton_kv_bytes", "save"] == values["baton_kv_bytes", "load"] == 0
-    assert sum(histograms["baton_kv_call_seconds", "save"].counts) == 1
-    assert sum(histograms["baton_kv_call_seconds", "load"].counts) == 1
-
-
-def test_what_is_discarded_was_not_what_was_saved():
-    metrics, inner = TransferMetrics(), FakeBackend()
-    MeasuredBackend(inner, metrics).discard(b"a")
-    assert inner.discarded == [b"a"]
-    assert metrics.snapshot()[0]["baton_kv_verify_failures",] == 1
 
 
 def test_a_load_in_doubt_is_counted_when_that_is_told():
