@@ -28,11 +28,11 @@ up: $(VENV)/.base $(VENV)/.native ## start a cluster; ARGS="--model ... --decode
 
 test: $(VENV)/.test $(VENV)/.native ## run the tests except the slow ones
 	@scripts/ensure_redis.sh
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@scripts/run_tests.sh "not slow" $(ARGS)
 
 test-slow: $(VENV)/.test $(VENV)/.native ## run the slow tests: rare combinations, whole clusters under faults
 	@scripts/ensure_redis.sh
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	@scripts/run_tests.sh slow $(ARGS)
 
 test-gpu: ## run the tests of Triton kernels and the device runtime on a GPU
 	$(GPU_PYTHON) -m scripts.test_gpu

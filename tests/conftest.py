@@ -1,6 +1,7 @@
 """Fixtures that tests of several kinds share."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,16 @@ if os.environ.get("BATON_TEST_DEVICE", "cpu") == "cpu":
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+_TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    """Marks tests of whole clusters as `alone`: their processes need all cores."""
+    for item in items:
+        if item.path.relative_to(_TESTS).parts[0] in ("e2e", "chaos"):
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from engine.runtime.kv_pool import (
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
-from kvstore.block_views import view_blocks
+from kvstore.mover.pool_objects import view_blocks
 
 __all__ = ["ModelRunner"]
 

@@ -17,7 +17,7 @@ from engine.models.layers import CausalModel
 from engine.runtime.batch_inputs import BatchInputs, StepInputs
 from engine.runtime.sampler import Scores
 from kernels import Arena, PagedKv, RecordedStep
-from kvstore.block_views import BlockViews
+from kvstore.mover.pool_objects import BlockViews
 
 __all__ = ["OnLayer", "RecordedSteps"]
 

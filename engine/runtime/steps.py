@@ -12,7 +12,7 @@ from engine.models.layers import CausalModel
 from engine.runner import LayersComputed, PendingOutput
 from engine.runtime.device import Fetched
 from kernels import AttentionMetadata, LogitRows, PagedKv
-from kvstore.block_views import BlockViews
+from kvstore.mover.pool_objects import BlockViews
 
 __all__ = ["FinishedStep", "LaunchedStep", "StepModel", "Steps"]
 

@@ -1,7 +1,6 @@
 """A client that knows nothing but reflection, against every process of a real cluster."""
 
 import asyncio
-from pathlib import Path
 
 import grpc
 import pytest
@@ -12,7 +11,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from tests.support.checkpoints import VOCAB_SIZE, prompt_of, reference_greedy, tiny_checkpoint
-from tests.support.cluster import running_cluster
+from tests.support.cluster import Cluster
 
 PROMPT = prompt_of(40)
 GENERATE = "baton.v1.GenerationService/Generate"
@@ -106,17 +105,15 @@ def check_bad_requests(address: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_generic_client_is_served_by_every_process(tmp_path: Path) -> None:
-    async with running_cluster(
-        tmp_path, model=tiny_checkpoint("llama"), kv_connector=f"file://{tmp_path}/kv"
-    ) as cluster:
-        servers = {
-            "router": cluster.router,
-            "prefill": cluster.prefill[0],
-            "decode": cluster.decode[0],
-        }
-        for name, server in servers.items():
-            await asyncio.to_thread(check_server, server.address, SERVICES[name])
-        await asyncio.to_thread(check_generation, cluster.router.address)
-        await asyncio.to_thread(check_bad_requests, cluster.router.address)
-        await cluster.wait_pools_full()
+async def test_a_generic_client_is_served_by_every_process(shared_cluster: Cluster) -> None:
+    cluster = shared_cluster
+    servers = {
+        "router": cluster.router,
+        "prefill": cluster.prefill[0],
+        "decode": cluster.decode[0],
+    }
+    for name, server in servers.items():
+        await asyncio.to_thread(check_server, server.address, SERVICES[name])
+    await asyncio.to_thread(check_generation, cluster.router.address)
+    await asyncio.to_thread(check_bad_requests, cluster.router.address)
+    await cluster.wait_pools_full()

@@ -11,7 +11,7 @@ from kvstore.mover.copies import ConvertingCopier
 from kvstore.mover.side_streams import SideStreamCopier
 from kvstore.mover.staging import Segment
 from kvstore.registry import open_store
-from kvstore.transfer_form import PoolCut, RangeError, TransferForm
+from kvstore.transfer_form import BlockSlicing, RangeError, TransferForm
 from tests.support.connector_rig import ConnectorRig, keys
 from tests.support.devices import DEVICE, IS_CUDA
 
@@ -40,7 +40,7 @@ def pool() -> torch.Tensor:
 
 @pytest.fixture
 def copier(pool: torch.Tensor) -> Iterator[SideStreamCopier]:
-    copier = SideStreamCopier(pool, PoolCut.of(LAYOUT))
+    copier = SideStreamCopier(pool, BlockSlicing.of(LAYOUT))
     yield copier
     copier.close()
 
@@ -108,7 +108,7 @@ def test_a_copy_that_cannot_start_does_not_hurt_the_next(copier, pool, segment) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "fp8_e4m3"])
 def test_parts_of_blocks_are_converted_as_on_a_cpu(dtype: str) -> None:
     form = TransferForm(8, dtype, num_head_slices=2)
-    cut = PoolCut.of(LAYOUT, form)
+    cut = BlockSlicing.of(LAYOUT, form)
     on_cpu = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(torch.bfloat16)
     on_gpu = on_cpu.to(DEVICE)
     copiers = [ConvertingCopier(on_cpu, cut), SideStreamCopier(on_gpu, cut)]
@@ -124,7 +124,7 @@ def test_parts_of_blocks_are_converted_as_on_a_cpu(dtype: str) -> None:
 
 
 def test_a_number_out_of_range_is_reported_when_the_copy_ends() -> None:
-    cut = PoolCut.of(LAYOUT, TransferForm(LAYOUT.block_size, "float16"))
+    cut = BlockSlicing.of(LAYOUT, TransferForm(LAYOUT.block_size, "float16"))
     pool = torch.zeros(4, *LAYOUT.block_shape, dtype=torch.bfloat16, device=DEVICE)
     pool[2, 1, 1, 1, 1, 1] = 1e6
     copier, segment = SideStreamCopier(pool, cut), Segment(cut.object_layout, pinned=True)

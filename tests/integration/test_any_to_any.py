@@ -15,10 +15,11 @@ from engine.request import EngineRequest
 from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
 from kernels.reference.cache import quantize_kv
-from kvstore.block_views import view_blocks
 from kvstore.connector import KvConnectorScheduler
+from kvstore.mover.pool_objects import view_blocks
 from tests.support.checkpoints import prompt_of, reference_greedy, reference_model, tiny_checkpoint
 from tests.support.halved_worker import HalvedWorker
+from tests.support.pairs import pairs
 from tests.support.real_engines import (
     SplitRun,
     build_core,
@@ -72,20 +73,22 @@ def check(split: SplitRun, expected: Callable[[tuple[int, ...]], list[int]]) -> 
 # Block sizes.
 
 
-def also_slowly(fast: Sequence[object], slow: Sequence[object]) -> list[object]:
-    """Values of a parameter, some of which are among the slow tests."""
-    return [*fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+def mostly_slow(cases: Sequence[tuple[object, ...]], num_fast: int) -> list[object]:
+    """Parameters of a test; all cases but the first `num_fast` are among the slow tests."""
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in cases[num_fast:]]
+    return [*cases[:num_fast], *slow]
 
 
-@pytest.mark.parametrize("tells_saved", also_slowly([True], [False]))
-@pytest.mark.parametrize(
-    "cut",
-    also_slowly(
-        [((8, 32), 1), ((32, 8), 1)],
-        [((16, 32), 1), ((32, 16), 1), ((16, 8), 1), ((8, 32), 3), ((32, 8), 3)],
-    ),
+CUTS = (
+    *[((8, 32), 1), ((32, 8), 1), ((16, 32), 1), ((32, 16), 1), ((16, 8), 1)],
+    *[((8, 32), 3), ((32, 8), 3)],
 )
-@pytest.mark.parametrize("variant", also_slowly(["mistral"], ["llama", "gpt2"]))
+
+
+@pytest.mark.parametrize(
+    ("variant", "cut", "tells_saved"),
+    mostly_slow(pairs(("mistral", "llama", "gpt2"), CUTS, (True, False)), num_fast=2),
+)
 def test_blocks_of_unlike_size(
     variant: str, cut: tuple[tuple[int, int], int], tells_saved: bool, tmp_path: Path
 ) -> None:
@@ -182,22 +185,24 @@ def expected_tokens(
             output = model(token_ids, past_key_values=state, use_cache=True)
 
 
-@pytest.mark.parametrize("sizes", also_slowly([(16, 8)], [(8, 32)]))
-@pytest.mark.parametrize(
-    ("theirs", "form", "ours"),
-    [
-        ("auto", "float32", FP8),
-        ("auto", FP8, FP8),
-        ("auto", FP8, "auto"),
-        (FP8, "float32", "auto"),
-        (FP8, FP8, "auto"),
-        (FP8, FP8, FP8),
-    ],
+TYPES = (
+    ("auto", "float32", FP8),
+    ("auto", FP8, FP8),
+    ("auto", FP8, "auto"),
+    (FP8, "float32", "auto"),
+    (FP8, FP8, "auto"),
+    (FP8, FP8, FP8),
 )
-@pytest.mark.parametrize("variant", also_slowly(["llama"], ["qwen3"]))
+
+
+@pytest.mark.parametrize(
+    ("variant", "types", "sizes"),
+    mostly_slow(pairs(("llama", "qwen3"), TYPES, ((16, 8), (8, 32))), num_fast=6),
+)
 def test_kv_of_unlike_types(
-    variant: str, theirs: str, form: str, ours: str, sizes: tuple[int, int], tmp_path: Path
+    variant: str, types: tuple[str, str, str], sizes: tuple[int, int], tmp_path: Path
 ) -> None:
+    theirs, form, ours = types
     path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
     prefill, decode = (
         build(
@@ -262,10 +267,15 @@ def build_halved(path: Path, role: str, url: str, **flags: object) -> EngineCore
     return EngineCore(config, ModelRunner(config), connector)
 
 
-@pytest.mark.parametrize("layer_slices", [1, 3])
-@pytest.mark.parametrize("sizes", also_slowly([(16, 8)], [(8, 8)]))
-@pytest.mark.parametrize("halved", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("variant", also_slowly(["llama"], ["opt"]))
+@pytest.mark.parametrize(
+    ("variant", "halved", "sizes", "layer_slices"),
+    pairs(
+        ("llama", "opt"),
+        ((True, False), (False, True), (True, True)),
+        ((16, 8), (8, 8)),
+        (1, 3),
+    ),
+)
 def test_half_of_the_heads_each(
     variant: str,
     halved: tuple[bool, bool],

@@ -14,6 +14,8 @@ from benchmarks.request import BenchRequest
 from engine.config import EngineConfig
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 
+pytestmark = pytest.mark.alone
+
 ENGINE = ("--num-threads", "1", "--max-model-len", "128", "--num-gpu-blocks-override", "64")
 
 

@@ -11,6 +11,8 @@ from benchmarks.transfer.moves import measure_moves
 from benchmarks.transfer.plan import SMOKE
 from tests.support.nixl_remote import needs_process_vm_readv
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def shm_url(tmp_path):

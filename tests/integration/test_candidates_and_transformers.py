@@ -20,6 +20,7 @@ from engine.request import (
     RequestOutput,
 )
 from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
+from tests.support.pairs import pairs
 from tests.support.real_engines import Outputs, build_core, hand_over, run_all, tokens_of
 from tests.support.requests import changed, engine_request
 
@@ -139,11 +140,13 @@ def _end(row: list[int], stops: frozenset[int]) -> int:
     return next((i + 1 for i, token_id in enumerate(row) if token_id in stops), len(row))
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize(
-    "variant",
-    ["llama", *(pytest.param(v, marks=pytest.mark.slow) for v in ("gpt2", "qwen3_mostly_sliding"))],
+    ("variant", "length_penalty", "early_stopping"),
+    pairs(
+        ("llama", "gpt2", "qwen3_mostly_sliding"),
+        (-1.0, 0.0, 1.0, 2.0),
+        (False, True, "never"),
+    ),
 )
 def test_beam_search_equals_transformers(
     variant: str, length_penalty: float, early_stopping: bool | str
@@ -269,7 +272,7 @@ def test_a_candidate_that_is_given_up_leaves_its_siblings_alone() -> None:
         core.add_request(request)
         outputs: list[RequestOutput] = []
         while core.has_work:
-            outputs += core.step()
+            core.run_step(outputs.extend)
             if len(outputs) >= WIDTH:  # each has a token
                 core.finish_candidate(request.spec.request_id, 1)
         core.scheduler.check()

@@ -17,6 +17,8 @@ from engine.runtime.checkpoint import open_checkpoint
 from engine.runtime.loader import LoadedModel, load_model
 from tests.support.checkpoints import EOS_TOKEN_ID, tiny_checkpoint
 
+pytestmark = pytest.mark.alone
+
 WEIGHTS = "model.safetensors"
 
 

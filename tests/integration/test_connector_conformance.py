@@ -18,7 +18,7 @@ from tests.support.conformance_suite import (
 )
 from tests.support.redis_server import running_redis_server
 
-pytestmark = pytest.mark.timeout(3 * SUITE_DEADLINE_S)
+pytestmark = [pytest.mark.timeout(3 * SUITE_DEADLINE_S), pytest.mark.alone]
 
 _REPOSITORY = Path(__file__).parents[2]
 _CONNECTOR_GROUP = "baton.kv_connectors"

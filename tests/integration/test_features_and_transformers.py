@@ -100,7 +100,7 @@ def test_swapping_really_copies_blocks() -> None:
         for request in _requests():
             core.add_request(request)
         while core.has_work:
-            core.step()
+            core.run_step([].extend)
             num_swapped = max(num_swapped, core.load().num_swapped_blocks)
         assert num_swapped > 0
 

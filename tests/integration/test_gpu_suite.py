@@ -7,6 +7,8 @@ import pytest
 
 from scripts import test_gpu as gpu_suite
 
+pytestmark = pytest.mark.alone
+
 _MIXED = """
 import os
 import pytest

@@ -12,6 +12,8 @@ import pytest
 from tests.support.conformance_suite import SUITE_DEADLINE_S, install_stores, start_suite
 from tests.support.redis_server import running_redis_server
 
+pytestmark = pytest.mark.alone
+
 _REPOSITORY = Path(__file__).parents[2]
 _FAILING_TESTS = {
     "overwriting": "test_putting_an_existing_key_keeps_the_old_object",

@@ -18,10 +18,12 @@ from tests.support.driven_requests import (
     run_step,
     scattered_tables,
 )
+from tests.support.pairs import pairs
 from tests.support.runner_kinds import current_kind, make_runner, use_kind
 
 _NUM_TOKENS = 8
 _NUM_BLOCKS = 160
+KINDS = ("host", "device, eager", "device, graphs")
 
 
 def _config(variant="llama", **flags):
@@ -29,14 +31,14 @@ def _config(variant="llama", **flags):
     return EngineConfig(model=str(tiny_checkpoint(variant)), **{**defaults, **flags})
 
 
-@pytest.fixture(
-    autouse=True,
-    params=[
-        "host",
-        pytest.param("device, eager", marks=pytest.mark.slow),
-        pytest.param("device, graphs", marks=pytest.mark.slow),
-    ],
-)
+def slow_but_on_the_host(cases):
+    """Parameters of a test, whose first is the kind of the runner."""
+    return [
+        pytest.param(*case, marks=() if case[0] == "host" else pytest.mark.slow) for case in cases
+    ]
+
+
+@pytest.fixture(autouse=True, params=slow_but_on_the_host([(kind,) for kind in KINDS]))
 def _kind(request, monkeypatch):
     use_kind(request.param, monkeypatch)
 
@@ -74,8 +76,11 @@ def _prompts(block_size):
     return [tuple(prompt_of(length, seed=length)) for length in lengths]
 
 
-@pytest.mark.parametrize("block_size", [8, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize(
+    ("_kind", "variant", "block_size"),
+    slow_but_on_the_host(pairs(KINDS, sorted(VARIANTS), (8, 16))),
+    indirect=["_kind"],
+)
 def test_a_mixed_batch_of_whole_and_chunked_prompts_equals_transformers(variant, block_size):
     prompts, runner = _prompts(block_size), _runner(variant, block_size)
     requests = [
@@ -95,8 +100,11 @@ def test_every_chunk_size_gives_the_same_tokens(chunk_size):
     assert _generate(_runner(), [request]) == [_reference("llama", prompt)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    ("_kind", "variant", "dtype"),
+    slow_but_on_the_host(pairs(KINDS, ("llama", "gpt2", "opt"), ("bfloat16", "float16"))),
+    indirect=["_kind"],
+)
 def test_half_precision_runs_and_keeps_to_float32s_choice(variant, dtype):
     prompt = tuple(prompt_of(37, seed=3))
     runner = _runner(variant, dtype=dtype)

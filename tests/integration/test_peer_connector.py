@@ -18,6 +18,8 @@ from kvstore.peer.transport import TransferError
 from kvstore.transfer_form import TransferForm
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig, random_pool
 
+pytestmark = pytest.mark.alone
+
 MakeRig = Callable[..., PeerRig]
 WAYS = ("grpc", "pull", "unreadable")
 """Blocks come by gRPC, by a transport, or by gRPC because the transport cannot read the peer."""

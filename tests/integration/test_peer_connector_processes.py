@@ -11,6 +11,8 @@ from kvstore.layout import KvLayout
 from tests.support.peer_process import LendingProcess
 from tests.support.peer_rig import PeerRig
 
+pytestmark = pytest.mark.alone
+
 WAYS = ("grpc", "nixl", "nixl unreadable")
 """The last one's lenders cannot be read, as on other machines: their blocks come by gRPC."""
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, block_size=16, head_dim=64, dtype="bfloat16")

@@ -8,7 +8,7 @@ from tests.support.conformance_suite import SUITE_DEADLINE_S, start_suite
 from tests.support.redis_deployments import make_certificate, running_cluster, running_sentinels
 from tests.support.redis_server import free_port, running_redis_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @contextmanager

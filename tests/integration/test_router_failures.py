@@ -19,6 +19,8 @@ from tests.support.fake_candidates import given_tokens
 from tests.support.fake_workers import FakeDecode, FakePrefill, first_of, running_workers
 from tests.support.running_router import PROMPT_IDS, request, running_router, token_ids_of
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = [50 + i % 200 for i in range(400)]
 
 

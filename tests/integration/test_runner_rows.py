@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
     tiny_checkpoint,
 )
 from tests.support.driven_requests import GREEDY, DrivenRequest, generate, run_step
+from tests.support.pairs import pairs
 from tests.support.runner_kinds import current_kind, make_runner, use_kind
 
 BLOCK_SIZE = 8
@@ -49,7 +50,10 @@ def _config(variant="llama", **flags):
     return EngineConfig(model=str(tiny_checkpoint(variant)), **(defaults | flags))
 
 
-@pytest.fixture(autouse=True, params=["host", "device, eager", "device, graphs"])
+KINDS = ("host", "device, eager", "device, graphs")
+
+
+@pytest.fixture(autouse=True, params=KINDS)
 def _kind(request, monkeypatch):
     use_kind(request.param, monkeypatch)
 
@@ -340,11 +344,9 @@ def test_a_sequence_continues_after_a_swap_to_other_blocks_and_another_row(runne
 
 
 @pytest.mark.parametrize(
-    "chunk_size",
-    [5, pytest.param(8, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize(
-    "variant", ["qwen2_alternating", "qwen3_mostly_sliding", "mistral_sliding"]
+    ("_kind", "variant", "chunk_size"),
+    pairs(KINDS, ("qwen2_alternating", "qwen3_mostly_sliding", "mistral_sliding"), (5, 8, 64)),
+    indirect=["_kind"],
 )
 def test_blocks_behind_the_windows_are_not_read(variant, chunk_size):
     """Blocks are poisoned as soon as the layer groups' windows have moved past them."""

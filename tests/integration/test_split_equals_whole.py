@@ -14,12 +14,19 @@ from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from kvstore.jobs import ConnectorWork
 from tests.support.checkpoints import FAMILIES, VARIANTS, reference_greedy, tiny_checkpoint
+from tests.support.pairs import pairs
 from tests.support.real_engines import SplitRun, build_core, run_all, tokens_of
 from tests.support.redis_server import RedisServer
 from tests.support.requests import engine_request
 
 NUM_TOKENS = 12
 CONNECTORS = ("memory", "shm", "file", "redis", "grpc", "nixl")
+# How the KV of a step's layers is moved.
+LAYERS = {
+    "at once": {},
+    "in slices": {"kv_transfer_layer_slices": 3, "async_scheduling": False},
+    "in slices, overlap": {"kv_transfer_layer_slices": 3, "async_scheduling": True},
+}
 
 
 @pytest.fixture
@@ -51,29 +58,18 @@ def make_requests(block_size: int) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize("block_size", [8, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("connector_url", CONNECTORS, indirect=True)
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_split_equals_transformers(variant: str, connector_url: str, block_size: int) -> None:
-    check_split(variant, connector_url, block_size)
-
-
-@pytest.mark.parametrize("connector_url", CONNECTORS, indirect=True)
 @pytest.mark.parametrize(
-    ("variant", "overlapped"),
-    [
-        ("llama", False),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        *[pytest.param(family, False, marks=pytest.mark.slow) for family in FAMILIES[1:]],
-    ],
+    ("variant", "connector_url", "block_size", "layers"),
+    pairs(FAMILIES, CONNECTORS, (8, 16), tuple(LAYERS)),
+    indirect=["connector_url"],
 )
-def test_split_by_layers_equals_transformers(
-    variant: str, overlapped: bool, connector_url: str
+def test_split_equals_transformers(
+    variant: str, connector_url: str, block_size: int, layers: str
 ) -> None:
-    flags = {"kv_transfer_layer_slices": 3, "async_scheduling": overlapped}
-    steps_saved = check_split(variant, connector_url, 8, **flags)
-    moves_in_place = connector_url.startswith(("memory", "shm", "file"))
-    assert any(steps_saved) == (moves_in_place and not overlapped)
+    steps_saved = check_split(variant, connector_url, block_size, **LAYERS[layers])
+    if layers != "at once":
+        moves_in_place = connector_url.startswith(("memory", "shm", "file"))
+        assert any(steps_saved) == (moves_in_place and layers == "in slices")
 
 
 @pytest.mark.parametrize("connector_url", ["memory", "nixl"], indirect=True)
@@ -132,15 +128,8 @@ def steps_of_saves(core: EngineCore) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("caching", "block_size"),
-    [
-        (True, 8),
-        (False, 16),
-        pytest.param(True, 16, marks=pytest.mark.slow),
-        pytest.param(False, 8, marks=pytest.mark.slow),
-    ],
+    ("variant", "caching", "block_size"), pairs(FAMILIES, (True, False), (8, 16))
 )
-@pytest.mark.parametrize("variant", FAMILIES)
 def test_whole_equals_transformers(variant: str, caching: bool, block_size: int) -> None:
     path = tiny_checkpoint(variant)
     core = build_core(path, "both", block_size=block_size, enable_prefix_caching=caching)

@@ -12,6 +12,8 @@ import pytest
 
 from baton.up.supervisor import ProcessSpec, RestartPolicy, SupervisedProcess
 
+pytestmark = pytest.mark.alone
+
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, stop_grace_s=0.5)
 DEADLINE_S = 30
 

@@ -17,6 +17,8 @@ from baton.errors import InvalidArgumentError
 from tests.support.attention_cases import make_case
 from tests.support.kernel_checks import DTYPES, filled_weight, native_only, normal
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
 

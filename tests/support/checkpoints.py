@@ -131,8 +131,13 @@ def tiny_checkpoint(variant: str) -> Path:
 
 def reference_greedy(path: Path, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
     """The tokens that `transformers` draws greedily with its KV cache, past any end token."""
+    return list(_reference_greedy(path, tuple(prompt_ids), num_tokens))
+
+
+@cache  # Many tests compare with the same generations, each of which takes a while.
+def _reference_greedy(path: Path, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     model = reference_model(path)
-    token_ids = torch.tensor([list(prompt_ids)])
+    token_ids = torch.tensor([prompt_ids])
     cache_state, drawn = None, []
     with torch.inference_mode():
         for _ in range(num_tokens):
@@ -140,7 +145,7 @@ def reference_greedy(path: Path, prompt_ids: Sequence[int], num_tokens: int) -> 
             cache_state = output.past_key_values
             token_ids = output.logits[:, -1:].argmax(-1)
             drawn.append(int(token_ids))
-    return drawn
+    return tuple(drawn)
 
 
 @cache

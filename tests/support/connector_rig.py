@@ -1,5 +1,6 @@
 """A store connector's worker with a pool of random blocks, given jobs that tests number."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvstore.layout import KvLayout
 from kvstore.mover.copies import BlockCopier, make_copier
 from kvstore.store import KvStore
 from kvstore.store_connector import StoreConnectorWorker
-from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
 
 __all__ = ["LAYOUT", "TIMEOUT_S", "ConnectorRig", "keys"]
 
@@ -36,6 +37,7 @@ class ConnectorRig:
         layout: the shape and type of the given pool's blocks.
         form: see `KvConnectorWorker.register_pool`.
         share: see there.
+        clock: of the breakers.
 
     Attributes:
         woken: set whenever the worker half reports that it has results.
@@ -44,16 +46,17 @@ class ConnectorRig:
     def __init__(
         self,
         store: KvStore,
-        copier_of: Callable[[torch.Tensor, PoolCut], BlockCopier] = make_copier,
+        copier_of: Callable[[torch.Tensor, BlockSlicing], BlockCopier] = make_copier,
         device: str = "cpu",
         *,
         pool: torch.Tensor | None = None,
         layout: KvLayout = LAYOUT,
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
-        self.worker = StoreConnectorWorker(store, copier_of)
+        self.worker = StoreConnectorWorker(store, copier_of, clock)
         if pool is None:
             pool = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(device)
         self.pool = pool

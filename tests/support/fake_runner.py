@@ -331,7 +331,7 @@ class FakeRunner:
         return tuple(self._logprob(work) for work in decodes)
 
     def _logprob(self, work: _Work) -> float:
-        """Returns log-probabilities, NaN for rows that do not want them."""
+        """Returns NaN if the request needs no log-probabilities."""
         token = work.row.last_token
         if token == INVALID_TOKEN or not work.row.wants_logprobs:
             return math.nan

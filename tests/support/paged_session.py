@@ -12,8 +12,8 @@ from engine.runtime.batch_inputs import BatchInputs
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.rows import Rows
 from kernels.paged_kv import LogitRows, PagedKv
-from kvstore.block_views import view_blocks
 from kvstore.layout import KvLayout
+from kvstore.mover.pool_objects import view_blocks
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.driven_requests import GREEDY
 from tests.support.paged_batches import shuffled_tables, step_metadata

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.devices import DEVICE
+from tests.support.pairs import pairs
 from tests.support.triton_attention import attend, check, make_case
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_memory")]
@@ -19,9 +20,10 @@ def with_meta(case, **changes):
     return replace(case, meta=replace(case.meta, **changes))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sliding_window", [1, 60])
-@pytest.mark.parametrize("spans", [[(200, 1), (3, 1)], [(170, 40), (64, 5), (90, 1)]])
+@pytest.mark.parametrize(
+    ("spans", "sliding_window", "dtype"),
+    pairs([[(200, 1), (3, 1)], [(170, 40), (64, 5), (90, 1)]], (1, 60), DTYPES),
+)
 def test_blocks_before_the_windows_may_be_freed(spans, sliding_window, dtype):
     check(make_case(spans, dtype=dtype).forgetting(sliding_window), sliding_window)
 
@@ -121,9 +123,9 @@ def test_the_pool_and_the_query_are_left_as_they_were():
 # The interpreter computes with numpy, which warns about NaN.
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spans", [DECODE, MIXED])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("value", "spans", "dtype"), pairs((torch.nan, torch.inf), (DECODE, MIXED), DTYPES)
+)
 def test_a_sequence_that_is_not_finite_spoils_no_other(value, spans, dtype):
     case = make_case(spans, dtype=dtype)
     expected = attend(case)

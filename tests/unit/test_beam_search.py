@@ -14,6 +14,7 @@ import transformers
 from baton.sampling_params import SamplingParams
 from engine.beam_search import BeamResult, BeamSearch, BeamStep
 from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
+from tests.support.pairs import pairs
 
 LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 EARLY_STOPPINGS = (True, False, "never")
@@ -110,10 +111,9 @@ def stops_on_the_way(rng, model, prompt, count, **case):
     return frozenset(rng.sample(tokens, min(count, len(tokens))))
 
 
-@pytest.mark.parametrize("early_stopping", EARLY_STOPPINGS)
-@pytest.mark.parametrize("length_penalty", LENGTH_PENALTIES)
 @pytest.mark.parametrize(
-    "width", [1, 3, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 4, 5))]
+    ("width", "length_penalty", "early_stopping"),
+    pairs((1, 2, 3, 4, 5), LENGTH_PENALTIES, EARLY_STOPPINGS),
 )
 def test_finds_what_transformers_finds(width, length_penalty, early_stopping):
     rng = random.Random(f"{width} {length_penalty} {early_stopping}")

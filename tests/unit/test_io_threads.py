@@ -13,6 +13,8 @@ import pytest
 from kvstore.mover import io_threads
 from kvstore.mover.io_threads import IoThreads
 
+pytestmark = pytest.mark.alone
+
 LONG_S = 10.0
 
 

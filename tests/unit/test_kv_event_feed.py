@@ -9,6 +9,8 @@ from engine.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.kv_event_feed import KvEventFeeds
 from engine.wire import kv_event_responses
 
+pytestmark = pytest.mark.alone
+
 
 class Recorder:
     """Notes what it is asked; the tests answer."""

@@ -11,6 +11,8 @@ import kernels
 from baton.cli import main, up
 from baton.machine_limits import usable_cores
 
+pytestmark = pytest.mark.alone
+
 
 def engine_of_up(*flags):
     parser = argparse.ArgumentParser()

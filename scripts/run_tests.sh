@@ -1,0 +1,26 @@
+#!/bin/sh
+# Runs the tests that the expression $1 of marks selects, with the further arguments of pytest:
+# first, in two processes, those that may run beside each other, then those marked `alone`.
+# The closing line of the second run of pytest is the last line printed.
+set -eu
+cd "$(dirname "$0")/.."
+marks=$1
+shift
+
+status=5 # pytest's for "no tests were selected"
+run_part() {
+    part_status=0
+    env "$@" || part_status=$?
+    case $part_status in
+        5) ;;
+        0) [ $status = 1 ] || status=0 ;;
+        1) status=1 ;;
+        *) exit $part_status ;; # interrupted, or pytest could not start
+    esac
+}
+
+# More threads than cores would wait for each other.
+run_part OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
+    .venv/bin/python -m pytest --numprocesses 2 --dist loadfile -m "$marks and not alone" "$@"
+run_part .venv/bin/python -m pytest -m "$marks and alone" "$@"
+exit $status

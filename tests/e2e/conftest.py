@@ -1,0 +1,23 @@
+"""A cluster for the tests that only read and generate."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.support.checkpoints import tiny_checkpoint
+from tests.support.cluster import Cluster, running_cluster
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """A router before one prefill and one decode replica; tests leave all of them running."""
+    folder = tmp_path_factory.mktemp("cluster")
+    async with running_cluster(
+        folder,
+        model=tiny_checkpoint("llama"),
+        kv_connector=f"file://{folder}/kv",
+        worker_flags=["--metrics-port=0"],
+    ) as cluster:
+        yield cluster
+        assert [worker.stop() for worker in cluster.workers] == [0, 0]
