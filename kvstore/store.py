@@ -48,7 +48,7 @@ DEFAULT_TIMEOUT_S = 2.0
 
 
 class KvObject(NamedTuple):
-    """Where the bytes of one object lie in memory: those of the header, then those of the payload.
+    """Views of the bytes of one object in memory: those of the header, then those of the payload.
 
         in a staging segment   | header | payload |     one run of bytes
         in a KV pool           | header |  | payload |  the payload is a block of the pool

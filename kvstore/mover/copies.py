@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from kvstore.mover.pool_objects import PoolObjects, as_objects, open_pool
+from kvstore.mover.pool_objects import PoolObjects, open_pool
 from kvstore.mover.staging import Segment
 from kvstore.transfer_form import BlockSlicing, RangeError
 
-__all__ = ["BlockCopier", "ConvertingCopier", "Copy", "HostCopier", "make_copier"]
+__all__ = ["BlockCopier", "ConvertingCopier", "Copy", "HostCopier"]
 
 
 class Copy(Protocol):
@@ -159,14 +159,3 @@ class _Scatter(Copy):
 def _check_range(overflowed: torch.Tensor | None) -> None:
     if overflowed is not None and bool(overflowed):
         raise RangeError
-
-
-def make_copier(pool: torch.Tensor, slicing: BlockSlicing) -> BlockCopier:
-    """Makes a copier for a pool: by its device, and by whether its blocks are the objects."""
-    if pool.device.type == "cuda":
-        from kvstore.mover.side_streams import SideStreamCopier
-
-        return SideStreamCopier(pool, slicing)
-    if slicing.is_native:
-        return HostCopier(as_objects(pool, slicing))
-    return ConvertingCopier(pool, slicing)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier
     from kvstore.mover.staging import StagingBuffers
 
-__all__ = ["BlockMover"]
+__all__ = ["BlockMover", "copier_for"]
 
 _NUM_IO_THREADS = 2
 # In place: enough pieces for the threads to end together, and large ones to keep calls few.
@@ -57,10 +57,18 @@ _MOST_PIECE_BYTES = 12 << 20
 _logger = logging.getLogger("baton.kvstore")
 
 
-def _make_default_copier(pool: Any, slicing: BlockSlicing) -> "BlockCopier":
-    from kvstore.mover.copies import make_copier
+def copier_for(pool: Any, slicing: BlockSlicing) -> "BlockCopier":
+    """Makes a copier for a pool: by its device, and by whether its blocks are the objects."""
+    from kvstore.mover.copies import ConvertingCopier, HostCopier  # they import torch
+    from kvstore.mover.pool_objects import as_objects
 
-    return make_copier(pool, slicing)
+    if pool.device.type == "cuda":
+        from kvstore.mover.side_streams import SideStreamCopier
+
+        return SideStreamCopier(pool, slicing)
+    if slicing.is_native:
+        return HostCopier(as_objects(pool, slicing))
+    return ConvertingCopier(pool, slicing)
 
 
 class BlockMover:
@@ -85,7 +93,7 @@ class BlockMover:
     ) -> None:
         self._io = PieceIo(backend, wake, num_threads, timeout_s)
         self._wake = wake
-        self._make_copier = make_copier or _make_default_copier
+        self._make_copier = make_copier or copier_for
         self._jobs: dict[int, JobState] = {}
         self._waiting: deque[JobState] = deque()  # jobs with objects that are in no piece yet
         self._ahead = AheadPieces()

@@ -139,7 +139,7 @@ class StoredObjects(Protocol):
 
     @property
     def oldest_age_s(self) -> float | None:
-        """See `StoreStats.oldest_age_s`."""
+        """Seconds since the least recently touched object was touched; None if unknown."""
 
     def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
         """Commits objects; touches those that exist."""

@@ -8,7 +8,7 @@ import torch
 from kvstore.conformance.objects import filled
 from kvstore.jobs import LoadJob, LoadResult, SaveJob
 from kvstore.mover.backend import Backend
-from kvstore.mover.copies import make_copier
+from kvstore.mover.mover import copier_for
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvObject
 from tests.support.connector_rig import ConnectorRig, keys
@@ -39,7 +39,7 @@ class TellingBackend:
         self._inner.discard(key)
 
 
-@pytest.fixture(params=[make_copier, StagedCopier], ids=["in place", "staged"])
+@pytest.fixture(params=[copier_for, StagedCopier], ids=["in place", "staged"])
 def rig(request, tmp_path) -> Iterator[ConnectorRig]:
     rig = ConnectorRig(open_store(f"memory://{tmp_path.name}"), request.param)
     yield rig

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kernels.reference.cache import quantize_kv, write_kv
 from kvstore.layout import FP8, KvLayout
 from kvstore.mover import staging
-from kvstore.mover.copies import ConvertingCopier, HostCopier, make_copier
+from kvstore.mover.copies import ConvertingCopier, HostCopier
+from kvstore.mover.mover import copier_for
 from kvstore.mover.pool_objects import ConvertedObjects, view_blocks
 from kvstore.mover.staging import Segment
 from kvstore.transfer_form import BlockSlicing, HeadShare, RangeError, TransferForm, object_runs
@@ -86,7 +87,7 @@ def gather(pool: Pool, block_ids: list[int]) -> dict[bytes, bytes]:
     segment.frames.fill_(0xAA)
     keys = pool.cut.object_keys([bytes([index]) for index in range(len(block_ids))])
     ids = pool.cut.object_ids(block_ids)
-    copy = make_copier(pool.blocks, pool.cut).gather(ids, segment)
+    copy = copier_for(pool.blocks, pool.cut).gather(ids, segment)
     if copy is not None:
         copy.wait()
     return {key: bytes(segment.payload[i].numpy()) for i, key in enumerate(keys)}
@@ -97,7 +98,7 @@ def scatter(pool: Pool, objects: dict[bytes, bytes], block_ids: list[int]) -> No
     keys = pool.cut.object_keys([bytes([index]) for index in range(len(block_ids))])
     for index, key in enumerate(keys):
         segment.payload[index] = torch.frombuffer(bytearray(objects[key]), dtype=torch.uint8)
-    copy = make_copier(pool.blocks, pool.cut).scatter(segment, pool.cut.object_ids(block_ids))
+    copy = copier_for(pool.blocks, pool.cut).scatter(segment, pool.cut.object_ids(block_ids))
     if copy is not None:
         copy.wait()
 
@@ -197,13 +198,13 @@ def test_of_a_tail_nothing_but_its_tokens_leaves(
     pool = make_pool(form, num_parts, HeadShare(), "bfloat16", seed)
     segment = Segment(pool.cut.object_layout, pinned=False)
     ids = pool.cut.object_ids([2])
-    copy = make_copier(pool.blocks, pool.cut).gather(ids, segment)
+    copy = copier_for(pool.blocks, pool.cut).gather(ids, segment)
     if copy is not None:
         copy.wait()
     for slot in range(len(ids)):
         segment.clear_after(slot, num_tokens)
     other = make_pool(form, num_parts, HeadShare(), "float32", seed + 1)
-    copy = make_copier(other.blocks, other.cut).scatter(segment, ids)
+    copy = copier_for(other.blocks, other.cut).scatter(segment, ids)
     if copy is not None:
         copy.wait()
     sent, arrived = (tokens_at([each], [2], 4)[:, :, :, 0] for each in (pool, other))
@@ -281,9 +282,9 @@ def test_what_is_not_finite_is_not_hidden() -> None:
 def test_blocks_that_go_as_they_are_take_one_copy() -> None:
     layout = KvLayout(LAYERS, HEADS, 4, HEAD_DIM, "bfloat16")
     pool = torch.zeros(2, *layout.block_shape, dtype=torch.bfloat16)
-    assert isinstance(make_copier(pool, BlockSlicing.of(layout)), HostCopier)
+    assert isinstance(copier_for(pool, BlockSlicing.of(layout)), HostCopier)
     cut = BlockSlicing(layout, TransferForm(2, "bfloat16"))
-    assert isinstance(make_copier(pool, cut), ConvertingCopier)
+    assert isinstance(copier_for(pool, cut), ConvertingCopier)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 5, 6])

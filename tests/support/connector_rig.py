@@ -10,7 +10,8 @@ from kvstore.connector import KvConnectorScheduler
 from kvstore.driver import ConnectorDriver
 from kvstore.jobs import ConnectorWork, LoadJob, LoadResult, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
-from kvstore.mover.copies import BlockCopier, make_copier
+from kvstore.mover.copies import BlockCopier
+from kvstore.mover.mover import copier_for
 from kvstore.store import KvStore
 from kvstore.store_connector import StoreConnectorWorker
 from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
@@ -46,7 +47,7 @@ class ConnectorRig:
     def __init__(
         self,
         store: KvStore,
-        copier_of: Callable[[torch.Tensor, BlockSlicing], BlockCopier] = make_copier,
+        copier_of: Callable[[torch.Tensor, BlockSlicing], BlockCopier] = copier_for,
         device: str = "cpu",
         *,
         pool: torch.Tensor | None = None,

@@ -10,8 +10,7 @@ from kvstore.codec import make_headers
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover.backend import InDoubtError
-from kvstore.mover.copies import make_copier
-from kvstore.mover.mover import BlockMover
+from kvstore.mover.mover import BlockMover, copier_for
 from kvstore.store import GetStatus
 from tests.support.connector_rig import keys
 from tests.support.held_copier import StagedCopier
@@ -157,7 +156,7 @@ def test_one_segment_in_doubt_holds_up_no_other_load(make_rig):
 def in_place(make_rig, monkeypatch):
     """A rig whose one thread fetches two blocks at a time straight into the pool."""
     monkeypatch.setattr("kvstore.mover.mover._LEAST_PIECE_BYTES", 2 * LAYOUT.block_bytes)
-    rig = make_rig(make_copier, num_threads=1)
+    rig = make_rig(copier_for, num_threads=1)
     rig.peer.is_silent = True
     return rig
 
