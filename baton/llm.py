@@ -142,8 +142,7 @@ class LLM:
                 self._deliver(self._core.add_request(EngineRequest(spec=request.spec)), unfinished)
             while unfinished:
                 num_before = len(unfinished)
-                self._deliver(self._core.step(), unfinished)
-                self._core.start_transfers()
+                self._core.run_step(lambda outputs: self._deliver(outputs, unfinished))
                 progress.update(num_before - len(unfinished))
                 if unfinished:
                     self._core.wait()

@@ -1,8 +1,8 @@
 """`AsyncEngine`: an engine in a thread of its own, behind asyncio.
 
-The event loop and the engine exchange plain messages (`engine.engine_thread`):
-requests and aborts go down a queue, each step's outputs come back in one call.
-Handlers only await. No grpc here; torch is imported only when an engine is built.
+The event loop and the thread exchange plain messages (`engine.engine_thread`): requests and
+aborts go down a queue, and the outputs of each step come back in one call. Nothing here blocks
+the event loop. This module imports no grpc, and torch only when it builds an engine.
 """
 
 import asyncio
@@ -40,17 +40,17 @@ _logger = logging.getLogger("baton.engine")
 
 
 class AsyncEngine:
-    """One engine for coroutines to use. Make it with `AsyncEngine.start`.
+    """One engine for coroutines. `AsyncEngine.start` makes it.
 
-    All methods are called on the event loop that made it.
+    Call all methods on the event loop that made it.
 
     Attributes:
-        config: as given.
+        config: the limits and role.
         info: the loaded model's facts.
-        form: what KV looks like between tiers.
+        form: how KV looks between tiers.
         namespace: digest that block keys are rooted in.
         num_blocks: KV blocks in the pool.
-        kv_metrics: what transfers add up to.
+        kv_metrics: counts of transfers.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -63,8 +63,8 @@ class AsyncEngine:
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[str, OutputHandler] = {}
-        # Aborted requests of which the engine may still tell, by id: a new
-        # request of the same id must not be given the old one's tokens.
+        # Number of unacknowledged aborts by request id. Until then outputs of that id are dropped,
+        # as a new request with the same id must not get the tokens of the old one.
         self._aborting: dict[str, int] = {}
         self._resets: set[asyncio.Future[int]] = set()
         self._draining = False
@@ -90,18 +90,21 @@ class AsyncEngine:
         return cls(await asyncio.to_thread(EngineCore.build, config))
 
     def submit(self, request: EngineRequest, on_output: OutputHandler) -> None:
-        """Admits a request. `on_output` is called on the event loop, once per
-        candidate and step that brings it something; all outputs of one step are
-        delivered within one loop callback. The last call has `is_last` set, and
-        always comes, unless `abort` is called first.
+        """Queues a request.
+
+        Args:
+            request: the request; its id must not be live.
+            on_output: called on the event loop, at most once per candidate and step. All outputs
+                of one step are delivered within one loop callback. The last output has
+                `is_last`; it always comes, unless `abort` is called first.
 
         Raises:
-            InvalidArgumentError: a token id or length the model cannot take,
-                or a request of that id is live.
+            InvalidArgumentError: the model cannot take a token id or the length, or a request
+                with this id is live.
             FailedPreconditionError: the handoff is not for this engine.
-            ResourceExhaustedError: the queue is full, or the request is larger
-                than the pool can ever hold.
-            UnavailableError: the engine drains or has died.
+            ResourceExhaustedError: the queue is full, or the request needs more blocks than the
+                pool has.
+            UnavailableError: the engine drains or has stopped.
         """
         if self._draining or self._has_stopped:
             raise UnavailableError("this replica takes no new requests")
@@ -119,18 +122,18 @@ class AsyncEngine:
 
     @property
     def request_ids(self) -> Sequence[str]:
-        """The requests that have not had their last output."""
+        """Ids of the requests that have not had their last output."""
         return list(self._handlers)
 
     def abort(self, request_ids: Iterable[str], *, notify: bool = False) -> int:
         """Ends requests and frees what they hold. Unknown ids are fine.
 
         Args:
-            request_ids: the requests.
+            request_ids: ids of the requests.
             notify: whether their handlers get a last output, ABORTED.
 
         Returns:
-            How many were live.
+            How many of them were live.
         """
         live = [request_id for request_id in request_ids if request_id in self._handlers]
         if not notify:
@@ -143,17 +146,19 @@ class AsyncEngine:
         return len(live)
 
     def finish_candidate(self, request_id: str, index: int) -> None:
-        """Ends one candidate and frees what it alone holds. Unknown ones are fine.
+        """Ends one candidate and frees what it alone holds. Unknown ids and indices are fine.
 
-        Outputs for it that are under way may still come, and none after them.
-        With its last candidate a request ends, ABORTED.
+        Outputs of a step in flight may still come for it. If it was the last candidate, its
+        request ends, ABORTED.
         """
         if request_id in self._handlers:
             self._thread.put(FinishCandidate(request_id, index))
 
     def prefetch(self, handoff: KvHandoff) -> None:
-        """Begins to load full blocks of a prompt that prefill is still computing, as far as
-        there is room. The request that needs them comes later, with a handoff of this id.
+        """Starts to load blocks of a prompt that a prefill engine is still computing.
+
+        They are loaded as far as there is room. Their request comes later, with a handoff of the
+        same id.
 
         Raises:
             FailedPreconditionError: the handoff is not for this engine.
@@ -163,11 +168,11 @@ class AsyncEngine:
         self._thread.put(Prefetch(handoff))
 
     def release_handoff(self, handoff_id: str) -> None:
-        """Drops what the connector kept for one handoff alone."""
+        """Ends a handoff's lease and deletes what was saved for it alone."""
         self._thread.put(ReleaseHandoff(handoff_id))
 
     async def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix; returns how many blocks were cached.
+        """Empties the prefix cache; returns how many blocks it held.
 
         Raises:
             UnavailableError: the engine has stopped.
@@ -183,18 +188,18 @@ class AsyncEngine:
             self._resets.discard(answer)
 
     def kv_events(self) -> AsyncGenerator[Sequence[KvEvent], None]:
-        """What enters and leaves the prefix cache; see `KvEventFeeds.follow`."""
+        """Returns a feed of the prefix cache's changes; see `KvEventFeeds.follow`."""
         return self._feeds.follow()
 
     def load(self) -> EngineLoad:
-        """How busy the engine is, as of a recent step."""
+        """Returns how busy the engine was at a recent step."""
         return replace(self._thread.load, draining=self._draining)
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuses new requests from now on and waits for the running ones.
+        """Refuses new requests from now on, and waits for the others to end.
 
         Returns:
-            How many were still running at the timeout.
+            How many requests had not ended at the timeout.
         """
         self._draining = True
         with contextlib.suppress(TimeoutError):
@@ -202,21 +207,23 @@ class AsyncEngine:
         return len(self._handlers)
 
     async def wait_failed(self) -> BaseException:
-        """Waits until the engine dies of a bug; returns the cause. Its requests got
-        `UnavailableError`, as another replica can take them; the process should end.
+        """Waits until the engine dies of a bug; returns the cause. The process should end then.
+
+        Its requests have ended with `UnavailableError`, as another replica can serve them.
         """
         return await asyncio.shield(self._failed)
 
     async def close(self) -> None:
-        """Stops the thread and closes the connector. Requests still running end
-        with `UnavailableError`. Idempotent.
+        """Stops the thread and closes the connector. Idempotent.
+
+        Requests that have not ended do so with `UnavailableError`.
         """
         self._closing = True
         self._thread.stop()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
         self._end_all()
 
-    # What the engine's thread says (`EngineListener`).
+    # Calls from the engine's thread (`EngineListener`).
 
     def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         """Delivers outputs to their handlers."""
@@ -225,29 +232,29 @@ class AsyncEngine:
                 continue
             take = self._handlers.pop if output.is_last else self._handlers.get
             handler = take(output.request_id, None)
-            if handler is not None:  # None: `close` has told it its end already
+            if handler is not None:  # None: `close` has ended the request already
                 self._call(handler, output)
         self._note_idle()
 
     def on_aborted(self, request_ids: Sequence[str]) -> None:
-        """The ids may be used again."""
+        """Frees the ids of aborted requests for new requests."""
         for request_id in request_ids:
             left = self._aborting.pop(request_id, 1) - 1
             if left:
                 self._aborting[request_id] = left
 
     def on_reset(self, reset: tuple["asyncio.Future[int]", int]) -> None:
-        """Answers whoever asked for it and still waits."""
+        """Sets the result of `reset_prefix_cache`, unless it was cancelled."""
         answer, num_blocks = reset
         if not answer.done():
             answer.set_result(num_blocks)
 
     def on_kv_events(self, events: Sequence[KvEvent]) -> None:
-        """Passes events on."""
+        """Delivers events to the followers."""
         self._feeds.deliver(events)
 
     def on_failed(self, cause: BaseException) -> None:
-        """Ends what is left."""
+        """Ends the remaining requests, as the engine has died."""
         if not self._failed.done():
             self._failed.set_result(cause)
         self._end_all()
@@ -257,7 +264,7 @@ class AsyncEngine:
         return self._closing or self._failed.done()
 
     def _call(self, handler: OutputHandler, output: RequestOutput) -> None:
-        """One handler's bug must not cost its neighbours their outputs."""
+        """Calls a handler; its errors must not affect other requests."""
         try:
             handler(output)
         except Exception:
@@ -268,7 +275,7 @@ class AsyncEngine:
             self._idle.set()
 
     def _end_all(self) -> None:
-        """Tells everyone who waits; nothing comes from the engine any more."""
+        """Ends all requests and resets, as the engine has stopped."""
         self._aborting.clear()
         reason, error = FinishReason.ERROR, _stopped()
         self.on_outputs(

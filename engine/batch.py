@@ -78,13 +78,13 @@ class TableUpdate:
 
     Attributes:
         row: the row whose table changes.
-        group: the layer group whose table changes (`KvCacheSpec`).
+        layer_group: the layer group whose table changes (`KvCacheSpec`).
         first_index: block index of the first of `block_ids`.
         block_ids: ids in the pool.
     """
 
     row: int
-    group: int
+    layer_group: int
     first_index: int
     block_ids: tuple[int, ...]
 

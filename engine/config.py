@@ -1,7 +1,7 @@
-"""`EngineConfig`: everything an engine is told, frozen. Pure: no torch.
+"""`EngineConfig`: the frozen configuration of an engine. Pure: no torch.
 
-Field names are the command line's flags with underscores, the same as in
-vLLM where they mean the same.
+Field names are the command line's flags with underscores. Fields that vLLM has
+too have vLLM's names.
 """
 
 import math
@@ -24,13 +24,13 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
 def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A field with its command-line help; `engine.cli_args` reads it."""
+    """Returns a field with its command-line help, which `engine.cli_args` reads."""
     return field(default=default, metadata={"help": help_text, **metadata})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How one engine loads, schedules and hands over.
+    """The flags of one engine, which loads a model, schedules requests and transfers KV.
 
     Raises:
         ConfigurationError: a value is out of range; names the flag.
@@ -170,16 +170,18 @@ class EngineConfig:
         _check_kv_publish(self.kv_publish)
         _check_turns_folder(self.turns_folder)
         if self.role == "prefill" and self.kv_connector is None:
-            raise ConfigurationError("a prefill engine needs --kv-connector to hand KV over")
+            raise ConfigurationError(
+                "--kv-connector is not set; a prefill engine needs it to hand KV off"
+            )
 
     @property
     def max_running(self) -> int:
-        """The most sequences that run at once: each needs a token of a step's budget."""
+        """Maximum number of sequences that run at once; each needs a token of a step's budget."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_chunk(self) -> int:
-        """The most tokens of one sequence in one step."""
+        """Maximum number of tokens of one sequence in one step."""
         return min(
             self.max_num_batched_tokens,
             self.long_prefill_token_threshold or self.max_num_batched_tokens,
@@ -187,12 +189,12 @@ class EngineConfig:
 
     @property
     def transfer_block_size(self) -> int:
-        """Tokens of a block as tiers exchange them, and as keys name them."""
+        """Tokens per transfer block: the unit that tiers exchange and that block keys name."""
         return self.kv_transfer_block_size or self.block_size
 
     @property
     def model_name(self) -> str:
-        """The name that requests give."""
+        """The model name in requests."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
@@ -228,7 +230,7 @@ def _check_kv_publish(policy: str) -> None:
 def _check_turns_folder(path: str | None) -> None:
     if path is None or (path and Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)):
         return
-    raise _bad_flag("turns_folder", path, "a folder that exists, which this process may write to")
+    raise _bad_flag("turns_folder", path, "an existing folder that this process may write to")
 
 
 def _bad_flag(name: str, value: object, limit: str) -> ConfigurationError:

@@ -1,13 +1,13 @@
 """`EngineCore`: scheduler, runner and connector as one synchronous engine.
 
-    outputs = core.step()      # schedule -> execute -> commit
-    core.start_transfers()     # of what the step has computed
+    core.run_step(on_outputs)  # schedule -> execute -> commit -> outputs -> saves
+    core.wait()                # sleeps while nothing can run
 
-With `--async-scheduling` a step is schedule k + 1 -> commit k, while k + 1
-computes: the scheduler's work hides behind the runner's.
+With `--async-scheduling` a step is schedule k + 1 -> commit k, while k + 1 computes: the
+scheduler works while the runner does.
 
-The caller owns the thread: `AsyncEngine` runs a core behind asyncio, `LLM`
-runs one in the caller's thread.
+The caller owns the thread: `AsyncEngine` runs a core behind asyncio, `LLM` runs one in the
+caller's thread.
 """
 
 import logging
@@ -26,15 +26,16 @@ from engine.request import EngineLoad, EngineRequest, RequestOutput
 from engine.runner import ModelInfo, PendingOutput, Runner
 from engine.schedule.scheduler import Scheduler
 from engine.validation import check_request
-from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
+from kvstore.connector import Connector, null_connector
 from kvstore.handoff import KvHandoff
-from kvstore.measured import MeasuredWorker
-from kvstore.metrics import KvMetrics
-from kvstore.transfer_form import PoolCut, TransferForm
+from kvstore.metrics import KvMetrics, TransferMetrics
+from kvstore.transfer_form import BlockSlicing, TransferForm
 
-__all__ = ["EngineCore"]
+__all__ = ["EngineCore", "OnOutputs"]
 
-# As many steps failing in a row mean that the device is lost, not that a request is bad.
+OnOutputs = Callable[[list[RequestOutput]], None]
+
+# If this many steps in a row fail, the device is lost; a bad request fails one step.
 _MAX_FAILED_STEPS = 3
 
 _logger = logging.getLogger("baton.engine")
@@ -52,17 +53,17 @@ class EngineCore:
     Args:
         config: limits and role.
         runner: executes batches.
-        connector: both halves of the KV connector, if there is one.
+        connector: both halves of the KV connector; None runs without one.
         clock: monotonic seconds.
 
     Attributes:
-        config: as given.
+        config: the limits and role.
         info: the loaded model's facts.
-        form: what KV looks like between tiers.
+        form: how KV looks between tiers.
         namespace: digest that block keys are rooted in.
         num_blocks: KV blocks in the pool.
-        kv_metrics: what transfers add up to.
-        is_stalled: the last step found nothing to run; see `wait`.
+        kv_metrics: counts of transfers.
+        is_stalled: whether the last step found nothing to run, so that `wait` sleeps.
     """
 
     is_stalled: bool = False
@@ -71,7 +72,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         runner: Runner,
-        connector: tuple[KvConnectorScheduler, KvConnectorWorker] | None = None,
+        connector: Connector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -79,16 +80,16 @@ class EngineCore:
         self.num_blocks = runner.num_blocks
         self.form = _form_of(config, runner.info)
         self.namespace = self.form.namespace(runner.info.fingerprint)
-        self._runner = runner
         self.kv_metrics = KvMetrics()
-        self._connector = _measured(connector, self.kv_metrics) if connector else None
-        self._woken = threading.Event()
-        self._has_news = False  # of the connector's worker half
-        self._tell_early: Callable[[list[RequestOutput]], None] | None = None
-        self._early_error: Exception | None = None
+        self._runner = runner
         self._clock = clock
+        self._woken = threading.Event()
+        self._has_results = False  # the connector has reported some since the last poll
+        self._on_outputs: OnOutputs | None = None  # while a step computes
+        self._early_error: Exception | None = None
         self._num_failed_steps = 0
         self._in_flight: _SubmittedStep | None = None
+        connector_scheduler, self._connector = connector or null_connector()
         self.scheduler = Scheduler(
             config,
             runner.info,
@@ -96,15 +97,20 @@ class EngineCore:
             num_host_blocks=runner.num_host_blocks,
             costs=runner.costs,
             namespace=self.namespace,
-            connector=connector[0] if connector else None,
-            metrics=self.kv_metrics.of(connector[0].scheme) if connector else None,
+            connector=connector_scheduler,
+            metrics=self._connect(connector) if connector else None,
             clock=clock,
         )
-        if self._connector is not None:
-            self._connector.register_pool(runner.kv_pool, runner.info.layout, self.form)
-            self._connector.set_waker(self._take_news)
-            if not config.async_scheduling:
-                runner.watch_layers(self._come_by)
+
+    def _connect(self, connector: Connector) -> TransferMetrics:
+        """Prepares the connector's worker half; returns the metrics for its jobs."""
+        scheme, worker = connector[0].scheme, connector[1]
+        worker.measure(self.kv_metrics, scheme)
+        worker.register_pool(self._runner.kv_pool, self.info.layout, self.form)
+        worker.set_waker(self._on_connector_ready)
+        if not self.config.async_scheduling:
+            self._runner.watch_layers(self._between_layers)
+        return self.kv_metrics.of(scheme)
 
     @classmethod
     def build(cls, config: EngineConfig) -> "EngineCore":
@@ -117,7 +123,7 @@ class EngineCore:
         from engine.runtime.model_runner import ModelRunner
         from kvstore.registry import open_connector
 
-        # The connector first: a bad URL is told before minutes of loading.
+        # The connector first: a bad URL is an error before minutes of loading.
         connector = open_connector(config.kv_connector) if config.kv_connector else None
         with ExitStack() as opened:
             if connector is not None:
@@ -131,19 +137,19 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request has not had its last output."""
+        """Whether a request has not had its last output."""
         return self.scheduler.num_unfinished > 0
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is left to step for, transfers of finished requests and a step
-        in flight included.
+        """Whether steps are needed: for requests, for a step in flight, or for transfers, which
+        may be of finished requests.
         """
         is_in_flight = self._in_flight is not None
         return self.has_unfinished or is_in_flight or self.scheduler.num_transfers > 0
 
     def check(self, request: EngineRequest) -> None:
-        """Refuses a request that could never finish; see `engine.validation`. Thread-safe."""
+        """Raises for a request that could never finish (`engine.validation`). Thread-safe."""
         check_request(
             request,
             config=self.config,
@@ -167,24 +173,25 @@ class EngineCore:
         return self.scheduler.abort(request_ids)
 
     def finish_candidate(self, request_id: str, index: int) -> list[RequestOutput]:
-        """Ends one candidate without an output, and with the last one its request: its
-        last output, ABORTED, is returned. Unknown ones are passed over.
+        """Ends one candidate without an output. Unknown ids and indices are ignored.
+
+        If it was the last one, its request ends: its last output, ABORTED, is returned.
         """
         self.is_stalled = False
         return self.scheduler.finish_candidate(request_id, index)
 
     def reset_prefix_cache(self) -> int:
-        """Forgets what is cached here, for requests to come; returns how many blocks.
+        """Empties the prefix cache; returns how many blocks it held.
 
-        What a KV store holds stays there.
+        A KV store keeps its blocks.
         """
         return self.scheduler.kv.reset_prefix_cache()
 
     def watch_kv_events(self, on: bool) -> tuple[KvEvent, ...]:
-        """Starts recording what the prefix cache stores and forgets, or stops.
+        """Starts or stops the recording of changes of the prefix cache.
 
         Returns:
-            A snapshot of the cache, where recording starts, also if it did before.
+            A snapshot of the cache if `on`, even if recording was on before.
         """
         events = self.scheduler.kv.events
         if on:
@@ -193,101 +200,109 @@ class EngineCore:
         return ()
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
-        """What was recorded since the last call."""
-        return self.scheduler.kv.events.take()
+        """Returns the changes recorded since the last call."""
+        return self.scheduler.kv.events.take_events()
 
     def release_handoff(self, handoff_id: str) -> None:
-        """Drops what the connector kept for one handoff alone."""
+        """Ends a handoff's lease and deletes what was saved for it alone."""
         self.scheduler.release_handoff(handoff_id)
 
     def prefetch(self, handoff: KvHandoff) -> None:
-        """Begins to load full blocks of a prompt that prefill is still computing into the
-        prefix cache, as far as there is room. The handoff is for this engine.
+        """Starts to load blocks of a prompt that a prefill engine is still computing.
+
+        They enter the prefix cache, as far as there is room. The handoff must be for this engine.
         """
         self.is_stalled = False
         self.scheduler.prefetch(handoff)
 
     def load(self) -> EngineLoad:
-        """How busy the engine is."""
+        """Returns how busy the engine is."""
         return self.scheduler.load()
 
-    def wake(self) -> None:
-        """Ends `wait`. Any thread may call it."""
-        self._woken.set()
+    def run_step(self, on_outputs: OnOutputs) -> None:
+        """Runs one engine step, delivers its outputs, then starts its KV saves.
 
-    def tell_early(self, tell: Callable[[list[RequestOutput]], None]) -> None:
-        """Has `tell` hear of what transfers bring while a step computes a prompt, instead of with
-        the step's outputs: blocks that are saved of one chunk are loaded by others while the
-        next is computed. It is called by the thread that steps, and not in the overlapped loop.
+        If transfers have brought outputs, the step delivers these and computes nothing: their
+        requests should not wait for a forward pass. Except with `--async-scheduling`, outputs of
+        transfers that end while the step computes are delivered between its layers.
+
+        Args:
+            on_outputs: called with outputs, at most one per candidate of a request in one call.
+                It may add and end requests.
+
+        Raises:
+            Exception: what the runner raised, if several steps in a row have failed; the engine
+                cannot be used any more. Or what `on_outputs` raised.
         """
-        self._tell_early = tell
+        outputs = self._poll() + self.scheduler.expire()
+        if outputs:
+            self.is_stalled = False
+        else:
+            outputs = self._compute_step(on_outputs)
+        if outputs:
+            on_outputs(outputs)
+        self._start_transfers()
 
     def wait(self) -> None:
-        """Sleeps while nothing can run: until a transfer ends, a deadline passes or `wake`."""
+        """Sleeps while nothing can run: until a transfer ends, a deadline passes or `wake`.
+
+        Call it between steps. It returns at once unless the last step found nothing to run.
+        """
         if self.is_stalled:
             deadline = self.scheduler.next_deadline
             left_s = math.inf if deadline is None else deadline - self._clock()
             self._woken.wait(min(max(0.0, left_s), threading.TIMEOUT_MAX))
         self._woken.clear()
 
-    def step(self) -> list[RequestOutput]:
-        """One engine step: returns outputs, at most one per candidate of a request.
-
-        What transfers brought is told first, by a step that runs nothing. When the outputs
-        are told, `start_transfers` is due.
-
-        Raises:
-            Exception: whatever the runner raised, where it failed on several
-                steps in a row; the engine is of no more use then.
-        """
-        outputs = self._poll() + self.scheduler.expire()
-        if outputs:
-            # Who waits for these shall not wait for a forward pass, too: the next step runs it.
-            self.is_stalled = False
-            return outputs
-        batch = self.scheduler.schedule()
-        # Loads go out before the forward pass, to run beside it.
-        self.start_transfers()
-        self.is_stalled = batch is None and self._in_flight is None
-        if not self.is_stalled:
-            outputs += self._overlap(batch) if self.config.async_scheduling else self._run(batch)
-        return outputs
-
-    def start_transfers(self) -> None:
-        """Starts what the last step wants saved, which may take as long as copying it. The next
-        step would, too.
-        """
-        if self._connector is not None and (work := self.scheduler.build_work()):
-            self._connector.start(work)
+    def wake(self) -> None:
+        """Ends `wait`. Any thread may call it."""
+        self._woken.set()
 
     def close(self) -> None:
-        """Ends the runner and closes the connector. Idempotent."""
+        """Closes the runner and the connector. Idempotent."""
         try:
             self._runner.close()
         finally:
-            if self._connector is not None:
-                self._connector.close()
+            self._connector.close()
 
-    def _run(self, batch: ScheduledBatch | None) -> list[RequestOutput]:
-        """The readable loop: execute, then commit."""
+    # A step.
+
+    def _compute_step(self, on_outputs: OnOutputs) -> list[RequestOutput]:
+        batch = self.scheduler.schedule()
+        self._start_transfers()  # loads run beside the forward pass
+        self.is_stalled = batch is None and self._in_flight is None
+        if self.is_stalled:
+            return []
+        if self.config.async_scheduling:
+            return self._overlap(batch)
         assert batch is not None
+        return self._run(batch, on_outputs)
+
+    def _start_transfers(self) -> None:
+        if work := self.scheduler.build_work():
+            self._connector.start(work)
+
+    def _run(self, batch: ScheduledBatch, on_outputs: OnOutputs) -> list[RequestOutput]:
+        """The readable loop: execute, then commit."""
+        self._on_outputs = on_outputs
         outputs = self._finish(batch, lambda: self._runner.execute(batch))
+        self._on_outputs = None
         if self._early_error is not None:
             raise self._early_error
         return outputs
 
     def _overlap(self, batch: ScheduledBatch | None) -> list[RequestOutput]:
-        """The overlapped loop: hand this step over, then commit the one before it."""
+        """The overlapped loop: submit this step, then commit the one before it."""
         before, self._in_flight = self._in_flight, None
         error = self._submit(batch) if batch is not None else None
         outputs = self._finish(before.batch, before.output.result) if before else []
         if batch is not None and error is not None:
-            # At once: the next step must not build on what this one left undone.
+            # Now, as the next step must not build on KV that this one has not computed.
             outputs += self._fail(batch, error)
         return outputs
 
     def _submit(self, batch: ScheduledBatch) -> Exception | None:
-        """Hands a step over; returns why that failed."""
+        """Submits a step; returns the error if that failed."""
         try:
             self._in_flight = _SubmittedStep(batch, self._runner.submit(batch))
         except Exception as error:
@@ -302,61 +317,47 @@ class EngineCore:
         except Exception as error:
             return self._fail(batch, error)
         self._num_failed_steps = 0
-        self._tell_ended(batch, computed=True)
+        self._connector.step_ended(batch.step, computed=True)
         return self.scheduler.commit(batch, output)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
-        """Ends what a step was for; raises the error where several failed in a row."""
-        self._tell_ended(batch, computed=False)
+        """Ends the requests of a failed step; raises the error if several in a row have failed."""
+        self._connector.step_ended(batch.step, computed=False)
         self._num_failed_steps += 1
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise error
         _logger.error("step %d failed", batch.step, exc_info=error)
         return self.scheduler.fail(batch, InternalError("the engine failed on this request"))
 
+    # The connector.
+
     def _poll(self) -> list[RequestOutput]:
-        """What transfers have brought."""
-        if self._connector is None:
-            return []
-        self._has_news = False
+        """Processes what transfers have brought."""
+        self._has_results = False
         return self.scheduler.apply(self._connector.poll())
 
-    def _take_news(self) -> None:
-        """The connector's worker half has news. Any thread."""
-        self._has_news = True
+    def _on_connector_ready(self) -> None:
+        """Called by any thread when the connector's worker half has results."""
+        self._has_results = True
         self.wake()
 
-    def _come_by(self, step: int, num_layers: int) -> None:
-        """The thread that steps comes by, in the midst of one."""
-        assert self._connector is not None
+    def _between_layers(self, step: int, num_layers: int) -> None:
+        """Called between layers: delivers finished transfers while the step runs."""
         self._connector.layers_computed(step, num_layers)
-        if self._tell_early is None or not self._has_news or self._early_error is not None:
+        if self._on_outputs is None or not self._has_results or self._early_error is not None:
             return
         try:
             if outputs := self._poll():
-                self._tell_early(outputs)
-        except Exception as error:  # no failure of this step: what transfers brought is lost
+                self._on_outputs(outputs)
+        except Exception as error:  # raised after the step, which has not failed itself
             self._early_error = error
-
-    def _tell_ended(self, batch: ScheduledBatch, *, computed: bool) -> None:
-        if self._connector is not None:
-            self._connector.step_ended(batch.step, computed=computed)
-
-
-def _measured(
-    connector: tuple[KvConnectorScheduler, KvConnectorWorker], metrics: KvMetrics
-) -> KvConnectorWorker:
-    """The worker half, whose jobs are counted, and what its backend does."""
-    scheduler, worker = connector
-    worker.measure(metrics, scheduler.scheme)
-    return MeasuredWorker(worker, metrics.of(scheduler.scheme))
 
 
 def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
-    """What KV looks like between tiers.
+    """Returns how KV looks between tiers.
 
     Raises:
-        ConfigurationError: the model's heads cannot go so; names the flag.
+        ConfigurationError: the model's heads cannot be cut that way; names the flag.
     """
     is_auto = config.kv_transfer_dtype == "auto"
     form = TransferForm(
@@ -365,4 +366,4 @@ def _form_of(config: EngineConfig, info: ModelInfo) -> TransferForm:
         config.kv_transfer_head_slices,
         config.kv_transfer_layer_slices,
     )
-    return PoolCut(info.layout, form).form
+    return BlockSlicing(info.layout, form).form

@@ -1,7 +1,7 @@
-"""`EngineThread`: steps an `EngineCore` in a thread, between plain messages.
+"""`EngineThread`: runs an `EngineCore` in a thread of its own.
 
-Commands come down a queue. What they and the steps bring goes up to a
-listener on an event loop, in order: the outputs of one step in one call.
+The event loop and the thread exchange plain messages. Commands go down a queue. Outputs and
+answers go up to a listener on the event loop, in order: the outputs of one step in one call.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ _logger = logging.getLogger("baton.engine")
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request that the engine has checked."""
+    """Adds a request that the engine has checked."""
 
     request: EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End requests; with `acknowledge`, say when nothing more comes of them."""
+    """Ends requests. With `acknowledge`, `on_aborted` follows their last output."""
 
     request_ids: list[str]
     acknowledge: bool
@@ -53,7 +53,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class FinishCandidate:
-    """End one candidate."""
+    """Ends one candidate of a request."""
 
     request_id: str
     index: int
@@ -61,28 +61,28 @@ class FinishCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Begin to load blocks of a prompt that is still being computed."""
+    """Starts to load blocks of a prompt that a prefill engine is still computing."""
 
     handoff: KvHandoff
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseHandoff:
-    """Drop what the connector kept for a handoff."""
+    """Ends a handoff's lease and deletes what was saved for it alone."""
 
     handoff_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
-    """Forget what is cached; `answer` gets the number of blocks."""
+    """Empties the prefix cache; `answer` gets the number of blocks it held."""
 
     answer: "asyncio.Future[int]"
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKvEvents:
-    """Tell a snapshot of the prefix cache and its changes from now on, or no more."""
+    """Starts to report the prefix cache: a snapshot, then its changes. Or stops."""
 
     on: bool
 
@@ -93,35 +93,34 @@ Command = (
 
 
 class EngineListener(Protocol):
-    """What hears of the engine, on its event loop."""
+    """Receives outputs and answers on the event loop."""
 
     def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """What a step, or a command, brought requests."""
+        """Receives the outputs of a step or a command."""
 
     def on_aborted(self, request_ids: Sequence[str]) -> None:
-        """An acknowledged `Abort`: no output of these requests comes after this."""
+        """Acknowledges an `Abort`: no output of these requests follows."""
 
     def on_reset(self, reset: tuple["asyncio.Future[int]", int]) -> None:
-        """The `answer` of a `ResetPrefixCache`, and the number for it."""
+        """Receives the `answer` of a `ResetPrefixCache`, and the number to set."""
 
     def on_kv_events(self, events: Sequence[KvEvent]) -> None:
-        """Changes of the prefix cache."""
+        """Receives a snapshot or changes of the prefix cache."""
 
     def on_failed(self, cause: BaseException) -> None:
-        """The engine has died; nothing comes after this."""
+        """Reports that the engine has died; no other call follows."""
 
 
 class EngineThread:
-    """Runs the engine until `stop`, then closes it.
+    """Steps an engine until `stop`, then closes it.
 
     Args:
-        core: the engine; the thread's alone from now on, but for what is
-            thread-safe.
-        loop: where the listener's methods are called.
-        listener: hears of the engine.
+        core: the engine. From now on only this thread calls methods that are not thread-safe.
+        loop: the event loop that calls the listener's methods.
+        listener: receives outputs and answers.
 
     Attributes:
-        load: how busy the engine is, as of a recent step.
+        load: how busy the engine was at a recent step.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
 
     def start(self) -> None:
-        """Begins to step."""
+        """Starts the thread."""
         self._thread.start()
 
     def put(self, command: Command) -> None:
@@ -147,18 +146,17 @@ class EngineThread:
         self._core.wake()
 
     def stop(self) -> None:
-        """Ends after the present step. Does not wait. Idempotent."""
+        """Ends the thread after the current step. Does not wait. Idempotent."""
         self._is_stopping = True
         self._core.wake()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the end."""
+        """Waits until the thread has ended."""
         self._thread.join(timeout_s)
 
     # On the thread.
 
     def _run(self) -> None:
-        self._core.tell_early(self._tell)
         try:
             while not self._is_stopping:
                 self._step()
@@ -171,26 +169,25 @@ class EngineThread:
 
     def _step(self) -> None:
         while self._commands:
-            self._obey(self._commands.popleft())
-        self._tell(self._core.step())
-        self._core.start_transfers()
+            self._execute(self._commands.popleft())
+        self._core.run_step(self._deliver)
         if self._is_recording:
-            self._tell_events(self._core.take_kv_events())
+            self._deliver_events(self._core.take_kv_events())
         if self._core.is_stalled or time.monotonic() >= self._next_load_at:
             self.load = self._core.load()
             self._next_load_at = time.monotonic() + _LOAD_INTERVAL_S
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         core, listener = self._core, self._listener
         match command:
             case Add(request):
-                self._tell(core.add_request(request))
+                self._deliver(core.add_request(request))
             case Abort(request_ids, acknowledge):
-                self._tell(core.abort(request_ids))
+                self._deliver(core.abort(request_ids))
                 if acknowledge:
                     self._post(listener.on_aborted, request_ids)
             case FinishCandidate(request_id, index):
-                self._tell(core.finish_candidate(request_id, index))
+                self._deliver(core.finish_candidate(request_id, index))
             case Prefetch(handoff):
                 core.prefetch(handoff)
             case ReleaseHandoff(handoff_id):
@@ -199,13 +196,13 @@ class EngineThread:
                 self._post(listener.on_reset, (answer, core.reset_prefix_cache()))
             case RecordKvEvents(on):
                 self._is_recording = on
-                self._tell_events(core.watch_kv_events(on))
+                self._deliver_events(core.watch_kv_events(on))
 
-    def _tell(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         if outputs:
             self._post(self._listener.on_outputs, outputs)
 
-    def _tell_events(self, events: Sequence[KvEvent]) -> None:
+    def _deliver_events(self, events: Sequence[KvEvent]) -> None:
         if events:
             self._post(self._listener.on_kv_events, events)
 
@@ -213,5 +210,5 @@ class EngineThread:
         try:
             self._loop.call_soon_threadsafe(handler, argument)
         except RuntimeError:
-            # The event loop was closed first; nobody is left to tell.
+            # The event loop was closed first, so the listener is gone.
             self._is_stopping = True

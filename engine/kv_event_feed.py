@@ -1,9 +1,8 @@
-"""`KvEventFeeds`: hands the prefix cache's events to those who follow them. Pure.
+"""`KvEventFeeds`: delivers events of the prefix cache to its followers. Pure.
 
-Each follower first gets what is cached, as `CacheCleared` and `BlocksStored`,
-then every change. What waits for a follower is bounded: one that lags is given
-the whole cache again, in place of what it missed. A new snapshot reaches all
-followers; to those that did not need it, it says what they know.
+Each follower first gets a snapshot of the cache, as `CacheCleared` and `BlocksStored`, then every
+change. The queue of a follower is bounded: if a follower lags, a new snapshot replaces what it
+missed. All followers receive the snapshot; for the others it changes nothing.
 """
 
 import asyncio
@@ -18,10 +17,10 @@ class KvEventFeeds:
     """The followers of one engine's prefix cache.
 
     Args:
-        max_waiting: the most events and block keys that wait for one follower;
-            more than a snapshot has.
-        record: called with True to have a snapshot and then changes delivered,
-            and with False when nobody follows any more.
+        max_waiting: the most events and block keys that wait for one follower. It must exceed
+            the size of a snapshot.
+        record: called with True to request a snapshot followed by changes, and with False when
+            the last follower has left.
     """
 
     def __init__(self, max_waiting: int, record: Callable[[bool], None]) -> None:
@@ -30,12 +29,12 @@ class KvEventFeeds:
         self._feeds: set[_Feed] = set()
 
     async def follow(self) -> AsyncGenerator[Sequence[KvEvent], None]:
-        """Yields events in their order, without end; to be closed by the caller."""
+        """Yields events in order, without end. The caller must close the generator."""
         feed = _Feed(self._max_waiting)
         self._feeds.add(feed)
         try:
             while True:
-                if feed.take_fall():
+                if feed.take_needs_snapshot():
                     self._record(True)
                 if events := await feed.read():
                     yield events
@@ -45,13 +44,13 @@ class KvEventFeeds:
                 self._record(False)
 
     def deliver(self, events: Sequence[KvEvent]) -> None:
-        """Gives events to every follower."""
+        """Adds events to the queue of every follower."""
         for feed in self._feeds:
             feed.put(events)
 
 
 class _Feed:
-    """What waits for one follower. While it is behind, all before a snapshot is nothing to it."""
+    """The queue of one follower. While the follower lags, events before a snapshot are dropped."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
@@ -59,23 +58,23 @@ class _Feed:
         self._events: list[KvEvent] = []
         self._changed = asyncio.Event()
         self._is_behind = True
-        self._has_fallen = True
+        self._needs_snapshot = True
 
-    def take_fall(self) -> bool:
-        """Whether it has fallen behind since this was asked last: a snapshot is due."""
-        has_fallen, self._has_fallen = self._has_fallen, False
-        return has_fallen
+    def take_needs_snapshot(self) -> bool:
+        """Returns whether the follower has begun to lag since the last call."""
+        needs_snapshot, self._needs_snapshot = self._needs_snapshot, False
+        return needs_snapshot
 
     def put(self, events: Sequence[KvEvent]) -> None:
-        """Adds events; too many, and the feed is behind."""
+        """Adds events. If they are too many, the follower lags."""
         for event in events:
             if isinstance(event, CacheCleared):
-                self._restart(is_behind=False)  # nothing before it counts any more
+                self._restart(is_behind=False)  # a snapshot starts; it replaces all before it
             if not self._is_behind:
                 self._add(event)
 
     async def read(self) -> Sequence[KvEvent]:
-        """All that waits; nothing if the feed has just fallen behind."""
+        """Waits for events and returns all of them; none if the follower has just begun to lag."""
         await self._changed.wait()
         self._changed.clear()
         events, self._events, self._num_waiting = self._events, [], 0
@@ -91,7 +90,7 @@ class _Feed:
     def _restart(self, *, is_behind: bool) -> None:
         self._events.clear()
         self._num_waiting = 0
-        self._is_behind = self._has_fallen = is_behind
+        self._is_behind = self._needs_snapshot = is_behind
 
 
 def _size_of(event: KvEvent) -> int:

@@ -1,7 +1,7 @@
-"""`Runner`: what the engine needs of whatever executes its batches.
+"""`Runner`: the interface through which the engine executes batches. Torch-free.
 
-`engine.runtime.model_runner.ModelRunner` is the real one. Tests drive the
-scheduler with a fake of these few methods; so nothing here imports torch.
+`engine.runtime.model_runner.ModelRunner` implements it with torch; tests drive the
+scheduler with a fake runner.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ __all__ = ["LayersComputed", "ModelInfo", "PendingOutput", "Runner", "StepCosts"
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The facts of a loaded model that scheduling and serving need.
+    """The properties of a loaded model that scheduling and serving need.
 
     Attributes:
-        max_model_len: the most prompt and generated tokens together.
-        vocab_size: token ids are below it.
+        max_model_len: maximum number of prompt and generated tokens together.
+        vocab_size: number of token ids; they start at 0.
         eos_token_ids: ids that end a generation, from the model's
             generation_config.json and config.json.
         fingerprint: digest of config and weights.
-        layout: shape of a KV block, whose layers are those of one layer group.
+        layout: shape of a KV block, which holds the layers of one layer group.
         windows: per layer group, as in `engine.kv_cache.spec.KvCacheSpec`.
     """
 
@@ -38,7 +38,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What preemption weighs, as measured when the runner was made.
+    """Times that preemption compares, measured when the runner was created.
 
     Attributes:
         prompt_token_s: seconds to compute one more token of a prompt.
@@ -50,50 +50,51 @@ class StepCosts:
 
 
 LayersComputed = Callable[[int, int], None]
-"""Hears, in the thread that executes a step, that in it the leading layers of blocks are
-computed: its number, and how many layers of a block."""
+"""Called in the thread that executes a step, with the step's number and the number of leading
+layers of its blocks whose KV is computed."""
 
 
 class PendingOutput(Protocol):
-    """What a step that was submitted will bring."""
+    """The future output of a submitted step."""
 
     def result(self) -> StepOutput:
-        """Waits until the device is done with the step, whatever becomes of it: the blocks
-        that it touched may be given to others, and moved beside later steps.
+        """Waits until the device has finished the step, even if it fails, so that its blocks
+        may be reused, and transferred while later steps run.
 
         Raises:
-            Exception: whatever made the step fail.
+            Exception: the step failed.
         """
 
 
 class Runner(Protocol):
-    """Executes batches, in the order in which they come, on a model with a paged KV pool."""
+    """Executes batches, in order of submission, on a model with a paged KV pool."""
 
     info: ModelInfo
     num_blocks: int
-    """Blocks in the pool, measured when the runner was made."""
+    """Number of blocks in the pool."""
     num_host_blocks: int
-    """Blocks in the host pool that sequences are swapped to; 0 without one."""
+    """Number of blocks in the host pool, for swapped sequences; 0 without one."""
     costs: StepCosts
 
     @property
     def kv_pool(self) -> Any:
-        """The pool tensor `[num_blocks, *info.layout.block_shape]`."""
+        """The pool, a tensor `[num_blocks, *info.layout.block_shape]`."""
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
-        """Runs one step; see `ScheduledBatch` for the order of its parts."""
+        """Runs one step. `ScheduledBatch` documents the order of its parts."""
 
     def submit(self, batch: ScheduledBatch) -> PendingOutput:
-        """Runs one step beside the caller, after those submitted before it.
+        """Starts one step, which runs concurrently with the caller, after earlier ones.
 
         Raises:
-            Exception: why the step could not be started; nothing of it runs any more.
+            Exception: the step could not be started; no part of it is running any more.
         """
 
-    def watch_layers(self, tell: LayersComputed) -> None:
-        """Has `tell` hear of layers before their step is over, where that is known. What
-        it is not told of is computed when the step's output is there.
+    def watch_layers(self, on_layers: LayersComputed) -> None:
+        """Registers a function to call as layers are computed, before their step has finished.
+
+        A runner need not call it. All layers are computed when the step's output is ready.
         """
 
     def close(self) -> None:
-        """Ends what `submit` started. Idempotent."""
+        """Waits for submitted steps and stops the runner's threads. Idempotent."""

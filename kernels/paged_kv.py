@@ -41,12 +41,12 @@ class LogitRows:
 
     Attributes:
         rows: `[num_logit_rows]` int64, ascending; indices of the tokens in the step.
-        groups: per layer group, metadata in which each of the tokens is a sequence of one query
-            token.
+        layer_groups: per layer group, metadata in which each of the tokens is a sequence of one
+            query token.
     """
 
     rows: torch.Tensor
-    groups: Sequence[AttentionMetadata]
+    layer_groups: Sequence[AttentionMetadata]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,13 @@ class PagedKv:
     """The KV cache of all layers in one step.
 
     Layers that attend to different windows hold different blocks: each *layer
-    group* has its own block tables, and one block holds one group's layers.
+    group* has its own block tables, and one block holds the layers of one layer group.
 
     Attributes:
         pool: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size, head_dim]`, any
             strides, of the model's type, or float8_e4m3fn with `scales`.
-        groups: per layer group, what the step writes and reads.
-        slots: per layer, (group, index within the group's blocks).
+        layer_groups: per layer group, the KV that the step writes and reads.
+        slots: per layer, (layer group, index within the layer group's blocks).
         logit_rows: the tokens whose logits are wanted; None for all. Once the last layer's KV is
             written, only these tokens are computed further.
         scales: `[num_blocks, layers_per_block, 2, num_kv_heads, block_size]` float32, any
@@ -91,7 +91,7 @@ class PagedKv:
     """
 
     pool: torch.Tensor
-    groups: Sequence[AttentionMetadata]
+    layer_groups: Sequence[AttentionMetadata]
     slots: Sequence[tuple[int, int]]
     logit_rows: LogitRows | None = None
     scales: torch.Tensor | None = None
@@ -99,13 +99,13 @@ class PagedKv:
 
     def layers(self) -> Iterator[LayerKv]:
         """Yields each layer's part, from the first layer to the last."""
-        for layer, (group, index) in enumerate(self.slots, 1):
-            cache, written = self.pool[:, index], self.groups[group]
+        for layer, (layer_group, index) in enumerate(self.slots, 1):
+            cache, written = self.pool[:, index], self.layer_groups[layer_group]
             scales = None if self.scales is None else self.scales[:, index]
             if self.logit_rows is None or layer < len(self.slots):
                 yield LayerKv(cache, scales, written, written, None)
             else:
-                attended, rows = self.logit_rows.groups[group], self.logit_rows.rows
+                attended, rows = self.logit_rows.layer_groups[layer_group], self.logit_rows.rows
                 yield LayerKv(cache, scales, written, attended, rows)
             if self.on_layer is not None:
                 self.on_layer(layer)

@@ -54,7 +54,7 @@ class RowState:
     """A row per running sequence; the last row is a spare one that padding refers to.
 
     Attributes:
-        tables: `[num_groups, num_rows, max_blocks]` int32 block ids, contiguous.
+        tables: `[num_layer_groups, num_rows, max_blocks]` int32 block ids, contiguous.
         positions: `[num_rows]` int64; position of the token that runs next. The spare row's
             stays 0.
         last_tokens: `[num_rows]` int64; the token drawn last, which runs next.
@@ -77,9 +77,9 @@ class DecodeInputs:
         draw_positions: `[n]` int64; positions of the tokens to draw.
         query_starts: `[n + 1]` int32; 0 to n, the same in every step.
         context_lens: `[n]` int32; tokens of each sequence, including the one that runs.
-        tables: `[num_groups, n, max_blocks]` int32; entries past a context's last block may hold
-            anything.
-        slots: `[num_groups, n]` int64; the KV slots that the tokens write to.
+        tables: `[num_layer_groups, n, max_blocks]` int32; entries past a context's last block may
+            hold anything.
+        slots: `[num_layer_groups, n]` int64; the KV slots that the tokens write to.
     """
 
     token_ids: torch.Tensor

@@ -3,15 +3,15 @@
     root  = H("root", namespace, lora, salt)
     key_i = H("full", key_{i-1}, tokens of block i)
     tail  = H("tail", key_{n-1}, tokens of the partial block, handoff id)
-    group = H("group", key, number), where a model's layers form groups
-    slice = H("slice", key, number), where a block's layers and heads go in slices
+    group = H("group", key, number), if a model's layers form groups
+    slice = H("slice", key, number), if a block's layers and heads are cut into slices
 
-A key names the tokens of its block, all tokens before it and, through the
-namespace, everything else KV bytes depend on. Equal keys therefore mean equal
-bytes. A partial tail's key carries the handoff's id as well: tails are made
-for one handoff and deleted with it, so two requests must never share one.
+A key identifies the tokens of its block, all tokens before it and, through the
+namespace, everything else that KV bytes depend on. So equal keys mean equal
+bytes. A partial tail's key also depends on the handoff's id: tails are made for
+one handoff and deleted with it, so two requests must never share one.
 
-Pure: the standard library only. The router imports this module.
+Pure: imports the standard library only, because the router imports this module.
 """
 
 import sys
@@ -43,18 +43,18 @@ def derive_namespace(
     num_head_slices: int = 1,
     num_layer_slices: int = 1,
 ) -> bytes:
-    """Digest of everything KV bytes depend on except tokens, LoRA and salt.
+    """Returns a digest of everything KV bytes depend on except tokens, LoRA and salt.
 
-    They are those in transfer form (`kvstore.transfer_form`): engines that convert to it from
-    other types share its keys, and round as they convert.
+    The bytes are those in transfer form (`kvstore.transfer_form`). Engines that convert from other
+    types to this form share its keys, and round as they convert.
 
     Args:
         model_fingerprint: digest of the model's config and weights.
         kv_dtype: element type of stored KV, say "bfloat16".
         layout_version: version of the pool layout (`kvstore.layout`).
         block_size: tokens per block.
-        num_head_slices: parts that a block's heads go in.
-        num_layer_slices: parts that its layers go in.
+        num_head_slices: number of slices of a block's heads.
+        num_layer_slices: number of slices of its layers.
     """
     slices = [num_head_slices.to_bytes(4, "little")] if num_head_slices != 1 else []
     if num_layer_slices != 1:
@@ -79,15 +79,15 @@ def describe_namespace(
     num_head_slices: int = 1,
     num_layer_slices: int = 1,
 ) -> str:
-    """In words, what `derive_namespace` makes a digest of: for people who compare two.
+    """Returns the contents of `derive_namespace` in words, for people who compare two.
 
     Args:
-        model_fingerprint: hex digits; the first twelve are told.
-        kv_dtype: as there.
-        layout_version: as there.
-        block_size: as there.
-        num_head_slices: as there; told where there is more than one.
-        num_layer_slices: as `num_head_slices`.
+        model_fingerprint: hex digits, of which the first twelve are shown.
+        kv_dtype: see `derive_namespace`.
+        layout_version: see there.
+        block_size: see there.
+        num_head_slices: see there; shown if there is more than one.
+        num_layer_slices: see there; shown if there is more than one.
     """
     slices = f"{num_head_slices} head slices, " if num_head_slices != 1 else ""
     slices += f"{num_layer_slices} layer slices, " if num_layer_slices != 1 else ""
@@ -100,15 +100,15 @@ def describe_namespace(
 class BlockKeyChain:
     """The keys of one sequence's full blocks, extended as the sequence grows.
 
-    A pool whose blocks are `blocks_per_pool_block` times as long goes by the same chain: the
-    key of a pool block is that of the last block in it, which names all tokens before.
+    It also serves a pool whose blocks are `blocks_per_pool_block` times as long: the key of a pool
+    block is that of its last block, which depends on all tokens before.
 
     Args:
         namespace: from `derive_namespace`.
         block_size: tokens per block.
         cache_salt: separates tenants' caches.
         lora: digest of the LoRA in use; empty without one.
-        blocks_per_pool_block: blocks that lie in one block of the pool.
+        blocks_per_pool_block: number of blocks in one block of the pool.
     """
 
     __slots__ = ("_block_size", "_keys", "_per_pool_block", "_pool_keys", "_root")
@@ -131,16 +131,16 @@ class BlockKeyChain:
 
     @property
     def keys(self) -> Sequence[bytes]:
-        """Keys of the full blocks seen so far, in order. Not to be changed."""
+        """Keys of the full blocks so far, in order. Callers must not change it."""
         return self._keys
 
     @property
     def pool_keys(self) -> Sequence[bytes]:
-        """As `keys`, of the full pool blocks."""
+        """Keys of the full pool blocks so far; see `keys`."""
         return self._pool_keys
 
     def copy(self) -> "BlockKeyChain":
-        """A chain of the same keys, to go on by itself."""
+        """Returns an independent chain with the same keys."""
         other = object.__new__(BlockKeyChain)
         other._root, other._block_size = self._root, self._block_size
         other._per_pool_block = self._per_pool_block
@@ -150,14 +150,14 @@ class BlockKeyChain:
         return other
 
     def extend(self, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """Adds keys for the full blocks of the sequence not keyed yet.
+        """Adds the keys of full blocks that have none yet.
 
         Args:
-            token_ids: the whole sequence, of which the part already keyed must
-                be unchanged.
+            token_ids: the whole sequence; the part that has keys must be
+                unchanged.
 
         Returns:
-            All keys, as `keys`.
+            All keys; see `keys`.
         """
         size, keys = self._block_size, self._keys
         for index in range(len(keys), len(token_ids) // size):
@@ -169,12 +169,12 @@ class BlockKeyChain:
         return keys
 
     def extend_pool(self, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """As `extend`; returns `pool_keys`."""
+        """Does the same as `extend`, and returns `pool_keys`."""
         self.extend(token_ids)
         return self._pool_keys
 
     def of_prompt(self, token_ids: Sequence[int], handoff_id: str) -> tuple[bytes, ...]:
-        """Keys of all blocks of a prompt: the full ones, and a partial tail made for a handoff.
+        """Returns the keys of all blocks of a prompt: full ones, and a partial tail for a handoff.
 
         Args:
             token_ids: the prompt, with which the sequence begins.
@@ -188,7 +188,7 @@ class BlockKeyChain:
 
 
 def tail_key(parent: bytes, token_ids: Sequence[int], handoff_id: str) -> bytes:
-    """Key of the partial block that ends one handoff's prompt.
+    """Returns the key of the partial block that ends one handoff's prompt.
 
     Args:
         parent: key of the block before, or the chain's root.
@@ -199,18 +199,17 @@ def tail_key(parent: bytes, token_ids: Sequence[int], handoff_id: str) -> bytes:
 
 
 def layer_group_key(key: bytes, group: int) -> bytes:
-    """Key of the block that holds one layer group's KV of the tokens that `key` names.
+    """Returns the key of the block with one layer group's KV of the tokens of `key`.
 
-    Group 0's is `key` itself, so a model with one group has plain keys.
+    For group 0 it is `key` itself, so a model with one group has plain keys.
     """
     return _hash(b"group", key, group.to_bytes(4, "little")) if group else key
 
 
 def slice_key(key: bytes, number: int) -> bytes:
-    """Key of the object that holds one slice of the layers and heads of the block that `key`
-    names.
+    """Returns the key of the object with one slice of the layers and heads of the block of `key`.
 
-    Slice 0's is `key` itself, so blocks that go whole have plain keys.
+    For slice 0 it is `key` itself, so blocks that are one object have plain keys.
     """
     return _hash(b"slice", key, number.to_bytes(4, "little")) if number else key
 
@@ -223,7 +222,7 @@ def _token_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def _hash(tag: bytes, *parts: bytes) -> bytes:
-    """BLAKE2b over length-prefixed parts, so that no two part lists collide."""
+    """Returns BLAKE2b over length-prefixed parts, so that no two lists of parts collide."""
     digest = blake2b(digest_size=KEY_BYTES, person=tag.ljust(16, b"\0"))
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

@@ -1,6 +1,6 @@
-r"""The frame around a stored KV block: a header that makes the object verify itself.
+r"""The header of a stored KV block, by which a reader verifies the object.
 
-    slot: | header, 64 bytes | payload: the block's bytes |
+    object: | header, 64 bytes | payload: the block's bytes |
 
     offset  bytes  field
          0      8  magic "BATONKV\0"
@@ -11,19 +11,19 @@ r"""The frame around a stored KV block: a header that makes the object verify it
         24     24  zero
         48     16  digest of the 48 bytes above, the key, and the payload
 
-The digest is bound to the key: an object found under a key that it was not
-sealed for is refused, as is any torn, truncated or changed one. xxh3 finds
-accidents, not attackers: who may write to the store is the store's matter.
+The digest covers the key: an object under a key that it was not sealed for is
+refused, as is any torn, truncated or changed one. xxh3 detects accidents, not
+attacks: access control is the store's task.
 
-Header and payload may lie apart. Objects come in lists, to be digested together
-(`kvstore.memory_runs`). All functions work in place on preallocated memory.
+The functions take lists of objects, which are digested together
+(`kvstore.memory_runs`), and work in place on preallocated memory.
 """
 
 import struct
 from collections.abc import Iterable, Sequence
 
 from kvstore.memory_runs import digest_runs
-from kvstore.store import Frame
+from kvstore.store import KvObject
 
 __all__ = ["DIGEST_SCHEME", "HEADER_BYTES", "make_headers", "seal", "verify"]
 
@@ -36,58 +36,57 @@ _DIGEST_SCHEME_ID = 1
 _PREAMBLE = struct.Struct("<8sHHIQ24x")
 
 
-def seal(frames: Sequence[Frame], keys: Sequence[bytes]) -> None:
-    """Writes the headers for payloads that are there already.
+def seal(objects: Sequence[KvObject], keys: Sequence[bytes]) -> None:
+    """Writes the headers of objects whose payloads are complete.
 
     Args:
-        frames: of each object a header, contiguous writable bytes, and the block's bytes,
-            contiguous.
+        objects: each with a writable header, and a block's bytes as payload.
         keys: the key that each will be stored under.
 
     Raises:
-        ValueError: there is not room for a header, or more.
+        ValueError: a header does not have `HEADER_BYTES` bytes.
     """
-    for header, _ in frames:
+    for header, _ in objects:
         if len(header) != HEADER_BYTES:
             raise ValueError(f"a header has {HEADER_BYTES} bytes, not {len(header)}")
-    made = make_headers([payload for _, payload in frames], keys)
-    for (header, _), content in zip(frames, made, strict=True):
+    made = make_headers([payload for _, payload in objects], keys)
+    for (header, _), content in zip(objects, made, strict=True):
         header[:] = content
 
 
 def make_headers(payloads: Sequence[memoryview], keys: Sequence[bytes]) -> list[bytes]:
-    """The headers for payloads, for who has no place for them yet.
+    """Returns the headers for payloads.
 
     Args:
         payloads: each a block's bytes, contiguous.
-        keys: as in `seal`.
+        keys: see `seal`.
     """
     preambles = [_preamble(len(payload)) for payload in payloads]
     digests = digest_runs(_prefixes(preambles, keys), payloads)
     return [preamble + digest for preamble, digest in zip(preambles, digests, strict=True)]
 
 
-def verify(frames: Sequence[Frame], keys: Sequence[bytes]) -> int:
-    """How many leading objects are exactly what was sealed for their keys.
+def verify(objects: Sequence[KvObject], keys: Sequence[bytes]) -> int:
+    """Returns how many leading objects are exactly what was sealed for their keys.
 
     Args:
-        frames: as in `seal`, as read from a store; the length of a payload is what the reader
-            expects of the block.
+        objects: as read from a store; the length of a payload is what the reader expects of the
+            block.
         keys: the key that each was read from.
     """
-    wanted = make_headers([payload for _, payload in frames], keys)
-    are_whole = (header == content for (header, _), content in zip(frames, wanted, strict=True))
-    return next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(frames))
+    wanted = make_headers([payload for _, payload in objects], keys)
+    are_whole = (header == content for (header, _), content in zip(objects, wanted, strict=True))
+    return next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(objects))
 
 
 def _preamble(num_payload_bytes: int) -> bytes:
-    """Everything of the header but the digest. Equal lengths have equal preambles."""
+    """Returns the header without the digest. It depends on the payload's length only."""
     return _PREAMBLE.pack(_MAGIC, _FORMAT_VERSION, _DIGEST_SCHEME_ID, 0, num_payload_bytes)
 
 
 def _prefixes(preambles: Iterable[bytes], keys: Iterable[bytes]) -> list[bytes]:
-    """What is digested before each payload. The key's length goes in as well, so that key and
-    payload cannot trade bytes.
+    """Returns the bytes that are digested before each payload. They include the key's length, so
+    that bytes cannot move between key and payload.
     """
     return [
         preamble + len(key).to_bytes(8, "little") + key

@@ -293,7 +293,7 @@ class KvConnectorWorker(ABC):
             pool: the tensor `[num_blocks, *layout.block_shape]`.
             layout: the shape and type of the pool's blocks.
             form: how blocks look between engines; None if they look as in the pool.
-                `kvstore.transfer_form.PoolCut.of` computes how the pool is cut for it.
+                `kvstore.transfer_form.BlockSlicing.of` computes how the pool is cut for it.
             share: which of the model's KV heads the pool has.
 
         Raises:

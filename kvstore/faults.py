@@ -33,11 +33,11 @@ from typing import Protocol, runtime_checkable
 from typing_extensions import override
 
 from baton.errors import ConfigurationError
+from kvstore.codec import HEADER_BYTES
 from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
 from kvstore.jobs import LoadJob, SaveJob
 from kvstore.mover.backend import Backend
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 from kvstore.url import FAULTY_PREFIX, scheme_of
 
 __all__ = [
@@ -86,11 +86,6 @@ class FaultyBackend(Backend):
         self._delay_s = plan.delay_s
         self._stale: bytes | None = None  # the object that was fetched last
 
-    @property
-    @override
-    def takes_frames(self) -> bool:
-        return self._backend.takes_frames
-
     @override
     def num_held(self, keys: Sequence[bytes]) -> int:
         self._delay("ask", keys)
@@ -100,10 +95,10 @@ class FaultyBackend(Backend):
         return num_held
 
     @override
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> None:
         """Puts copies where a fault changes bytes: the slots may lie in a pool."""
         self._delay("put", keys)
-        kept: list[tuple[bytes, Slot]] = []
+        kept: list[tuple[bytes, KvObject]] = []
         for key, slot in zip(keys, slots, strict=True):
             if not self._dice.draw("drop", "put", key):
                 kept.append((key, self._altered(key, slot)))
@@ -115,7 +110,9 @@ class FaultyBackend(Backend):
             self._backend.put(job, put_keys, values)
 
     @override
-    def fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> list[GetStatus]:
+    def fetch(
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[KvObject]
+    ) -> list[GetStatus]:
         self._delay("fetch", keys)
         drawn = {key: self._dice.draw("fail_load", "fetch", key) for key in keys}
         failing = {key: dice for key, dice in drawn.items() if dice}
@@ -135,7 +132,7 @@ class FaultyBackend(Backend):
 
     # Faults of puts.
 
-    def _altered(self, key: bytes, slot: Slot) -> Slot:
+    def _altered(self, key: bytes, slot: KvObject) -> KvObject:
         """Returns the slot, or a copy with faults."""
         corrupt = self._dice.draw("corrupt", "put", key)
         truncate = self._dice.draw("truncate", "put", key)
@@ -146,9 +143,9 @@ class FaultyBackend(Backend):
             _flip(copy, corrupt)
         if truncate:
             del copy[truncate.randrange(len(copy)) :]
-        return Slot.of(memoryview(copy))
+        return KvObject.split(memoryview(copy), HEADER_BYTES)
 
-    def _swap_last(self, kept: list[tuple[bytes, Slot]]) -> None:
+    def _swap_last(self, kept: list[tuple[bytes, KvObject]]) -> None:
         """If "reorder" strikes, swaps the last two objects, but not their keys."""
         if len(kept) > 1 and self._dice.draw("reorder", "put", kept[-1][0]):
             (key, slot), (last_key, last_slot) = kept[-2:]
@@ -156,7 +153,7 @@ class FaultyBackend(Backend):
 
     # Faults of fetches.
 
-    def _spoil(self, key: bytes, slots: Sequence[Slot], index: int) -> GetStatus:
+    def _spoil(self, key: bytes, slots: Sequence[KvObject], index: int) -> GetStatus:
         """Puts faults into a filled slot; returns its status."""
         slot = slots[index]
         self._replace_by_stale(key, slot)
@@ -177,7 +174,7 @@ class FaultyBackend(Backend):
         slot.fill(spoiled)
         return truncate.choice([GetStatus.HIT, GetStatus.WRONG_SIZE]) if truncate else GetStatus.HIT
 
-    def _replace_by_stale(self, key: bytes, slot: Slot) -> None:
+    def _replace_by_stale(self, key: bytes, slot: KvObject) -> None:
         """If "duplicate" strikes, replaces the object by the one that was fetched before it."""
         if not self._dice.may_strike("duplicate"):
             return

@@ -2,19 +2,18 @@
 
     pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
 
-All of a block's bytes lie together, so one block is one copy, one store
-object and one transfer descriptor; heads are contiguous, so that tiers of
-different tensor parallelism can slice them. Index 0 of the third axis is K,
-index 1 is V.
+All bytes of a block lie together, so one block is one copy, one store object
+and one transfer descriptor. Heads are contiguous, so that tiers of different
+tensor parallelism can slice them. Index 0 of the third axis is K, index 1 is V.
 
-In "fp8_e4m3" each token's K and V of a head are 8-bit floats and a factor. The
-factors lie behind the elements of their layer, K or V, and head, and the pool
-is of bytes:
+In "fp8_e4m3" each token's K and V of a head are 8-bit floats with a factor. The
+factors of a layer, K or V, and head lie behind its elements, and the pool
+consists of bytes:
 
     pool: [num_blocks, num_layers, 2, num_kv_heads, block_size * (head_dim + 4)] uint8
                          | block_size * head_dim float8_e4m3fn | block_size float32 |
 
-Pure: no torch here; `kvstore.block_views` reads it.
+Pure: imports no torch. `kvstore.mover.pool_objects.view_blocks` makes tensors of it.
 """
 
 import math
@@ -33,11 +32,11 @@ class KvLayout:
     """Shape and element type of a KV block.
 
     Attributes:
-        num_layers: of a block.
-        num_kv_heads: of a layer.
-        block_size: tokens.
-        head_dim: elements of a token's K, or V, of a head.
-        dtype: their type: a name of torch's, or `FP8`.
+        num_layers: layers of a block.
+        num_kv_heads: KV heads of a layer.
+        block_size: tokens of a block.
+        head_dim: elements of one token's K, or V, of one head.
+        dtype: element type: a torch name, or `FP8`.
     """
 
     num_layers: int
@@ -48,18 +47,18 @@ class KvLayout:
 
     @property
     def has_scales(self) -> bool:
-        """Whether each token's K and V of a head come with a factor."""
+        """Whether each token's K and V of a head have a factor."""
         return self.dtype == FP8
 
     @property
     def pool_dtype(self) -> str:
-        """Torch's name of the type of the pool's elements."""
+        """The torch name of the pool's element type."""
         return "uint8" if self.has_scales else self.dtype
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """`[num_layers, 2, num_kv_heads, block_size, head_dim]`; with factors the last two are
-        one of bytes.
+        """`[num_layers, 2, num_kv_heads, block_size, head_dim]`; with factors, the last two axes
+        are one axis of bytes.
         """
         heads = (self.num_layers, 2, self.num_kv_heads)
         if self.has_scales:

@@ -1,8 +1,8 @@
 """Copies and digests of many runs of memory at a time.
 
-By one call of the native library, where there is one: the interpreter's lock is let go of and
-waited for once and not for each block, and long runs go past the caches
-(docs/adr/0026-native-copies.md). Otherwise run by run.
+The native library does it in one call, if it is there: the GIL is released and acquired once and
+not for each block, and long runs bypass the caches (docs/adr/0026-native-copies.md). Without the
+library, runs are copied and digested one by one.
 """
 
 import logging
@@ -21,20 +21,20 @@ __all__ = ["copy_runs", "digest_runs"]
 
 _logger = logging.getLogger("baton.kvstore")
 
-# To copy so few is quicker than to find out where they are.
+# Below this, copying is faster than finding the addresses for the native library.
 _LEAST_NATIVE_BYTES = 4096
 
 
 def copy_runs(to: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Copies each source to its place.
+    """Copies each source to the view at the same place in `to`.
 
     Args:
-        to: writable and contiguous, of items of any type.
-        sources: as many bytes each, contiguous; none overlaps with where anything is copied to.
+        to: writable, contiguous views of items of any type.
+        sources: contiguous views of as many bytes; none overlaps with a view in `to`.
 
-    Raises (some may have been copied):
-        TypeError: it is not writable.
-        ValueError: two lengths differ, or the numbers of runs; or one is not contiguous.
+    Raises (some runs may have been copied):
+        TypeError: a view is not writable.
+        ValueError: two lengths or the numbers of runs differ, or a view is not contiguous.
     """
     long = []
     for there, source in zip(to, sources, strict=True):
@@ -54,14 +54,14 @@ def copy_runs(to: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
 
 
 def digest_runs(prefixes: Sequence[bytes], runs: Sequence[memoryview]) -> list[bytes]:
-    """XXH3-128 digests of runs, each behind a prefix of its own.
+    """Returns the XXH3-128 digests of runs.
 
     Args:
-        prefixes: some bytes for each run.
-        runs: contiguous.
+        prefixes: for each run, bytes that are digested before it.
+        runs: contiguous views.
 
     Returns:
-        16 bytes for each, canonical.
+        16 bytes for each run, in the canonical order.
     """
     is_worth_it = len(runs) > 1 and any(run.nbytes >= _LEAST_NATIVE_BYTES for run in runs)
     native = _native_runs() if is_worth_it else None
@@ -79,7 +79,7 @@ def digest_runs(prefixes: Sequence[bytes], runs: Sequence[memoryview]) -> list[b
 
 
 def _copy_long(pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
-    """Copies runs that are as `copy_runs` wants them, to the first of each pair."""
+    """Copies the second of each pair to the first; both meet the conditions of `copy_runs`."""
     native = _native_runs()
     if native is None:
         for there, source in pairs:
@@ -98,7 +98,7 @@ def _digest(prefix: bytes, run: memoryview) -> bytes:
 
 
 def _address(run: memoryview) -> int:
-    """Where bytes lie; as long as somebody has the view."""
+    """Returns the address of a view's bytes, valid while the view is referenced."""
     if run.readonly or not run.nbytes:
         return int(np.frombuffer(run, np.uint8).__array_interface__["data"][0])
     return addressof(c_char.from_buffer(run))
@@ -108,7 +108,7 @@ def _address(run: memoryview) -> int:
 def _native_runs() -> NativeRuns | None:
     try:
         return native_runs()
-    # An engine on a CPU does not start then; one on a GPU does.
+    # An engine on a CPU does not start without the library, but one on a GPU does.
     except (ConfigurationError, OSError) as error:
         _logger.warning("KV is copied and digested without the native library: %s", error)
         return None

@@ -1,8 +1,8 @@
-"""`TransferMetrics`: what the transfers of one backend add up to. Pure.
+"""`TransferMetrics`: counters and histograms of the transfers of one backend. Pure.
 
-Whoever moves KV counts here, from any thread; `kvstore.metrics_collector` shows
-the sums to Prometheus when it asks. A further metric is a `MetricInfo` in
-`METRICS` and a method that adds to it, and a line in docs/metrics.md.
+Connectors count here, from any thread; `kvstore.metrics_collector` exports the
+values to Prometheus. To add a metric, add a `MetricInfo` to `METRICS`, a method
+that counts it, and a line in docs/metrics.md.
 """
 
 import itertools
@@ -35,20 +35,20 @@ STAGES = ("admission", "loading")
 # A block from shared memory takes 0.1 ms, a call that times out seconds.
 _STEPS = (1.0, 2.5, 5.0)
 BUCKETS_S = (*(step * 10.0**power for power in range(-4, 1) for step in _STEPS), 10.0)
-"""Upper bounds of the histograms' buckets."""
+"""Upper bounds of the histograms' buckets, in seconds."""
 
 _Series = tuple[str, ...]
-"""A metric's name, and the values of its labels but for the backend."""
+"""A metric's name, and the values of its labels without the backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricInfo:
-    """One metric of a backend. All have the label `backend`.
+    """One metric. All metrics have the label `backend`.
 
     Attributes:
         kind: "counter", "gauge" or "histogram" (of seconds).
-        text: what it tells.
-        labels: further labels, each with all its values.
+        text: its help text.
+        labels: its other labels, each with all values.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -56,13 +56,13 @@ class MetricInfo:
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def label_values(self) -> Iterable[tuple[str, ...]]:
-        """Every combination of the labels' values."""
+        """Returns every combination of the labels' values."""
         return itertools.product(*self.labels.values())
 
 
 _PER_DIRECTION = {"direction": DIRECTIONS}
 
-# Names of counters are without the `_total` that Prometheus sees.
+# Names of counters lack the suffix `_total`, which Prometheus adds.
 METRICS: dict[str, MetricInfo] = {
     "baton_kv_objects": MetricInfo("counter", "Objects moved by calls.", _PER_DIRECTION),
     "baton_kv_bytes": MetricInfo("counter", "Bytes moved by calls.", _PER_DIRECTION),
@@ -124,7 +124,7 @@ METRICS: dict[str, MetricInfo] = {
     ),
 }
 
-# Metrics that are read off `StoreStats`, and the attribute that each is.
+# Metrics that are fields of `StoreStats`.
 _FROM_STATS = {
     "baton_kv_stored_objects": "num_objects",
     "baton_kv_stored_bytes": "num_bytes",
@@ -136,28 +136,28 @@ _FROM_STATS = {
 
 @dataclass(slots=True)
 class Histogram:
-    """Seconds: how many fell into each bucket, and their sum.
+    """A histogram of seconds.
 
     Attributes:
-        counts: per bound of `BUCKETS_S` those above the bound before it, then those beyond all.
-        total_s: the sum.
+        counts: number of values in each bucket of `BUCKETS_S`, and of those beyond the last.
+        total_s: sum of the values.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     total_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Counts one."""
+        """Counts one value."""
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.total_s += seconds
 
 
 class TransferMetrics:
-    """Counts for one backend. Thread-safe; each method takes well under a microsecond.
+    """Metrics of one backend. Thread-safe; each method takes well under a microsecond.
 
     Attributes:
-        read_stats: a store's `stats`, for when Prometheus asks; None where there is none.
-        read_breakers: of what guards the backend, with the direction of the calls that it stops.
+        read_stats: returns a store's statistics; None without a store.
+        read_breakers: returns the state of each breaker, with the direction of the calls it stops.
     """
 
     def __init__(self) -> None:
@@ -178,19 +178,19 @@ class TransferMetrics:
     def called(
         self, direction: Direction, seconds: float, num_objects: int = 0, num_bytes: int = 0
     ) -> None:
-        """A call of the backend has ended, having moved so much."""
+        """Counts a call of the backend that has ended, and what it moved."""
         with self._lock:
             self._histograms["baton_kv_call_seconds", direction].add(seconds)
             self._values["baton_kv_objects", direction] += num_objects
             self._values["baton_kv_bytes", direction] += num_bytes
 
     def job_ended(self, direction: Direction, seconds: float, error: str = "") -> None:
-        """A save or load has its result.
+        """Counts a save or load that has its result.
 
         Args:
-            direction: which of them.
+            direction: save or load.
             seconds: since its start.
-            error: as in `LoadResult`.
+            error: see `LoadResult`.
         """
         with self._lock:
             self._histograms["baton_kv_job_seconds", direction].add(seconds)
@@ -198,50 +198,50 @@ class TransferMetrics:
             self.failed(direction, error)
 
     def failed(self, direction: Direction, error: str) -> None:
-        """A save or load ended with less than asked; `error` as in `LoadResult`."""
+        """Counts a save or load that ended incomplete; for `error` see `LoadResult`."""
         cause = error.replace(" ", "_")
         self._add(1, "baton_kv_failures", direction, cause if cause in CAUSES else "failed")
 
     def skipped(self, num_objects: int) -> None:
-        """So many objects need not be saved, for the backend holds them."""
+        """Counts objects that were not saved because the backend holds them."""
         self._add(num_objects, "baton_kv_skipped_objects")
 
     def looked_up(self, seconds: float, num_asked: int, num_found: int) -> None:
-        """A look-up is answered."""
+        """Counts a look-up that is answered."""
         with self._lock:
             self._histograms["baton_kv_lookup_seconds",].add(seconds)
             self._values["baton_kv_lookup_objects",] += num_asked
             self._values["baton_kv_lookup_hits",] += num_found
 
     def verify_failed(self) -> None:
-        """An object is torn, changed, or another's."""
+        """Counts an object that is torn, changed, or another key's."""
         self._add(1, "baton_kv_verify_failures")
 
     def leases_renewed(self, count: int) -> None:
-        """Leases on others' blocks live on."""
+        """Counts renewals of leases on other processes' blocks."""
         self._add(count, "baton_kv_lease_renewals")
 
     def leases_expired(self, count: int) -> None:
-        """Leases on own blocks ran out, unreleased."""
+        """Counts leases on own blocks that ran out without being released."""
         self._add(count, "baton_kv_expired_leases")
 
     def set_in_doubt(self, num_objects: int) -> None:
-        """So many objects' places in the pool are out of use now."""
+        """Sets the number of objects whose blocks are held, because something may write there."""
         with self._lock:
             self._values["baton_kv_objects_in_doubt",] = num_objects
 
     def prompt_saved(self, seconds: float, hidden_s: float) -> None:
-        """A prompt's last save has ended; `hidden_s` of its saves' time it was being computed."""
+        """Counts the saves of a prompt; in `hidden_s` of their time it was still computed."""
         with self._lock:
             self._values["baton_kv_prompt_save_seconds",] += seconds
             self._values["baton_kv_hidden_prompt_save_seconds",] += hidden_s
 
     def load_given_up(self, stage: Literal["admission", "loading"]) -> None:
-        """Computing is cheaper than a load: it is not begun, or no longer waited for."""
+        """Counts a load that was not begun, or given up, because computing is cheaper."""
         self._add(1, "baton_kv_loads_given_up", stage)
 
     def snapshot(self) -> tuple[dict[_Series, float], dict[_Series, Histogram]]:
-        """All values and histograms now. Waits for a store's `stats`."""
+        """Returns all values and histograms. Waits for a store's statistics."""
         read = self._read_stats() | self._read_breakers()
         with self._lock:
             histograms = {
@@ -251,7 +251,7 @@ class TransferMetrics:
             return self._values | read, histograms
 
     def _read_stats(self) -> dict[_Series, float]:
-        """What the store knows; what it does not know is left out."""
+        """Returns the store's statistics, without those that are None."""
         if self.read_stats is None:
             return {}
         stats = self.read_stats()
@@ -278,11 +278,11 @@ class KvMetrics:
         self._backends: dict[str, TransferMetrics] = {}
 
     def of(self, backend: str) -> TransferMetrics:
-        """Those of a backend, by the name that Prometheus shall see."""
+        """Returns the metrics of a backend, by its name in Prometheus."""
         with self._lock:
             return self._backends.setdefault(backend, TransferMetrics())
 
     def all(self) -> dict[str, TransferMetrics]:
-        """Every backend's."""
+        """Returns the metrics of all backends by name."""
         with self._lock:
             return dict(self._backends)

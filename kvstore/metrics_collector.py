@@ -1,4 +1,4 @@
-"""`KvMetricsCollector`: shows an engine's transfer metrics to Prometheus."""
+"""`KvMetricsCollector`: exports an engine's transfer metrics to Prometheus."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -20,9 +20,9 @@ _BOUNDS = tuple(map(floatToGoString, (*BUCKETS_S, float("inf"))))
 
 
 class KvMetricsCollector(Collector):
-    """To be registered with a registry of `prometheus_client`.
+    """A collector for a registry of `prometheus_client`.
 
-    Reads stores' `stats` when asked, in the thread that asks.
+    It reads stores' statistics in the thread that collects.
 
     Args:
         metrics: of one engine.
@@ -32,7 +32,7 @@ class KvMetricsCollector(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of all backends."""
+        """Yields all metrics of all backends."""
         snapshots = {name: metrics.snapshot() for name, metrics in self._metrics.all().items()}
         numbers = {name: numbers for name, (numbers, _) in snapshots.items()}
         histograms = {name: histograms for name, (_, histograms) in snapshots.items()}
@@ -50,7 +50,7 @@ def _number_family(
     family = kind(name, info.text, labels=("backend", *info.labels))
     for backend, numbers in backends.items():
         for values in info.label_values():
-            if (name, *values) in numbers:  # a store may not know it
+            if (name, *values) in numbers:  # a store may lack the value
                 family.add_metric((backend, *values), numbers[name, *values])
     return family
 
@@ -67,5 +67,5 @@ def _histogram_family(
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Prometheus' buckets hold what is up to their bound, those before included."""
+    """Returns cumulative buckets, as Prometheus wants them."""
     return list(zip(_BOUNDS, itertools.accumulate(histogram.counts), strict=True))

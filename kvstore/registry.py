@@ -10,23 +10,16 @@ in their metadata, without a change here:
     otherscheme = "my_package.other_module:MyConnector"
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from baton.errors import ConfigurationError
-from kvstore.connector import (
-    Connector,
-    ConnectorCapabilities,
-    ConnectorFactory,
-    KvConnectorScheduler,
-)
+from kvstore.connector import Connector, ConnectorCapabilities, ConnectorFactory
 from kvstore.faults import FaultyFactory
-from kvstore.handoff import connector_name
 from kvstore.multi.worker import MultiFactory
 from kvstore.store import KvStore, StoreCapabilities
-from kvstore.store_connector import StoreConnectorWorker
+from kvstore.store_connector import StoreFactory
 from kvstore.url import FAULTY_PREFIX, MULTI_SCHEME, scheme_of, split_members
 
 __all__ = [
@@ -127,7 +120,7 @@ def _factory_of(url: str) -> ConnectorFactory:
     if scheme in _PEERS:
         return _PeerFactory()
     if scheme in known_stores():
-        return _StoreFactory(_find_store(url))
+        return StoreFactory(_find_store(url))
     factory = _find_connector(scheme)
     if factory is None:
         raise ConfigurationError(_unknown_connector(scheme))
@@ -186,32 +179,6 @@ def _load(point: EntryPoint) -> Any:
     except (ImportError, AttributeError) as error:
         message = f"{point.name}:// cannot be imported from {point.value}: {error}"
         raise ConfigurationError(message) from error
-
-
-@dataclass(frozen=True, slots=True)
-class _StoreFactory:
-    """A store's connector."""
-
-    store_class: type[KvStore]
-
-    @property
-    def capabilities(self) -> ConnectorCapabilities:
-        store = self.store_class.capabilities
-        return ConnectorCapabilities(
-            shared_between_processes=store.shared_between_processes,
-            shared_between_hosts=store.shared_between_hosts,
-            keeps_leases=store.keeps_leases,
-        )
-
-    def open(self, url: str) -> Connector:
-        store = self.store_class.from_url(url)
-        # Only blocks that need no copy can be saved while their step runs.
-        scheduler = KvConnectorScheduler(
-            connector_name(url),
-            lease_s=store.ttl_s,
-            saves_ahead=store.capabilities.takes_frames,
-        )
-        return scheduler, StoreConnectorWorker(store)
 
 
 class _PeerFactory:

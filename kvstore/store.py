@@ -1,37 +1,41 @@
-"""`KvStore`: what a backend must do to hold KV blocks.
+"""`KvStore`: what a backend must do to hold KV blocks. `KvObject`: an object in memory.
 
-A store keeps immutable byte objects under 32-byte keys. It knows nothing of
-models or digests: the codec (`kvstore.codec`) frames and verifies. A new
-store is one small class; `kvstore.conformance` tests it.
+A store keeps immutable byte objects under 32-byte keys. It does not interpret
+them: the codec (`kvstore.codec`) adds a header to each block and verifies it. A
+new store is one small class; `kvstore.conformance` tests it.
 
 Contract, tested by the conformance suite:
 
 - An object becomes visible whole or not at all (atomic commit), and never
   changes: putting a key that exists keeps the old object and succeeds.
 - Objects live `ttl_s` from their last touch unless evicted, and are not
-  returned long after. Puts (of existing keys too), gets that hit and keys that
-  `contains_prefix` counts are touches: what a look-up promised can be loaded.
-  What expired is not touched: nothing brings it back but a put.
-- Memory or disk is bounded by `max_bytes`: the least recently touched go first.
+  returned long after. These are touches: a put (also of a key that exists), a
+  get that hits, and being counted by `contains_prefix`, so that what a look-up
+  found can be loaded. An expired object is not touched: only a put brings the
+  key back.
+- `max_bytes` bounds memory or disk: the least recently touched objects are
+  evicted first.
 - Where leases are kept, eviction takes no object within `lease_s` of its last
-  touch. A put that only leased objects could make room for fails, and nothing
-  is evicted for it. Expiry and `delete` know no leases.
-- Every method is safe to call from several threads at once and ends within
-  `timeout_s`, with `StoreUnavailableError` if the backend does not answer.
-  Nothing else escapes: what is absent is a result, not an error.
-- `KvStore.timeout_s` is the URL's: who calls tells by it that calls hang.
+  touch. If a put would need the room of leased objects, it fails and nothing is
+  evicted for it. Expiry and `delete` ignore leases.
+- Every method may be called from several threads at once and ends within
+  `timeout_s`; it raises `StoreUnavailableError` if the backend does not answer.
+  No other exception escapes: an absent object is a result, not an error.
+- `KvStore.timeout_s` is the URL's; callers use it to detect calls that hang.
+- Once a call has returned or raised, the store neither reads nor writes the
+  memory that it was given: the payloads may be blocks of a KV pool.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
-    "Frame",
     "GetStatus",
+    "KvObject",
     "KvStore",
     "StoreCapabilities",
     "StoreStats",
@@ -40,11 +44,44 @@ __all__ = [
 
 
 DEFAULT_TIMEOUT_S = 2.0
-"""`KvStore.timeout_s`, where the URL does not say."""
+"""`KvStore.timeout_s` where the URL names none."""
 
 
-Frame = tuple[memoryview, memoryview]
-"""An object in two parts, wherever each lies: its bytes are those of the first, then the second."""
+class KvObject(NamedTuple):
+    """Views of the bytes of one object in memory: those of the header, then those of the payload.
+
+        in a staging segment   | header | payload |     one run of bytes
+        in a KV pool           | header |  | payload |  the payload is a block of the pool
+
+    Where an object is split is not stored: it may be read into views of other sizes with the
+    same total.
+
+    Attributes:
+        header: contiguous bytes; may be empty.
+        payload: contiguous bytes; may be empty.
+    """
+
+    header: memoryview
+    payload: memoryview
+
+    @classmethod
+    def split(cls, memory: memoryview, num_header_bytes: int) -> Self:
+        """Views one run of bytes as an object; a short run has a short header and no payload."""
+        return cls(memory[:num_header_bytes], memory[num_header_bytes:])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of header and payload together."""
+        return self.header.nbytes + self.payload.nbytes
+
+    def to_bytes(self) -> bytes:
+        """Returns a copy of all bytes."""
+        return b"".join(self)
+
+    def fill(self, value: bytes | bytearray) -> None:
+        """Overwrites header and payload with a value of `nbytes` bytes."""
+        self.header[:] = value[: len(self.header)]
+        self.payload[:] = value[len(self.header) :]
 
 
 class StoreUnavailableError(Exception):
@@ -52,28 +89,29 @@ class StoreUnavailableError(Exception):
 
 
 class GetStatus(IntEnum):
-    """What became of one key of `get_many_into`; the buffer's content is undefined if no hit."""
+    """The result of `get_into` for one key. Unless it is HIT, the memory's content is undefined.
+
+    WRONG_SIZE: the store has an object of another size than the memory.
+    """
 
     HIT = 0
     MISSING = 1
     WRONG_SIZE = 2
-    """The object's size is not the buffer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCapabilities:
-    """What a backend can do, declared and not guessed.
+    """What a kind of store can do.
 
     Attributes:
         shared_between_processes: processes of one host that open the same URL
             see each other's objects.
-        shared_between_hosts: so do processes of different hosts.
-        survives_restart: objects outlive a restart of what holds them: the
-            machine or the server, as configured by default.
+        shared_between_hosts: processes of different hosts do, too.
+        survives_restart: objects outlive a restart of the machine or server that
+            holds them, as configured by default.
         takes_max_bytes: the URL's `max_bytes` bounds the store; otherwise the
             backend is bounded by its own configuration.
-        keeps_leases: eviction spares what was touched within `lease_s`, an option of the URL.
-        takes_frames: `put_frames` and `get_frames_into` move objects in two parts.
+        keeps_leases: eviction spares objects touched within `lease_s`, an option of the URL.
     """
 
     shared_between_processes: bool
@@ -81,26 +119,25 @@ class StoreCapabilities:
     survives_restart: bool
     takes_max_bytes: bool
     keeps_leases: bool = False
-    takes_frames: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of one store object since it was opened, and the store's size and age.
+    """Counters of one store instance since it was opened, and the store's size and age.
 
-    None stands for what the backend cannot tell cheaply.
+    A field is None if the backend cannot find it out cheaply.
 
     Attributes:
-        puts: keys given to `put_many` and `put_frames`, those that existed too.
-        gets: keys asked of `get_many_into` and `get_frames_into`.
-        hits: of them, those that were found with the right size.
-        put_bytes: of all puts.
-        get_bytes: of all hits.
-        num_objects: that the store holds, whoever put them.
-        num_bytes: of them.
+        puts: keys passed to `put`, including those that existed.
+        gets: keys passed to `get_into`.
+        hits: keys of them that were found with the right size.
+        put_bytes: bytes of all puts.
+        get_bytes: bytes of all hits.
+        num_objects: objects in the store, of all its users.
+        num_bytes: bytes of these objects.
         oldest_age_s: seconds since the least recently touched object was touched. A store
-            that only learns it now and then tells what it last saw.
-        evictions: objects that this store object removed to make room.
+            that lists its objects only now and then reports the age as of the last listing.
+        evictions: objects that this instance removed to make room.
         expirations: objects that it removed because their TTL was over.
     """
 
@@ -117,12 +154,12 @@ class StoreStats:
 
 
 class KvStore(ABC):
-    """A backend for KV blocks. See the module's contract.
+    """A backend for KV blocks. The module's docstring is the contract.
 
     Attributes:
-        capabilities: what the backend can do.
+        capabilities: what this kind of store can do.
         ttl_s: seconds that an object lives from its last touch.
-        lease_s: of them, those in which it is not evicted; 0 where no leases are kept.
+        lease_s: seconds from its last touch in which it is not evicted; 0 without leases.
         timeout_s: longest that a call waits for the backend.
     """
 
@@ -134,59 +171,41 @@ class KvStore(ABC):
     @classmethod
     @abstractmethod
     def from_url(cls, url: str) -> Self:
-        """Opens the backend that a URL names; `kvstore.url` helps to read it.
+        """Opens the backend that a URL names; `kvstore.url` helps to parse it.
 
         Every store takes the options `ttl_s` and `timeout_s`, and `lease_s` if it
-        keeps leases. A backend that is down is no reason to fail here: the methods
-        will say so.
+        keeps leases. Opening does not fail because the backend is down: the
+        methods raise then.
 
         Raises:
             ConfigurationError: the URL is wrong; names the option.
         """
 
     @abstractmethod
-    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """Stores each value under its key, batched or pipelined.
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        """Stores each object under its key, batched or pipelined.
 
-        The values may be reused by the caller once this returns. On an error
-        any subset may have been stored, each of them whole.
+        The objects are not written to. After an error any subset of them may be stored, each
+        of them whole.
 
         Raises:
-            StoreUnavailableError: the backend did not answer, or is full of what
-                it must not evict.
+            StoreUnavailableError: the backend did not answer, or is full of leased objects.
         """
 
     @abstractmethod
-    def get_many_into(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[GetStatus]:
-        """Reads each object into its preallocated writable buffer of the same size.
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
+        """Reads each key's object into writable memory of the same size.
 
         Raises:
             StoreUnavailableError: the backend did not answer.
         """
 
-    def put_frames(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
-        """As `put_many`, of objects in two parts. Only of stores with `takes_frames`.
-
-        Once it returns or raises, nothing reads the parts: they may be memory that changes.
-        """
-        raise NotImplementedError
-
-    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
-        """As `get_many_into`, with two buffers for each object, together as long as it is. Only
-        of stores with `takes_frames`.
-
-        Once it returns or raises, nothing writes to the parts: they may be memory of others.
-        """
-        raise NotImplementedError
-
     @abstractmethod
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys exist: the index of the first missing one.
+        """Returns the number of leading keys the store holds.
 
         One call to the backend, whatever the number of keys. Touches the keys
-        it counts: each lives `ttl_s` from now, and others are evicted first.
+        that it counts.
 
         Raises:
             StoreUnavailableError: the backend did not answer.
@@ -202,7 +221,7 @@ class KvStore(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Counters, size and age. Never raises."""
+        """Returns counters, size and age. Never raises."""
 
     @abstractmethod
     def close(self) -> None:

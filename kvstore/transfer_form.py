@@ -1,16 +1,15 @@
-"""`TransferForm`: what KV looks like between engines, whatever their pools are.
+"""`TransferForm`: what KV looks like between engines. `BlockSlicing`: how a pool is cut for it.
 
     pool block  [num_layers, 2, heads here, tokens of a pool block, head_dim]
     object      [layers of a slice, 2, heads of a slice, tokens of a transfer block, head_dim]
 
-Tiers may differ in the size of their pool's blocks, in how many ranks share a model's
-heads, and in the type of their KV. They agree on a form: how many tokens a transfer block
-has, in how many slices its layers and its heads go, and the type of its elements. Pool block
-`b` is cut into transfer blocks `b * n` to `b * n + n - 1`; a transfer block into one object per
-slice of the layers and of the heads that the pool has. Jobs name transfer blocks; stores and
-peers move objects.
+Tiers may differ in the block size of their pools, in how many ranks share a model's heads, and in
+the type of their KV. They agree on a form: the number of tokens in a transfer block, the number of
+slices of its layers and of its heads, and the element type. Pool block `b` is cut into the transfer
+blocks `b * n` to `b * n + n - 1`, and each of these into one object per layer slice and head slice
+that the pool has. Jobs name transfer blocks; stores and peers move objects.
 
-Pure: no torch here; `kvstore.mover.pool_objects` reads and writes the bytes.
+Pure: imports no torch. `kvstore.mover.pool_objects` reads and writes the bytes.
 """
 
 import math
@@ -22,7 +21,7 @@ from baton.errors import ConfigurationError
 from kvstore.block_key import derive_namespace, describe_namespace, slice_key
 from kvstore.layout import DTYPE_BYTES, LAYOUT_VERSION, SCALE_BYTES, KvLayout
 
-__all__ = ["WHOLE", "HeadShare", "PoolCut", "RangeError", "TransferForm", "object_runs"]
+__all__ = ["WHOLE", "BlockSlicing", "HeadShare", "RangeError", "TransferForm", "object_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,12 @@ class TransferForm:
     """What both sides of a transfer agree on.
 
     Attributes:
-        block_size: tokens of a transfer block; divides every pool's.
-        dtype: element type, as in `KvLayout`.
-        num_head_slices: equal parts that a model's KV heads go in; a multiple of every
-            tier's degree of tensor parallelism.
-        num_layer_slices: equal parts that a block's layers go in, each of which can be saved
-            once its layers are computed.
+        block_size: tokens of a transfer block; divides the block size of every pool.
+        dtype: element type; see `KvLayout`.
+        num_head_slices: number of equal parts of a model's KV heads; a multiple of every tier's
+            degree of tensor parallelism.
+        num_layer_slices: number of equal parts of a block's layers. Each can be saved once its
+            layers are computed.
     """
 
     block_size: int
@@ -45,11 +44,11 @@ class TransferForm:
 
     @classmethod
     def of(cls, layout: KvLayout) -> "TransferForm":
-        """The form in which blocks of this layout go as they are."""
+        """The form in which blocks of this layout are moved unchanged."""
         return cls(layout.block_size, layout.dtype)
 
     def namespace(self, model_fingerprint: bytes) -> bytes:
-        """What the keys of a model's blocks in this form are rooted in."""
+        """Returns the namespace of the keys of a model's blocks in this form."""
         return derive_namespace(
             model_fingerprint=model_fingerprint,
             kv_dtype=self.dtype,
@@ -60,7 +59,7 @@ class TransferForm:
         )
 
     def describe(self, model_fingerprint: bytes) -> str:
-        """What `namespace` is made of, in words."""
+        """Returns the contents of `namespace` in words."""
         return describe_namespace(
             model_fingerprint=model_fingerprint.hex(),
             kv_dtype=self.dtype,
@@ -73,7 +72,7 @@ class TransferForm:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """Which KV heads of a model a pool has: of `degree` equal parts the one at `rank`."""
+    """The KV heads of a model that a pool has: part `rank` of `degree` equal parts."""
 
     rank: int = 0
     degree: int = 1
@@ -83,27 +82,26 @@ WHOLE = HeadShare()
 
 
 class RangeError(RuntimeError):
-    """A number of a block became infinite in the type that it was converted to."""
+    """A finite number became infinite in the type that a block was converted to."""
 
     def __init__(self) -> None:
         super().__init__("KV has numbers that the type converted to cannot hold")
 
 
 @dataclass(frozen=True)
-class PoolCut:
+class BlockSlicing:
     """How one pool is cut into objects.
 
-    Objects of the pool are numbered: pool block by pool block, within it transfer block by
-    transfer block, within that slice of layers by slice of layers, within that slice by slice of
-    the heads that the pool has.
+    The objects of the pool are numbered by pool block, then by transfer block, then by layer slice,
+    then by the head slices that the pool has.
 
     Attributes:
-        layout: of the pool's blocks, with the heads that it has.
+        layout: of the pool's blocks; counts only the heads that the pool has.
         form: of the objects.
         share: which of the model's heads the pool has.
 
     Raises:
-        ConfigurationError: the pool cannot be cut so; names the flag and the limit.
+        ConfigurationError: the pool cannot be cut into this form; names the flag and the limit.
     """
 
     layout: KvLayout
@@ -113,8 +111,8 @@ class PoolCut:
     @classmethod
     def of(
         cls, layout: KvLayout, form: TransferForm | None = None, share: HeadShare = WHOLE
-    ) -> "PoolCut":
-        """The cut into `form`; None: blocks go as they are, a share of heads as a slice."""
+    ) -> "BlockSlicing":
+        """The slicing into `form`; if None, blocks are objects, and a share of heads is a slice."""
         native = TransferForm(layout.block_size, layout.dtype, share.degree)
         return cls(layout, form or native, share)
 
@@ -139,23 +137,23 @@ class PoolCut:
 
     @cached_property
     def transfer_blocks(self) -> int:
-        """Transfer blocks of a pool block."""
+        """Number of transfer blocks in a pool block."""
         return self.layout.block_size // self.form.block_size
 
     @cached_property
     def head_slices(self) -> range:
-        """The slices of the model's heads that the pool has."""
+        """Numbers of the head slices that the pool has."""
         count = self.form.num_head_slices // self.share.degree
         return range(self.share.rank * count, (self.share.rank + 1) * count)
 
     @cached_property
     def objects_per_block(self) -> int:
-        """Objects of a transfer block."""
+        """Number of objects in a transfer block."""
         return self.form.num_layer_slices * len(self.head_slices)
 
     @cached_property
     def object_layout(self) -> KvLayout:
-        """Of one object."""
+        """Layout of one object."""
         return replace(
             self.layout,
             num_layers=self.layout.num_layers // self.form.num_layer_slices,
@@ -166,23 +164,23 @@ class PoolCut:
 
     @property
     def is_native(self) -> bool:
-        """Whether the pool, from its first byte to its last, is its objects in their order."""
+        """Whether the pool's bytes are those of its objects, in their order."""
         return replace(self.object_layout, num_layers=self.layout.num_layers) == self.layout
 
     @property
     def max_runs(self) -> int:
-        """Of how many runs an object consists at most, in pools of any block size and share."""
+        """Most runs of bytes that an object consists of, in pools of any block size and share."""
         part = self.object_layout
         return part.num_layers * 2 * part.num_kv_heads * (2 if part.has_scales else 1)
 
     def object_keys(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Keys of the objects of transfer blocks, in order."""
+        """Returns the keys of the objects of transfer blocks, in order."""
         if self._slice_numbers == (0,):
             return tuple(keys)
         return tuple(slice_key(key, number) for key in keys for number in self._slice_numbers)
 
     def object_ids(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Numbers of the objects of transfer blocks, in order."""
+        """Returns the numbers of the objects of transfer blocks, in order."""
         count = self.objects_per_block
         if count == 1:
             return tuple(block_ids)
@@ -190,7 +188,7 @@ class PoolCut:
 
     @cached_property
     def _slice_numbers(self) -> tuple[int, ...]:
-        """Of a transfer block's objects, as all ranks number them."""
+        """Numbers of a transfer block's objects, among those of all ranks."""
         layers = range(self.form.num_layer_slices)
         return tuple(
             layer_slice * self.form.num_head_slices + head_slice
@@ -199,29 +197,31 @@ class PoolCut:
         )
 
 
-def object_runs(cut: PoolCut, object_id: int) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """Where an object's bytes lie in the pool, for peers that read them there.
+def object_runs(
+    slicing: BlockSlicing, object_id: int
+) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+    """Returns where an object's bytes lie in the pool, for peers that read them there.
 
     Args:
-        cut: how the pool is cut.
-        object_id: as `PoolCut` numbers them.
+        slicing: how the pool is slicing.
+        object_id: number of the object.
 
     Returns:
-        The pool block, and (offset, number of bytes) within it of runs that, one behind the
-        other, are the object; None where the types differ, and no bytes of the pool are.
+        The pool block, and (offset, number of bytes) of the runs in it that make up the object, in
+        order; None if the types differ, so that no bytes of the pool are the object's.
     """
-    if cut.layout.dtype != cut.form.dtype:
+    if slicing.layout.dtype != slicing.form.dtype:
         return None
-    block_id, index = divmod(object_id, cut.transfer_blocks * cut.objects_per_block)
-    return block_id, _runs_in_block(cut, index)
+    block_id, index = divmod(object_id, slicing.transfer_blocks * slicing.objects_per_block)
+    return block_id, _runs_in_block(slicing, index)
 
 
 @lru_cache(maxsize=1024)
-def _runs_in_block(cut: PoolCut, index: int) -> tuple[tuple[int, int], ...]:
-    """Runs of one of a block's objects, those that touch put together."""
-    layout, part = cut.layout, cut.object_layout
-    sub_block, index = divmod(index, cut.objects_per_block)
-    layer_slice, head_slice = divmod(index, len(cut.head_slices))
+def _runs_in_block(slicing: BlockSlicing, index: int) -> tuple[tuple[int, int], ...]:
+    """Returns the runs of one of a block's objects; adjacent runs are joined."""
+    layout, part = slicing.layout, slicing.object_layout
+    sub_block, index = divmod(index, slicing.objects_per_block)
+    layer_slice, head_slice = divmod(index, len(slicing.head_slices))
     row = layout.head_dim * DTYPE_BYTES["uint8" if layout.has_scales else layout.dtype]
     head_bytes = layout.block_bytes // (layout.num_layers * 2 * layout.num_kv_heads)
     pieces = [(sub_block * part.block_size * row, part.block_size * row)]

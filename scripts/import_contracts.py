@@ -17,8 +17,8 @@ class NoCircles(Contract):
             frozenset(chain): chain
             for module in sorted(graph.modules)
             if not graph.is_module_squashed(module)
-            for imported in graph.find_modules_directly_imported_by(module)
-            if (chain := graph.find_shortest_chain(importer=imported, imported=module))
+            for imported in graph.find_modules_directly_imported_by(module) - {module}
+            if (chain := graph.find_shortest_chain(imported, module, as_packages=False))
         }
         return ContractCheck(kept=not circles, metadata={"chains": list(circles.values())})
 
@@ -75,7 +75,9 @@ class PureByDefault(Contract):
 
     def _chains(self, graph: ImportGraph, module: str) -> Iterator[tuple[str, ...]]:
         for name in self.forbidden:
-            if name in graph.modules and (chain := graph.find_shortest_chain(module, name)):
+            if name in graph.modules and (
+                chain := graph.find_shortest_chain(module, name, as_packages=False)
+            ):
                 yield chain
 
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from baton.doctor import Finding, Level
 from baton.errors import ConfigurationError
 from kvstore.registry import open_store
-from kvstore.store import GetStatus, KvStore, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
 from kvstore.url import MULTI_SCHEME, scheme_of, split_members
 
 __all__ = ["check_store", "without_password"]
@@ -44,11 +44,13 @@ def check_store(url: str) -> Iterator[Finding]:
 
 def _try(store: KvStore) -> str:
     """Returns what went wrong, or an empty text."""
-    key, buffer = secrets.token_bytes(_KEY_BYTES), bytearray(len(_PROBE))
-    store.put_many([key], [memoryview(_PROBE)])
-    statuses = store.get_many_into([key], [memoryview(buffer)])
+    key = secrets.token_bytes(_KEY_BYTES)
+    written = KvObject.split(memoryview(_PROBE), 0)
+    found = KvObject.split(memoryview(bytearray(len(_PROBE))), 0)
+    store.put([key], [written])
+    statuses = store.get_into([key], [found])
     store.delete([key])
-    if statuses != [GetStatus.HIT] or bytes(buffer) != _PROBE:
+    if statuses != [GetStatus.HIT] or found.to_bytes() != _PROBE:
         return "what was written was not found again"
     return ""
 

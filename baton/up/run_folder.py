@@ -22,13 +22,17 @@ _FOLDER_NAME = re.compile(r"baton-up-(\d+)-\w+")
 
 
 @contextmanager
-def run_folder() -> Iterator[Path]:
+def run_folder(least_free_bytes: int = 0) -> Iterator[Path]:
     """Makes an empty folder for processes of this user and machine; removes it at the end.
 
-    The folder lies in shared memory if possible, else among the temporary files. Folders left
-    there by killed clusters are removed too.
+    The folder lies in shared memory if that can be written and has `least_free_bytes` left, else
+    among the temporary files. Folders left there by killed clusters are removed too.
     """
-    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    parent = Path(tempfile.gettempdir())
+    if os.access(SHARED_MEMORY, os.W_OK):
+        _remove_leftovers(SHARED_MEMORY)
+        if shutil.disk_usage(SHARED_MEMORY).free >= least_free_bytes:
+            parent = SHARED_MEMORY
     _remove_leftovers(parent)
     folder = Path(tempfile.mkdtemp(prefix=f"baton-up-{os.getpid()}-", dir=parent))
     try:
@@ -70,7 +74,12 @@ def taking_turns(config: ClusterConfig) -> Iterator[ClusterConfig]:
 
 @contextmanager
 def embedded_store() -> Iterator[str]:
-    """Yields the URL of a KV store for processes of this machine; removes the store at the end."""
-    with run_folder() as folder:
+    """Yields the URL of a KV store for processes of this machine; removes the store at the end.
+
+    The store lies in shared memory, or in a temporary folder if shared memory has too little left.
+    """
+    from kvstore.stores.shm.store import LEAST_FREE_BYTES  # brings numpy, which plans do without
+
+    with run_folder(LEAST_FREE_BYTES) as folder:
         is_shared = folder.parent == SHARED_MEMORY
         yield f"shm://{folder.name.removeprefix('baton-')}" if is_shared else folder.as_uri()

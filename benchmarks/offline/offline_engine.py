@@ -52,7 +52,7 @@ class OfflineEngine:
         """
         run = _Run(self.core, requests, self._numbers, on_end)
         while run.is_unfinished:
-            run.record_outputs(self.core.step())
+            self.core.run_step(run.record_outputs)
             if run.is_unfinished:
                 self.core.wait()
         return run.records

@@ -23,7 +23,7 @@ from benchmarks.scheduling.served_load import (
 )
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import EngineRequest
+from engine.request import EngineRequest, RequestOutput
 
 __all__ = ["measure_prefix_cost"]
 
@@ -131,11 +131,15 @@ def _serve_on_model(path: Path, is_on: bool) -> Serve:
 
     def serve(requests: list[EngineRequest]) -> Tokens:
         tokens: Tokens = {}
+
+        def take(outputs: list[RequestOutput]) -> None:
+            for output in outputs:
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+
         for request in requests:
             core.add_request(request)
         while core.has_unfinished:
-            for output in core.step():
-                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            core.run_step(take)
         if core.load().prefix_cache_hits:
             raise RuntimeError("a new prompt was found in the cache")
         return tokens

@@ -17,6 +17,7 @@ from engine.group import GroupState, SequenceGroup
 from engine.request import EngineRequest, RequestOutput
 from engine.runner import ModelInfo, StepCosts
 from engine.schedule.scheduler import Scheduler
+from kvstore.connector import null_connector
 from kvstore.layout import KvLayout
 
 __all__ = [
@@ -158,7 +159,7 @@ def new_scheduler(
         num_host_blocks=0,
         costs=_COSTS,
         namespace=b"benchmark",
-        connector=None,
+        connector=null_connector()[0],
         clock=clock,
     )
 

@@ -1,1 +1,1 @@
-"""The KV cache's blocks: tables, pools, prefixes, events. Pure."""
+"""Block tables, block pools, the prefix cache and its events. Pure."""

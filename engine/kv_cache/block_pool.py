@@ -1,10 +1,10 @@
 """`BlockPool`: owns every KV block of one engine. Pure: no torch.
 
-A block is free or has one or more owners. Free blocks keep what was cached in
-them until they are allocated again, so freeing is also how the prefix cache
-is filled. The free list is in eviction order: blocks with nothing cached come
-first, then cached ones, least recently freed first. After PagedAttention
-(Kwon et al. 2023) and vLLM's automatic prefix caching.
+A block is free or has one or more owners. A free block stays in the prefix
+cache until it is allocated again, so freed blocks fill the cache. The free list
+is in eviction order: blocks that are not cached come first, then cached ones,
+least recently freed first. After PagedAttention (Kwon et al. 2023) and vLLM's
+automatic prefix caching.
 
 All operations are O(1) per block.
 """
@@ -18,7 +18,13 @@ __all__ = ["Allocation", "BlockPool"]
 
 
 class Allocation(Enum):
-    """Whether a number of blocks can be had."""
+    """Whether a number of blocks can be allocated.
+
+    Attributes:
+        OK: now.
+        LATER: once other blocks have been freed.
+        NEVER: the pool has fewer blocks in total.
+    """
 
     OK = "ok"
     LATER = "later"
@@ -30,37 +36,37 @@ class BlockPool:
 
     Args:
         num_blocks: blocks in the pool.
-        num_groups: layer groups (`engine.kv_cache.spec`), whose blocks are
-            cached under the same keys, each group in an index of its own.
+        num_layer_groups: number of layer groups (`engine.kv_cache.spec`). Their blocks
+            are cached under the same keys; each layer group has its own index.
 
     Attributes:
-        events: what enters and leaves group 0's index.
+        events: the log of blocks entering and leaving layer group 0's index.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+    def __init__(self, num_blocks: int, num_layer_groups: int = 1) -> None:
         self.num_blocks = num_blocks
         self.events = KvEventLog(self.cached_keys)
         self._ref_counts = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
-        self._group_of = [0] * num_blocks
-        self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._layer_group_of = [0] * num_blocks
+        self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_layer_groups)]
         self._free = _FreeList(num_blocks)
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks without an owner, cached ones included."""
         return len(self._free)
 
     def can_allocate(self, num_blocks: int, num_reserved: int = 0) -> Allocation:
-        """Whether `num_blocks` can be had while `num_reserved` others stay free."""
+        """Whether `num_blocks` can be allocated while `num_reserved` others stay free."""
         if num_blocks > self.num_blocks:
             return Allocation.NEVER
         return Allocation.OK if num_blocks + num_reserved <= self.num_free else Allocation.LATER
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes blocks off the free list, evicting what is cached in them.
+        """Takes blocks off the free list and evicts them from the prefix cache.
 
-        The caller has asked `can_allocate`.
+        The caller has checked `can_allocate`.
         """
         block_ids = self._free.pop_first(num_blocks)
         for block_id in block_ids:
@@ -69,17 +75,20 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Adds an owner to each block; revives those in the free list."""
+        """Adds an owner to each block; takes free ones off the free list."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 self._free.remove(block_id)
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Takes an owner from each block of a sequence, in sequence order.
+        """Removes an owner from each block of a sequence.
 
-        Blocks nobody holds any longer become free; of one sequence, the tail
-        is evicted before the head, since prefixes are shared from the head.
+        Blocks without an owner become free. The tail of a sequence is evicted
+        before its head, because sequences share prefixes.
+
+        Args:
+            block_ids: in sequence order.
         """
         ref_counts = self._ref_counts
         for block_id in reversed(block_ids):
@@ -88,31 +97,31 @@ class BlockPool:
                 self._free.push(block_id, first=self._key_of[block_id] is None)
 
     def num_references(self, block_id: int) -> int:
-        """How many own the block."""
+        """Returns the number of the block's owners."""
         return self._ref_counts[block_id]
 
     def num_held(self, block_ids: Iterable[int]) -> int:
-        """How many of the blocks somebody holds: acquiring these costs no free block."""
+        """Returns how many of the blocks have an owner: acquiring these takes no free block."""
         return sum(self._ref_counts[block_id] > 0 for block_id in block_ids)
 
     def references(self) -> dict[int, int]:
-        """Reference counts of the blocks that somebody holds."""
+        """Returns the number of owners of each block that has one."""
         return {block_id: count for block_id, count in enumerate(self._ref_counts) if count}
 
-    # The hash index.
+    # Hash index.
 
     def is_cached(self, block_id: int) -> bool:
         """Whether the block is in the index."""
         return self._key_of[block_id] is not None
 
-    def lookup(self, key: bytes, group: int = 0) -> int | None:
-        """The block that is cached under `key`, if one is."""
-        return self._block_of[group].get(key)
+    def lookup(self, key: bytes, layer_group: int = 0) -> int | None:
+        """Returns the block cached under `key`; None if there is none."""
+        return self._block_of[layer_group].get(key)
 
-    def match(self, keys: Iterable[bytes], group: int = 0) -> list[int]:
-        """Blocks of the longest cached prefix of `keys`. Changes nothing."""
+    def match(self, keys: Iterable[bytes], layer_group: int = 0) -> list[int]:
+        """Returns the blocks of the longest cached prefix of `keys`. Changes nothing."""
         block_ids = []
-        block_of = self._block_of[group]
+        block_of = self._block_of[layer_group]
         for key in keys:
             block_id = block_of.get(key)
             if block_id is None:
@@ -120,30 +129,30 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def register(self, block_id: int, key: bytes, group: int = 0) -> bool:
-        """Indexes a full, computed block that somebody holds.
+    def register(self, block_id: int, key: bytes, layer_group: int = 0) -> bool:
+        """Adds a full, computed block that has an owner to the index.
 
         Returns:
-            Whether it is new: a key that is indexed already stays where it is.
+            False if the block or its key is in the index already; nothing changes then.
         """
-        if self._key_of[block_id] is not None or key in self._block_of[group]:
+        if self._key_of[block_id] is not None or key in self._block_of[layer_group]:
             return False
         self._key_of[block_id] = key
-        self._group_of[block_id] = group
-        self._block_of[group][key] = block_id
+        self._layer_group_of[block_id] = layer_group
+        self._block_of[layer_group][key] = block_id
         return True
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Takes blocks out of the index: nobody new shall share them."""
+        """Removes blocks from the index, so that no further sequence shares them."""
         removed = []
         for block_id in block_ids:
             key = self._key_of[block_id]
             if key is not None:
                 self._key_of[block_id] = None
-                del self._block_of[self._group_of[block_id]][key]
-                if self._group_of[block_id] == 0:
+                del self._block_of[self._layer_group_of[block_id]][key]
+                if self._layer_group_of[block_id] == 0:
                     removed.append(key)
-                if self._ref_counts[block_id] == 0:  # first to be evicted from now on
+                if self._ref_counts[block_id] == 0:  # no longer cached, so evicted first
                     self._free.remove(block_id)
                     self._free.push(block_id, first=True)
         if removed:
@@ -152,8 +161,8 @@ class BlockPool:
     def forget_all(self) -> int:
         """Empties the index; returns how many blocks were in it.
 
-        Those that nobody holds are taken next, as after `forget`: before blocks that never
-        were used, whose memory the system has yet to give.
+        The free ones are allocated next, as after `forget`, and so before blocks that were
+        never used: the system has yet to back those with memory.
         """
         num_cached = sum(len(block_of) for block_of in self._block_of)
         for block_id in [block_id for block_id in self._free if self.is_cached(block_id)]:
@@ -166,14 +175,14 @@ class BlockPool:
         return num_cached
 
     def cached_keys(self) -> tuple[bytes, ...]:
-        """Every key in group 0's index."""
+        """Returns every key in layer group 0's index."""
         return tuple(self._block_of[0])
 
     def check(self) -> None:
-        """Verifies the invariants, for tests and idle moments.
+        """Verifies the invariants; for tests and an idle engine.
 
         Raises:
-            AssertionError: the pool is corrupt; a bug.
+            AssertionError: the pool is corrupt, which is a bug.
         """
         free = list(self._free)
         if len(free) != len(set(free)) or len(free) != self.num_free:
@@ -183,17 +192,17 @@ class BlockPool:
             raise AssertionError("a block is neither held nor free, or both")
         is_cached = [self._key_of[block_id] is not None for block_id in free]
         if is_cached != sorted(is_cached):
-            raise AssertionError("a cached block is to be evicted before one that is not")
+            raise AssertionError("the free list has a cached block before one that is not cached")
         self._check_index()
 
     def _check_index(self) -> None:
         indexed = {
-            block_id: (group, key)
-            for group, block_of in enumerate(self._block_of)
+            block_id: (layer_group, key)
+            for layer_group, block_of in enumerate(self._block_of)
             for key, block_id in block_of.items()
         }
         keyed = {
-            block_id: (self._group_of[block_id], key)
+            block_id: (self._layer_group_of[block_id], key)
             for block_id, key in enumerate(self._key_of)
             if key is not None
         }
@@ -205,7 +214,7 @@ class _FreeList:
     """A doubly linked list over block ids, in two arrays: O(1) removal anywhere."""
 
     def __init__(self, num_blocks: int) -> None:
-        # The sentinel's index is num_blocks; it closes the ring.
+        # The list is a ring closed by a sentinel at index num_blocks.
         size = num_blocks + 1
         self._next = [(index + 1) % size for index in range(size)]
         self._previous = [(index - 1) % size for index in range(size)]
@@ -222,7 +231,7 @@ class _FreeList:
             block_id = self._next[block_id]
 
     def pop_first(self, num_blocks: int) -> list[int]:
-        assert num_blocks <= self._length, "the caller has asked can_allocate"
+        assert num_blocks <= self._length, "the caller has checked can_allocate"
         block_ids = []
         block_id = self._next[self._sentinel]
         for _ in range(num_blocks):

@@ -1,4 +1,4 @@
-"""`BlockTable`: which blocks a sequence's tokens are in. Pure."""
+"""`BlockTable`: the blocks that hold a sequence's tokens. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 __all__ = ["NO_BLOCK", "BlockTable", "TableChange"]
 
 NO_BLOCK = -1
-"""Stands in a table where a block lies behind its group's window."""
+"""Table entry of a block that lies behind the window of its layer group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -15,13 +15,13 @@ class BlockTable:
 
     Attributes:
         blocks: per layer group, block ids by block index; `NO_BLOCK` before
-            the group's `first_live`.
+            the layer group's `first_live`.
         first_live: per layer group, index of the first block held.
-        num_registered: leading blocks that were offered to the prefix cache.
-        filled_by: the step that swaps its blocks in: until it has reported,
-            they are not offered. 0 where they were not swapped.
-        epoch: how often the prefix cache had been reset when it got its first
-            block: after another reset nothing of it is offered any more.
+        num_registered: number of leading blocks already offered to the prefix cache.
+        filled_by: number of the step that swaps the blocks in; they are offered to
+            the prefix cache only after it has reported. 0 if they were not swapped.
+        epoch: number of resets of the prefix cache before the table got its first
+            block. After a further reset none of its blocks is offered.
     """
 
     blocks: list[list[int]]
@@ -31,7 +31,7 @@ class BlockTable:
     epoch: int = 0
 
     def held(self) -> Iterator[int]:
-        """Every block reference that it owns: head before tail, whatever the group."""
+        """Yields every block reference of the table: by block index, over all layer groups."""
         if len(self.blocks) == 1:
             yield from self.blocks[0][self.first_live[0] :]
             return
@@ -41,7 +41,12 @@ class BlockTable:
                     yield blocks[index]
 
     def copy(self, block_of: Mapping[int, int] | None = None) -> "BlockTable":
-        """The same table; with `block_of`, of the blocks that it names instead, not yet offered."""
+        """Returns an equal table.
+
+        Args:
+            block_of: if set, maps each block id to the one in the copy, whose blocks then
+                count as not yet offered to the prefix cache.
+        """
         if block_of is None:
             return BlockTable(
                 [blocks.copy() for blocks in self.blocks],
@@ -54,7 +59,7 @@ class BlockTable:
         return BlockTable(renamed, self.first_live.copy(), epoch=self.epoch)
 
     def clear(self) -> None:
-        """Empties it; its references are the caller's now."""
+        """Empties the table. Its references pass to the caller."""
         self.blocks = [[] for _ in self.blocks]
         self.first_live = [0] * len(self.blocks)
         self.num_registered = self.filled_by = 0
@@ -62,8 +67,8 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """From `first_index` on, the table of layer group `group` reads `block_ids`."""
+    """From `first_index` on, the table of `layer_group` now reads `block_ids`."""
 
-    group: int
+    layer_group: int
     first_index: int
     block_ids: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""`KvEventLog`: tells followers, a router say, what enters and leaves the prefix cache. Pure.
+"""`KvEventLog`: reports blocks that enter and leave the prefix cache to a router. Pure.
 
-Keys are the plain block keys, those of layer group 0: whoever hashes a prompt
-can look them up. Where a block of the pool is cut into several transfer blocks,
-its key is that of the last one. A follower that misses a sequence number, or comes late, asks
-for a snapshot: `start_recording` again.
+Events name layer group 0's block keys, which a router computes from a prompt's
+tokens. If a block of the pool is sliced into several transfer blocks, its key is
+that of the last one. A follower that misses a sequence number, or subscribes
+late, needs a snapshot: call `start_recording` again.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ __all__ = ["BlocksRemoved", "BlocksStored", "CacheCleared", "KvEvent", "KvEventL
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks that can be hit from now on.
+    """Blocks that entered the prefix cache.
 
     Attributes:
         sequence_number: counts events, from 1.
-        keys: consecutive blocks of one sequence; in a snapshot, in no order.
-        parent: key of the block before them; None where they begin the
-            sequence, and in a snapshot.
+        keys: keys of consecutive blocks of one sequence; unordered in a snapshot.
+        parent: key of the block before them; None at the start of a sequence and
+            in a snapshot.
     """
 
     sequence_number: int
@@ -30,7 +30,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks that cannot be hit any longer."""
+    """Blocks that left the prefix cache."""
 
     sequence_number: int
     keys: tuple[bytes, ...]
@@ -38,7 +38,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """Nothing can be hit any longer."""
+    """The prefix cache was emptied."""
 
     sequence_number: int
 
@@ -47,11 +47,14 @@ KvEvent = BlocksStored | BlocksRemoved | CacheCleared
 
 
 class KvEventLog:
-    """A bounded log of events, empty while nobody records.
+    """A bounded log of events. It stays empty until `start_recording`.
 
     Args:
-        cached_keys: gives every key that can be hit now.
-        max_pending: beyond so many events not taken, a snapshot replaces them.
+        cached_keys: returns every key in the prefix cache.
+        max_pending: number of pending events beyond which a snapshot replaces them.
+
+    Attributes:
+        is_recording: whether events are kept.
     """
 
     def __init__(
@@ -65,22 +68,22 @@ class KvEventLog:
         self._needs_snapshot = False
 
     def start_recording(self) -> tuple[KvEvent, ...]:
-        """Records from now on.
+        """Starts to record events.
 
         Returns:
-            A snapshot: the cache cleared, then all that it holds stored.
+            A snapshot: `CacheCleared`, then `BlocksStored` with every cached key.
         """
         self.is_recording = True
         self._collapse()
-        return self.take()
+        return self.take_events()
 
     def stop_recording(self) -> None:
-        """Forgets what was not taken, and records no more."""
+        """Drops pending events and stops recording."""
         self._collapse()
         self.is_recording = self._needs_snapshot = False
 
-    def take(self) -> tuple[KvEvent, ...]:
-        """The events since the last call, numbered without a gap."""
+    def take_events(self) -> tuple[KvEvent, ...]:
+        """Returns the events since the last call, numbered without a gap."""
         if self._needs_snapshot:
             self._needs_snapshot = False
             self._pending.append(CacheCleared(self._number()))
@@ -89,27 +92,28 @@ class KvEventLog:
         return events
 
     def record_stored(self, keys: Sequence[bytes], parent: bytes | None) -> None:
-        """Blocks entered the cache; `parent` as in `BlocksStored`."""
-        if self._makes_room() and keys:
+        """Records that blocks entered the cache; `parent` as in `BlocksStored`."""
+        if self._keeps_events() and keys:
             self._pending.append(BlocksStored(self._number(), tuple(keys), parent))
 
     def record_removed(self, keys: Sequence[bytes]) -> None:
-        """Blocks left the cache."""
-        if self._makes_room() and keys:
+        """Records that blocks left the cache."""
+        if self._keeps_events() and keys:
             self._pending.append(BlocksRemoved(self._number(), tuple(keys)))
 
     def record_cleared(self) -> None:
-        """All blocks left the cache."""
-        if self._makes_room():
+        """Records that all blocks left the cache."""
+        if self._keeps_events():
             self._pending.append(CacheCleared(self._number()))
 
-    def _makes_room(self) -> bool:
-        """Whether an event is to be kept: a snapshot that is due tells it anyhow."""
+    def _keeps_events(self) -> bool:
+        """Whether to append an event; not if the next events are a snapshot, which covers it."""
         if len(self._pending) >= self._max_pending:
             self._collapse()
         return self.is_recording and not self._needs_snapshot
 
     def _collapse(self) -> None:
+        """Replaces the pending events by a snapshot, made when events are taken next."""
         self._next_number -= len(self._pending)
         self._pending = []
         self._needs_snapshot = True

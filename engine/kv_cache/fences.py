@@ -1,6 +1,8 @@
-"""`FencedPool`: references to blocks that steps in flight may still read or write. Pure.
+"""Defers the release of blocks that steps in flight may still read or write. Pure.
 
-`StepFence`: holds back what steps in flight may still read or write. Pure.
+`StepFence` keeps block references until a step reports. `FencedPool` is a block
+pool that releases through such a fence, and lists the copies and swap-ins of the
+step being built.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,12 +13,12 @@ __all__ = ["FencedPool", "StepFence"]
 
 
 class StepFence:
-    """References to blocks, kept until a step has reported.
+    """Block references that are kept until a step has reported.
 
     Steps report in the order in which they start.
 
     Attributes:
-        newest_step: the step started last; 0 before the first.
+        newest_step: number of the step started last; 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -26,23 +28,23 @@ class StepFence:
         self._counts: dict[int, int] = {}  # by block
 
     def __iter__(self) -> Iterator[int]:
-        """Every reference kept."""
+        """Yields the block of every reference kept."""
         for held in self._held.values():
             for block_ids in held:
                 yield from block_ids
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step has started and not reported."""
+        """Whether a step has started but not reported."""
         return self._reported_step < self.newest_step
 
     @property
     def counts(self) -> dict[int, int]:
-        """How many references to each block are kept. Not to be changed."""
+        """Number of references kept, by block. The caller must not change it."""
         return self._counts
 
-    def is_standing(self, step: int) -> bool:
-        """Whether `step` has yet to report."""
+    def is_pending(self, step: int) -> bool:
+        """Whether `step` has not reported yet."""
         return self._reported_step < step
 
     def holds(self, step: int, block_id: int) -> bool:
@@ -50,7 +52,7 @@ class StepFence:
         return any(block_id in block_ids for block_ids in self._held.get(step, ()))
 
     def start(self, step: int) -> None:
-        """Takes note that `step` is in flight."""
+        """Records that `step` is in flight."""
         assert step > self.newest_step, "steps are numbered in the order in which they start"
         self.newest_step = step
 
@@ -60,14 +62,16 @@ class StepFence:
         for block_id in block_ids:
             self._counts[block_id] = self._counts.get(block_id, 0) + 1
 
-    def give_up(self, block_id: int) -> None:
-        """Hands back the newest reference that was held for this block alone."""
+    def drop_newest(self, block_id: int) -> None:
+        """Removes the newest reference that `hold` kept for this block alone; the caller
+        releases it.
+        """
         step = max(step for step, held in self._held.items() if [block_id] in held)
         self._held[step].remove([block_id])
         self._uncount([block_id])
 
     def report(self, step: int) -> list[list[int]]:
-        """Takes note that `step` has reported; hands back what was held, in order."""
+        """Records that `step` has reported; returns the references kept until then, in order."""
         self._reported_step = max(self._reported_step, step)
         lifted = []
         for held_step in sorted(held for held in self._held if held <= step):
@@ -84,13 +88,14 @@ class StepFence:
 
 
 class FencedPool:
-    """A block pool whose references are dropped when no step needs them any longer.
+    """A block pool that releases references only when no step in flight needs them.
 
     Args:
         pool: the blocks.
 
     Attributes:
-        fence: what is held back until a step reports.
+        pool: the blocks.
+        fence: the references held back until a step reports.
         swap_ins: by block, the host block that the step being built copies into it.
     """
 
@@ -98,57 +103,57 @@ class FencedPool:
         self.pool = pool
         self.fence = StepFence()
         self.swap_ins: dict[int, int] = {}
-        self._copies: dict[int, int] = {}  # of the step being built, source by target
+        self._copies: dict[int, int] = {}  # source by target, in the step being built
 
     @property
     def num_fenced(self) -> int:
-        """Blocks that only fences hold."""
+        """Blocks whose only references are fenced."""
         counts = self.fence.counts
         return sum(self.pool.num_references(block) == count for block, count in counts.items())
 
     def num_owners(self, block: int) -> int:
-        """How many hold the block, fences not counted."""
+        """Returns the number of the block's owners, not counting fenced references."""
         return self.pool.num_references(block) - self.fence.counts.get(block, 0)
 
     def is_writable(self, block: int) -> bool:
-        """Whether an owner of the block may write to it: it is neither shared nor cached.
+        """Whether the block's owner may write to it: it is neither shared nor cached.
 
-        A fence is no owner: steps run in order, and copy before they write.
+        Fenced references do not count, because steps run in order and copy before they write.
         """
         return self.num_owners(block) == 1 and not self.pool.is_cached(block)
 
     def release(self, block_ids: list[int]) -> None:
-        """Drops references, in sequence order: at once, or when what is in flight has reported."""
+        """Releases references, in sequence order: now, or when the newest step has reported."""
         if self.fence.is_in_flight and block_ids:
             self.fence.hold(self.fence.newest_step, block_ids)
         else:
             self._drop(block_ids)
 
     def report(self, step: int) -> None:
-        """Drops what was held back for `step` and those before it."""
+        """Releases the references held back for `step` and for steps before it."""
         for block_ids in self.fence.report(step):
             self._drop(block_ids)
 
     def source_of(self, block: int) -> int:
-        """Where a block's content is until the copies of the step being built are made."""
+        """Returns the block that holds a block's content until the step being built copies it."""
         return self._copies.get(block, block)
 
     def copy(self, block: int, target: int) -> None:
-        """Lets the step being built copy a block; the source is held back until it reports."""
+        """Adds a block copy to the step being built; its source is fenced until that reports."""
         source = self.source_of(block)
         self._copies[target] = source
         self.pool.acquire([source])
         self.fence.hold(self.fence.newest_step + 1, [source])
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) of the copies since the last call."""
-        self._cancel_forsaken()
+        """Returns (source, target) of the copies since the last call."""
+        self._cancel_writes_to_unowned()
         copies, self._copies = self._copies, {}
         return tuple((source, target) for target, source in copies.items())
 
     def take_swap_ins(self) -> tuple[tuple[int, int], ...]:
-        """(host block, block) of `swap_ins` since the last call."""
-        self._cancel_forsaken()
+        """Returns (host block, block) of the `swap_ins` since the last call."""
+        self._cancel_writes_to_unowned()
         swap_ins, self.swap_ins = self.swap_ins, {}
         return tuple((host_block, block) for block, host_block in swap_ins.items())
 
@@ -156,14 +161,14 @@ class FencedPool:
         """Verifies the invariants.
 
         Raises:
-            AssertionError: a bug.
+            AssertionError: one is broken, which is a bug.
         """
         self.pool.check()
         for block, count in self.fence.counts.items():
             if self.pool.num_references(block) < count:
                 raise AssertionError("a fenced block was freed")
         if not self.fence.counts.keys() >= set(self._copies.values()):
-            raise AssertionError("a block to be copied is not held back")
+            raise AssertionError("a block to be copied is not fenced")
 
     def _drop(self, block_ids: Sequence[int]) -> None:
         self.pool.release(block_ids)
@@ -171,25 +176,25 @@ class FencedPool:
             self._cancel_writes(block_ids)
 
     def _cancel_writes(self, block_ids: Sequence[int]) -> None:
-        """The step being built must not fill blocks that nobody holds any longer."""
+        """Removes copies and swap-ins into blocks that were just freed."""
         for block in block_ids:
             if self.pool.num_references(block) == 0:
                 self.swap_ins.pop(block, None)
                 if block in self._copies:
                     self._cancel_copy(block)
 
-    def _cancel_forsaken(self) -> None:
-        """The step being built must not fill blocks that are held for earlier steps alone."""
+    def _cancel_writes_to_unowned(self) -> None:
+        """Removes copies and swap-ins into blocks that only earlier steps still reference."""
         for target in [target for target in self._copies if not self._is_kept(target)]:
             self._cancel_copy(target)
         for block in [block for block in self.swap_ins if not self._is_kept(block)]:
             del self.swap_ins[block]
 
     def _is_kept(self, block: int) -> bool:
-        """Whether the block is held until the step being built has reported, or longer."""
+        """Whether the block stays referenced at least until the step being built has reported."""
         return self.num_owners(block) > 0 or self.fence.holds(self.fence.newest_step + 1, block)
 
     def _cancel_copy(self, target: int) -> None:
         source = self._copies.pop(target)
-        self.fence.give_up(source)
+        self.fence.drop_newest(source)
         self._drop([source])

@@ -1,14 +1,14 @@
-"""`KvCacheManager`: gives sequences their blocks, shares equal ones, takes them back. Pure.
+"""`KvCacheManager`: allocates, shares and releases the blocks of sequences. Pure.
 
-The only place that changes a block table. `fork` shares blocks, `append` makes
-the next tokens' slots writable and copies a block that others share first
-(copy-on-write), `free` drops the references: PagedAttention (Kwon et al. 2023).
-When a step is committed, `register` offers what it filled to the prefix cache,
-and then `release_behind` drops what no window sees any longer.
+It alone changes block tables. `fork` shares blocks, `append` makes the slots of
+the next tokens writable, copying shared blocks first (copy-on-write), and `free`
+releases the references. After PagedAttention (Kwon et al. 2023). When a step is
+committed, `register` offers the blocks that it filled to the prefix cache, and
+then `release_behind` releases the blocks that no window sees any longer.
 
-Released blocks that a step in flight may still read or write are *fenced*:
-they stay referenced until that step reports. So `step_started` and
-`step_reported` are called for every step, overlapped or not.
+Released blocks that a step in flight may still read or write are *fenced*: they
+stay referenced until that step reports. The engine therefore calls
+`step_started` and `step_reported` for every step, overlapped or not.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ __all__ = ["KvCacheManager", "PrefixMatch", "SwappedTables"]
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """What one layer group gets: from block `first_live` on, `matched` and then new blocks."""
+    """A layer group's blocks at admission: from index `first_live` on `matched`, then new ones."""
 
     first_live: int
     matched: tuple[int, ...]
@@ -43,10 +43,12 @@ class KvCacheManager:
         num_host_blocks: blocks in the host pool.
 
     Attributes:
-        pool: the blocks. Jobs that read or write blocks hold references of their own.
-        events: what enters and leaves the prefix cache.
-        num_queries: tokens of all admissions, where prefixes are cached.
-        num_hits: of these, the tokens found in the prefix cache.
+        pool: the blocks. Transfer jobs hold their own references to the blocks that
+            they read or write.
+        spec: layer groups and their windows.
+        events: the log of blocks entering and leaving the prefix cache.
+        num_queries: total number of tokens admitted while prefix caching is enabled.
+        num_hits: number of those tokens found in the prefix cache.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class KvCacheManager:
         enable_prefix_caching: bool,
         num_host_blocks: int = 0,
     ) -> None:
-        self.pool = BlockPool(num_blocks, spec.num_groups)
+        self.pool = BlockPool(num_blocks, spec.num_layer_groups)
         self.spec = spec
         self.events = self.pool.events
         self.num_queries = 0
@@ -65,7 +67,7 @@ class KvCacheManager:
         self._epoch = 0
         self._enable_prefix_caching = enable_prefix_caching
         # Blocks kept free at admission, so that running sequences can grow a
-        # little before somebody must be preempted.
+        # little before a request must be preempted.
         self._watermark = max(1, num_blocks // 100)
         self._blocks = FencedPool(self.pool)
         self._host = HostPool(num_host_blocks, self._blocks)
@@ -73,7 +75,7 @@ class KvCacheManager:
 
     @property
     def num_fenced(self) -> int:
-        """Blocks that nobody but steps in flight holds."""
+        """Blocks whose only references are fenced."""
         return self._blocks.num_fenced
 
     @property
@@ -84,11 +86,11 @@ class KvCacheManager:
     # Prefix cache.
 
     def match_prefix(self, keys: Sequence[bytes], num_tokens: int) -> PrefixMatch:
-        """The longest cached prefix of a sequence. Changes nothing.
+        """Returns the longest cached prefix of a sequence. Changes nothing.
 
         Args:
-            keys: keys of its full blocks.
-            num_tokens: its tokens, of which at least one is left to compute.
+            keys: keys of the sequence's full blocks.
+            num_tokens: its length. At least one token is left to compute.
         """
         limit = min(len(keys), (num_tokens - 1) // self.spec.block_size)
         return self._prefixes.match(keys, limit if self._enable_prefix_caching else 0)
@@ -97,21 +99,21 @@ class KvCacheManager:
         """Offers full, computed blocks to the prefix cache, each once.
 
         Args:
-            table: the sequence's.
-            keys: keys of its full blocks, of the computed ones at least.
-            num_computed: its tokens whose KV is computed.
+            table: the sequence's table.
+            keys: keys of its full blocks, at least of the computed ones.
+            num_computed: number of its tokens whose KV is computed.
         """
         if self._enable_prefix_caching and table.epoch == self._epoch:
             self._prefixes.register(table, keys, num_computed // self.spec.block_size)
 
     def discard(self, keys: Sequence[bytes]) -> None:
-        """Takes what is cached under `keys` out of the prefix cache, held or not."""
-        for group in range(self.spec.num_groups):
-            cached = (self.pool.lookup(key, group) for key in keys)
+        """Removes the blocks of `keys` from the prefix cache, free or not."""
+        for layer_group in range(self.spec.num_layer_groups):
+            cached = (self.pool.lookup(key, layer_group) for key in keys)
             self.pool.forget([block for block in cached if block is not None])
 
     def reset_prefix_cache(self) -> int:
-        """Forgets every cached block, held ones too; returns how many."""
+        """Empties the prefix cache; returns how many blocks were in it."""
         self._epoch += 1
         return self.pool.forget_all()
 
@@ -122,12 +124,12 @@ class KvCacheManager:
 
     @property
     def epoch(self) -> int:
-        """How often the prefix cache was reset."""
+        """Number of resets of the prefix cache."""
         return self._epoch
 
     @property
     def num_spare(self) -> int:
-        """Free blocks beyond what running sequences may need soon."""
+        """Free blocks beyond the headroom kept for running sequences."""
         return max(0, self.pool.num_free - self._watermark)
 
     def adopt(
@@ -137,13 +139,14 @@ class KvCacheManager:
         block_ids: Sequence[int],
         epoch: int,
     ) -> None:
-        """Offers full blocks that belong to no sequence to the prefix cache of group 0.
+        """Offers full blocks of no sequence to layer group 0's prefix cache.
 
         Args:
-            keys: their keys, in the order of a prompt.
-            parents: keys of the blocks before them; None for a prompt's first.
-            block_ids: the blocks, which the caller holds.
-            epoch: the cache's when they were asked for: what was reset since stays forgotten.
+            keys: keys of the blocks, in the order of a prompt.
+            parents: per block, the key of the block before it; None for a prompt's first.
+            block_ids: the blocks, which the caller references.
+            epoch: `epoch` when the blocks were requested. If the cache was reset since,
+                nothing is offered.
         """
         if not self._enable_prefix_caching or epoch != self._epoch:
             return
@@ -166,11 +169,11 @@ class KvCacheManager:
         """Whether a sequence of `num_tokens` tokens gets the blocks that `admit` takes.
 
         Args:
-            num_tokens: tokens that the sequence has.
-            match: from `match_prefix`, since when nothing was allocated.
-            num_loaded: tokens whose KV will be loaded, those of `match` included;
-                0 to begin with what `match` has.
-            alone: nothing else runs, so no headroom need be kept.
+            num_tokens: length of the sequence.
+            match: result of `match_prefix`; nothing was allocated since.
+            num_loaded: number of tokens, those of `match` included, whose KV will be
+                loaded; 0 if nothing is loaded.
+            alone: whether nothing else runs, so that no headroom is needed.
         """
         if self.spec.blocks_for(num_tokens) > self.pool.num_blocks:
             return Allocation.NEVER
@@ -180,10 +183,10 @@ class KvCacheManager:
         return self.pool.can_allocate(num_new, num_revived + (0 if alone else self._watermark))
 
     def admit(self, num_tokens: int, match: PrefixMatch, *, num_loaded: int = 0) -> BlockTable:
-        """Gives a sequence its blocks: all of a group that sees everything, and of a
-        group with a window as many as it ever holds at once.
+        """Allocates a sequence's blocks; the arguments are those of `can_admit`.
 
-        The caller has asked `can_admit`.
+        A layer group without a window gets all its blocks; one with a window gets as many
+        as it ever holds at once. The caller has checked `can_admit`.
         """
         if self._enable_prefix_caching:
             self.num_queries += num_tokens
@@ -202,15 +205,15 @@ class KvCacheManager:
     # Growth.
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second owner's table of the same blocks.
+        """Returns a second table that shares the same blocks.
 
-        It may go on from any position, that of the last `release_behind` or later.
+        Its sequence may continue from the position of the last `release_behind` or later.
         """
         self.pool.acquire(table.held())
         return table.copy()
 
     def num_missing(self, table: BlockTable, start: int, end: int) -> int:
-        """Blocks that `append` takes from the free list."""
+        """Returns the number of blocks that `append` takes from the free list."""
         size, missing = self.spec.block_size, 0
         stop = -(-end // size)
         for blocks in table.blocks:
@@ -220,70 +223,73 @@ class KvCacheManager:
         return missing
 
     def can_append(self, table: BlockTable, start: int, end: int) -> bool:
-        """Whether `append` finds free what it needs."""
+        """Whether there are enough free blocks for `append`."""
         return self.num_missing(table, start, end) <= self.pool.num_free
 
     def append(self, table: BlockTable, start: int, end: int) -> list[TableChange]:
         """Makes the slots of positions `start` to `end - 1` writable.
 
-        A block of the span that others own, or that is cached, is replaced, and
-        copied if positions before `start` lie in it. Blocks that lack are
-        allocated. The caller has asked `can_append`.
+        A block of the span that is shared or cached is replaced by a new one, and its
+        content copied if it also holds positions before `start`. Missing blocks are
+        allocated. The caller has checked `can_append`.
 
         Returns:
-            What changed in the table, in runs as long as can be.
+            The table's changes; adjacent ones are merged.
         """
         changes = []
-        for group, blocks in enumerate(table.blocks):
+        for layer_group, blocks in enumerate(table.blocks):
             changed = self._replace_shared(blocks, start, end)
             changed += self._extend(blocks, end)
-            if changed:  # seldom: most tokens go where the last one went
+            if changed:  # rarely: most tokens go to the same block as the one before
                 changes += [
-                    TableChange(group, run.start, tuple(blocks[run.start : run.stop]))
+                    TableChange(layer_group, run.start, tuple(blocks[run.start : run.stop]))
                     for run in runs_of(changed)
                 ]
         return changes
 
     def release_behind(self, table: BlockTable, num_computed: int) -> None:
-        """Releases what lies behind every window of the token at position `num_computed`.
+        """Releases blocks that the token at position `num_computed` and later ones do not see.
 
         Args:
-            table: the sequence's, whose full blocks were offered by `register`.
-            num_computed: position of the first token whose KV is not computed yet, as far as
-                steps are committed: those in flight may still read further back than later ones.
+            table: the sequence's table, whose full blocks were offered by `register`.
+            num_computed: position of the first token whose KV no committed step has computed.
+                Steps in flight do not count, because they may read further back.
         """
-        for group, blocks in enumerate(table.blocks):
-            old, new = table.first_live[group], self.spec.first_live(group, num_computed)
+        for layer_group, blocks in enumerate(table.blocks):
+            old, new = (
+                table.first_live[layer_group],
+                self.spec.first_live(layer_group, num_computed),
+            )
             if new > old:
                 behind = blocks[old:new]
                 blocks[old:new] = [NO_BLOCK] * (new - old)
-                table.first_live[group] = new
+                table.first_live[layer_group] = new
                 self._blocks.release(behind)
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) blocks to copy in the step being built, since the last call.
+        """Returns (source, target) blocks that the step being built copies, since the last call.
 
-        Called before `step_started`, as `take_swaps` is.
+        The caller calls this and `take_swaps` before `step_started`.
         """
         return self._blocks.take_copies()
 
     def free(self, table: BlockTable) -> None:
-        """Takes all blocks from the table; cached ones stay until evicted."""
+        """Releases all blocks of the table; cached ones stay cached until evicted."""
         self._blocks.release(list(table.held()))
         table.clear()
 
     # Fencing.
 
     def step_started(self, step: int) -> None:
-        """From now on released blocks are held back until `step` reports, or a later one."""
+        """Records the start of `step`: blocks released from now on are fenced until it reports."""
         self._blocks.fence.start(step)
 
     def step_reported(self, step: int) -> None:
-        """Frees what was held back for `step` and those before it."""
+        """Releases the blocks fenced for `step` and for steps before it."""
         self._blocks.report(step)
 
     def held_blocks(self) -> list[int]:
-        """One entry per reference that is held back."""
+        """Returns one entry per fenced reference."""
         return list(self._blocks.fence)
 
     # Swapping.
@@ -293,21 +299,23 @@ class KvCacheManager:
         return len({block for table in tables for block in table.held()}) <= self._host.num_free
 
     def swap_out(self, tables: Sequence[BlockTable], step: int) -> SwappedTables:
-        """Moves tables to the host, and empties them. What they share stays shared.
+        """Moves tables to the host and empties them. Blocks that they share stay shared.
 
         Args:
-            tables: for which `can_swap_out` was asked.
-            step: the step being built, which copies; their blocks are fenced until it reports.
+            tables: the tables, for which the caller has checked `can_swap_out`.
+            step: number of the step being built, which copies the blocks. The tables' blocks
+                are fenced until it reports.
         """
         return self._host.swap_out(tables, step)
 
     def can_swap_in(self, swapped: SwappedTables, *, num_extra: int = 0, alone: bool) -> Allocation:
-        """Whether `swap_in` gets its blocks, and `num_extra` more stay free.
+        """Whether `swap_in` gets its blocks while `num_extra` more stay free.
 
         Args:
-            swapped: from `swap_out`. LATER while the step that copies it out has not started.
-            num_extra: blocks that the sequences need to go on.
-            alone: nothing else runs, so no headroom need be kept.
+            swapped: result of `swap_out`. The answer is LATER until the step that copies it
+                out has started.
+            num_extra: number of further blocks that the sequences need to continue.
+            alone: whether nothing else runs, so that no headroom is needed.
         """
         num_blocks = len(swapped.host_blocks) + num_extra
         answer = self.pool.can_allocate(num_blocks, 0 if alone else self._watermark)
@@ -316,21 +324,22 @@ class KvCacheManager:
         return answer
 
     def swap_in(self, swapped: SwappedTables, step: int) -> list[BlockTable]:
-        """Moves tables back from the host, to be offered to the prefix cache anew.
+        """Moves tables back from the host. `register` may offer their blocks again.
 
         Args:
-            swapped: from `swap_out`, for which `can_swap_in` was asked; of no use any longer.
-            step: the step being built, which copies.
+            swapped: result of `swap_out`, for which the caller has checked `can_swap_in`.
+                It is invalid afterwards.
+            step: number of the step being built, which copies the blocks.
         """
-        assert swapped.step < step, "what is swapped out can come back in a later step"
+        assert swapped.step < step, "a step cannot swap in what it swaps out"
         return self._host.swap_in(swapped, step)
 
     def drop_swapped(self, swapped: SwappedTables) -> None:
-        """Gives the host blocks back."""
+        """Frees the host blocks of swapped tables."""
         self._host.drop(swapped)
 
     def take_swaps(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """What the step being built swaps, since the last call.
+        """Empties the list of swaps of the step being built.
 
         Returns:
             (host block, block) to copy in, and (block, host block) to copy out.
@@ -338,15 +347,15 @@ class KvCacheManager:
         return self._host.take_swaps()
 
     def check(self) -> None:
-        """Verifies the invariants, for tests and idle moments.
+        """Verifies the invariants; for tests and an idle engine.
 
         Raises:
-            AssertionError: pools, fences or pending copies are corrupt; a bug.
+            AssertionError: pools, fences or pending copies are corrupt, which is a bug.
         """
         self._blocks.check()
         self._host.check()
 
-    # One layer group.
+    # Per layer group.
 
     def _plan_admission(
         self, num_tokens: int, match: PrefixMatch, num_loaded: int
@@ -355,15 +364,15 @@ class KvCacheManager:
         start = max(num_loaded, match.num_blocks * size)
         num_blocks = -(-num_tokens // size)
         plans = []
-        for group, matched in enumerate(match.blocks):
-            first = self.spec.first_live(group, start)
-            stop = min(num_blocks, first + self.spec.max_live(group, num_tokens))
-            live = matched[first - match.first_live[group] :]
+        for layer_group, matched in enumerate(match.blocks):
+            first = self.spec.first_live(layer_group, start)
+            stop = min(num_blocks, first + self.spec.max_live(layer_group, num_tokens))
+            live = matched[first - match.first_live[layer_group] :]
             plans.append(_Admission(first, live, stop - first - len(live)))
         return plans
 
     def _replace_shared(self, blocks: list[int], start: int, end: int) -> list[int]:
-        """Replaces the blocks of a span that must not be written; returns their indices."""
+        """Replaces the blocks of a span that are not writable; returns their indices."""
         size = self.spec.block_size
         span = range(start // size, min(len(blocks), -(-end // size)))
         shared = [index for index in span if not self._blocks.is_writable(blocks[index])]
@@ -376,7 +385,7 @@ class KvCacheManager:
         return shared
 
     def _extend(self, blocks: list[int], end: int) -> range:
-        """Allocates what lacks up to `end`; returns the indices."""
+        """Allocates the missing blocks up to position `end`; returns their indices."""
         new = range(len(blocks), -(-end // self.spec.block_size))
         if new:
             blocks += self.pool.allocate(len(new))

@@ -1,4 +1,4 @@
-"""`PrefixCache`: finds and offers blocks whose KV other sequences can use. Pure."""
+"""`PrefixCache`: finds cached prefixes and offers computed blocks to others. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ __all__ = ["PrefixCache", "PrefixMatch", "runs_of"]
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Cached blocks that a sequence can begin with.
+    """The cached blocks of a sequence's prefix.
 
     Attributes:
-        num_blocks: length of the prefix.
+        num_blocks: length of the prefix, in blocks.
         blocks: per layer group, ids of the blocks from `first_live` up to
-            `num_blocks`; those before lie behind the group's window.
-        first_live: per layer group.
+            `num_blocks`; earlier ones lie behind the layer group's window.
+        first_live: per layer group, index of the first block in `blocks`.
     """
 
     num_blocks: int
@@ -29,12 +29,12 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """The pool's hash index, as sequences of layer groups use it.
+    """Matches and registers prefixes in the pool's hash index, over all layer groups.
 
     Args:
         pool: the blocks.
         spec: layer groups and their windows.
-        fence: tells whether what is swapped in is there yet.
+        fence: knows whether a step that swaps blocks in has reported.
     """
 
     def __init__(self, pool: BlockPool, spec: KvCacheSpec, fence: StepFence) -> None:
@@ -43,39 +43,40 @@ class PrefixCache:
         self._fence = fence
 
     def match(self, keys: Sequence[bytes], limit: int) -> PrefixMatch:
-        """The longest prefix of at most `limit` blocks that all groups have what they read of.
+        """Returns the longest prefix, of at most `limit` blocks, that all layer groups have.
 
-        A group that sees everything needs every block; a group with a window
-        those that the first token after the prefix sees. O(limit) per group.
+        A layer group without a window needs every block of it; a layer group with a
+        window needs those that the first token after the prefix sees. O(limit) per
+        layer group.
         """
         length = limit
-        found: dict[int, list[int]] = {}  # by group that sees everything
+        found: dict[int, list[int]] = {}  # by layer group without a window
         windowed = []
-        for group, window in enumerate(self._spec.windows):
+        for layer_group, window in enumerate(self._spec.windows):
             if window is None:
-                found[group] = self._pool.match(islice(keys, length), group)
-                length = len(found[group])
+                found[layer_group] = self._pool.match(islice(keys, length), layer_group)
+                length = len(found[layer_group])
             else:
-                windowed.append(group)
+                windowed.append(layer_group)
         if windowed:
             length = self._windowed_length(keys, length, windowed)
         first_live = tuple(
-            self._spec.first_live(group, length * self._spec.block_size)
-            for group in range(self._spec.num_groups)
+            self._spec.first_live(layer_group, length * self._spec.block_size)
+            for layer_group in range(self._spec.num_layer_groups)
         )
         blocks = tuple(
             tuple(
-                found[group][:length]
-                if group in found
-                else self._pool.match(islice(keys, first, length), group)
+                found[layer_group][:length]
+                if layer_group in found
+                else self._pool.match(islice(keys, first, length), layer_group)
             )
-            for group, first in enumerate(first_live)
+            for layer_group, first in enumerate(first_live)
         )
         return PrefixMatch(length, blocks, first_live)
 
     def register(self, table: BlockTable, keys: Sequence[bytes], end: int) -> None:
-        """Offers the table's blocks up to block index `end`, each once."""
-        if end <= table.num_registered or self._fence.is_standing(table.filled_by):
+        """Adds the table's blocks up to block index `end` to the cache, each once."""
+        if end <= table.num_registered or self._fence.is_pending(table.filled_by):
             return
         new = [i for i in range(table.num_registered, end) if self._register_at(table, keys[i], i)]
         table.num_registered = end
@@ -83,38 +84,41 @@ class PrefixCache:
             parent = keys[run.start - 1] if run.start > 0 else None
             self._pool.events.record_stored(keys[run.start : run.stop], parent)
 
-    def _windowed_length(self, keys: Sequence[bytes], length: int, groups: list[int]) -> int:
-        """The longest prefix, `length` at most, whose windows are cached in `groups`.
+    def _windowed_length(self, keys: Sequence[bytes], length: int, layer_groups: list[int]) -> int:
+        """Returns the longest prefix, up to `length`, whose windows `layer_groups` have cached.
 
-        Where block i is missing and a prefix of n > i blocks reads it, so does
-        every shorter one beyond i: on to i. No block is looked up twice.
+        If block i is missing and a prefix of n > i blocks reads it, every shorter prefix
+        longer than i reads it too, so the search continues at length i. No block is
+        looked up twice.
         """
-        cached_from = dict.fromkeys(groups, length)  # blocks from here up to `length` are cached
-        pending = list(groups)
+        cached_from = dict.fromkeys(
+            layer_groups, length
+        )  # blocks from here up to `length` are cached
+        pending = list(layer_groups)
         while pending:
-            group = pending[-1]
-            index = min(cached_from[group], length)
-            first = self._spec.first_live(group, length * self._spec.block_size)
-            while index > first and self._pool.lookup(keys[index - 1], group) is not None:
+            layer_group = pending[-1]
+            index = min(cached_from[layer_group], length)
+            first = self._spec.first_live(layer_group, length * self._spec.block_size)
+            while index > first and self._pool.lookup(keys[index - 1], layer_group) is not None:
                 index -= 1
-            cached_from[group] = index
+            cached_from[layer_group] = index
             if index > first:
-                length, pending = index - 1, list(groups)
+                length, pending = index - 1, list(layer_groups)
             else:
                 pending.pop()
         return length
 
     def _register_at(self, table: BlockTable, key: bytes, index: int) -> bool:
-        """Offers what the table holds at `index`; whether it is new in group 0."""
+        """Registers the table's blocks at `index`; returns whether layer group 0's is new."""
         is_new = False
-        for group, blocks in enumerate(table.blocks):
-            if blocks[index] != NO_BLOCK and self._pool.register(blocks[index], key, group):
-                is_new |= group == 0
+        for layer_group, blocks in enumerate(table.blocks):
+            if blocks[index] != NO_BLOCK and self._pool.register(blocks[index], key, layer_group):
+                is_new |= layer_group == 0
         return is_new
 
 
 def runs_of(indices: Sequence[int]) -> list[range]:
-    """Ascending indices as ranges."""
+    """Returns ascending indices as ranges, as few as possible."""
     runs: list[range] = []
     start = 0
     for end in range(1, len(indices) + 1):

@@ -1,13 +1,14 @@
-"""`KvCacheSpec`: which layers share a block, and how many blocks tokens take. Pure.
+"""`KvCacheSpec`: the layers that share a block, and the blocks that tokens need. Pure.
 
-Layers that attend to everything and layers that attend to a window need
-different blocks: behind its window, a layer's KV is never read again. So the
-layers form *groups* of equal size, all layers of a group with one window, and
-each group has a block table of its own. All blocks have one shape, that of a
-group's layers, and come from one pool: memory flows between groups. After
-vLLM's hybrid KV cache manager and Jenga (Zhang et al. 2025).
+Layers with full attention and layers with a sliding window need different
+blocks, because KV behind a layer's window is never read again. The layers
+therefore form *layer groups* of equal size. All layers of a layer group have the
+same window, and each layer group has its own block tables. All blocks have the
+same shape, that of one layer group's KV, and come from one pool, so a block can
+serve any layer group. After vLLM's hybrid KV cache manager and Jenga (Zhang et
+al. 2025).
 
-A model whose layers all attend alike has one group, and nothing changes.
+A model whose layers all have the same window has one layer group.
 """
 
 from collections.abc import Sequence
@@ -23,10 +24,10 @@ class LayerGroups:
     """How a model's layers share blocks.
 
     Attributes:
-        windows: per group, how many tokens a query sees, itself included;
-            None for all.
-        slots: per layer, (group, index within the group's blocks).
-        layers_per_block: layers in one block.
+        windows: per layer group, the number of tokens a query sees, itself
+            included; None for all.
+        slots: per layer, (layer group, index within the layer group's blocks).
+        layers_per_block: number of layers in one block.
     """
 
     windows: tuple[int | None, ...]
@@ -35,13 +36,13 @@ class LayerGroups:
 
 
 def group_layers(windows: Sequence[int | None]) -> LayerGroups:
-    """Groups layers by window, in groups of the smallest kind's size.
+    """Groups layers by window.
 
-    A kind whose layers do not fill its last group leaves the rest of that
-    group's blocks unused.
+    The size of a layer group is the smallest number of layers with the same window.
+    Layers that do not fill their last layer group leave the rest of its blocks unused.
 
     Args:
-        windows: one entry per layer.
+        windows: per layer, the number of tokens a query sees; None for all.
     """
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -62,13 +63,13 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSpec:
-    """How many blocks tokens take.
+    """Computes how many blocks a sequence needs.
 
     Attributes:
         block_size: tokens per block.
-        windows: as in `LayerGroups`.
-        max_chunk: the most tokens of one sequence in steps that have not been committed,
-            the one being built included.
+        windows: `LayerGroups.windows`.
+        max_chunk: maximum number of tokens of one sequence in steps that are not
+            committed yet, including the step being built.
     """
 
     block_size: int
@@ -76,19 +77,21 @@ class KvCacheSpec:
     max_chunk: int = 1
 
     @property
-    def num_groups(self) -> int:
-        """Block tables per sequence."""
+    def num_layer_groups(self) -> int:
+        """Number of layer groups, which is the number of block tables per sequence."""
         return len(self.windows)
 
-    def first_live(self, group: int, position: int) -> int:
-        """Index of the first block that a query at `position`, or a later one, reads."""
-        window = self.windows[group]
+    def first_live(self, layer_group: int, position: int) -> int:
+        """Returns the index of the first block that queries at `position` or later read."""
+        window = self.windows[layer_group]
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
-    def max_live(self, group: int, num_tokens: int) -> int:
-        """The most blocks that the group needs at once on the way to `num_tokens` tokens."""
+    def max_live(self, layer_group: int, num_tokens: int) -> int:
+        """Returns the maximum number of blocks that one sequence needs at once in a layer group,
+        until it has `num_tokens` tokens.
+        """
         num_blocks = -(-num_tokens // self.block_size)
-        window = self.windows[group]
+        window = self.windows[layer_group]
         if window is None:
             return num_blocks
         # A chunk's first query sees `window - 1` tokens before it, from any offset in a block.
@@ -96,20 +99,24 @@ class KvCacheSpec:
         return min(num_blocks, (span + self.block_size - 2) // self.block_size + 1)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The most blocks that one sequence of `num_tokens` tokens needs at once."""
-        return sum(self.max_live(group, num_tokens) for group in range(self.num_groups))
+        """Returns the maximum number of blocks that a sequence of `num_tokens` needs at once."""
+        return sum(
+            self.max_live(layer_group, num_tokens) for layer_group in range(self.num_layer_groups)
+        )
 
     def blocks_for_branches(self, num_shared: int, num_tokens: int, num_branches: int) -> int:
-        """As `blocks_for`, for branches that share their first `num_shared` tokens' full blocks."""
+        """Returns the same for branches that share the full blocks of their first `num_shared`
+        tokens.
+        """
         if num_branches == 1:
             return self.blocks_for(num_tokens)
         return sum(
-            self._branch_blocks(group, num_shared, num_tokens, num_branches)
-            for group in range(self.num_groups)
+            self._branch_blocks(layer_group, num_shared, num_tokens, num_branches)
+            for layer_group in range(self.num_layer_groups)
         )
 
     def max_tokens(self, num_blocks: int, limit: int) -> int:
-        """The longest sequence, up to `limit` tokens, that `num_blocks` blocks hold."""
+        """Returns the length of the longest sequence, up to `limit`, that `num_blocks` hold."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -119,21 +126,21 @@ class KvCacheSpec:
         return low
 
     def _branch_blocks(
-        self, group: int, num_shared: int, num_tokens: int, num_branches: int
+        self, layer_group: int, num_shared: int, num_tokens: int, num_branches: int
     ) -> int:
-        if self.windows[group] is not None:
-            return num_branches * self.max_live(group, num_tokens)
+        if self.windows[layer_group] is not None:
+            return num_branches * self.max_live(layer_group, num_tokens)
         num_common = num_shared // self.block_size
         return num_common + num_branches * (-(-num_tokens // self.block_size) - num_common)
 
 
 def spec_of(config: EngineConfig, windows: tuple[int | None, ...]) -> KvCacheSpec:
-    """How many blocks tokens take on an engine.
+    """Returns the spec of an engine.
 
     Args:
-        config: the engine's. With overlapped steps, a chunk may be in flight while
-            the next one gets its blocks, and nothing that the first reads is released.
-        windows: as in `LayerGroups`.
+        config: the engine's flags. With overlapped steps, the next chunk gets its blocks
+            while a chunk is in flight, and no block that the latter reads is released.
+        windows: `LayerGroups.windows`.
     """
     num_open_steps = 2 if config.async_scheduling else 1
     return KvCacheSpec(config.block_size, windows, config.max_chunk * num_open_steps)

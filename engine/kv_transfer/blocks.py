@@ -1,7 +1,7 @@
-"""`TransferBlocks`: a sequence's blocks as the transfer blocks that they are cut into. Pure.
+"""`TransferBlocks`: cuts a sequence's pool blocks into transfer blocks. Pure.
 
-The pool's blocks are what sequences hold, share and cache; transfer blocks are what jobs move
-and keys name (`kvstore.transfer_form`). Where an engine's blocks go as they are, both are one.
+Sequences hold, share and cache blocks of the pool. Jobs move transfer blocks, and keys name them
+(`kvstore.transfer_form`). A pool block holds one or more transfer blocks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,25 @@ from dataclasses import dataclass
 from engine.kv_cache.spec import KvCacheSpec
 from kvstore.block_key import layer_group_key
 
-__all__ = ["TransferBlocks", "TransferItem", "held_by"]
+__all__ = ["PromptBlock", "TransferBlocks", "TransferItem", "held_by"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBlock:
+    """A full pool block of a prompt.
+
+    Attributes:
+        keys: one per transfer block in it.
+        parent: pool key of the block before it; None for the first.
+    """
+
+    keys: tuple[bytes, ...]
+    parent: bytes | None
+
+    @property
+    def key(self) -> bytes:
+        """Its key in the pool."""
+        return self.keys[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +36,10 @@ class TransferItem:
     """One layer group's KV of one transfer block.
 
     Attributes:
-        index: of the transfer block in its sequence.
-        key: the layer group's.
-        block_id: of the pool's block that it is in.
-        transfer_id: its own in the pool.
+        index: the transfer block's index in its sequence.
+        key: the layer group's object key.
+        block_id: the pool block that contains it.
+        transfer_id: the transfer block's number in the pool.
     """
 
     index: int
@@ -32,11 +50,11 @@ class TransferItem:
 
 @dataclass(frozen=True, slots=True)
 class TransferBlocks:
-    """How the blocks of an engine's sequences are cut.
+    """How an engine's pool blocks are cut.
 
     Attributes:
-        spec: of the pool's blocks.
-        size: tokens of a transfer block; divides those of a block.
+        spec: describes the pool's blocks.
+        size: tokens per transfer block; divides the tokens per pool block.
     """
 
     spec: KvCacheSpec
@@ -44,11 +62,11 @@ class TransferBlocks:
 
     @property
     def per_block(self) -> int:
-        """Transfer blocks in a block."""
+        """Transfer blocks per pool block."""
         return self.spec.block_size // self.size
 
     def ids_in(self, block_ids: Iterable[int]) -> list[int]:
-        """All transfer blocks of blocks of the pool."""
+        """Returns the ids of all transfer blocks in pool blocks."""
         count = self.per_block
         return [block * count + part for block in block_ids for part in range(count)]
 
@@ -59,28 +77,28 @@ class TransferBlocks:
         blocks: Sequence[Sequence[int]],
         first_live: Sequence[int],
     ) -> Iterator[TransferItem]:
-        """What is moved of transfer blocks of a sequence, in order.
+        """Returns the items that hold some transfer blocks of a sequence, in order.
 
         Args:
-            indices: of the transfer blocks.
-            keys: of all of the sequence's, up to the last of `indices`.
-            blocks: the sequence's blocks per layer group.
-            first_live: per layer group, the index of the first block that it has.
+            indices: indices of the transfer blocks.
+            keys: the sequence's transfer block keys, at least up to the last of `indices`.
+            blocks: the sequence's pool blocks, per layer group.
+            first_live: index of the first block that the sequence still has, per layer group.
         """
         count = self.per_block
         for index in indices:
             block, part = divmod(index, count)
-            for group, own in enumerate(blocks):
-                if block >= first_live[group]:
-                    key = layer_group_key(keys[index], group)
+            for layers, own in enumerate(blocks):
+                if block >= first_live[layers]:
+                    key = layer_group_key(keys[index], layers)
                     yield TransferItem(index, key, own[block], own[block] * count + part)
 
     def object_keys(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Keys of all layer groups of transfer blocks."""
-        groups = range(self.spec.num_groups)
-        return [layer_group_key(key, group) for key in keys for group in groups]
+        """Returns the object keys of all layer groups of transfer blocks."""
+        groups = range(self.spec.num_layer_groups)
+        return [layer_group_key(key, layers) for key in keys for layers in groups]
 
 
 def held_by(items: Iterable[TransferItem]) -> list[int]:
-    """The blocks that items are in, each once, in order."""
+    """Returns the pool blocks that contain the items: each once, in order."""
     return list(dict.fromkeys(item.block_id for item in items))

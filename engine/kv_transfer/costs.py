@@ -1,11 +1,10 @@
-"""`LoadCosts`: whether KV is loaded sooner than it is computed. Pure.
+"""`LoadCosts`: estimates whether loading KV is faster than computing it. Pure.
 
-What a load will take is told by those before it: so much per load and so much
-per token, the straight line that fits best (least squares, where a load counts
-less with each that ends after it). A load is given up before it begins, or
-while it runs, where computing is clearly cheaper. So that a store which has
-recovered is seen, one load in a while is tried nevertheless; if that is worth
-it, what was before is forgotten.
+A load's time is predicted from the loads before it, as a fixed part plus a part per token: the
+line that fits best by least squares, where recent loads weigh more. A load is not started, or not
+waited for any longer, if computing is clearly cheaper. Now and then a load is started all the
+same, so that the engine notices when a slow store has recovered. If that load is fast, the
+estimates start afresh.
 """
 
 import math
@@ -14,112 +13,125 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.runner import StepCosts
 
-__all__ = ["LoadCosts"]
+__all__ = ["LoadCosts", "LoadEstimate"]
 
-# Loads as quick as this are taken, however quick computing is: it leaves steps to others.
+# Loads that take at most this long are always worth it: they leave the step to other requests.
 _ALWAYS_WORTH_S = 0.05
-# A load that runs is worth waiting for until it has taken so much longer than computing ...
+# A request waits for its load at most this many times as long as computing would take ...
 _PATIENCE_FACTOR = 3.0
-# ... and so long at all: threads may be late by that on a busy machine.
+# ... but at least this long, as threads may be that late on a busy machine.
 _MIN_PATIENCE_S = 0.25
-# After as many seconds without a load one is tried.
+# A load is started regardless of its costs if none was started for this long.
 _PROBE_INTERVAL_S = 5.0
-# So many loads are seen before one is judged: the first ones connect, and warm caches.
+# Loads are not judged before this many have ended: the first ones connect and warm up caches.
 _MIN_LOADS = 4
-# What is left of a load's weight when another has ended.
+# Each load that ends multiplies the weight of those before it by this.
 _KEPT_WEIGHT = 0.8
 
 
+@dataclass(frozen=True, slots=True)
+class LoadEstimate:
+    """A load that runs, as `LoadCosts.start` saw it.
+
+    Attributes:
+        num_tokens: tokens to load.
+        started_at: clock time.
+        compute_s: seconds that computing them would take instead.
+        is_probe: whether it was started although it did not seem worth it.
+    """
+
+    num_tokens: int
+    started_at: float
+    compute_s: float
+    is_probe: bool
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that a request should wait for it at most."""
+        return max(_MIN_PATIENCE_S, _PATIENCE_FACTOR * self.compute_s)
+
+
 class LoadCosts:
-    """Running estimates of one connector's loads. Times are seconds of one clock.
+    """Running estimates of one connector's loads. All times are seconds of one clock.
+
+    Each estimate that `start` returns must be passed once to `end`, `give_up` or `drop`.
 
     Args:
-        prompt_token_s: seconds to compute one more token of a prompt; infinite where
-            nothing is to be computed that could be loaded.
+        prompt_token_s: seconds to compute one more token of a prompt; infinite if the engine
+            must never compute what it can load.
     """
 
     def __init__(self, prompt_token_s: float) -> None:
         self._prompt_token_s = prompt_token_s
         self._line = _Line()
         self._num_seen = 0
-        self._running: dict[int, _Running] = {}
+        self._num_running = 0
+        self._num_running_tokens = 0
         self._last_start = -math.inf
         self._last_end = -math.inf
 
     @classmethod
     def of(cls, config: EngineConfig, costs: StepCosts) -> "LoadCosts":
-        """Those of an engine. By policy it computes nothing that a load was to bring."""
+        """Returns those of an engine, which may have to fail instead of computing."""
         may_compute = config.kv_load_failure_policy == "recompute"
         return cls(costs.prompt_token_s if may_compute else math.inf)
 
     def may_load(self, num_tokens: int, num_queued_tokens: int, now: float) -> bool:
-        """Whether so many tokens' KV is sooner loaded than computed, or a load is to be tried.
+        """Returns whether to load tokens' KV: it is faster, or a probe is due.
 
         Args:
-            num_tokens: to load, or else to compute; one or more.
-            num_queued_tokens: others that would be computed before them.
+            num_tokens: tokens to load or to compute; at least one.
+            num_queued_tokens: other tokens that would be computed before them.
             now: the time.
         """
         is_due = now - self._last_start >= _PROBE_INTERVAL_S
         return is_due or self._is_worth(num_tokens, self._compute_s(num_tokens, num_queued_tokens))
 
     def predict_s(self, num_tokens: int) -> float:
-        """Seconds that a load of so many tokens would take now, behind those that run."""
-        ahead = sum(self._line.at(load.num_tokens) for load in self._running.values())
-        return ahead + self._line.at(num_tokens)
+        """Predicts the seconds of a load that starts now, behind the loads that run."""
+        ahead = self._line.sum_at(self._num_running, self._num_running_tokens)
+        return ahead + self._line.sum_at(1, num_tokens)
 
     # Loads that run.
 
-    def start(self, job_id: int, num_tokens: int, num_queued_tokens: int, now: float) -> None:
-        """A load begins, for which nobody waits yet; as in `may_load`."""
+    def start(self, num_tokens: int, num_queued_tokens: int, now: float) -> LoadEstimate:
+        """Records the start of a load; the arguments are those of `may_load`."""
         compute_s = self._compute_s(num_tokens, num_queued_tokens)
         is_probe = not self._is_worth(num_tokens, compute_s)
-        self._running[job_id] = _Running(num_tokens, now, compute_s, is_probe)
+        self._num_running += 1
+        self._num_running_tokens += num_tokens
         self._last_start = now
+        return LoadEstimate(num_tokens, now, compute_s, is_probe)
 
-    def wait(self, job_id: int, now: float) -> None:
-        """A request waits for a load from now on. Unknown ids are fine."""
-        if (load := self._running.get(job_id)) is not None:
-            load.give_up_at = now + max(_MIN_PATIENCE_S, _PATIENCE_FACTOR * load.compute_s)
-
-    def end(self, job_id: int, now: float, seconds: float = 0.0) -> None:
-        """All that a load asked for has come. Unknown ids are fine.
+    def end(self, load: LoadEstimate, now: float, seconds: float = 0.0) -> None:
+        """Learns from a load that brought all it was asked for.
 
         Args:
-            job_id: as given to `start`.
+            load: from `start`.
             now: the time.
-            seconds: what it took; 0 if it is over only now.
+            seconds: how long the load took; 0 if it has ended only now.
         """
-        if (load := self._running.pop(job_id, None)) is None:
-            return
+        self.drop(load)
         ended_at = load.started_at + seconds if seconds else now
-        # Loads share what moves them: one that waited for another took only what came after.
+        # Loads share threads and links: the time that one waited for another is not its own.
         load_s = ended_at - max(load.started_at, min(self._last_end, ended_at))
         if load.is_probe and load_s <= max(_ALWAYS_WORTH_S, load.compute_s):
             self._line = _Line()
         self._last_end = max(self._last_end, ended_at)
         self._learn(load, load_s)
 
-    def drop(self, job_id: int) -> None:
-        """A load has ended in a way that tells nothing of its costs. Unknown ids are fine."""
-        self._running.pop(job_id, None)
+    def give_up(self, load: LoadEstimate, now: float) -> None:
+        """Learns from a load that still runs and is not waited for any more."""
+        self.drop(load)
+        # All of its time counts, as no other load is known to have delayed it.
+        self._learn(load, now - load.started_at)
 
-    @property
-    def next_give_up(self) -> float | None:
-        """When `give_up` is next due."""
-        earliest = min((load.give_up_at for load in self._running.values()), default=math.inf)
-        return earliest if earliest < math.inf else None
+    def drop(self, load: LoadEstimate) -> None:
+        """Forgets a load whose end says nothing about costs, such as a failure."""
+        self._num_running -= 1
+        self._num_running_tokens -= load.num_tokens
 
-    def give_up(self, now: float) -> list[int]:
-        """Loads that have been waited for too long: they take so long, at least."""
-        overdue = [job_id for job_id, load in self._running.items() if load.give_up_at <= now]
-        for job_id in overdue:
-            # All of the time counts: nobody knows of a load before it that it waited for.
-            load = self._running.pop(job_id)
-            self._learn(load, now - load.started_at)
-        return overdue
-
-    def _learn(self, load: "_Running", load_s: float) -> None:
+    def _learn(self, load: LoadEstimate, load_s: float) -> None:
         self._line.add(load.num_tokens, load_s)
         self._num_seen += 1
 
@@ -133,15 +145,6 @@ class LoadCosts:
 
 
 @dataclass(slots=True)
-class _Running:
-    num_tokens: int
-    started_at: float
-    compute_s: float
-    is_probe: bool
-    give_up_at: float = math.inf
-
-
-@dataclass(slots=True)
 class _Line:
     """The line that fits weighted points best: sums of weights, x, y, x² and xy."""
 
@@ -152,17 +155,18 @@ class _Line:
     xy: float = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """Adds a point; those before it count less."""
+        """Adds a point; the points before it lose weight."""
         self.weight = self.weight * _KEPT_WEIGHT + 1
         self.x = self.x * _KEPT_WEIGHT + x
         self.y = self.y * _KEPT_WEIGHT + y
         self.xx = self.xx * _KEPT_WEIGHT + x * x
         self.xy = self.xy * _KEPT_WEIGHT + x * y
 
-    def at(self, x: float) -> float:
-        """The line's height, which neither starts below zero nor falls; 0 without points.
+    def sum_at(self, count: int, x: float) -> float:
+        """Returns the sum of the line's heights at `count` places that add up to `x`.
 
-        Where all points have one x, it is the line through zero.
+        The line has no negative height at 0 and does not fall. If all points have the same x, it
+        goes through the origin. Without points it is 0.
         """
         if not self.weight:
             return 0.0
@@ -171,4 +175,4 @@ class _Line:
             return x * self.y / self.x
         slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
         start = (self.y - slope * self.x) / self.weight
-        return start + slope * x if start > 0 else x * self.xy / self.xx
+        return count * start + slope * x if start > 0 else x * self.xy / self.xx

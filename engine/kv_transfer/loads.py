@@ -1,34 +1,35 @@
-"""`Loads`: what requests look up and load through the KV connector. Pure.
+"""`Loads`: looks up and loads KV of requests through the connector. Pure.
 
-A load job holds a reference on its blocks until its result is in, whatever
-becomes of the request. So an abort never hands a block that is still being
-written to somebody else.
-
-A request that prefetches are under way for (`engine.kv_transfer.prefetches`) waits for them first.
+A waiting request is looked up, or comes with a handoff. When it is admitted, it loads what its
+blocks lack, and waits in state LOADING. A request for which prefetches are open
+(`engine.kv_transfer.prefetches`) waits for them first.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from engine.group import SequenceGroup
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_transfer.blocks import TransferBlocks, held_by
+from engine.kv_transfer.costs import LoadCosts
+from engine.kv_transfer.jobs import BaseLoad, JobTable, Load, Lookup
 from engine.kv_transfer.prefetches import Prefetches
 from kvstore.connector import KvConnectorScheduler
-from kvstore.jobs import LoadResult, LookupResult
+from kvstore.handoff import KvHandoff
+from kvstore.jobs import LoadResult
+from kvstore.metrics import TransferMetrics
 
-__all__ = ["FinishedLoad", "GivenUp", "Loads"]
+__all__ = ["FinishedLoad", "Loads"]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedLoad:
-    """A group's load has ended; the group still waits for it.
+    """The end of a load that its request waited for.
 
     Attributes:
-        group: whose load it was.
-        num_tokens: tokens whose KV is in the blocks of the group's lead now.
-        error: why fewer than asked arrived; empty if all did.
+        group: the request.
+        num_tokens: tokens whose KV is now in the blocks of the group's lead.
+        error: why less arrived than was asked for; empty if all arrived.
     """
 
     group: SequenceGroup
@@ -36,42 +37,18 @@ class FinishedLoad:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class GivenUp:
-    """A job that has not reported.
-
-    Attributes:
-        what: it was.
-        group: whose; None for a prefetch, whose request is yet to come.
-        num_blocks: so many stay held.
-        load: the load's end, if its group still waits for it.
-    """
-
-    what: Literal["look-up", "load", "save"]
-    group: SequenceGroup | None
-    num_blocks: int
-    load: FinishedLoad | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """`indices` are those of its items' transfer blocks, ascending."""
-
-    group: SequenceGroup
-    indices: list[int]
-    block_ids: list[int]
-    num_tokens: int
-
-
 class Loads:
     """Look-ups and loads of one scheduler.
 
     Args:
         connector: the scheduler half.
-        kv: the KV cache manager, in whose pool job references are kept.
-        cut: how blocks are cut into transfer blocks.
-        prefetches: what requests wait for.
-        on_job: called with the id of each job that is scheduled.
+        kv: the KV cache manager.
+        cut: how pool blocks are cut into transfer blocks.
+        jobs: the table for the jobs.
+        prefetches: loads that requests may wait for.
+        costs: decides whether a load is worth it.
+        metrics: counts loads that were not worth it.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -79,162 +56,212 @@ class Loads:
         connector: KvConnectorScheduler,
         kv: KvCacheManager,
         cut: TransferBlocks,
+        jobs: JobTable,
         prefetches: Prefetches,
-        on_job: Callable[[int], None],
+        costs: LoadCosts,
+        metrics: TransferMetrics,
+        clock: Callable[[], float],
     ) -> None:
         self._connector = connector
-        self._kv = kv
         self._pool = kv.pool
         self._spec = kv.spec
         self._cut = cut
+        self._jobs = jobs
         self._prefetches = prefetches
-        self._on_job = on_job
-        self._lookups: dict[int, SequenceGroup] = {}  # open ones
-        self._loads: dict[int, _Load] = {}
+        self._costs = costs
+        self._metrics = metrics
+        self._clock = clock
+        self._num_kept = 0  # requests whose handoff's lease is renewed
+
+    # Before admission.
 
     @property
-    def in_flight(self) -> int:
-        """Loads whose result is not in."""
-        return len(self._loads)
+    def looks_up(self) -> bool:
+        """Whether waiting requests are looked up by key."""
+        return self._connector.finds_by_key
 
-    def is_open(self, job_id: int) -> bool:
-        """Whether a result is awaited."""
-        return job_id in self._lookups or job_id in self._loads
+    @property
+    def may_find(self) -> bool:
+        """Whether any waiting request may have something to load."""
+        return self._connector.finds_by_key or self._num_kept > 0
 
-    def held_blocks(self) -> list[int]:
-        """One entry per reference that a job holds."""
-        return [block for load in self._loads.values() for block in load.block_ids]
-
-    # Requests.
-
-    def accept(self, group: SequenceGroup) -> Collection[int]:
-        """A request has come that may wait for its turn: what it shall load must stay.
-
-        Returns:
-            Prefetches under way that it waits for.
-        """
-        if group.pending_handoff is None:
-            return ()
-        group.kept_handoff = group.pending_handoff.handoff_id
-        self._connector.keep(group.pending_handoff)
-        return self._prefetches.of_handoff(group.kept_handoff)
-
-    def decline(self, group: SequenceGroup) -> None:
-        """The group had better compute: it loads nothing from now on."""
-        self.forget(group)
-        group.may_load = False
+    def accept(self, group: SequenceGroup) -> None:
+        """Registers a new request: renews the lease of its handoff until its KV is loaded."""
+        transfer = group.transfer
+        if transfer.pending_handoff is None:
+            return
+        transfer.kept_handoff = transfer.pending_handoff.handoff_id
+        self._num_kept += 1
+        self._connector.keep(transfer.pending_handoff)
+        for job in self._prefetches.of_handoff(transfer.kept_handoff):
+            self._limit_wait(job)
 
     def num_loadable(self, group: SequenceGroup) -> int | None:
-        """Leading transfer blocks that the connector can load; None: ask again next step."""
-        if not group.may_load or group.swapped is not None:
+        """Returns how many leading transfer blocks can be loaded; None: ask again next step.
+
+        The first call for a group starts its look-up.
+        """
+        transfer = group.transfer
+        if not transfer.may_load or group.swapped is not None:
             return 0
-        if group.pending_handoff is not None:
-            if self._prefetches.of_handoff(group.pending_handoff.handoff_id):
+        if transfer.pending_handoff is not None:
+            if self._prefetches.of_handoff(transfer.pending_handoff.handoff_id):
                 return None
-            return len(group.pending_handoff.block_keys)
-        if not self._connector.finds_by_key:
-            return 0
-        return self._num_found(group)
+            return len(transfer.pending_handoff.block_keys)
+        return self._num_found(group) if self._connector.finds_by_key else 0
 
     def num_loaded_tokens(self, group: SequenceGroup, num_loadable: int) -> int:
-        """Tokens that a load of the first `num_loadable` transfer blocks brings."""
-        if group.pending_handoff is not None and num_loadable:
-            return group.pending_handoff.num_tokens
+        """Returns how many tokens have KV after a load of `num_loadable` transfer blocks."""
+        handoff = group.transfer.pending_handoff
+        if handoff is not None and num_loadable:
+            return handoff.num_tokens
         return num_loadable * self._cut.size
 
-    def start(self, group: SequenceGroup, num_loadable: int) -> bool:
-        """Loads what the admitted group's lead lacks of the first `num_loadable` transfer blocks.
+    def is_worth_loading(
+        self, group: SequenceGroup, num_tokens: int, num_queued_tokens: int
+    ) -> bool:
+        """Returns whether loading is better than computing. If not, the group never loads.
+
+        Args:
+            group: a waiting group.
+            num_tokens: tokens to load; at least one.
+            num_queued_tokens: other tokens that would be computed before them.
+        """
+        if self._costs.may_load(num_tokens, num_queued_tokens, self._clock()):
+            return True
+        self.forget(group)
+        group.transfer.may_load = False
+        self._metrics.load_given_up("admission")
+        return False
+
+    # From admission on.
+
+    def start(self, group: SequenceGroup, num_loadable: int, num_queued_tokens: int = 0) -> bool:
+        """Loads those of the first `num_loadable` transfer blocks that the group's lead lacks.
+
+        Args:
+            group: a group that was admitted with blocks for them.
+            num_loadable: from `num_loadable`.
+            num_queued_tokens: other tokens that would be computed before them.
 
         Returns:
             Whether there was anything to load.
         """
+        lead, transfer = group.lead, group.transfer
         num_tokens = self.num_loaded_tokens(group, num_loadable)
-        handoff, group.pending_handoff = group.pending_handoff, None
-        lead = group.lead
-        first = lead.num_computed // self._cut.size
-        group.num_saved = max(group.num_saved, num_tokens // self._spec.block_size)
-        if num_loadable <= first:
+        handoff, transfer.pending_handoff = transfer.pending_handoff, None
+        transfer.num_saved = max(transfer.num_saved, num_tokens // self._spec.block_size)
+        if num_loadable <= lead.num_computed // self._cut.size:
             self._drop_handoff(group)
             return False
-        assert lead.table is not None
-        keys = handoff.block_keys if handoff else lead.keys.keys
-        groups = range(self._spec.num_groups)
-        first_live = [self._spec.first_live(layers, num_tokens) for layers in groups]
-        indices, table = range(first, num_loadable), lead.table
-        items = list(self._cut.items(indices, keys, table.blocks, first_live))
-        job_id = self._connector.load(
-            [item.key for item in items], [item.transfer_id for item in items], handoff
+        job = self._load(group, handoff, num_loadable, num_tokens)
+        job.estimate = self._costs.start(
+            num_tokens - lead.num_computed, num_queued_tokens, self._clock()
         )
-        block_ids = held_by(items)
-        self._pool.acquire(block_ids)
-        self._loads[job_id] = _Load(group, [item.index for item in items], block_ids, num_tokens)
-        self._on_job(job_id)
-        group.load_job = job_id
+        self._limit_wait(job)
+        transfer.load_job = job.job_id
         return True
 
     def forget(self, group: SequenceGroup) -> None:
-        """The group has left the scheduler's queues, or starts over."""
-        if group.lookup_job is not None:
-            self._lookups.pop(group.lookup_job, None)
-            self._connector.forget_lookup(group.lookup_job)
-            group.lookup_job = None
-        if group.load_job is not None:
-            self._connector.cancel_load(group.load_job)
-            group.load_job = None
+        """Cancels what a group looks up and loads: it left the queues, or starts over."""
+        transfer = group.transfer
+        if transfer.lookup_job is not None:
+            self._jobs.open.pop(transfer.lookup_job, None)
+            self._connector.forget_lookup(transfer.lookup_job)
+            transfer.lookup_job = None
+        if transfer.load_job is not None:
+            self._connector.cancel_load(transfer.load_job)
+            transfer.load_job = None
         self._drop_handoff(group)
 
-    # What becomes of jobs.
+    # Ends of jobs.
 
-    def finish_lookup(self, result: LookupResult) -> None:
-        """A look-up is answered; the connector knows how."""
-        self._lookups.pop(result.job_id, None)
-
-    def finish(self, result: LoadResult) -> FinishedLoad | None:
-        """Takes in a load's result; None if nobody waits for it."""
-        load = self._loads.pop(result.job_id)
-        self._pool.release(load.block_ids)
-        group = load.group
-        if group.load_job != result.job_id:
-            return None  # aborted or given up meanwhile
-        group.load_job = None
+    def finish(self, job: Load, result: LoadResult) -> FinishedLoad | None:
+        """Processes a load's result; returns None if its request does not wait for it."""
+        self._pool.release(job.block_ids)
+        group = job.group
+        if group.transfer.load_job != job.job_id:
+            return None  # its request has ended, or it was given up
+        group.transfer.load_job = None
         self._drop_handoff(group)
-        if result.num_blocks == len(load.indices):
-            return FinishedLoad(group, load.num_tokens, "")
-        num_good = load.indices[result.num_blocks] * self._cut.size
-        return FinishedLoad(group, num_good, result.error or "missing")
+        if result.num_blocks == len(job.indices):
+            return FinishedLoad(group, job.num_tokens, "")
+        num_good = job.indices[result.num_blocks] * self._cut.size
+        return self._failed(group, num_good, result.error or "missing")
 
-    def give_up(self, job_id: int, error: str) -> GivenUp:
-        """A job does not report: its group goes on. Its blocks stay held.
+    def give_up(self, job: Lookup | Load, error: str) -> FinishedLoad | None:
+        """Ends the wait for a look-up or a load. A load's blocks stay held until its result is in.
 
         Args:
-            job_id: of a look-up or a load that is open.
-            error: for `FinishedLoad`.
+            job: an open job.
+            error: for the load's end.
+
+        Returns:
+            The load's end if its request waits for it.
         """
-        if group := self._lookups.get(job_id):
+        group = job.group
+        if isinstance(job, Lookup):
             self.forget(group)
-            group.may_load = False
-            return GivenUp("look-up", group, 0)
-        load = self._loads[job_id]
-        finished = None
-        if load.group.load_job == job_id:
-            self.forget(load.group)
-            finished = FinishedLoad(load.group, 0, error)
-        return GivenUp("load", load.group, len(load.block_ids), finished)
+            group.transfer.may_load = False
+            return None
+        if group.transfer.load_job != job.job_id:
+            return None
+        self.forget(group)
+        return self._failed(group, 0, error)
 
     def _num_found(self, group: SequenceGroup) -> int | None:
-        lead = group.lead
+        lead, transfer = group.lead, group.transfer
         num_keys = (len(lead.token_ids) - 1) // self._cut.size
         if num_keys == 0:
             return 0
-        if group.lookup_job is None:
-            keys = lead.keys.extend(lead.token_ids)[:num_keys]
-            group.lookup_job = self._connector.lookup(self._cut.object_keys(keys))
-            self._lookups[group.lookup_job] = group
-            self._on_job(group.lookup_job)
-        num_found = self._connector.num_found(group.lookup_job)
-        return None if num_found is None else num_found // self._spec.num_groups
+        if transfer.lookup_job is None:
+            keys = self._cut.object_keys(lead.keys.extend(lead.token_ids)[:num_keys])
+            transfer.lookup_job = self._connector.lookup(keys)
+            self._jobs.add(Lookup(job_id=transfer.lookup_job, group=group, num_keys=len(keys)))
+        num_found = self._connector.num_found(transfer.lookup_job)
+        return None if num_found is None else num_found // self._spec.num_layer_groups
+
+    def _load(
+        self, group: SequenceGroup, handoff: KvHandoff | None, num_loadable: int, num_tokens: int
+    ) -> Load:
+        lead = group.lead
+        assert lead.table is not None
+        layer_groups = range(self._spec.num_layer_groups)
+        items = list(
+            self._cut.items(
+                range(lead.num_computed // self._cut.size, num_loadable),
+                handoff.block_keys if handoff else lead.keys.keys,
+                lead.table.blocks,
+                [self._spec.first_live(layers, num_tokens) for layers in layer_groups],
+            )
+        )
+        job_id = self._connector.load(
+            [item.key for item in items], [item.transfer_id for item in items], handoff
+        )
+        job = Load(
+            job_id=job_id,
+            block_ids=held_by(items),
+            group=group,
+            indices=[item.index for item in items],
+            num_tokens=num_tokens,
+        )
+        self._pool.acquire(job.block_ids)
+        self._jobs.add(job)
+        return job
+
+    def _limit_wait(self, job: BaseLoad) -> None:
+        """Starts the time that a request waits for a load at most."""
+        if job.estimate is not None:
+            self._jobs.limit_wait(job, self._clock() + job.estimate.patience_s)
+
+    def _failed(self, group: SequenceGroup, num_tokens: int, error: str) -> FinishedLoad:
+        """Ends a load with an error: the group computes its KV, and saves what it computes."""
+        group.transfer.may_load = False
+        group.transfer.num_saved = 0
+        return FinishedLoad(group, num_tokens, error)
 
     def _drop_handoff(self, group: SequenceGroup) -> None:
-        if group.kept_handoff is not None:
-            self._connector.drop(group.kept_handoff)
-            group.kept_handoff = None
+        if group.transfer.kept_handoff is not None:
+            self._connector.drop(group.transfer.kept_handoff)
+            group.transfer.kept_handoff = None
+            self._num_kept -= 1

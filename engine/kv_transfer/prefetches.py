@@ -1,10 +1,10 @@
-"""`Prefetches`: blocks of prompts that another engine is still computing. Pure.
+"""`Prefetches`: loads blocks of prompts that a prefill engine is still computing. Pure.
 
-They belong to no request: what they bring enters the prefix cache, where the request
-finds it, or from where it is evicted. They take room that nobody else wants: what runs
-and what waits comes first, and where what runs needs more, they are stopped.
+A prefetch belongs to no request. Its blocks enter the prefix cache, where the request finds them
+when it comes, or they are evicted. Prefetches use only room that no request needs, and they are
+stopped when a running request lacks blocks.
 
-`PromptParts`: puts transfer blocks of prompts together until they fill blocks. Pure.
+`PromptParts` puts the transfer blocks of a prompt together until they fill pool blocks.
 """
 
 from collections import OrderedDict
@@ -12,38 +12,28 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from engine.kv_cache.manager import KvCacheManager
-from engine.kv_transfer.blocks import TransferBlocks
+from engine.kv_transfer.blocks import PromptBlock, TransferBlocks
+from engine.kv_transfer.costs import LoadCosts
+from engine.kv_transfer.jobs import JobTable, Prefetch
 from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import LoadResult
 
-__all__ = ["Prefetches", "PromptBlock", "PromptParts"]
+__all__ = ["Prefetches", "PromptParts"]
 
-# Prompts of which the rest may come; beyond, the rest of the oldest goes unused.
+# Prompts whose next portion is awaited. Beyond this, the oldest prompt is forgotten.
 _MAX_PROMPTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class PromptBlock:
-    """A block of a prompt.
-
-    Attributes:
-        keys: of its transfer blocks.
-        parent: key of the block before it; None for the first.
-    """
-
-    keys: tuple[bytes, ...]
-    parent: bytes | None
-
-    @property
-    def key(self) -> bytes:
-        """Its key in the pool."""
-        return self.keys[-1]
 
 
 @dataclass(slots=True)
 class _Begun:
-    """`keys` are those of the last, unfinished block, `parent` that of the block before it."""
+    """A prompt of which some portions have come.
+
+    Attributes:
+        end: number of transfer blocks so far.
+        keys: keys of the transfer blocks in the last pool block, which is not full.
+        parent: key of the pool block before it.
+    """
 
     end: int = 0
     keys: tuple[bytes, ...] = ()
@@ -51,10 +41,10 @@ class _Begun:
 
 
 class PromptParts:
-    """What has come of prompts, each told of from its beginning, in order, in any portions.
+    """Portions of prompts, each prompt in order from its beginning.
 
     Args:
-        cut: how blocks are cut into transfer blocks.
+        cut: how pool blocks are cut into transfer blocks.
     """
 
     def __init__(self, cut: TransferBlocks) -> None:
@@ -62,7 +52,7 @@ class PromptParts:
         self._begun: OrderedDict[str, _Begun] = OrderedDict()
 
     def whole_blocks(self, handoff: KvHandoff) -> list[PromptBlock]:
-        """Blocks that a portion completes; none if something before it did not come.
+        """Returns the pool blocks that a portion completes; none if a portion before it is missing.
 
         Args:
             handoff: names the portion's full transfer blocks; its tokens end with them.
@@ -87,18 +77,8 @@ class PromptParts:
         return blocks
 
     def forget(self, handoff_id: str) -> None:
-        """The rest of a prompt is not wanted. Unknown ids are fine."""
+        """Ignores the rest of a prompt. Unknown ids are fine."""
         self._begun.pop(handoff_id, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefetch:
-    """`block_ids` are for `blocks`; `epoch` is the prefix cache's at its start."""
-
-    handoff_id: str
-    blocks: list[PromptBlock]
-    block_ids: list[int]
-    epoch: int
 
 
 class Prefetches:
@@ -106,9 +86,11 @@ class Prefetches:
 
     Args:
         connector: the scheduler half.
-        kv: the KV cache manager, in whose pool job references are kept.
-        cut: how blocks are cut into transfer blocks.
-        on_job: called with the id of each job that is scheduled.
+        kv: the KV cache manager. Prefetched blocks enter its prefix cache.
+        cut: how pool blocks are cut into transfer blocks.
+        jobs: the table for the jobs.
+        costs: decides whether a prefetch is worth it.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -116,124 +98,110 @@ class Prefetches:
         connector: KvConnectorScheduler,
         kv: KvCacheManager,
         cut: TransferBlocks,
-        on_job: Callable[[int], None],
+        jobs: JobTable,
+        costs: LoadCosts,
+        clock: Callable[[], float],
     ) -> None:
         self._connector = connector
         self._kv = kv
         self._pool = kv.pool
         self._cut = cut
-        self._on_job = on_job
+        self._jobs = jobs
+        self._costs = costs
+        self._clock = clock
         self._parts = PromptParts(cut)
-        self._jobs: dict[int, _Prefetch] = {}
-        # Those that requests may wait for.
-        self._by_handoff: dict[str, dict[int, None]] = {}
-        self._coming: set[bytes] = set()  # keys of their blocks
-        self._stopped: set[int] = set()
+        # Of the open prefetches that requests wait for: by handoff, and their blocks' keys.
+        self._awaited: dict[str, list[Prefetch]] = {}
+        self._awaited_keys: set[bytes] = set()
 
-    @property
-    def in_flight(self) -> int:
-        """Those whose result is not in."""
-        return len(self._jobs)
+    def of_handoff(self, handoff_id: str) -> Collection[Prefetch]:
+        """Returns the open prefetches that the handoff's request waits for."""
+        return self._awaited.get(handoff_id, ())
 
-    def is_open(self, job_id: int) -> bool:
-        """Whether a prefetch's result is awaited."""
-        return job_id in self._jobs
+    def start(self, handoff: KvHandoff, num_reserved: int) -> None:
+        """Starts to load a portion of a prompt.
 
-    def held_blocks(self) -> list[int]:
-        """One entry per reference that a job holds."""
-        return [block for job in self._jobs.values() for block in job.block_ids]
-
-    def of_handoff(self, handoff_id: str) -> Collection[int]:
-        """Those under way that its request waits for."""
-        return self._by_handoff.get(handoff_id, ())
-
-    def start(self, handoff: KvHandoff, num_reserved: int) -> tuple[int, int] | None:
-        """Begins to load what of these full transfer blocks fills blocks that are neither cached
-        nor on their way, as far as there is room beyond what running sequences need. Where
-        there is not, the rest of the prompt is left to its request: nobody finds what lies
-        behind a gap. Models with windows do without.
+        It loads the pool blocks that the portion completes, without those that are cached or
+        being loaded, as far as there is room that no running request needs. It stops at the
+        first block without room, as a prefix match cannot skip a gap; the request itself loads
+        the rest. Models with sliding windows do not prefetch.
 
         Args:
-            handoff: names the next portion of a prompt's blocks.
-            num_reserved: blocks that others wait for.
-
-        Returns:
-            The load's id and number of tokens, if there is one.
+            handoff: names the portion's full transfer blocks.
+            num_reserved: blocks that waiting requests need.
         """
-        if self._kv.spec.windows != (None,) or not self._kv.caches_prefixes:
-            return None
+        may_load = self._costs.may_load(handoff.num_tokens, 0, self._clock())
+        if not may_load or self._kv.spec.windows != (None,) or not self._kv.caches_prefixes:
+            return
         blocks = self._parts.whole_blocks(handoff)
         places = [self._pool.lookup(block.key) for block in blocks]
         found = [place for place in places if place is not None]
-        self._pool.acquire(found)  # not to be evicted for what follows them
+        self._pool.acquire(found)  # so that the allocation below does not evict them
         lacking = [block for block, place in zip(blocks, places, strict=True) if place is None]
-        wanted = [block for block in lacking if block.key not in self._coming]
+        wanted = [block for block in lacking if block.key not in self._awaited_keys]
         room = max(0, self._kv.num_spare - num_reserved)
         if len(wanted) > room:
             self._parts.forget(handoff.handoff_id)
-        prefetch = self._start(handoff, wanted[:room]) if wanted[:room] else None
+        if wanted[:room]:
+            self._load(handoff, wanted[:room])
         self._pool.release(found)
-        return prefetch
 
     def stop(self) -> int:
-        """A running sequence lacks blocks: those under way shall end.
+        """Asks the connector to end all awaited prefetches, as a running request lacks blocks.
 
         Returns:
-            How many blocks they give back then.
+            How many blocks come free when they have ended.
         """
-        jobs = [job for jobs in self._by_handoff.values() for job in jobs]
-        for job_id in jobs:
-            self._cancel(job_id)
-        return sum(len(self._jobs[job].block_ids) for job in jobs)
+        jobs = [job for jobs in self._awaited.values() for job in jobs]
+        for job in jobs:
+            self._cancel(job)
+        return sum(len(job.block_ids) for job in jobs)
 
-    def finish(self, result: LoadResult) -> None:
-        """Takes in a result: what came can be found."""
-        self._unlist(result.job_id)
-        prefetch = self._jobs.pop(result.job_id)
-        self._stopped.discard(result.job_id)
+    def finish(self, job: Prefetch, result: LoadResult) -> None:
+        """Processes a result: the blocks that arrived enter the prefix cache."""
+        self._stop_awaiting(job)
         num_good = result.num_blocks // self._cut.per_block
-        if num_good < len(prefetch.blocks):
-            self._parts.forget(prefetch.handoff_id)  # what follows lies behind a gap
+        if num_good < len(job.blocks):
+            self._parts.forget(job.handoff_id)  # a prefix match cannot skip the gap
         self._kv.adopt(
-            [block.key for block in prefetch.blocks[:num_good]],
-            [block.parent for block in prefetch.blocks[:num_good]],
-            prefetch.block_ids[:num_good],
-            prefetch.epoch,
+            [block.key for block in job.blocks[:num_good]],
+            [block.parent for block in job.blocks[:num_good]],
+            job.block_ids[:num_good],
+            job.epoch,
         )
-        self._pool.release(prefetch.block_ids)
+        self._pool.release(job.block_ids)
 
-    def give_up(self, job_id: int) -> int:
-        """Nobody waits for a prefetch any more: it shall end. Its blocks stay held until then.
+    def give_up(self, job: Prefetch) -> None:
+        """Ends the wait for a prefetch. Its blocks stay held until its result is in."""
+        self._cancel(job)
+        self._stop_awaiting(job)
 
-        Returns:
-            How many.
-        """
-        self._cancel(job_id)
-        self._unlist(job_id)
-        return len(self._jobs[job_id].block_ids)
-
-    def _start(self, handoff: KvHandoff, blocks: list[PromptBlock]) -> tuple[int, int]:
+    def _load(self, handoff: KvHandoff, blocks: list[PromptBlock]) -> None:
         block_ids = self._pool.allocate(len(blocks))
         keys = [key for block in blocks for key in block.keys]
-        job_id = self._connector.load(keys, self._cut.ids_in(block_ids), handoff)
-        self._jobs[job_id] = _Prefetch(handoff.handoff_id, blocks, block_ids, self._kv.epoch)
-        self._by_handoff.setdefault(handoff.handoff_id, {})[job_id] = None
-        self._coming.update(block.key for block in blocks)
-        self._on_job(job_id)
-        return job_id, len(blocks) * self._kv.spec.block_size
+        num_tokens = len(blocks) * self._kv.spec.block_size
+        job = Prefetch(
+            job_id=self._connector.load(keys, self._cut.ids_in(block_ids), handoff),
+            block_ids=block_ids,
+            estimate=self._costs.start(num_tokens, 0, self._clock()),
+            handoff_id=handoff.handoff_id,
+            blocks=blocks,
+            epoch=self._kv.epoch,
+        )
+        self._jobs.add(job)
+        self._awaited.setdefault(handoff.handoff_id, []).append(job)
+        self._awaited_keys.update(block.key for block in blocks)
 
-    def _cancel(self, job_id: int) -> None:
-        if job_id not in self._stopped:
-            self._stopped.add(job_id)
-            self._parts.forget(self._jobs[job_id].handoff_id)  # what follows lies behind a gap
-            self._connector.cancel_load(job_id)
+    def _cancel(self, job: Prefetch) -> None:
+        if not job.is_stopped:
+            job.is_stopped = True
+            self._parts.forget(job.handoff_id)  # a prefix match cannot skip the gap
+            self._connector.cancel_load(job.job_id)
 
-    def _unlist(self, job_id: int) -> None:
-        """No request waits for it."""
-        prefetch = self._jobs[job_id]
-        jobs = self._by_handoff.get(prefetch.handoff_id, {})
-        if job_id in jobs:
-            del jobs[job_id]
-            self._coming.difference_update(block.key for block in prefetch.blocks)
+    def _stop_awaiting(self, job: Prefetch) -> None:
+        jobs = self._awaited.get(job.handoff_id, [])
+        if job in jobs:
+            jobs.remove(job)
+            self._awaited_keys.difference_update(block.key for block in job.blocks)
         if not jobs:
-            self._by_handoff.pop(prefetch.handoff_id, None)
+            self._awaited.pop(job.handoff_id, None)

@@ -1,46 +1,43 @@
-"""`Saves`: what requests publish through the KV connector, and the handoffs of it. Pure.
+"""`Saves`: saves KV of requests through the connector, and makes handoffs of it. Pure.
 
-Prompts are saved block by block while they are computed, so that whoever loads
-them can begin before the last chunk. What is generated is saved by policy: when
-a sequence ends, every so many blocks, or not at all. Blocks that are not full are
-saved for a handoff alone: their full transfer blocks, and the tail. As long as a
-sequence writes to one, nobody else may hold it.
+Prompts are saved block by block while they are computed, so that another engine can load the
+first blocks before the last chunk is computed. Generated blocks are saved by policy: when a
+sequence ends, every few blocks, or not at all. A partial last block is saved for a handoff only:
+its full transfer blocks, and the tail.
 
-Where the connector can, blocks that a step fills are given to it before the step, so that
-their first layers move while the next ones compute.
-
-A save job holds a reference on its blocks until its result is in; where the
-connector lends the blocks themselves, until they are released (`kvstore.connector`).
+If the connector saves ahead, it receives the blocks that a step fills before the step runs. So
+their first layers are saved while the step computes the others.
 """
 
 from collections import OrderedDict, abc
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 
-from engine.group import Sequence, SequenceGroup, new_handoff_id
+from engine.group import Sequence, SequenceGroup
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_transfer.blocks import TransferBlocks, TransferItem, held_by
+from engine.kv_transfer.jobs import JobTable, Save
+from engine.kv_transfer.state import new_handoff_id, overlap
 from kvstore.connector import KvConnectorScheduler
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import SaveResult
+from kvstore.metrics import TransferMetrics
 
 __all__ = ["SavePolicy", "Saves"]
 
-# Handoffs nobody released are forgotten beyond this; the store's TTL removes their tails.
+# Handoffs with a tail that may be released. Beyond this, the store's TTL removes the oldest tail.
 _MAX_HANDOFFS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """What an engine publishes.
+    """What an engine saves.
 
     Attributes:
-        prompts: blocks of prompts, as they are computed.
-        ahead: those as soon as a step is to compute them.
-        interval: generated blocks, whenever so many have filled up; None: not while a
+        prompts: whether it saves blocks of prompts, as they are computed.
+        ahead: whether it saves them before the step that computes them.
+        interval: it saves generated blocks whenever this many are full; None: not while the
             sequence runs.
-        at_end: generated blocks, when a sequence ends.
+        at_end: whether it saves generated blocks when a sequence ends.
     """
 
     prompts: bool = False
@@ -49,26 +46,17 @@ class SavePolicy:
     at_end: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """`lease_id` is the group's handoff's when it began."""
-
-    group: SequenceGroup
-    block_ids: list[int]
-    lease_id: str
-
-
 class Saves:
-    """Saves and handoffs of all requests of one scheduler.
+    """Saves and handoffs of one scheduler.
 
     Args:
         connector: the scheduler half.
-        pool: where job references are kept.
-        cut: how blocks are cut into transfer blocks.
+        pool: the block pool, in which save jobs hold references.
+        cut: how pool blocks are cut into transfer blocks.
+        jobs: the table for the jobs.
         namespace: digest that block keys are rooted in.
-        policy: what is published.
-        on_job: called with the id of each job that is scheduled, and the step that it waits for
-            or 0.
+        policy: what is saved.
+        metrics: counts how much of the saves ran while prompts were computed.
     """
 
     def __init__(
@@ -76,54 +64,40 @@ class Saves:
         connector: KvConnectorScheduler,
         pool: BlockPool,
         cut: TransferBlocks,
+        jobs: JobTable,
         *,
         namespace: bytes,
         policy: SavePolicy,
-        on_job: Callable[[int, int], None],
+        metrics: TransferMetrics,
     ) -> None:
         self._connector = connector
         self._pool = pool
         self._block_size = cut.spec.block_size
         self._cut = cut
+        self._jobs = jobs
         self._namespace = namespace
         self._policy = policy
-        self._on_job = on_job
-        self._jobs: dict[int, _Save] = {}
-        self._held: dict[int, _Save] = {}
-        # Tails of handoffs that nobody has released yet, by handoff id.
+        self._metrics = metrics
+        # Object keys of tails, by handoff, until the handoff is released.
         self._tail_keys: OrderedDict[str, list[bytes]] = OrderedDict()
 
-    @property
-    def in_flight(self) -> int:
-        """Jobs whose result is not in."""
-        return len(self._jobs)
-
-    def is_open(self, job_id: int) -> bool:
-        """Whether a save's result is awaited."""
-        return job_id in self._jobs
-
-    def held_blocks(self) -> list[int]:
-        """One entry per reference that a job holds."""
-        saves = chain(self._jobs.values(), self._held.values())
-        return [block for save in saves for block in save.block_ids]
-
-    # What is saved.
+    # What is saved, and when.
 
     def save_computed(self, group: SequenceGroup) -> None:
-        """Publishes the group's full, computed prompt blocks not published yet."""
+        """By policy, saves the full prompt blocks that are computed and not saved yet."""
         if self._policy.prompts:
             end = min(group.lead.num_computed, group.num_prompt) // self._block_size
             self._save_up_to(group.lead, end)
 
     def save_ahead(self, group: SequenceGroup, step: int) -> None:
-        """By policy, publishes the full prompt blocks that a step to come computes, too."""
+        """By policy, saves the full prompt blocks that the step, which begins next, computes."""
         if self._policy.ahead:
             self.save_computed(group)
             end = min(group.lead.num_scheduled, group.num_prompt) // self._block_size
             self._save_up_to(group.lead, end, step)
 
     def save_filled(self, sequence: Sequence) -> None:
-        """A block of a running sequence has filled up: publishes what is due by policy."""
+        """By policy, saves generated blocks of a running sequence whose last block is full."""
         if self._policy.interval is None:
             return
         end = sequence.num_computed // self._block_size
@@ -131,37 +105,41 @@ class Saves:
             self._save_up_to(sequence, end)
 
     def save_ended(self, sequence: Sequence) -> None:
-        """A sequence has all its tokens, and still its blocks: publishes them by policy."""
+        """By policy, saves the blocks of a sequence that ends and still has its blocks."""
         if self._policy.at_end and sequence.table is not None:
             self._save_up_to(sequence, sequence.num_computed // self._block_size)
 
     def save_for_handoff(self, group: SequenceGroup) -> None:
-        """Publishes what `save_computed` leaves of the prompt: its last, partial block."""
-        table = group.lead.table
+        """Saves the prompt's partial last block, and makes the handoff of the prompt."""
+        table, transfer = group.lead.table, group.transfer
         assert table is not None
         num_saved = group.num_prompt // self._block_size
         num_full, num_tail = divmod(group.num_prompt, self._cut.size)
-        keys = group.lead.keys.of_prompt(group.request.spec.prompt_token_ids, group.handoff_id)
+        keys = group.lead.keys.of_prompt(group.request.spec.prompt_token_ids, transfer.handoff_id)
         indices = range(num_saved * self._cut.per_block, len(keys))
         items = list(self._cut.items(indices, keys, table.blocks, table.first_live))
         if full := [item for item in items if item.index < num_full]:
             self._save(group, num_saved, full, 0)
         for tail in [item for item in items if item.index >= num_full]:
             self._save(group, num_saved, [tail], num_tail)
-        group.handoff = self._make_handoff(group, keys, group.num_prompt)
+        transfer.handoff = self._make_handoff(group, keys, group.num_prompt)
 
-    # What others hear of it.
+    # Handoffs.
 
     def take_progress(self, group: SequenceGroup) -> KvHandoff | None:
-        """Blocks that others can load since the last call; None if there are none, or the
-        group hands nothing over.
+        """Returns a handoff of the prompt blocks that were saved since the last call.
+
+        Other engines can prefetch them. Returns None if there are none, or if this engine makes
+        no handoff of the group.
         """
-        if not group.hands_over or group.save_failed or group.is_poisoned:
+        transfer = group.transfer
+        if not group.hands_over or transfer.save_failed or transfer.is_poisoned:
             return None
-        first, end = group.num_told, min(group.pending_saves.values(), default=group.num_saved)
+        first = transfer.num_announced
+        end = min(transfer.pending_saves.values(), default=transfer.num_saved)
         if end <= first:
             return None
-        group.num_told = end
+        transfer.num_announced = end
         count = self._cut.per_block
         keys = group.lead.keys.extend(group.request.spec.prompt_token_ids)[
             first * count : end * count
@@ -169,115 +147,130 @@ class Saves:
         return self._make_handoff(group, keys, end * self._block_size)
 
     def commit_handoff(self, group: SequenceGroup) -> KvHandoff | None:
-        """The handoff of a group whose saves have ended; None if one failed."""
-        handoff = group.handoff
-        if handoff is None or group.save_failed:
+        """Returns the handoff of a group whose saves have ended; None if a save failed.
+
+        The caller sends it to the router; its lease starts now.
+        """
+        transfer = group.transfer
+        handoff = transfer.handoff
+        if handoff is None or transfer.save_failed:
             return None
-        group.is_handed_over = True
+        transfer.handoff_sent = True
         self._connector.offer(handoff.handoff_id)
         if keys := self._tail_of(handoff):
             self._tail_keys[handoff.handoff_id] = keys
         if len(self._tail_keys) > _MAX_HANDOFFS:
             self._tail_keys.popitem(last=False)
+        if group.first_token_at is not None:
+            self._metrics.prompt_saved(*overlap(transfer.save_times, group.first_token_at))
         return handoff
 
-    def end_handoff(self, handoff_id: str) -> None:
-        """Gives back what was saved for one handoff alone. Unknown ids are fine.
+    def release_handoff(self, handoff_id: str) -> None:
+        """Ends a handoff's lease and deletes its tail. Unknown ids are fine.
 
-        Full blocks that a store has stay for other requests.
+        Full blocks in a store stay there for other requests.
         """
         self._connector.end_lease(handoff_id)
         if keys := self._tail_keys.pop(handoff_id, None):
             self._connector.delete(keys)
 
     def take_back(self, group: SequenceGroup) -> None:
-        """The group gives way, and with its blocks all that is lent of them. What it hands
-        over when it has computed them again has another id, and is saved anew.
+        """Ends the lease of a preempted group, so that its lent blocks come free.
+
+        The group saves its prompt again later, under another handoff id.
         """
-        saves = chain(self._jobs.values(), self._held.values())
-        if group.hands_over and any(save.lease_id == group.handoff_id for save in saves):
-            self._connector.end_lease(group.handoff_id)
-            group.handoff_id = new_handoff_id()
-            group.num_saved = group.num_told = group.lead.num_saved = 0
-            group.save_failed = False
+        transfer = group.transfer
+        if not group.hands_over:
+            return
+        if any(save.lease_id == transfer.handoff_id for save in self._jobs.saves()):
+            self._connector.end_lease(transfer.handoff_id)
+            transfer.handoff_id = new_handoff_id()
+            transfer.num_saved = transfer.num_announced = group.lead.num_saved = 0
+            transfer.save_failed = False
 
     def yield_lent(self, group: SequenceGroup) -> None:
-        """The group waits for blocks, and no other holds any. Where all that could come free
-        is lent for its own handoff, as what lies behind a window is, it hands nothing over.
+        """Ends the group's own lease if only its lent blocks could free the pool.
+
+        The group would wait for itself otherwise. Its saves then hand nothing over. A model with
+        sliding windows can get there: blocks behind a window are lent, but no longer used.
         """
-        lent = self._held.values()
-        if lent and not self._jobs and all(save.lease_id == group.handoff_id for save in lent):
-            self._connector.end_lease(group.handoff_id)
+        lease_id = group.transfer.handoff_id
+        saves = list(self._jobs.saves())
+        are_lent = len(saves) == len(self._jobs.lent) > 0
+        if are_lent and all(save.lease_id == lease_id for save in saves):
+            self._connector.end_lease(lease_id)
 
     def abandon(self, group: SequenceGroup) -> None:
-        """The request is over; unless it was handed over, nobody comes for what it saved."""
-        if group.hands_over and not group.is_handed_over:
-            self._connector.end_lease(group.handoff_id)
-            group.is_abandoned = True
+        """Cancels the handoff of a group that has ended, unless it was sent."""
+        transfer = group.transfer
+        if group.hands_over and not transfer.handoff_sent:
+            self._connector.end_lease(transfer.handoff_id)
+            transfer.handoff_cancelled = True
             self._delete_tail(group)
 
     def discard(self, group: SequenceGroup) -> None:
-        """Takes back what the group has published: it must not be loaded.
+        """Deletes all that the group has saved, as its KV is not finite.
 
-        Where saves are still under way, their ends are awaited first, so that
-        none comes after the deletion.
+        The deletion follows the end of all open saves, so that none can come after it.
         """
-        group.is_poisoned = True
+        group.transfer.is_poisoned = True
         self._clean_up(group)
 
-    # What becomes of jobs.
+    # Ends of jobs.
 
-    def finish(self, result: SaveResult) -> SequenceGroup:
-        """Takes in a result; whose save it was."""
-        save = self._jobs.pop(result.job_id)
+    def finish(self, job: Save, result: SaveResult, now: float) -> None:
+        """Processes a save's result, which has come at clock time `now`."""
         if result.is_held:
-            self._held[result.job_id] = save
+            self._jobs.lent[job.job_id] = job
         else:
-            self._pool.release(save.block_ids)
-        self._end(result.job_id, save, failed=not result.committed)
-        return save.group
+            self._pool.release(job.block_ids)
+        if job.group.hands_over:
+            start = job.started_at + result.waited
+            end = start + result.seconds if result.seconds else now
+            job.group.transfer.save_times.append((start, end))
+        self._end(job, failed=not result.committed)
 
     def release(self, job_id: int) -> None:
-        """Nobody reads the blocks of a finished job any more."""
-        self._pool.release(self._held.pop(job_id).block_ids)
+        """Releases the blocks of a lent save: no engine reads them any more."""
+        self._pool.release(self._jobs.lent.pop(job_id).block_ids)
 
-    def give_up(self, job_id: int) -> tuple[SequenceGroup, int]:
-        """A save does not report: its group goes on. Its blocks stay held.
+    def give_up(self, job: Save) -> None:
+        """Ends the wait for a save. Its blocks stay held until its result is in."""
+        self._end(job, failed=True)
 
-        Returns:
-            The group, and how many blocks stay.
-        """
-        save = self._jobs[job_id]
-        self._end(job_id, save, failed=True)
-        return save.group, len(save.block_ids)
-
-    def _end(self, job_id: int, save: _Save, *, failed: bool) -> None:
-        group = save.group
-        group.pending_saves.pop(job_id, None)
-        if save.lease_id == group.handoff_id:  # what was taken back is saved again
-            group.save_failed |= failed
+    def _end(self, job: Save, *, failed: bool) -> None:
+        group, transfer = job.group, job.group.transfer
+        transfer.pending_saves.pop(job.job_id, None)
+        if job.lease_id == transfer.handoff_id:  # else it was taken back, and is saved again
+            transfer.save_failed |= failed
         self._delete_tail(group)
         self._clean_up(group)
 
     def _first_unsaved(self, sequence: Sequence) -> int:
-        return max(sequence.num_saved, sequence.group.num_saved)
+        return max(sequence.num_saved, sequence.group.transfer.num_saved)
 
     def _save_up_to(self, sequence: Sequence, end: int, step: int = 0) -> None:
-        """Saves the full blocks before index `end` that are not saved yet; see `_save`.
+        """Saves the full blocks before index `end` that are not saved yet.
 
-        None while they come back from the host: whoever saves next saves them.
+        While blocks return from the host, it saves none; a later call does.
+
+        Args:
+            sequence: has blocks.
+            end: index behind the last block to save.
+            step: the step that computes the blocks; 0 if they are computed.
         """
-        group, first = sequence.group, self._first_unsaved(sequence)
-        if end <= first or group.is_poisoned or group.is_returning:
+        group, transfer = sequence.group, sequence.group.transfer
+        first = self._first_unsaved(sequence)
+        if end <= first or transfer.is_poisoned or group.is_returning:
             return
         assert sequence.table is not None
         keys = sequence.keys.extend(sequence.token_ids)
         count, table = self._cut.per_block, sequence.table
-        # What lies behind a window was found, not computed.
+        # Blocks behind a window are not in the table: they were found, not computed here.
         indices = range(first * count, end * count)
         items = list(self._cut.items(indices, keys, table.blocks, table.first_live))
         sequence.num_saved = end
-        group.num_saved = max(group.num_saved, min(end, group.num_prompt // self._block_size))
+        transfer.num_saved = max(transfer.num_saved, min(end, group.num_prompt // self._block_size))
         if items:
             num_found = max(0, group.num_matched - first) * count * len(table.blocks)
             self._save(group, first, items, 0, num_found=min(num_found, len(items)), step=step)
@@ -292,45 +285,62 @@ class Saves:
         num_found: int = 0,
         step: int = 0,
     ) -> None:
-        """Schedules a save, of which a step may have to compute what was not found."""
+        """Schedules one save job.
+
+        Args:
+            group: the request.
+            first: index of the first pool block with an item.
+            items: what to save.
+            num_tail: tokens in the last item if it is a partial tail; else 0.
+            num_found: leading items that were found in the prefix cache.
+            step: the step that computes the items; 0 if they are computed.
+        """
+        transfer = group.transfer
         keys = [item.key for item in items]
         transfer_ids = [item.transfer_id for item in items]
+        lease_id = transfer.handoff_id
         if step:
-            job_id = self._connector.save_ahead(keys, transfer_ids, step, lease_id=group.handoff_id)
+            job_id = self._connector.save_ahead(keys, transfer_ids, step, lease_id=lease_id)
         else:
             job_id = self._connector.save(
-                keys, transfer_ids, num_tail, num_found=num_found, lease_id=group.handoff_id
+                keys, transfer_ids, num_tail, num_found=num_found, lease_id=lease_id
             )
-        group.published += keys
-        block_ids = held_by(items)
-        self._pool.acquire(block_ids)
-        self._jobs[job_id] = _Save(group, block_ids, group.handoff_id)
-        self._on_job(job_id, step)
-        group.pending_saves[job_id] = first
+        job = Save(
+            job_id=job_id, block_ids=held_by(items), group=group, lease_id=lease_id, step=step
+        )
+        self._pool.acquire(job.block_ids)
+        self._jobs.add(job)
+        transfer.published += keys
+        transfer.pending_saves[job_id] = first
 
     def _make_handoff(
         self, group: SequenceGroup, keys: abc.Sequence[bytes], num_tokens: int
     ) -> KvHandoff:
-        return self._connector.make_handoff(group.handoff_id, self._namespace, keys, num_tokens)
+        return self._connector.make_handoff(
+            group.transfer.handoff_id, self._namespace, keys, num_tokens
+        )
 
     def _tail_of(self, handoff: KvHandoff) -> list[bytes]:
-        """Keys of what only its own request can use: they are drawn for it alone."""
+        """Returns the object keys of a handoff's tail, which only its own request can load."""
         if handoff.num_tokens % self._cut.size == 0:
             return []
         return self._cut.object_keys(handoff.block_keys[-1:])
 
     def _delete_tail(self, group: SequenceGroup) -> None:
-        """Deletes the tail of a handoff that is never told, once no save of it may come."""
-        if group.is_abandoned and group.handoff is not None and not group.pending_saves:
-            self._connector.delete(self._tail_of(group.handoff))
+        """Deletes the tail of a cancelled handoff once the group has no open save."""
+        transfer = group.transfer
+        if transfer.handoff_cancelled and transfer.handoff and not transfer.pending_saves:
+            self._connector.delete(self._tail_of(transfer.handoff))
 
     def _clean_up(self, group: SequenceGroup) -> None:
-        """Deletes what nobody may load of a group, none of whose saves may still come. One
-        that was given up may: it is deleted again when it has ended.
+        """Deletes what a poisoned group has saved, once it has no open save.
+
+        A save that was given up may still come; then this runs again when it has ended.
         """
-        if group.pending_saves or not group.is_poisoned:
+        transfer = group.transfer
+        if transfer.pending_saves or not transfer.is_poisoned:
             return
-        num_known = group.num_saved * self._cut.per_block
+        num_known = transfer.num_saved * self._cut.per_block
         known = group.lead.keys.extend(group.lead.token_ids)[:num_known]
-        doomed = dict.fromkeys((*self._cut.object_keys(known), *group.published))
+        doomed = dict.fromkeys((*self._cut.object_keys(known), *transfer.published))
         self._connector.delete(list(doomed))

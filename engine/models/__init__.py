@@ -1,1 +1,1 @@
-"""Model families as plain tensor code. `registry` says which architecture is which."""
+"""Model families as plain tensor code. `registry` maps architectures to families."""

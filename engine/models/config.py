@@ -1,8 +1,8 @@
-"""What a checkpoint's config.json says of its model, read once into frozen dataclasses.
+"""Frozen dataclasses for the model that a checkpoint's config.json describes.
 
-`transformers` parses and completes the file; these classes keep what the model
-code needs under one set of names. What Baton does not support is refused here,
-by name, rather than computed wrongly.
+`transformers` parses and completes the file; these classes keep the fields that
+the model code needs, under one set of names. Reading raises an error that names
+the field if Baton does not support its value.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What every family has.
+    """The fields that all families have.
 
     `max_model_len` counts prompt and generated tokens together.
-    `sliding_windows` has one entry per layer: how many tokens a query sees,
+    `sliding_windows` has one entry per layer: the number of tokens a query sees,
     itself included, or None for all.
     """
 
@@ -44,7 +44,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: base wavelength `theta` and how long contexts are scaled.
+    """Rotary embedding: the base `theta` and the scaling for long contexts.
 
     `rope_type` is default, linear, llama3 or yarn; fields that a type does not
     use keep their defaults. `original_len` is the context length before scaling.
@@ -66,7 +66,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """Llama, Mistral, Qwen2 and Qwen3: one architecture with flags."""
+    """Llama, Mistral, Qwen2 and Qwen3, which differ only in these fields."""
 
     intermediate_size: int
     rms_norm_eps: float
@@ -92,7 +92,7 @@ class OptConfig(ModelConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Config(ModelConfig):
-    """GPT-2. `attention_scales` has one factor on attention scores per layer."""
+    """GPT-2. `attention_scales` has, per layer, the factor on attention scores."""
 
     inner_size: int
     activation: str
@@ -107,19 +107,19 @@ def decoder_config(
 
     Args:
         source: the `transformers` config.
-        qkv_bias: the family has biases on Q, K and V whatever the config says.
-        qk_norm: the family normalizes Q and K per head.
-        windowed: the family heeds `sliding_window`.
+        qkv_bias: whether the family always has biases on Q, K and V.
+        qk_norm: whether the family normalizes Q and K per head.
+        windowed: whether the family uses the config's `sliding_window`.
 
     Raises:
-        ConfigurationError: the config asks for something unsupported.
+        ConfigurationError: a field has an unsupported value.
     """
     if source.hidden_act != "silu":
         raise unsupported("hidden_act", source.hidden_act)
     rope = _rope_config(source)
     attention_bias = bool(getattr(source, "attention_bias", False))
     common = _common(source)
-    if common["head_dim"] % 2:  # rotary positions turn pairs
+    if common["head_dim"] % 2:  # rotary embedding rotates pairs of elements
         raise unsupported("head_dim", common["head_dim"])
     common["sliding_windows"] = _sliding_windows(source, windowed=windowed)
     if rope.rope_type == "yarn":
@@ -141,7 +141,7 @@ def opt_config(source: Any) -> OptConfig:
     """Reads the config of an OPT model.
 
     Raises:
-        ConfigurationError: the config asks for something unsupported.
+        ConfigurationError: a field has an unsupported value.
     """
     return OptConfig(
         **_common(source),
@@ -159,7 +159,7 @@ def gpt2_config(source: Any) -> Gpt2Config:
     """Reads the config of a GPT-2 model.
 
     Raises:
-        ConfigurationError: the config asks for something unsupported.
+        ConfigurationError: a field has an unsupported value.
     """
     if source.add_cross_attention:
         raise unsupported("add_cross_attention", value=True)
@@ -178,19 +178,19 @@ def gpt2_config(source: Any) -> Gpt2Config:
 
 
 def unsupported(field: str, value: Any) -> ConfigurationError:
-    """The error for a config.json field whose value Baton does not support."""
+    """Returns the error for a config.json field with a value that Baton does not support."""
     return ConfigurationError(f"config.json: {field} {value!r} is not supported")
 
 
 def _common(source: Any) -> dict[str, Any]:
-    """The fields of `ModelConfig`."""
+    """Reads the fields of `ModelConfig`."""
     if getattr(source, "quantization_config", None) is not None:
         raise unsupported("quantization_config", source.quantization_config)
     num_heads = source.num_attention_heads
     num_kv_heads = getattr(source, "num_key_value_heads", None) or num_heads
     if num_heads % num_kv_heads:
         raise ConfigurationError(
-            f"config.json: num_attention_heads {num_heads} is no multiple of "
+            f"config.json: num_attention_heads {num_heads} is not a multiple of "
             f"num_key_value_heads {num_kv_heads}"
         )
     return {
@@ -206,7 +206,7 @@ def _common(source: Any) -> dict[str, Any]:
     }
 
 
-# Where config.json's names differ from RopeConfig's.
+# From config.json's names to RopeConfig's.
 _ROPE_FIELDS = {
     "factor": "factor",
     "original_max_position_embeddings": "original_len",

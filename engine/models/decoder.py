@@ -1,14 +1,15 @@
 """Llama, Mistral, Qwen2 and Qwen3: rotary positions, RMS norms, gated MLP.
 
-The families differ in flags of `DecoderConfig` alone: biases, norms on Q and K,
+The families differ only in fields of `DecoderConfig`: biases, norms on Q and K,
 sliding windows, rotary scaling, tied embeddings.
 """
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from engine.models.config import DecoderConfig
-from engine.models.layers import CausalModel, RmsNorm, cached_attention, going_on
+from engine.models.layers import CausalModel, RmsNorm, cached_attention, select_rows
 from engine.models.linear import Embedding, FusedLinear, GatedLinear, Linear
 from engine.models.rotary import RotaryEmbedding
 from kernels import QkNorms, Rotation
@@ -18,7 +19,7 @@ __all__ = ["Decoder"]
 
 
 class Decoder(CausalModel):
-    """See `CausalModel`."""
+    """A Llama-shaped model."""
 
     checkpoint_prefix = "model."
 
@@ -33,10 +34,10 @@ class Decoder(CausalModel):
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
+    @override
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
-        """See `CausalModel.forward`."""
         hidden = self.embed_tokens(token_ids)  # [num_tokens, hidden_size]
         rotation = self.rotary(positions)
         for layer, layer_kv in zip(self.layers, kv.layers(), strict=True):
@@ -44,8 +45,8 @@ class Decoder(CausalModel):
         normed: torch.Tensor = self.norm(hidden)
         return normed
 
+    @override
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalModel.logits`."""
         return self._head(hidden, self.embed_tokens)
 
 
@@ -97,7 +98,7 @@ class _Attention(nn.Module):
             rotation=rotation,
             norms=self._norms(),
         )
-        output: torch.Tensor = self.o_proj(attended, going_on(residual, kv))
+        output: torch.Tensor = self.o_proj(attended, select_rows(residual, kv))
         return output
 
     def _norms(self) -> QkNorms | None:

@@ -2,9 +2,10 @@
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from engine.models.config import Gpt2Config
-from engine.models.layers import CausalModel, activation_named, cached_attention, going_on
+from engine.models.layers import CausalModel, activation_named, cached_attention, select_rows
 from engine.models.linear import Embedding, TransposedLinear
 from kernels.paged_kv import LayerKv, PagedKv
 
@@ -12,7 +13,7 @@ __all__ = ["Gpt2"]
 
 
 class Gpt2(CausalModel):
-    """See `CausalModel`."""
+    """A GPT-2 model."""
 
     checkpoint_prefix = "transformer."
 
@@ -25,18 +26,18 @@ class Gpt2(CausalModel):
         self.h = nn.ModuleList(_Layer(config, scale) for scale in config.attention_scales)
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
+    @override
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
-        """See `CausalModel.forward`."""
         hidden = self.wte(token_ids) + self.wpe(positions)  # [num_tokens, hidden_size]
         for layer, layer_kv in zip(self.h, kv.layers(), strict=True):
             hidden = layer(hidden, layer_kv)
         normed: torch.Tensor = self.ln_f(hidden)
         return normed
 
+    @override
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalModel.logits`."""
         return self._head(hidden, self.wte)
 
 
@@ -49,7 +50,7 @@ class _Layer(nn.Module):
         self.mlp = _Mlp(config)
 
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
-        hidden = going_on(hidden, kv) + self.attn(self.ln_1(hidden), kv)
+        hidden = select_rows(hidden, kv) + self.attn(self.ln_1(hidden), kv)
         output: torch.Tensor = hidden + self.mlp(self.ln_2(hidden))
         return output
 

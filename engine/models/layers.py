@@ -1,4 +1,4 @@
-"""What the model families share: the model's interface, norms, cached attention."""
+"""Code that the model families share: their interface, norms, attention over the KV cache."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+import torch.nn.functional as F  # noqa: N812 - torch's usual name for it
 from torch import nn
 
 import kernels
@@ -20,7 +20,7 @@ __all__ = [
     "RmsNorm",
     "activation_named",
     "cached_attention",
-    "going_on",
+    "select_rows",
 ]
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -29,17 +29,21 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 class CausalModel(nn.Module, ABC):
     """A decoder-only model: `model(token_ids, positions, kv)`, then `logits`.
 
-    Submodules bear their names in the checkpoint, after `checkpoint_prefix`.
+    Submodules have the names of the checkpoint, without `checkpoint_prefix`.
 
     Args:
         config: the model's shape.
         head_width: input width of the output head.
+
+    Attributes:
+        checkpoint_prefix: prefix of the names in a checkpoint.
+        config: the model's shape.
+        lm_head: the output head; None if it shares the embedding's weights.
     """
 
     checkpoint_prefix: ClassVar[str]
     config: ModelConfig
     lm_head: Linear | None
-    """None where the embedding is the output head too."""
 
     def __init__(self, config: ModelConfig, head_width: int) -> None:
         super().__init__()
@@ -54,23 +58,23 @@ class CausalModel(nn.Module, ABC):
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
-        """Runs the layers over one step's tokens, writing their KV into the pool.
+        """Runs the layers over one step's tokens, and writes their KV into the pool.
 
         Args:
             token_ids: `[num_tokens]` int64.
             positions: `[num_tokens]` int64.
-            kv: which KV each token writes and reads, and whose output is wanted.
+            kv: the KV that each token writes and reads, and the logit rows.
 
         Returns:
-            Final hidden states of the asking tokens, `[num_asking, hidden_size]`.
+            Final hidden states of the logit rows, `[num_logit_rows, hidden_size]`.
         """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token: `[rows, hidden_size]` to float32 `[rows, vocab_size]`."""
+        """Computes logits: `[rows, hidden_size]` to float32 `[rows, vocab_size]`."""
 
     def checkpoint_tensors(self) -> dict[str, WeightTarget]:
-        """Checkpoint name -> what takes over that tensor."""
+        """Returns the target of each tensor of a checkpoint, by name."""
         tensors: dict[str, WeightTarget] = {}
         for path, module in self.named_modules():
             full_path = path if path == "lm_head" else self.checkpoint_prefix + path
@@ -82,7 +86,7 @@ class CausalModel(nn.Module, ABC):
         return tensors
 
     def _head(self, hidden: torch.Tensor, embedding: Embedding) -> torch.Tensor:
-        """`[rows, head_width]` to float32 `[rows, vocab_size]`."""
+        """Applies the output head: `[rows, head_width]` to float32 `[rows, vocab_size]`."""
         weight = embedding.weight if self.lm_head is None else self.lm_head.weight
         return kernels.linear(hidden, weight, out_dtype=torch.float32)
 
@@ -96,7 +100,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[..., size]` to the same shape."""
+        """Normalizes `[..., size]`; returns the same shape."""
         return kernels.rms_norm(hidden, self.weight, self.eps)
 
 
@@ -111,17 +115,17 @@ def cached_attention(
     rotation: Rotation | None = None,
     norms: QkNorms | None = None,
 ) -> torch.Tensor:
-    """Writes the step's KV, then attends over the cache with the tokens that go on.
+    """Writes the step's KV, then attends over the cache with the tokens in `kv.rows`.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`; undefined afterwards, as `key`.
-        key: `[num_tokens, num_kv_heads, head_dim]`.
-        value: as `key`.
-        kv: where to write and what to read.
-        scale: factor on the scores.
-        sliding_window: how many tokens a query sees, itself included.
-        rotation: of query and key, by position.
-        norms: of query and key, before they turn.
+        query: `[num_tokens, num_heads, head_dim]`; its content is undefined afterwards.
+        key: `[num_tokens, num_kv_heads, head_dim]`; its content is undefined afterwards.
+        value: `[num_tokens, num_kv_heads, head_dim]`.
+        kv: the layer's KV cache.
+        scale: factor on the attention scores.
+        sliding_window: number of tokens a query sees, itself included; None for all.
+        rotation: rotary angles for query and key; None for no rotation.
+        norms: norms of query and key, applied before the rotation; None for no norms.
 
     Returns:
         `[num_attending, num_heads * head_dim]`.
@@ -136,7 +140,7 @@ def cached_attention(
         norms=norms,
         kv_scales=kv.scales,
     )
-    query = going_on(query, kv)
+    query = select_rows(query, kv)
     if len(query):
         query = kernels.paged_attention(
             query,
@@ -149,12 +153,12 @@ def cached_attention(
     return query.flatten(1)
 
 
-def going_on(states: torch.Tensor, kv: LayerKv) -> torch.Tensor:
-    """What a layer goes on with once everybody's KV is written.
+def select_rows(states: torch.Tensor, kv: LayerKv) -> torch.Tensor:
+    """Selects the tokens in `kv.rows`, which a layer computes further once all KV is written.
 
     Args:
         states: `[num_tokens, ...]`.
-        kv: of the layer.
+        kv: the layer's KV cache.
 
     Returns:
         `[num_attending, ...]`.
@@ -180,10 +184,10 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 def activation_named(name: str) -> Activation:
-    """The activation that config.json calls `name`.
+    """Returns the activation that config.json calls `name`.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: the name is unknown.
     """
     if name not in _ACTIVATIONS:
         raise unsupported("activation_function", name)

@@ -1,13 +1,14 @@
-"""Linear layers and embeddings, whose weights lie in the memory order of their kernels.
+"""Linear layers and embeddings, with weights in the memory order of their kernels.
 
-Q, K and V are one matrix, gate and up another. `checkpoint_tensors` says what
-takes over each tensor of a checkpoint; the loader copies.
+Q, K and V are one matrix, gate and up projections another. `checkpoint_tensors`
+returns the target of each tensor of a checkpoint; the loader copies.
 """
 
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 import kernels
 from kernels import RowsOfWeight, Weight, WeightUse
@@ -23,19 +24,19 @@ __all__ = [
 ]
 
 WeightTarget = torch.Tensor | RowsOfWeight
-"""What takes over a tensor of the checkpoint: it has its shape, and `copy_`."""
+"""The target of a tensor of the checkpoint: it has the tensor's shape, and `copy_`."""
 
 
 class PackedModule(nn.Module):
-    """A module whose weight lies in the order of the kernels that read it.
+    """A module with a weight in the memory order of the kernels that read it.
 
     Args:
-        num_rows: outputs, or tokens.
-        num_columns: inputs.
-        use: what the weight is for.
+        num_rows: number of outputs, or of tokens.
+        num_columns: number of inputs, or the width of an embedding.
+        use: the kernels that read the weight.
 
     Attributes:
-        weight: unset on the meta device until `allocate`.
+        weight: the weight; on the meta device until `allocate`.
     """
 
     def __init__(self, num_rows: int, num_columns: int, use: WeightUse) -> None:
@@ -44,12 +45,12 @@ class PackedModule(nn.Module):
         self.weight: Weight = kernels.make_weight(num_rows, num_columns, torch.float32, meta, use)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Gives the weight its memory, unset."""
+        """Allocates the weight, uninitialized."""
         shape = self.weight.num_rows, self.weight.num_columns
         self.weight = kernels.make_weight(*shape, dtype, device, self.weight.use)
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint name -> what takes over that tensor; `path` is the module's name there."""
+        """Yields (checkpoint name, target) of each tensor; `path` is the module's name there."""
         yield f"{path}.weight", self.weight.rows(0, self.weight.num_rows)
 
 
@@ -57,16 +58,16 @@ class Embedding(PackedModule):
     """A vector per token.
 
     Args:
-        num_tokens: of the vocabulary.
-        width: of a vector.
-        is_head: whether it is the output head too.
+        num_tokens: size of the vocabulary.
+        width: width of a vector.
+        is_head: whether its weight is also that of the output head.
     """
 
     def __init__(self, num_tokens: int, width: int, *, is_head: bool) -> None:
         super().__init__(num_tokens, width, WeightUse.LINEAR if is_head else WeightUse.LOOKUP)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens]` int64 to `[num_tokens, width]`."""
+        """Looks up `[num_tokens]` int64 ids; returns `[num_tokens, width]`."""
         return kernels.embed(token_ids, self.weight)
 
 
@@ -76,7 +77,7 @@ class Linear(PackedModule):
     Args:
         in_features: width of the input.
         out_features: width of the output.
-        bias: whether it has one.
+        bias: whether it has a bias.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
@@ -84,25 +85,25 @@ class Linear(PackedModule):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[rows, in_features]` to `[rows, out_features]`, plus `residual` of that shape.
+        """Maps `[rows, in_features]` to `[rows, out_features]` and adds `residual`, if any.
 
-        The residual is undefined afterwards: its memory may be the result's.
+        The content of `residual` is undefined afterwards, as the result may use its memory.
         """
         return kernels.linear(hidden, self.weight, self.bias, residual)
 
+    @override
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
-        """See `PackedModule.checkpoint_tensors`."""
         yield from super().checkpoint_tensors(path)
         if self.bias is not None:
             yield f"{path}.bias", self.bias
 
 
 class FusedLinear(Linear):
-    """Linear layers of one input as one matrix.
+    """Several linear layers with the same input, computed as one matrix.
 
     Args:
         in_features: width of the input.
-        parts: checkpoint name -> width of that layer's output, in output order.
+        parts: output width of each layer by checkpoint name, in the order of the outputs.
         bias: whether the layers have biases.
     """
 
@@ -110,17 +111,18 @@ class FusedLinear(Linear):
         super().__init__(in_features, sum(parts.values()), bias=bias)
         self.parts = dict(parts)
 
+    @override
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
-        """The parts' weights and biases under their own names, beside `path`."""
+        """Yields the layers' weights and biases, whose names replace the last part of `path`."""
         return _tensors_of_parts(self.parts, self.weight, self.bias, path)
 
 
 class GatedLinear(PackedModule):
-    """`silu(gate(hidden)) * up(hidden)`.
+    """The gated product `silu(gate(hidden)) * up(hidden)`.
 
     Args:
         in_features: width of the input.
-        out_features: width of the output, and of each of the two layers.
+        out_features: width of the output and of each of the two layers.
         bias: whether the layers have biases.
     """
 
@@ -130,28 +132,28 @@ class GatedLinear(PackedModule):
         self.bias = nn.Parameter(torch.empty(2 * out_features)) if bias else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[rows, in_features]` to `[rows, out_features]`."""
+        """Maps `[rows, in_features]` to `[rows, out_features]`."""
         return kernels.linear_silu_and_mul(hidden, self.weight, self.bias)
 
+    @override
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
-        """As `FusedLinear.checkpoint_tensors`."""
         return _tensors_of_parts(self.parts, self.weight, self.bias, path)
 
 
 class TransposedLinear(Linear):
-    """A linear layer whose checkpoint holds the matrix as `[in, out]` (GPT-2's Conv1D)."""
+    """A linear layer whose matrix the checkpoint stores as `[in, out]` (GPT-2's Conv1D)."""
 
+    @override
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, WeightTarget]]:
-        """See `PackedModule.checkpoint_tensors`."""
         for name, target in super().checkpoint_tensors(path):
             yield name, target if name.endswith(".bias") else _TransposedRows(target)
 
 
 class _TransposedRows(RowsOfWeight):
-    """Takes over the transpose of a checkpoint tensor.
+    """A target that stores the transpose of a checkpoint tensor.
 
     Args:
-        target: what holds the matrix as the model has it.
+        target: the matrix in the model's orientation.
     """
 
     def __init__(self, target: WeightTarget) -> None:
@@ -159,15 +161,18 @@ class _TransposedRows(RowsOfWeight):
         self.nbytes = target.nbytes
         self._target = target
 
+    @override
     def copy_(self, source: torch.Tensor) -> None:
-        """See `RowsOfWeight.copy_`."""
         self._target.copy_(source.t())
 
 
 def _tensors_of_parts(
     parts: Mapping[str, int], weight: Weight, bias: torch.Tensor | None, path: str
 ) -> Iterator[tuple[str, WeightTarget]]:
-    """Checkpoint name -> target of layers that lie in one matrix, named beside `path`."""
+    """Yields (checkpoint name, target) of layers in one matrix.
+
+    The layers' names replace the last part of `path`.
+    """
     parent, first = path.rpartition(".")[0], 0
     for part, count in parts.items():
         yield f"{parent}.{part}.weight", weight.rows(first, count)

@@ -2,20 +2,21 @@
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from engine.models.config import OptConfig
-from engine.models.layers import CausalModel, activation_named, cached_attention, going_on
+from engine.models.layers import CausalModel, activation_named, cached_attention, select_rows
 from engine.models.linear import Embedding, FusedLinear, Linear
 from kernels.paged_kv import LayerKv, PagedKv
 
 __all__ = ["Opt"]
 
-# The position table's first rows were padding ids in the code OPT was trained with.
+# OPT was trained with code in which the first two rows of the position table are for padding.
 _POSITION_OFFSET = 2
 
 
 class Opt(CausalModel):
-    """See `CausalModel`."""
+    """An OPT model."""
 
     checkpoint_prefix = "model.decoder."
 
@@ -30,10 +31,10 @@ class Opt(CausalModel):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
         self.final_layer_norm = _layer_norm(config) if config.final_norm else nn.Identity()
 
+    @override
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKv
     ) -> torch.Tensor:
-        """See `CausalModel.forward`."""
         hidden = self.project_in(self.embed_tokens(token_ids))  # [num_tokens, hidden_size]
         hidden = hidden + self.embed_positions(positions + _POSITION_OFFSET)
         for layer, layer_kv in zip(self.layers, kv.layers(), strict=True):
@@ -41,8 +42,8 @@ class Opt(CausalModel):
         normed: torch.Tensor = self.final_layer_norm(hidden)
         return normed
 
+    @override
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalModel.logits`."""
         return self._head(self.project_out(hidden), self.embed_tokens)
 
 
@@ -60,9 +61,9 @@ class _Layer(nn.Module):
     def forward(self, hidden: torch.Tensor, kv: LayerKv) -> torch.Tensor:
         if self.norm_before:
             attended = self.self_attn(self.self_attn_layer_norm(hidden), kv)
-            hidden = going_on(hidden, kv) + attended
+            hidden = select_rows(hidden, kv) + attended
             return hidden + self._mlp(self.final_layer_norm(hidden))
-        hidden = self.self_attn_layer_norm(going_on(hidden, kv) + self.self_attn(hidden, kv))
+        hidden = self.self_attn_layer_norm(select_rows(hidden, kv) + self.self_attn(hidden, kv))
         output: torch.Tensor = self.final_layer_norm(hidden + self._mlp(hidden))
         return output
 

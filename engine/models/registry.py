@@ -1,4 +1,4 @@
-"""Which model serves which architecture. To add a family, add its line here."""
+"""The model family of each architecture. To add a family, add a line to `FAMILIES`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ __all__ = ["FAMILIES", "ModelFamily", "family_of"]
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """How to make a model of one architecture.
+    """How to build a model of one architecture.
 
     Attributes:
-        model_type: config.json's name for the family's config.
-        read_config: from the `transformers` config to the family's own; raises
-            ConfigurationError for what is not supported.
-        build: from that to a model on torch's current default device, its
-            weights not set.
+        model_type: the `model_type` in the family's config.json.
+        read_config: converts the `transformers` config to the family's own; raises
+            ConfigurationError for unsupported values.
+        build: builds a model from the family's config on torch's default device, with
+            uninitialized weights.
     """
 
     model_type: str
@@ -33,7 +33,7 @@ class ModelFamily:
     build: Callable[[Any], CausalModel]
 
 
-# By config.json's architecture.
+# By the architecture in config.json.
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "LlamaForCausalLM": ModelFamily("llama", decoder_config, Decoder),
@@ -53,10 +53,10 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
 
 
 def family_of(architecture: str | None) -> ModelFamily:
-    """The family that serves an architecture.
+    """Returns the family of an architecture.
 
     Raises:
-        ConfigurationError: there is none; lists the known ones.
+        ConfigurationError: the architecture is unknown; lists the known ones.
     """
     family = FAMILIES.get(architecture or "")
     if family is None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: angles per position, with the scalings for long contexts."""
+"""Rotary position embedding: the angles of each position, scaled for long contexts."""
 
 import math
 
@@ -24,13 +24,13 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
-        # On CPU even when the parameters are being laid out on the meta device.
+        # On the CPU, even while the parameters are created on the meta device.
         frequencies = _inverse_frequencies(rope, head_dim)  # [head_dim / 2]
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
         self.amplitude = _amplitude(rope)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        """The angles of `[num_tokens]` int64 positions."""
+        """Computes the angles of `[num_tokens]` int64 positions."""
         return kernels.rotary_angles(positions, self.inverse_frequencies, self.amplitude)
 
 
@@ -47,7 +47,7 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Llama 3.1: slow down long wavelengths, keep short ones, blend between."""
+    """Llama 3.1: stretches long wavelengths, keeps short ones, and blends between."""
     turns = rope.original_len * frequencies / (2 * math.pi)  # in the original context
     span = rope.high_freq_factor - rope.low_freq_factor
     kept = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
@@ -55,7 +55,7 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """YaRN (arXiv:2309.00071): as llama3, but the blend is linear in the dimension."""
+    """YaRN (arXiv:2309.00071): like `_llama3`, but the blend is linear in the dimension."""
     num_pairs = len(frequencies)
 
     def pair_turning(turns: float) -> float:
@@ -67,14 +67,14 @@ def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * num_pairs - 1)
     if low == high:
-        high += 0.001  # no division by zero
+        high += 0.001  # avoids division by zero
     pairs = torch.arange(num_pairs, dtype=torch.float32, device="cpu")
     slowed = ((pairs - low) / (high - low)).clamp(0, 1)
     return slowed * frequencies / rope.factor + (1 - slowed) * frequencies
 
 
 def _amplitude(rope: RopeConfig) -> float:
-    """YaRN's factor on cosines and sines; 1 for the other types."""
+    """Returns YaRN's factor on cosines and sines; 1 for other types."""
     if rope.rope_type != "yarn":
         return 1.0
     if rope.attention_factor is not None:

@@ -1,1 +1,1 @@
-"""What runs batches: loader, KV pool, model runner, sampler. Imports torch."""
+"""Executes batches: loader, KV pool, model runner, sampler. Imports torch."""

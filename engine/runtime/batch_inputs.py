@@ -17,36 +17,36 @@ __all__ = ["BatchInputs", "StepInputs"]
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """What one step feeds the model: the chunks' sequences, then the decode rows', end to end.
+    """The model's inputs in one step: the chunks' sequences, then the decode rows', end to end.
 
     Attributes:
         token_ids: `[num_tokens]` int64.
         positions: `[num_tokens]` int64.
-        groups: which KV to write and read, per layer group.
-        asking: the tokens to compute logits of: the last ones of chunks that ask for
-            something, then those of the decode rows. None if that is all tokens.
+        layer_groups: per layer group, the KV to write and read.
+        logit_rows: the tokens whose logits are computed: the last token of each chunk that
+            needs logits, then those of the decode rows. None for all tokens.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    groups: tuple[AttentionMetadata, ...]
-    asking: LogitRows | None
+    layer_groups: tuple[AttentionMetadata, ...]
+    logit_rows: LogitRows | None
 
 
 class StepInputs:
-    """The inputs of one step after the other, in memory that stays where it is.
+    """Builds the inputs of successive steps in the same memory.
 
     Args:
-        rows: whose steps, or others as many.
-        max_tokens: the most tokens of a step.
+        rows: rows of the shape that later calls of `fill` pass.
+        max_tokens: maximum number of tokens in a step.
         block_size: tokens per KV block.
-        device: where the tensors shall be.
+        device: the device of the tensors.
 
     Attributes:
-        max_seqs: the most sequences of a step.
-        num_tokens: of the step; 0 before the first, as the others.
-        num_seqs: its sequences.
-        num_asking: tokens to compute logits of.
+        max_seqs: maximum number of sequences in a step.
+        num_tokens: number of tokens in the step; 0 before the first step.
+        num_seqs: number of sequences in the step; 0 before the first step.
+        num_logit_rows: number of tokens whose logits are computed; 0 before the first step.
     """
 
     def __init__(self, rows: Rows, max_tokens: int, block_size: int, device: torch.device) -> None:
@@ -57,59 +57,66 @@ class StepInputs:
         self._token_ids = np.zeros(max_tokens, np.int64)
         self._positions = np.zeros(max_tokens, np.int64)
         self._sequences = _Sequences(rows, max_tokens)
-        self._asking_rows = np.zeros(num_rows, np.int64)
-        self._asking = _Sequences(rows, num_rows)
+        self._logit_rows = np.zeros(num_rows, np.int64)
+        self._logit_sequences = _Sequences(rows, num_rows)
         self._num_columns = 0
-        self.num_tokens = self.num_seqs = self.num_asking = 0
+        self.num_tokens = self.num_seqs = self.num_logit_rows = 0
 
     def fill(self, batch: ScheduledBatch, rows: Rows, decode_rows: np.ndarray) -> None:
         """Lays a batch's sequences end to end.
 
         Args:
             batch: the step.
-            rows: as they are before the step, but with its table updates.
-            decode_rows: the batch's, as an array.
+            rows: the rows before the step, with its table updates applied.
+            decode_rows: the batch's `decode_rows` as an int64 array.
         """
         chunks = batch.chunks
-        row_ids = _after([chunk.row for chunk in chunks], decode_rows)
-        starts = _after([chunk.start_position for chunk in chunks], rows.positions[decode_rows])
+        row_ids = _concatenated([chunk.row for chunk in chunks], decode_rows)
+        starts = _concatenated(
+            [chunk.start_position for chunk in chunks], rows.positions[decode_rows]
+        )
         known_tokens = list(chain.from_iterable(chunk.token_ids for chunk in chunks))
-        token_ids = _after(known_tokens, rows.last_tokens[decode_rows])
+        token_ids = _concatenated(known_tokens, rows.last_tokens[decode_rows])
         self.num_tokens, self.num_seqs = len(token_ids), len(row_ids)
         self._token_ids[: self.num_tokens] = token_ids
-        query_lens = _after([chunk.num_tokens for chunk in chunks], self._ones[: len(decode_rows)])
-        self._place(row_ids, starts, query_lens, rows.tables)
-        asking = [index for index, chunk in enumerate(chunks) if chunk.needs_logits]
-        self.num_asking = len(asking) + len(decode_rows)
-        if self.num_asking < self.num_tokens:
-            self._ask(_after(asking, self._count[len(chunks) : self.num_seqs]))
+        query_lens = _concatenated(
+            [chunk.num_tokens for chunk in chunks], self._ones[: len(decode_rows)]
+        )
+        self._fill_sequences(row_ids, starts, query_lens, rows.tables)
+        needing_logits = [index for index, chunk in enumerate(chunks) if chunk.needs_logits]
+        self.num_logit_rows = len(needing_logits) + len(decode_rows)
+        if self.num_logit_rows < self.num_tokens:
+            seq_ids = _concatenated(needing_logits, self._count[len(chunks) : self.num_seqs])
+            self._fill_logit_rows(seq_ids)
 
     def tensors(self) -> BatchInputs:
-        """The step's; on the CPU they share the memory, and change with it."""
-        num_tokens, num_asking = self.num_tokens, self.num_asking
-        asking = None
-        if num_asking < num_tokens:
-            asking = LogitRows(
-                to_device(self._asking_rows[:num_asking], self._device),
-                self._asking.metadata(num_asking, num_asking, self._num_columns, self._device),
+        """Returns the step's inputs; on a CPU as views of memory that `fill` overwrites."""
+        num_tokens, num_logit_rows = self.num_tokens, self.num_logit_rows
+        logit_rows = None
+        if num_logit_rows < num_tokens:
+            logit_rows = LogitRows(
+                to_device(self._logit_rows[:num_logit_rows], self._device),
+                self._logit_sequences.metadata(
+                    num_logit_rows, num_logit_rows, self._num_columns, self._device
+                ),
             )
         return BatchInputs(
             token_ids=to_device(self._token_ids[:num_tokens], self._device),
             positions=to_device(self._positions[:num_tokens], self._device),
-            groups=self._sequences.metadata(
+            layer_groups=self._sequences.metadata(
                 self.num_seqs, num_tokens, self._num_columns, self._device
             ),
-            asking=asking,
+            logit_rows=logit_rows,
         )
 
-    def _place(
+    def _fill_sequences(
         self, row_ids: np.ndarray, starts: np.ndarray, query_lens: np.ndarray, tables: np.ndarray
     ) -> None:
-        """Says where the sequences are: in the step, in their contexts, in the pool."""
+        """Computes each token's position and slot, and each sequence's length and block table."""
         num_tokens, num_seqs, count = self.num_tokens, self.num_seqs, self._count
         whole, positions = self._sequences, self._positions[:num_tokens]
         query_starts = whole.query_starts[: num_seqs + 1]
-        # Which sequence token t belongs to: [num_tokens].
+        # sequence_of: index of each token's sequence, [num_tokens].
         if num_tokens == num_seqs:
             sequence_of = count[:num_seqs]
             query_starts[:] = count[: num_seqs + 1]
@@ -129,43 +136,43 @@ class StepInputs:
         slots *= self._block_size
         slots += offsets
 
-    def _ask(self, asking_ids: np.ndarray) -> None:
-        """Makes sequences of their own of the last tokens of the sequences `asking_ids`."""
-        whole, alone, num_asking = self._sequences, self._asking, len(asking_ids)
-        token_rows = self._asking_rows[:num_asking]
-        token_rows[:] = whole.query_starts[1:][asking_ids] - 1
+    def _fill_logit_rows(self, seq_ids: np.ndarray) -> None:
+        """Fills sequences of one token each: the last tokens of the sequences `seq_ids`."""
+        whole, alone, num_logit_rows = self._sequences, self._logit_sequences, len(seq_ids)
+        token_rows = self._logit_rows[:num_logit_rows]
+        token_rows[:] = whole.query_starts[1:][seq_ids] - 1
         columns = slice(self._num_columns)
-        alone.tables[:, :num_asking, columns] = whole.tables[:, asking_ids, columns]
-        alone.query_starts[: num_asking + 1] = self._count[: num_asking + 1]
-        alone.context_lens[:num_asking] = whole.context_lens[asking_ids]
-        alone.slots[:, :num_asking] = whole.slots[:, token_rows]
+        alone.tables[:, :num_logit_rows, columns] = whole.tables[:, seq_ids, columns]
+        alone.query_starts[: num_logit_rows + 1] = self._count[: num_logit_rows + 1]
+        alone.context_lens[:num_logit_rows] = whole.context_lens[seq_ids]
+        alone.slots[:, :num_logit_rows] = whole.slots[:, token_rows]
 
 
 class _Sequences:
-    """Memory for `AttentionMetadata` of a step's sequences, all groups'.
+    """Memory for the `AttentionMetadata` of a step's sequences, for all layer groups.
 
     Args:
-        rows: how many sequences, groups and blocks there may be.
-        max_tokens: the most tokens.
+        rows: rows whose tables have the shape of `tables`.
+        max_tokens: maximum number of tokens in a step.
 
     Attributes:
-        tables: `[num_groups, max_seqs, max_blocks]` int32.
+        tables: `[num_layer_groups, max_seqs, max_blocks]` int32.
         query_starts: `[max_seqs + 1]` int32.
         context_lens: `[max_seqs]` int32.
-        slots: `[num_groups, max_tokens]` int64.
+        slots: `[num_layer_groups, max_tokens]` int64.
     """
 
     def __init__(self, rows: Rows, max_tokens: int) -> None:
-        num_groups, max_seqs, _ = rows.tables.shape
+        num_layer_groups, max_seqs, _ = rows.tables.shape
         self.tables = np.zeros_like(rows.tables)
         self.query_starts = np.zeros(max_seqs + 1, np.int32)
         self.context_lens = np.zeros(max_seqs, np.int32)
-        self.slots = np.zeros((num_groups, max_tokens), np.int64)
+        self.slots = np.zeros((num_layer_groups, max_tokens), np.int64)
 
     def metadata(
         self, num_seqs: int, num_tokens: int, num_columns: int, device: torch.device
     ) -> tuple[AttentionMetadata, ...]:
-        """One per layer group."""
+        """Returns the metadata of each layer group."""
         query_starts = self.query_starts[: num_seqs + 1]
         context_lens = self.context_lens[:num_seqs]
         for_group = partial(
@@ -178,13 +185,13 @@ class _Sequences:
         tables = to_device(self.tables[:, :num_seqs, :num_columns], device)
         slots = to_device(self.slots[:, :num_tokens], device)
         return tuple(
-            for_group(block_tables=group_tables, slot_mapping=group_slots)
-            for group_tables, group_slots in zip(tables, slots, strict=True)
+            for_group(block_tables=tables_of_group, slot_mapping=slots_of_group)
+            for tables_of_group, slots_of_group in zip(tables, slots, strict=True)
         )
 
 
-def _after(of_chunks: list[int], of_decode_rows: np.ndarray) -> np.ndarray:
-    """`[num_chunks + num_decode_rows]`, or what else both have, int64."""
+def _concatenated(of_chunks: list[int], of_decode_rows: np.ndarray) -> np.ndarray:
+    """Returns the chunks' values followed by the decode rows' values, as int64."""
     if not of_chunks:
         return of_decode_rows
     return np.concatenate((np.array(of_chunks, np.int64), of_decode_rows))

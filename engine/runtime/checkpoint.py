@@ -1,6 +1,7 @@
-"""`Checkpoint`: a model's folder on disk, found and checked, and its fingerprint.
+"""`Checkpoint`: finds and checks a model's folder on disk, and computes its fingerprint.
 
-Nothing is read here but JSON, file names and, for the fingerprint, bytes.
+This module reads JSON files and file names, and all bytes for the fingerprint. It loads no
+weights.
 """
 
 import json
@@ -35,10 +36,10 @@ class Checkpoint:
     """A checkpoint folder.
 
     Attributes:
-        folder: where it is.
+        folder: the folder.
         config: content of config.json.
-        weight_files: its safetensors files, by name; all exist; none where it was opened
-            without them.
+        weight_files: its existing safetensors files, sorted by name; empty if it was opened
+            without weights.
     """
 
     folder: Path
@@ -47,15 +48,15 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str | None:
-        """The first architecture that config.json names."""
+        """The first architecture that config.json lists; None if it lists none."""
         architectures = self.config.get("architectures")
         return architectures[0] if isinstance(architectures, list) and architectures else None
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a generation: generation_config.json's, else config.json's.
+        """Returns the ids that end a generation: generation_config.json's, else config.json's.
 
         Raises:
-            ConfigurationError: generation_config.json is not JSON, or the ids are no integers.
+            ConfigurationError: generation_config.json is not JSON, or an id is not an integer.
         """
         eos = None
         if (self.folder / _GENERATION_CONFIG).is_file():
@@ -64,14 +65,17 @@ class Checkpoint:
             eos = self.config.get("eos_token_id")
         ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
         if not all(isinstance(token_id, int) for token_id in ids):
-            raise ConfigurationError(f"{self.folder}: eos_token_id {eos!r} is no token id")
+            raise ConfigurationError(
+                f"{self.folder}: eos_token_id is {eos!r}; it must be an integer or a list of them"
+            )
         return ids
 
     def fingerprint(self) -> bytes:
-        """Digest of config.json and of every weight file's name and bytes.
+        """Returns a digest of config.json and of every weight file's name and bytes.
 
-        XXH3-128 over the digests of fixed parts, which threads compute. Tells
-        checkpoints apart; no defence against someone who forges one.
+        The digest is XXH3-128 over the digests of parts of fixed size, which threads
+        compute. It distinguishes checkpoints, but is not cryptographic: it does not
+        detect a forged one.
         """
         parts = [
             part for file in (self.folder / _CONFIG, *self.weight_files) for part in _parts(file)
@@ -88,16 +92,16 @@ def open_checkpoint(path_or_name: str, *, with_weights: bool = True) -> Checkpoi
 
     Args:
         path_or_name: a folder, or a Hub name such as `org/model`.
-        with_weights: False where config.json is enough: weights are neither looked for nor
-            downloaded.
+        with_weights: whether to find or download the weights too; False if only config.json
+            is needed.
 
     Raises:
-        ConfigurationError: no such folder or Hub model; a file is missing or
-            is not JSON; the weights are not safetensors.
+        ConfigurationError: there is no such folder or Hub model, a file is missing or
+            not JSON, or the weights are not safetensors.
     """
     folder = _find_folder(path_or_name, with_weights)
     if not (folder / _CONFIG).is_file():
-        raise ConfigurationError(f"{folder} has no {_CONFIG}; it is no checkpoint folder")
+        raise ConfigurationError(f"{folder} is not a checkpoint folder: it has no {_CONFIG}")
     weight_files = _find_weights(folder) if with_weights else ()
     return Checkpoint(folder, _read_json(folder / _CONFIG), weight_files)
 
@@ -108,12 +112,15 @@ def _find_folder(path_or_name: str, with_weights: bool) -> Path:
         return folder
     looks_like_path = path_or_name.startswith((".", "/", "~")) or path_or_name.count("/") > 1
     if looks_like_path or folder.exists():
-        raise ConfigurationError(f"{path_or_name} is no folder")
+        raise ConfigurationError(f"{path_or_name} is not a folder")
     return _download(path_or_name, with_weights)
 
 
 def _download(name: str, with_weights: bool) -> Path:
-    """The Hub model's folder in the local cache; the cached one serves when offline."""
+    """Downloads a Hub model unless it is cached; returns its folder in the local cache.
+
+    If the Hub cannot be reached, a cached copy is used.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -123,13 +130,13 @@ def _download(name: str, with_weights: bool) -> Path:
     except LocalEntryNotFoundError as error:
         reason = "the Hub cannot be reached and the model is not in the local cache"
         raise _no_model(name, reason) from error
-    except Exception as error:  # also what its HTTP library raises, which is no base of ours
+    except Exception as error:  # its HTTP library's errors have no common base
         raise _no_model(name, one_line(error)) from error
 
 
 def _no_model(name: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{name} is no folder here, nor could it be had from the Hugging Face Hub: {reason}"
+        f"{name} is not a folder here, and not available from the Hugging Face Hub: {reason}"
     )
 
 
@@ -152,7 +159,7 @@ def _shards(folder: Path) -> Iterator[Path]:
         raise ConfigurationError(f"{folder / _INDEX} has no weight_map")
     for name in sorted(set(weight_map.values())):
         if not (folder / name).is_file():
-            raise ConfigurationError(f"{folder} lacks {name}, which {_INDEX} lists")
+            raise ConfigurationError(f"{folder} does not contain {name}, which {_INDEX} lists")
         yield folder / name
 
 
@@ -162,18 +169,18 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{file} is not readable JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{file} holds no JSON object")
+        raise ConfigurationError(f"{file} does not contain a JSON object")
     return content
 
 
 def one_line(error: Exception) -> str:
-    """The error's text fit for the end of a one-line message."""
+    """Returns the error's text on one line, cut to fit at the end of a message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_REASON_LENGTH else f"{text[:_MAX_REASON_LENGTH]}..."
 
 
 def _parts(file: Path) -> Iterator[tuple[Path, int]]:
-    """(file, start) of each of the file's parts."""
+    """Yields (file, start) of each part of the file."""
     for start in range(0, max(1, file.stat().st_size), _HASH_PART_BYTES):
         yield file, start
 

@@ -1,4 +1,4 @@
-"""The torch device that an engine computes on."""
+"""Helpers for the torch device that an engine computes on."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,10 +24,10 @@ __all__ = [
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device a flag names; "auto" is CUDA's current one where there is one, else the CPU.
+    """Returns the device that `--device` names; "auto" is CUDA's current GPU, else the CPU.
 
     Raises:
-        ConfigurationError: there is no such device, or it is a GPU and Triton is missing.
+        ConfigurationError: there is no such device, or it is a GPU and Triton is not installed.
     """
     device = _find_device(name)
     if device.type == "cuda" and find_spec("triton") is None:
@@ -52,7 +52,7 @@ def _find_device(name: str) -> torch.device:
 
 
 def with_device_defaults(config: EngineConfig) -> EngineConfig:
-    """The config with what depends on the device decided.
+    """Returns the config with defaults that depend on the device filled in.
 
     Raises:
         ConfigurationError: there is no such device.
@@ -64,7 +64,7 @@ def with_device_defaults(config: EngineConfig) -> EngineConfig:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Bytes in use on a GPU; 0 on CPU."""
+    """Returns the number of bytes in use on a GPU, by all processes; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -72,18 +72,18 @@ def used_bytes(device: torch.device) -> int:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the thread's current one, where kernels are launched; nothing on CPU."""
+    """Makes a GPU the thread's current device, as launching kernels needs; no-op on a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns once the device has done all that it was given."""
+    """Returns once the device has completed all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array as a tensor on the device; on the CPU it shares the array's memory."""
+    """Returns the array as a tensor on the device; on a CPU it shares the array's memory."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         return tensor.contiguous().pin_memory().to(device, non_blocking=True)
@@ -92,17 +92,17 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A copy of device tensors on the host, or on its way there.
+    """Copies of device tensors on the host, possibly still being made.
 
     Attributes:
-        tensors: the copies; unset until `wait` has returned.
+        tensors: the copies; their content is undefined until `wait` has returned.
     """
 
     tensors: tuple[torch.Tensor, ...]
     _event: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Returns once the copies are there.
+        """Returns once the copies are complete.
 
         Raises:
             RuntimeError: the device failed before that.
@@ -112,9 +112,9 @@ class Fetched:
 
 
 def fetch(device: torch.device, tensors: Sequence[torch.Tensor]) -> Fetched:
-    """Copies tensors to the host, after all that their device was given so far.
+    """Starts to copy tensors to the host, behind all work submitted to their device so far.
 
-    Later work may overwrite them.
+    Work submitted later may overwrite the tensors.
     """
     is_on_gpu = device.type == "cuda"
     copies = tuple(

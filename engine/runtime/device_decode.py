@@ -1,17 +1,12 @@
-"""`DeviceDecode`: a decode step from the rows' state to the tokens drawn, all on the device.
+"""Decode steps on the device: `DeviceDecode` runs them, `DecodeGraphs` records them.
 
-    row ids -> inputs -> forward pass -> logits and maxima      `run`
-    -> tokens -> the rows' state                                `draw`
+    row ids -> inputs -> forward pass -> logits and maxima      `DeviceDecode.run`
+    -> tokens -> the rows' state                                `DeviceDecode.draw`
 
-Everything it reads and writes stays where it is, and nothing in it waits for the device. `run`
-depends on nothing that the host knows of a step but its size, so it can be captured as a CUDA
-graph. `draw` launches no more than the rows ask for: most draw the likeliest token.
-
-`DecodeGraphs`: decode steps recorded as CUDA graphs, one per number of rows.
-
-A decode step of a given size launches the same kernels on the same memory every time. What
-differs, the rows and their state, lies in tensors that stay where they are. So a step is
-captured once per size; steps of other sizes are padded up to the next one.
+All tensors that these read and write keep their memory, and neither waits for the device. The
+launches of `run` depend on the number of rows alone, so `DecodeGraphs` captures it as a CUDA
+graph, once per number of rows; a step of another size is padded to the next captured one.
+`draw` is not captured: it launches only what the rows need, and most draw the likeliest token.
 """
 
 import gc
@@ -29,17 +24,24 @@ from kernels import AttentionMetadata, DecodeInputs, RecordedStep
 
 __all__ = ["DecodeGraphs", "DeviceDecode", "GraphRecorder", "capture_sizes", "padded_size"]
 
+_SMALL_SIZES = (1, 2, 4)
+_SIZE_STEP = 8
+_MAX_SIZE = 512
+
+GraphRecorder = Callable[[Callable[[], torch.Tensor]], RecordedStep]
+"""Records what a function launches without running it, as `kernels.CudaGraphRecorder` does."""
+
 
 class DeviceDecode:
     """Runs decode steps of any size.
 
     Args:
-        model: what runs.
-        rows: whose state it reads and moves on.
+        model: the model and its limits.
+        rows: the rows, whose state it reads and advances.
 
     Attributes:
-        row_ids: `[max_rows]` int64; the rows that decode, then the spare row.
-        tokens: `[max_rows]` int64; what the last step drew.
+        row_ids: `[max_rows]` int64; the rows that decode, padded with the spare row.
+        tokens: `[max_rows]` int64; the tokens that the last step drew.
     """
 
     def __init__(self, model: StepModel, rows: DeviceRows) -> None:
@@ -54,11 +56,11 @@ class DeviceDecode:
 
     @property
     def draw_positions(self) -> torch.Tensor:
-        """`[max_rows]` int64; of the tokens to draw after `run`."""
+        """`[max_rows]` int64; positions of the tokens to draw after `run`."""
         return self._inputs.draw_positions
 
     def set_rows(self, row_ids: np.ndarray) -> None:
-        """Takes other rows; padding follows them."""
+        """Sets the rows that decode."""
         kinds = draw_kinds(self._rows.host.draws[row_ids])
         self._is_random, self._is_filtered = (bool(kind.any()) for kind in kinds)
         padded = np.full(self._model.max_rows, self._rows.spare_row)
@@ -76,16 +78,16 @@ class DeviceDecode:
         return logits
 
     def scores(self, logits: torch.Tensor) -> Scores:
-        """Logits that `run` returned, with what it found of them."""
+        """Returns logits of `run` with their maxima and likeliest tokens, which `run` computed."""
         size = len(logits)
         return Scores(logits, self._maxima[:size], self._likeliest[:size])
 
     def draw(self, scores: Scores, positions: torch.Tensor) -> None:
-        """Draws the next tokens of the first rows into `tokens`, and moves their state on.
+        """Draws the next tokens of the first `n` rows into `tokens`, and advances their state.
 
         Args:
-            scores: a row each.
-            positions: `[n]` int64; of the tokens to draw.
+            scores: scores of `n` rows.
+            positions: `[n]` int64; positions of the tokens to draw.
         """
         size, state = len(positions), self._rows.state
         row_ids, tokens = self.row_ids[:size], self.tokens[:size]
@@ -106,7 +108,7 @@ class DeviceDecode:
 
 
 def _new_inputs(model: StepModel) -> DecodeInputs:
-    size, device, num_groups = model.max_rows, model.device, model.num_groups
+    size, device, num_layer_groups = model.max_rows, model.device, model.num_layer_groups
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -117,13 +119,13 @@ def _new_inputs(model: StepModel) -> DecodeInputs:
         draw_positions=zeros(size),
         query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
         context_lens=zeros(size, dtype=torch.int32),
-        tables=zeros(num_groups, size, model.max_blocks, dtype=torch.int32),
-        slots=zeros(num_groups, size),
+        tables=zeros(num_layer_groups, size, model.max_blocks, dtype=torch.int32),
+        slots=zeros(num_layer_groups, size),
     )
 
 
 def _first(inputs: DecodeInputs, size: int) -> DecodeInputs:
-    """The part of `size` rows."""
+    """Returns the inputs of the first `size` rows."""
     return DecodeInputs(
         token_ids=inputs.token_ids[:size],
         positions=inputs.positions[:size],
@@ -136,7 +138,9 @@ def _first(inputs: DecodeInputs, size: int) -> DecodeInputs:
 
 
 def _metadata(inputs: DecodeInputs, max_model_len: int) -> tuple[AttentionMetadata, ...]:
-    """One per layer group. How long the contexts are only the device knows."""
+    """Returns one per layer group, with the longest context possible: the host does not know
+    the lengths.
+    """
     return tuple(
         AttentionMetadata(
             block_tables=tables,
@@ -150,18 +154,10 @@ def _metadata(inputs: DecodeInputs, max_model_len: int) -> tuple[AttentionMetada
     )
 
 
-_SMALL_SIZES = (1, 2, 4)
-_SIZE_STEP = 8
-_MAX_SIZE = 512
-
-GraphRecorder = Callable[[Callable[[], torch.Tensor]], RecordedStep]
-"""Records what a function launches, without running it: `kernels.CudaGraphRecorder`."""
-
-
 def capture_sizes(max_rows: int) -> tuple[int, ...]:
-    """The numbers of rows to capture: 1, 2, 4, then steps of 8, up to what holds `max_rows`.
+    """Returns the numbers of rows to capture: 1, 2, 4, then multiples of 8, and `max_rows`.
 
-    Beyond 512 rows the launches are a small part of a step, and none is captured.
+    Sizes above 512 are not captured: there, launching is a small part of a step's time.
     """
     largest = min(max_rows, _MAX_SIZE)
     sizes = [size for size in _SMALL_SIZES if size < largest]
@@ -170,17 +166,20 @@ def capture_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def padded_size(sizes: Sequence[int], num_rows: int) -> int | None:
-    """The smallest of `sizes`, which rise, that holds `num_rows`; None: none does."""
+    """Returns the smallest of the ascending `sizes` that is at least `num_rows`, if any."""
     return next((size for size in sizes if size >= num_rows), None)
 
 
 class DecodeGraphs:
-    """Graphs of decode steps, by size.
+    """CUDA graphs of decode steps, by number of rows.
 
     Args:
-        sizes: to capture, rising.
-        run: launches a step of a size on memory that stays where it is; returns the logits.
+        sizes: the numbers of rows to capture, ascending.
+        run: launches a step of the given size, always on the same memory; returns the logits.
         record: records what a function launches.
+
+    Attributes:
+        sizes: the numbers of rows to capture, ascending.
     """
 
     def __init__(
@@ -191,16 +190,16 @@ class DecodeGraphs:
         self._graphs: dict[int, RecordedStep] = {}
 
     def capture(self) -> None:
-        """Captures every size, the largest first: the others fit in the memory that it takes."""
-        gc.collect()  # what garbage frees while a graph is captured may end the capture
+        """Captures every size, the largest first, because the others reuse its memory."""
+        gc.collect()  # freeing garbage during a capture may abort it
         for size in reversed(self.sizes):
             self.capture_one(size)
 
     def capture_one(self, size: int) -> None:
-        """Captures one size, after a run that compiles what it launches."""
+        """Captures one size, after a run that compiles its kernels."""
         self._run(size)
         self._graphs[size] = self._record(lambda: self._run(size))
 
     def run(self, size: int) -> torch.Tensor:
-        """Runs the step of one of `sizes`; returns its logits, which the next run overwrites."""
+        """Runs a step of a captured size; returns its logits, which the next run overwrites."""
         return self._graphs[size].run()

@@ -1,7 +1,7 @@
-"""`DeviceRows`: the rows' state on the device, kept up to date by small messages.
+"""`DeviceRows`: the rows' state on the device, updated by small copies from the host.
 
-What a decode step changes by itself, positions and the tokens drawn, the device changes; the
-host sends what it decides: new blocks, and the rows of chunks.
+A decode step updates positions and drawn tokens on the device itself. The host sends only its
+own decisions: new block ids, and the positions and draw parameters that chunks set.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,33 +20,35 @@ __all__ = ["DeviceRows"]
 
 
 class DeviceRows:
-    """The rows, on host and device.
+    """The rows' state on host and device.
 
     Args:
-        num_groups: layer groups.
-        num_rows: the most sequences that run at once.
-        max_blocks: the most blocks of one sequence in one group.
-        spare_block: a block of the pool for `spare_row`.
-        device: where `state` is.
+        num_layer_groups: number of layer groups.
+        num_rows: maximum number of sequences that run at once.
+        max_blocks: maximum number of blocks of one sequence in one layer group.
+        spare_block: the block of the pool for `spare_row`.
+        device: the device of `state`.
 
     Attributes:
-        host: what the host knows beforehand: all but the tokens drawn.
-        state: on the device, `num_rows` and the spare row.
-        spare_row: a row without a sequence, whose KV all goes to the spare block.
+        host: the state that the host knows, which is all but the tokens drawn.
+        state: the state on the device, of `num_rows` rows and the spare row.
+        spare_row: a row without a sequence; all its KV goes to the spare block.
     """
 
     def __init__(
         self,
-        num_groups: int,
+        num_layer_groups: int,
         num_rows: int,
         max_blocks: int,
         spare_block: int,
         device: torch.device,
     ) -> None:
-        self.host = Rows(num_groups, num_rows, max_blocks)
+        self.host = Rows(num_layer_groups, num_rows, max_blocks)
         self.spare_row = num_rows
         num_rows += 1
-        tables = torch.zeros((num_groups, num_rows, max_blocks), dtype=torch.int32, device=device)
+        tables = torch.zeros(
+            (num_layer_groups, num_rows, max_blocks), dtype=torch.int32, device=device
+        )
         tables[:, self.spare_row] = spare_block
         self.state = RowState(
             tables=tables,
@@ -56,7 +58,7 @@ class DeviceRows:
         )
 
     def update_tables(self, updates: Sequence[TableUpdate]) -> None:
-        """Enters new block ids."""
+        """Writes new block ids into the tables."""
         if not updates:
             return
         self.host.update_tables(updates)
@@ -65,7 +67,7 @@ class DeviceRows:
         kernels.write_table_entries(self.state.tables, sent[0], sent[1].int())
 
     def advance(self, chunks: Sequence[ScheduledChunk], decode_ids: np.ndarray) -> None:
-        """Moves rows past a step, as `Rows.advance`; those that decode the device moves itself."""
+        """Advances rows as `Rows.advance` does; the device itself advances those that decode."""
         self.host.advance(chunks, decode_ids)
         if not chunks:
             return
@@ -77,10 +79,10 @@ class DeviceRows:
     def keep_drawn(
         self, drawing: Sequence[tuple[int, ScheduledChunk]], tokens: torch.Tensor
     ) -> None:
-        """Remembers what chunks drew, and how, for their rows to go on.
+        """Stores the tokens that chunks drew, and their draw parameters, in their rows.
 
         Args:
-            drawing: (index in `tokens`, chunk).
+            drawing: pairs of an index into `tokens` and the chunk that drew that token.
             tokens: `[n]` int64 on the device.
         """
         state = self.state
@@ -97,14 +99,14 @@ class DeviceRows:
 def _last_entries(
     updates: Iterable[TableUpdate], shape: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Flat indices into tables of that shape, all different, and block ids, both int64.
+    """Returns flat indices into tables of `shape`, and the block id for each, both int64.
 
-    Of several updates of an entry the last one counts.
+    Each index occurs once: if several updates change an entry, the last one counts.
     """
     _, num_rows, max_blocks = shape
     indices, block_ids = [], []
     for update in updates:
-        first = (update.group * num_rows + update.row) * max_blocks + update.first_index
+        first = (update.layer_group * num_rows + update.row) * max_blocks + update.first_index
         indices.append(np.arange(first, first + len(update.block_ids)))
         block_ids.append(np.array(update.block_ids, np.int64))
     all_indices, all_ids = np.concatenate(indices), np.concatenate(block_ids)

@@ -1,8 +1,8 @@
-"""`DeviceSteps`: steps on a GPU, launched ahead of what they bring.
+"""`DeviceSteps`: computes steps on a GPU, launched ahead of their results.
 
-The host only ever launches: a step that decodes is one CUDA graph, or without graphs the same
-calls, on state that lives on the device. What a step drew is copied to the host behind it and
-read when somebody asks; until then the next step may have been launched.
+The host only launches work. A step that only decodes is one CUDA graph, or without graphs the
+same calls, on state that lives on the device. A step's tokens are copied to the host behind it
+and read by `LaunchedStep.result`; meanwhile the next step may have been launched.
 """
 
 import gc
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 import kernels
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
@@ -34,8 +35,8 @@ from kernels import CudaGraphRecorder
 __all__ = ["DeviceSteps"]
 
 _MEBIBYTE = 2**20
-_MAX_WARM_UP_TOKENS = 64  # the longest step of the profile run compiles what longer ones launch
-# By row: without and with what top-k and top-p take.
+_MAX_WARM_UP_TOKENS = 64  # the profile run has compiled the kernels of longer ones
+# By row: without and with the kernels of top-k and top-p.
 _WARM_UP_DRAWS = (
     DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=0),
     DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0),
@@ -45,36 +46,36 @@ _logger = logging.getLogger("baton.engine")
 
 
 class DeviceSteps(Steps):
-    """See `Steps`.
+    """`Steps` on a GPU.
 
     Args:
-        model: what runs.
-        record: records graphs of decode steps.
+        model: the model and its limits.
+        record: records graphs of decode steps; None for `CudaGraphRecorder`.
     """
 
-    num_spare_blocks = 1  # for the KV of rows that pad a step
+    num_spare_blocks = 1  # receives the KV of the rows that pad a step
     is_asynchronous = True
 
     def __init__(self, model: StepModel, record: GraphRecorder | None = None) -> None:
         self._model = model
         spare_block = model.num_blocks - 1
         self._rows = DeviceRows(
-            model.num_groups, model.max_rows, model.max_blocks, spare_block, model.device
+            model.num_layer_groups, model.max_rows, model.max_blocks, spare_block, model.device
         )
         self._inputs = StepInputs(self._rows.host, model.max_tokens, model.block_size, model.device)
         self._decode = DeviceDecode(model, self._rows)
         sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
         vocab_size = model.model.config.vocab_size
-        # Of all graphs, which would keep memory of their own for them.
+        # All graphs write their logits here; otherwise each would keep its own memory for them.
         self._logits = torch.empty((max(sizes, default=0), vocab_size), device=model.device)
         self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
         self._wanting = np.zeros(0, bool)
 
+    @override
     @torch.inference_mode()
     def update(self, batch: ScheduledBatch) -> None:
-        """See `Steps.update`."""
         self._rows.update_tables(batch.table_updates)
         if batch.decode_rows is not self._decode_rows:
             self._decode_ids = np.array(batch.decode_rows, np.int64)
@@ -82,9 +83,9 @@ class DeviceSteps(Steps):
             self._decode.set_rows(self._decode_ids)
             self._decode_rows = batch.decode_rows
 
+    @override
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """See `Steps.launch`; does not wait for the device."""
         num_decodes = len(self._decode_ids)
         scores = self._run_chunks(batch) if batch.chunks else self._run_decode()
         draws = ChunkDraws(batch.chunks)
@@ -101,18 +102,20 @@ class DeviceSteps(Steps):
 
         return LaunchedStep(fetch(self._model.device, [*of_decodes, *of_chunks]), read)
 
+    @override
     def graph_bytes(self) -> int:
-        """See `Steps.graph_bytes`: what the two largest take, one of them for each other."""
+        """Measures the two largest graphs; every further graph counts as the second largest."""
         gc.collect()
         largest_first = self._graphs.sizes[::-1]
-        taken = [self._bytes_of_graph(size) for size in largest_first[:2]]
-        return sum(taken[:1]) + sum(taken[1:]) * (len(largest_first) - 1)
+        measured = [self._bytes_of_graph(size) for size in largest_first[:2]]
+        return sum(measured[:1]) + sum(measured[1:]) * (len(largest_first) - 1)
 
+    @override
     def warm_up(self) -> None:
-        """Compiles what steps launch, whatever is in them, and captures graphs of decode steps."""
+        """Compiles the kernels of every kind of step, and captures graphs of decode steps."""
         for batch in _warm_up_batches(self._model):
-            self._run_to_the_end(batch)
-        self.update(ScheduledBatch(0))  # so that what is captured moves no row but the spare one
+            self._run_and_wait(batch)
+        self.update(ScheduledBatch(0))  # so that capturing advances only the spare row
         start, free_before = time.perf_counter(), _free_bytes(self._model.device)
         with torch.inference_mode():
             self._graphs.capture()
@@ -126,27 +129,27 @@ class DeviceSteps(Steps):
             )
 
         for row in range(min(2, self._model.max_rows)):
-            self._run_to_the_end(_warm_up_batch(row, 1, ()))
-            self._run_to_the_end(ScheduledBatch(0, decode_rows=(row,)))
+            self._run_and_wait(_warm_up_batch(row, 1, ()))
+            self._run_and_wait(ScheduledBatch(0, decode_rows=(row,)))
 
-    def _run_to_the_end(self, batch: ScheduledBatch) -> None:
+    def _run_and_wait(self, batch: ScheduledBatch) -> None:
         self.update(batch)
         self.launch(batch).result()
 
     def _bytes_of_graph(self, size: int) -> int:
         device = self._model.device
         with torch.inference_mode():
-            self._decode.run(size)  # what torch keeps of it is no graph's
+            self._decode.run(size)  # torch keeps memory for it that is not the graph's
             free_before = _free_bytes(device)
             self._graphs.capture_one(size)
         return max(0, free_before - _free_bytes(device))
 
     def _run_in_place(self, size: int) -> torch.Tensor:
-        """As `DeviceDecode.run`, with the logits where those of all graphs are."""
+        """Runs `DeviceDecode.run` and copies the logits to the memory that all graphs share."""
         return self._logits[:size].copy_(self._decode.run(size))
 
     def _run_decode(self) -> Scores:
-        """A step that only decodes."""
+        """Computes a step that only decodes."""
         num_rows = len(self._decode_ids)
         self._rows.advance((), self._decode_ids)
         size = padded_size(self._graphs.sizes, num_rows)
@@ -156,7 +159,7 @@ class DeviceSteps(Steps):
         return scores
 
     def _run_chunks(self, batch: ScheduledBatch) -> Scores:
-        """A step of chunks, and of rows that decode, whose tokens only the device knows."""
+        """Computes a step of chunks and decoding rows, whose tokens only the device knows."""
         self._inputs.fill(batch, self._rows.host, self._decode_ids)
         self._rows.advance(batch.chunks, self._decode_ids)
         inputs, num_decodes = self._inputs.tensors(), len(self._decode_ids)
@@ -170,7 +173,7 @@ class DeviceSteps(Steps):
 
     def _scores_of(self, inputs: BatchInputs) -> Scores:
         model = self._model
-        kv = model.paged_kv(inputs.groups, inputs.asking)
+        kv = model.paged_kv(inputs.layer_groups, inputs.logit_rows)
         logits = model.model.logits(model.model(inputs.token_ids, inputs.positions, kv))
         if not len(logits):
             nothing = logits.new_empty(0)
@@ -178,7 +181,7 @@ class DeviceSteps(Steps):
         return Scores(logits, *kernels.row_maxima(logits))
 
     def _drawn(self, scores: Scores) -> list[torch.Tensor]:
-        """Tokens of the rows that decode, and log-probabilities if any of them wants some."""
+        """Returns the decoding rows' tokens, and log-probabilities if any row wants them."""
         tokens = self._decode.tokens[: len(self._decode_ids)]
         if not self._wanting.any():
             return [tokens]
@@ -186,9 +189,9 @@ class DeviceSteps(Steps):
 
 
 def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:
-    """Short chunks of every kind of length, alone and beside a row that decodes.
+    """Yields short chunks of every kind of length, alone and beside a row that decodes.
 
-    All KV goes to the blocks that unset tables name; nobody reads it.
+    Their KV goes to block 0, which unset tables name, and is never read.
     """
     longest = min(model.max_tokens - 1, model.max_model_len - 1, _MAX_WARM_UP_TOKENS)
     num_tokens = 1
@@ -206,7 +209,7 @@ def _warm_up_batch(row: int, num_tokens: int, decode_rows: tuple[int, ...]) -> S
 def _draw(
     scores: Scores, records: np.ndarray, rows: list[int], positions: np.ndarray
 ) -> torch.Tensor:
-    """A `Draw` without waiting for the device."""
+    """Implements `Draw` without waiting for the device."""
     device = scores.logits.device
     is_random, is_filtered = draw_kinds(records)
     if not is_random.any():
@@ -228,7 +231,7 @@ def _draw(
 def _read_decoded(
     tensors: Sequence[torch.Tensor], wanting: np.ndarray
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Tokens; log-probabilities if there are any, NaN for rows that do not want them."""
+    """Returns tokens, and log-probabilities if any row wants them, NaN for rows that do not."""
     if not tensors:
         return (), ()
     tokens = tuple(tensors[0].tolist())
@@ -238,5 +241,5 @@ def _read_decoded(
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of a GPU; 0 on CPU."""
+    """Returns the free memory of a GPU; 0 on a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

@@ -1,7 +1,7 @@
-"""From a step's logits to its `StepOutput`: draws, most likely tokens, log-probabilities.
+"""Computes a step's outputs from its logits: tokens, most likely tokens, log-probabilities.
 
-The logits' rows are those of the chunks that ask for something, then those of
-the decode rows. Drawing does not wait for the device: what was drawn is read later.
+The rows of the logits are those of the chunks that need logits, then those of the
+decode rows. `ChunkDraws.draw` does not wait for the device; its results are read later.
 """
 
 import math
@@ -27,19 +27,19 @@ from engine.runtime.sampler import (
 __all__ = ["ChunkDraws", "DecodeRows", "Draw", "draw_by_sampling"]
 
 Draw = Callable[[Scores, np.ndarray, list[int], np.ndarray], torch.Tensor]
-"""Draws tokens `[n]` int64 from scores: `[n]` of `DRAW_RECORD`, the row of the scores that each
-draws from, and `[n]` int64 positions of the tokens."""
+"""Draws tokens, `[n]` int64. Arguments: the scores, `[n]` of `DRAW_RECORD`, per draw the row of the
+scores that it draws from, and the tokens' positions, `[n]` int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The rows that decode, and how: what stays the same as long as the same rows do.
+    """The rows that decode and their draw parameters; reused while the same rows decode.
 
     Attributes:
         rows: the batch's `decode_rows`.
-        ids: `[n]` int64; the same as an array.
-        draws: how they draw, on the device.
-        wanting: `[m]` int64; indices of those that want log-probabilities.
+        ids: `[n]` int64; `rows` as an array.
+        draws: the rows' draw parameters, on the device.
+        wanting: `[m]` int64; indices into `rows` of those that want log-probabilities.
     """
 
     rows: tuple[int, ...]
@@ -49,7 +49,7 @@ class DecodeRows:
 
     @classmethod
     def of(cls, decode_rows: tuple[int, ...], rows: Rows, device: torch.device) -> "DecodeRows":
-        """Reads what the rows' chunks left in `rows`."""
+        """Reads the rows' draw parameters, which their chunks set, from `rows`."""
         ids = np.array(decode_rows, np.int64)
         return cls(
             rows=decode_rows,
@@ -61,11 +61,11 @@ class DecodeRows:
     def draw(
         self, scores: Scores, positions: np.ndarray
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Tokens, and their log-probabilities if any row wants them: NaN for those that do not.
+        """Returns tokens, and log-probabilities if any row wants them, NaN for rows that do not.
 
         Args:
-            scores: theirs are the last `n`.
-            positions: `[num_rows]` int64; of the token to draw, by row.
+            scores: the step's scores; the decode rows' are the last `n`.
+            positions: `[num_rows]` int64; per row, the position of the token to draw.
         """
         if not self.rows:
             return (), ()
@@ -81,43 +81,48 @@ class DecodeRows:
 
 
 class ChunkDraws:
-    """What a step's chunks ask for.
+    """Draws and reports the tokens of a step's chunks.
 
     Args:
-        chunks: the step's.
+        chunks: the step's chunks.
 
     Attributes:
-        single: (index among all draws, chunk) of the chunks that draw one token, which
-            their rows go on with.
+        single: (index among all draws, chunk) of the chunks that draw one token; their rows
+            decode that token next.
     """
 
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._chunks = chunks
-        self._asking = [chunk for chunk in chunks if chunk.needs_logits]
-        self._drawing = [(row, chunk) for row, chunk in enumerate(self._asking) if chunk.draws]
+        self._logit_chunks = [chunk for chunk in chunks if chunk.needs_logits]
+        self._drawing = [
+            (row, chunk) for row, chunk in enumerate(self._logit_chunks) if chunk.draws
+        ]
         self._wants_logprobs = any(chunk.wants_logprobs for _, chunk in self._drawing)
-        self._num_tops = sorted({chunk.num_top for chunk in self._asking if chunk.num_top})
+        self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
 
     def draw(self, scores: Scores, draw: Draw) -> list[torch.Tensor]:
-        """Draws for all; what `outputs` wants of it, on the scores' device.
+        """Computes the outputs of all chunks; `outputs` reads them once they are on the host.
 
         Args:
-            scores: the first are theirs, a row per chunk that needs logits.
-            draw: how. The tokens come first, where any chunk draws.
+            scores: the step's scores; the first rows are those of the chunks that need logits.
+            draw: draws tokens.
+
+        Returns:
+            Tensors on the scores' device. If any chunk draws, the first holds the tokens.
         """
         return [*self._draw(scores, draw), *self._most_likely(scores.logits)]
 
     def outputs(self, drawn: Sequence[torch.Tensor]) -> list[ChunkOutput | None]:
-        """One per chunk; None where it asked for nothing.
+        """Returns one output per chunk; None for a chunk that needs no logits.
 
         Args:
-            drawn: what `draw` gave, on the host.
+            drawn: the tensors that `draw` returned, on the host.
         """
-        parts = iter(drawn)
-        answer_of_row = self._deal(parts) | self._deal_most_likely(parts)
-        answers = (answer_of_row[row] for row in range(len(self._asking)))
-        return [next(answers) if chunk.needs_logits else None for chunk in self._chunks]
+        tensors = iter(drawn)
+        output_of_row = self._drawn_outputs(tensors) | self._most_likely_outputs(tensors)
+        outputs = (output_of_row[row] for row in range(len(self._logit_chunks)))
+        return [next(outputs) if chunk.needs_logits else None for chunk in self._chunks]
 
     def _find_single(self) -> Iterator[tuple[int, ScheduledChunk]]:
         index = 0
@@ -127,7 +132,7 @@ class ChunkDraws:
             index += len(chunk.draws)
 
     def _draw(self, scores: Scores, draw: Draw) -> Iterator[torch.Tensor]:
-        """Tokens, then log-probabilities if any chunk wants them."""
+        """Yields the tokens, then log-probabilities if any chunk wants them."""
         if not self._drawing:
             return
         draws = [(row, chunk, params) for row, chunk in self._drawing for params in chunk.draws]
@@ -141,7 +146,7 @@ class ChunkDraws:
             yield kernels.token_logprobs(scores.logits, scores.maxima, tokens, logit_rows)
 
     def _most_likely(self, logits: torch.Tensor) -> Iterator[torch.Tensor]:
-        """For each number of most likely tokens: the tokens, and their log-probabilities."""
+        """Yields, per different `num_top`, the most likely tokens and their log-probabilities."""
         for num_top in self._num_tops:
             rows = to_device(np.array(self._rows_of_top(num_top), np.int64), logits.device)
             log_probs = logits[rows].log_softmax(dim=-1)
@@ -150,34 +155,34 @@ class ChunkDraws:
             yield values
 
     def _rows_of_top(self, num_top: int) -> list[int]:
-        return [row for row, chunk in enumerate(self._asking) if chunk.num_top == num_top]
+        return [row for row, chunk in enumerate(self._logit_chunks) if chunk.num_top == num_top]
 
-    def _deal(self, parts: Iterator[torch.Tensor]) -> dict[int, ChunkOutput]:
-        """By row: what its chunk drew."""
-        answers: dict[int, ChunkOutput] = {}
+    def _drawn_outputs(self, tensors: Iterator[torch.Tensor]) -> dict[int, ChunkOutput]:
+        """Returns the outputs of the chunks that draw, by row of the scores."""
+        outputs: dict[int, ChunkOutput] = {}
         if not self._drawing:
-            return answers
-        tokens, start = next(parts).tolist(), 0
-        logprobs = next(parts).tolist() if self._wants_logprobs else []
+            return outputs
+        tokens, start = next(tensors).tolist(), 0
+        logprobs = next(tensors).tolist() if self._wants_logprobs else []
         for row, chunk in self._drawing:
             part = slice(start, start + len(chunk.draws))
             wanted = logprobs[part] if chunk.wants_logprobs else ()
-            answers[row] = ChunkOutput(tuple(tokens[part]), tuple(wanted))
+            outputs[row] = ChunkOutput(tuple(tokens[part]), tuple(wanted))
             start = part.stop
-        return answers
+        return outputs
 
-    def _deal_most_likely(self, parts: Iterator[torch.Tensor]) -> dict[int, ChunkOutput]:
-        """By row: the most likely tokens of chunks that ask for them."""
-        answers: dict[int, ChunkOutput] = {}
+    def _most_likely_outputs(self, tensors: Iterator[torch.Tensor]) -> dict[int, ChunkOutput]:
+        """Returns the outputs of the chunks that report likely tokens, by row of the scores."""
+        outputs: dict[int, ChunkOutput] = {}
         for num_top in self._num_tops:
-            reports = zip(next(parts).tolist(), next(parts).tolist(), strict=True)
+            reports = zip(next(tensors).tolist(), next(tensors).tolist(), strict=True)
             for row, (tokens, logprobs) in zip(self._rows_of_top(num_top), reports, strict=True):
-                answers[row] = ChunkOutput(tuple(tokens), tuple(logprobs))
-        return answers
+                outputs[row] = ChunkOutput(tuple(tokens), tuple(logprobs))
+        return outputs
 
 
 def draw_by_sampling(
     scores: Scores, records: np.ndarray, rows: list[int], positions: np.ndarray
 ) -> torch.Tensor:
-    """A `Draw` by `sample`."""
+    """Implements `Draw` with `sample`."""
     return sample(scores, prepare_draws(records, scores.logits.device, rows), positions)

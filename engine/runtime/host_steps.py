@@ -1,6 +1,8 @@
-"""`HostSteps`: steps on the CPU, from recordings where it can."""
+"""`HostSteps`: computes steps on a CPU, replaying recorded ones when possible."""
 
 from collections.abc import Sequence
+
+from typing_extensions import override
 
 from engine.batch import ScheduledBatch, StepOutput
 from engine.runner import LayersComputed
@@ -14,10 +16,10 @@ __all__ = ["HostSteps"]
 
 
 class HostSteps(Steps):
-    """See `Steps`.
+    """`Steps` on a CPU.
 
     Args:
-        model: what runs.
+        model: the model and its limits.
     """
 
     num_spare_blocks = 0
@@ -25,25 +27,26 @@ class HostSteps(Steps):
 
     def __init__(self, model: StepModel) -> None:
         self._device = model.device
-        self._rows = Rows(model.num_groups, model.max_rows, model.max_blocks)
+        self._rows = Rows(model.num_layer_groups, model.max_rows, model.max_blocks)
         inputs = StepInputs(self._rows, model.max_tokens, model.block_size, model.device)
         self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
         self._decode_rows = DecodeRows.of((), self._rows, self._device)
-        self._leading = _leading_layers(model.layer_slots, model.num_groups)
-        self._tell_layers: LayersComputed | None = None
+        self._leading = _leading_layers(model.layer_slots, model.num_layer_groups)
+        self._on_layers: LayersComputed | None = None
 
-    def watch_layers(self, tell: LayersComputed) -> None:
-        """See `Steps.watch_layers`."""
-        self._tell_layers = tell
+    @override
+    def watch_layers(self, on_layers: LayersComputed) -> None:
+        self._on_layers = on_layers
 
+    @override
     def update(self, batch: ScheduledBatch) -> None:
-        """See `Steps.update`."""
         self._rows.update_tables(batch.table_updates)
         if batch.decode_rows is not self._decode_rows.rows:
             self._decode_rows = DecodeRows.of(batch.decode_rows, self._rows, self._device)
 
+    @override
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
-        """See `Steps.launch`; computes the whole step."""
+        """Computes the whole step before it returns."""
         rows, decode = self._rows, self._decode_rows
         self._recorded.inputs.fill(batch, rows, decode.ids)
         rows.advance(batch.chunks, decode.ids)
@@ -55,25 +58,28 @@ class HostSteps(Steps):
         return FinishedStep(StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs))
 
     def _on_layer(self, batch: ScheduledBatch) -> OnLayer | None:
-        """Whom a step's layers are told to; None where nobody waits for what it computes."""
-        tell, leading = self._tell_layers, self._leading
-        if tell is None or not batch.chunks:
+        """Returns the function to call after each layer; None if the step has no chunks."""
+        on_layers, leading = self._on_layers, self._leading
+        if on_layers is None or not batch.chunks:
             return None
-        return lambda num_layers: tell(batch.step, leading[num_layers])
+        return lambda num_layers: on_layers(batch.step, leading[num_layers])
 
+    @override
     def graph_bytes(self) -> int:
-        """See `Steps.graph_bytes`."""
         return 0
 
+    @override
     def warm_up(self) -> None:
-        """Nothing: sizes are recorded when they come."""
+        """Does nothing: steps are recorded when their size first occurs."""
 
 
-def _leading_layers(slots: Sequence[tuple[int, int]], num_groups: int) -> list[int]:
-    """How many leading layers of every group's blocks are computed, by how many of the model's."""
-    counts = [0] * num_groups
+def _leading_layers(slots: Sequence[tuple[int, int]], num_layer_groups: int) -> list[int]:
+    """Returns, for each number of computed layers of the model, how many leading layers of the
+    blocks are computed in every layer group.
+    """
+    counts = [0] * num_layer_groups
     leading = [0]
-    for group, _ in slots:
-        counts[group] += 1
+    for layer_group, _ in slots:
+        counts[layer_group] += 1
         leading.append(min(counts))
     return leading

@@ -1,4 +1,4 @@
-"""Sizes and allocates the KV pool and the host pool, each `[blocks, *layout.block_shape]`."""
+"""Sizes and allocates the KV pool and the host pool, each `[num_blocks, *layout.block_shape]`."""
 
 import logging
 import math
@@ -37,12 +37,12 @@ class DeviceMemory:
     """Memory of a GPU after the profile run, in bytes.
 
     Attributes:
-        total: of the device.
-        free: with torch's cache emptied.
-        used_by_others: used on the device before the engine loaded anything.
-        reserved: held by torch: the weights.
-        peak_reserved: the most that torch held: weights and activations.
-        graphs: what CUDA graphs will take.
+        total: size of the device's memory.
+        free: free memory, with torch's cache emptied.
+        used_by_others: memory in use before the engine loaded anything.
+        reserved: memory that torch holds, which is the weights.
+        peak_reserved: maximum that torch held, which is weights and activations.
+        graphs: memory that CUDA graphs will need.
     """
 
     total: int
@@ -53,7 +53,7 @@ class DeviceMemory:
     graphs: int
 
     def left_for_pool(self, utilization: float) -> int:
-        """Bytes the pool may take so that the engine stays within its share."""
+        """Returns the size of a pool with which the engine stays within its share."""
         outside_torch = max(0, self.total - self.free - self.reserved - self.used_by_others)
         within_share = int(self.total * utilization) - self.peak_reserved - outside_torch
         activations = self.peak_reserved - self.reserved
@@ -61,10 +61,10 @@ class DeviceMemory:
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device) -> None:
-    """Refuses a type of KV that a GPU cannot read, before a model is loaded.
+    """Checks, before a model is loaded, that a GPU can read the type of KV.
 
     Raises:
-        ConfigurationError: names the flag, the GPU and what it would take.
+        ConfigurationError: it cannot; names the flag, the GPU and the capability needed.
     """
     if kv_cache_dtype != FP8 or device.type != "cuda":
         return
@@ -77,18 +77,17 @@ def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device) -> None:
 
 
 def decide_layout(config: EngineConfig, loaded: LoadedModel, layers_per_block: int) -> KvLayout:
-    """What a block is.
+    """Returns the layout of a block.
 
     Raises:
-        ConfigurationError: 8-bit heads do not fill whole words; says which flag to change.
+        ConfigurationError: 8-bit heads do not fill whole words; names the flag to change.
     """
     dtype = loaded.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     whole = SCALE_BYTES // math.gcd(SCALE_BYTES, loaded.head_dim)
     if dtype == FP8 and config.block_size % whole:
         raise ConfigurationError(
-            f"--kv-cache-dtype {FP8} with --block-size {config.block_size} and heads of "
-            f"{loaded.head_dim} leaves part of a 4-byte word; set --block-size to a multiple "
-            f"of {whole}"
+            f"--block-size is {config.block_size}; with --kv-cache-dtype {FP8} and heads of "
+            f"{loaded.head_dim} elements it must be a multiple of {whole}"
         )
     return KvLayout(
         num_layers=layers_per_block,
@@ -106,22 +105,22 @@ def decide_num_blocks(
     max_model_len: int,
     free_bytes: int | None,
 ) -> int:
-    """How many blocks the pool gets.
+    """Returns the number of blocks of the pool.
 
-    In this order: `num_gpu_blocks_override`; what `kv_cache_memory` holds; on
-    a GPU what its memory holds; on CPU what 1 GiB holds, but no more than
-    `max_num_seqs` requests of `max_model_len` need.
+    The first of these that applies: `num_gpu_blocks_override`; the blocks that fit in
+    `kv_cache_memory`; on a GPU, those that fit in `free_bytes`; on a CPU, those that
+    fit in 1 GiB, but no more than `max_num_seqs` requests of `max_model_len` need.
 
     Args:
         config: the flags.
         layout: shape of a block.
-        spec: how many blocks tokens take.
-        max_model_len: tokens of the longest request.
-        free_bytes: what the profile run left of the GPU's share; None on CPU.
+        spec: computes how many blocks a sequence needs.
+        max_model_len: length of the longest request, in tokens.
+        free_bytes: memory left of the engine's share of the GPU; None on a CPU.
 
     Raises:
         ConfigurationError: the pool cannot hold one request of
-            `max_model_len`; says which flag to change to what.
+            `max_model_len`; names the flags to change and their values.
     """
     blocks_per_request = spec.blocks_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
@@ -141,10 +140,10 @@ def decide_num_blocks(
 def decide_num_host_blocks(
     config: EngineConfig, layout: KvLayout, num_blocks: int, device: torch.device
 ) -> int:
-    """How many blocks the host pool gets: what `swap_space` holds, at most the pool's.
+    """Returns the number of host blocks: those that fit in `swap_space`, at most `num_blocks`.
 
     Raises:
-        ConfigurationError: none, but sequences shall be swapped; names the flag.
+        ConfigurationError: it is 0, but `preemption_mode` is "swap"; names the flag.
     """
     space = config.swap_space
     if space is None:
@@ -153,17 +152,18 @@ def decide_num_host_blocks(
     if config.preemption_mode == "swap" and not num_host_blocks:
         whole_pool = -(-num_blocks * layout.block_bytes // _MEBIBYTE)
         raise ConfigurationError(
-            f"--preemption-mode swap needs room on the host: --swap-space {whole_pool}MiB holds "
-            f"the whole KV cache, {layout.block_bytes} bytes hold one block"
+            f"--swap-space is {space} bytes; --preemption-mode swap needs at least one block of "
+            f"{layout.block_bytes} bytes, and --swap-space {whole_pool}MiB holds the whole KV cache"
         )
     return num_host_blocks
 
 
 def allocate_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> torch.Tensor:
-    """The pool, zeroed: an unused slot may meet a weight of 0, and 0 * NaN is NaN.
+    """Returns the pool, zeroed, because a kernel may multiply an unused slot by 0, and 0 * NaN
+    is NaN.
 
     Raises:
-        ConfigurationError: the device has not that much memory.
+        ConfigurationError: the device does not have that much memory.
     """
     shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.pool_dtype)
     try:
@@ -178,10 +178,10 @@ def allocate_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> to
 
 
 def allocate_host_pool(num_blocks: int, layout: KvLayout, device: torch.device) -> torch.Tensor:
-    """The host pool, `[num_blocks, *layout.block_shape]`, pinned where `device` is a GPU.
+    """Returns the host pool, `[num_blocks, *layout.block_shape]`, pinned if `device` is a GPU.
 
     Raises:
-        ConfigurationError: the host has not that much memory.
+        ConfigurationError: the host does not have that much memory.
     """
     shape, dtype = (num_blocks, *layout.block_shape), getattr(torch, layout.pool_dtype)
     try:
@@ -196,13 +196,13 @@ def allocate_host_pool(num_blocks: int, layout: KvLayout, device: torch.device) 
 def log_pool(
     num_blocks: int, num_host_blocks: int, layout: KvLayout, spec: KvCacheSpec, max_model_len: int
 ) -> None:
-    """Logs what the pools hold."""
+    """Logs the sizes of the pools."""
     logger.info(
         "KV cache: %d blocks of %d tokens, %d tokens, %.1f MiB; "
         "maximum concurrency at %d tokens per request: %.2f",
         num_blocks,
         layout.block_size,
-        num_blocks * layout.block_size // spec.num_groups,
+        num_blocks * layout.block_size // spec.num_layer_groups,
         num_blocks * layout.block_bytes / _MEBIBYTE,
         max_model_len,
         num_blocks / spec.blocks_for(max_model_len),

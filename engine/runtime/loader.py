@@ -7,9 +7,8 @@ parameter is allocated once, in its final type and memory order; each checkpoint
 tensor is copied from the memory-mapped file into its part, or to a GPU through
 two small buffers (`weight_upload`). There is never a second copy of the model.
 
-Random weights instead of a checkpoint's, drawn on the device: `--load-format dummy`.
-
-For measuring: speed does not depend on what the weights say. They need no file but config.json.
+`--load-format dummy` draws random weights on the device instead, and needs no file but
+config.json. It is for measuring speed, which does not depend on the weights' values.
 """
 
 import math
@@ -37,27 +36,32 @@ __all__ = ["LoadedModel", "draw_weights", "dummy_fingerprint", "load_model", "re
 
 _MEBIBYTE = 2**20
 _UPLOADED_TO = ("cuda",)
-"""Devices whose memory files are not read into directly."""
+"""Types of device to which weights are copied through buffers (`weight_upload`)."""
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names
-# Tensors that checkpoints carry and no model needs: constants of the code that wrote them.
-_HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+# Tensors in some checkpoints that no model needs: constants of the code that wrote them.
+_IGNORED_TENSORS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+_DUMMY_SEED = 0
+_DUMMY_STANDARD_DEVIATION = 0.02  # most checkpoints' `initializer_range`; keeps activations finite
+
+# A tensor in a file: (file, its name in the file, the model's name for it).
+_Match = tuple[Path, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and its facts.
+    """A loaded model and its properties.
 
     Attributes:
-        model: the weights in place, no gradients.
-        max_model_len: the most prompt and generated tokens together.
-        vocab_size: token ids are below it.
+        model: the model, with weights and without gradients.
+        max_model_len: maximum number of prompt and generated tokens together.
+        vocab_size: number of token ids; they start at 0.
         eos_token_ids: ids that end a generation.
         fingerprint: digest of config and weights.
-        sliding_windows: per layer, how many tokens a query sees, itself
+        sliding_windows: per layer, the number of tokens a query sees, itself
             included; None for all.
-        num_kv_heads: heads of the KV cache.
+        num_kv_heads: number of heads of the KV cache.
         head_dim: width of a head.
-        dtype: of weights and activations: "float32", "bfloat16" or "float16".
+        dtype: type of weights and activations: "float32", "bfloat16" or "float16".
     """
 
     model: CausalModel
@@ -84,14 +88,14 @@ def load_model(
     Args:
         path_or_name: a checkpoint folder or a Hugging Face Hub name.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        device: where the weights go.
-        progress: whether to show a bar over the bytes on stderr.
+        device: the device for the weights.
+        progress: whether to show a progress bar on stderr.
         load_format: "auto", or "dummy" for random weights in the shape of config.json.
 
     Raises:
         ConfigurationError: the checkpoint is missing, broken or unsupported,
-            or the device lacks memory for it; one line that names the file,
-            field, tensor or size.
+            or the device does not have enough memory; one line that names the
+            file, field, tensor or size.
     """
     device, is_dummy = torch.device(device), load_format == "dummy"
     checkpoint = open_checkpoint(path_or_name, with_weights=not is_dummy)
@@ -132,19 +136,19 @@ def _parse_config(checkpoint: Checkpoint, model_type: str) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(checkpoint.folder)
-    except Exception as error:  # transformers raises whatever its validators raise
+    except Exception as error:  # transformers' validators raise any type
         raise ConfigurationError(f"{file}: {one_line(error)}") from error
 
 
 def resolve_dtype(dtype: str, source: Any) -> str:
-    """The name of the type that a model's weights are loaded in.
+    """Returns the name of the type that a model's weights are loaded in.
 
     Args:
-        dtype: `EngineConfig.dtype`; "auto" is config.json's, float32 where it has none.
+        dtype: `EngineConfig.dtype`; "auto" is config.json's type, or float32 if it has none.
         source: config.json as `transformers` reads it.
 
     Raises:
-        ConfigurationError: weights are not loaded in that type.
+        ConfigurationError: weights cannot be loaded in that type.
     """
     name = str(source.dtype or "float32").removeprefix("torch.") if dtype == "auto" else dtype
     if name not in DTYPES[1:]:
@@ -154,17 +158,13 @@ def resolve_dtype(dtype: str, source: Any) -> str:
     return name
 
 
-# A tensor of a file: (file, its name there, the model's name for it).
-_Match = tuple[Path, str, str]
-
-
 def _match_tensors(model: CausalModel, checkpoint: Checkpoint) -> list[_Match]:
-    """Pairs the files' tensors with the model's, checking that they fit one to one."""
+    """Matches the files' tensors with the model's, and checks that they match one to one."""
     expected = model.checkpoint_tensors()
     matches: dict[str, _Match] = {}
     for file in checkpoint.weight_files:
         with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (no dict)
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
                 target = _target_of(name, model, expected)
                 if target is None:
                     continue
@@ -177,17 +177,17 @@ def _match_tensors(model: CausalModel, checkpoint: Checkpoint) -> list[_Match]:
 
 
 def _target_of(name: str, model: CausalModel, expected: dict[str, WeightTarget]) -> str | None:
-    """The model's name for a file's tensor; None for one it does not need.
+    """Returns the model's name for a tensor in a file; None if the model does not need it.
 
-    Checkpoints saved from the bare model lack the first part of the prefix.
+    Names in checkpoints saved from the bare model lack the first part of the prefix.
     """
     first_part = model.checkpoint_prefix.partition(".")[0]
     for candidate in (name, f"{first_part}.{name}"):
         if candidate in expected:
             return candidate
-    if _HARMLESS.search(name) or (name == "lm_head.weight" and model.lm_head is None):
+    if _IGNORED_TENSORS.search(name) or (name == "lm_head.weight" and model.lm_head is None):
         return None
-    raise ConfigurationError(f"the checkpoint has tensor {name}, which the model does not know")
+    raise ConfigurationError(f"the checkpoint has tensor {name}, which the model does not have")
 
 
 def _check_tensor(file: Path, name: str, stored: Any, expected: WeightTarget) -> None:
@@ -203,10 +203,10 @@ def _check_tensor(file: Path, name: str, stored: Any, expected: WeightTarget) ->
 
 
 def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name: str) -> None:
-    """Gives the model of that name its memory.
+    """Allocates memory for the weights of the model.
 
     Raises:
-        ConfigurationError: the device has not that much memory.
+        ConfigurationError: the device does not have that much memory; names the model `name`.
     """
     num_elements = sum(math.prod(part.shape) for part in model.checkpoint_tensors().values())
     try:
@@ -219,7 +219,7 @@ def _allocate(model: CausalModel, dtype: torch.dtype, device: torch.device, name
 
 
 def _allocate_modules(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Gives each parameter its memory, unset, and moves the buffers."""
+    """Allocates each parameter, uninitialized, and moves the buffers."""
     for module in model.modules():
         if isinstance(module, PackedModule):
             module.allocate(dtype, device)
@@ -252,7 +252,7 @@ def _copy_weights(
 def _stored(
     targets: dict[str, WeightTarget], matches: list[_Match]
 ) -> list[tuple[StoredTensor, WeightTarget]]:
-    """What is read from where, and what takes it over, as it lies in the files."""
+    """Returns each tensor's place in the files and its target, in the order of the files."""
     places = {file: locate_tensors(file) for file in dict.fromkeys(match[0] for match in matches)}
     found = [(places[file][name], targets[target]) for file, name, target in matches]
     return sorted(found, key=lambda pair: (str(pair[0].file), pair[0].offset))
@@ -261,7 +261,7 @@ def _stored(
 def _read_tensors(
     targets: dict[str, WeightTarget], matches: list[_Match]
 ) -> Iterator[tuple[WeightTarget, torch.Tensor]]:
-    """(where to, memory-mapped tensor), file by file."""
+    """Yields (target, memory-mapped tensor), file by file."""
     for file in dict.fromkeys(match[0] for match in matches):
         with _open(file) as tensors:
             for other_file, name, target in matches:
@@ -273,11 +273,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise ConfigurationError(f"{file} is no readable safetensors file: {error}") from error
-
-
-_SEED = 0
-_STANDARD_DEVIATION = 0.02  # `initializer_range` of most checkpoints: activations stay finite
+        raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error
 
 
 def draw_weights(
@@ -285,29 +281,29 @@ def draw_weights(
 ) -> None:
     """Fills a model's weights: norms with ones, everything else with small normal numbers.
 
-    The same for every process that draws the same shapes on the same kind of device. Each tensor
-    is drawn whole before it takes its place, so memory for the largest one must be free.
+    Processes that draw the same shapes on the same kind of device get the same numbers. Each
+    tensor is drawn in temporary memory, so memory for the largest one must be free.
 
     Args:
-        targets: checkpoint name -> what takes over that tensor.
-        dtype: of the weights.
-        device: where they are.
+        targets: by checkpoint name, the tensor to fill.
+        dtype: type of the weights.
+        device: device of the weights.
     """
-    generator = torch.Generator(device).manual_seed(_SEED)
+    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for name, target in targets.items():
         if len(target.shape) == 1 and not name.endswith(".bias"):
             target.copy_(torch.ones(target.shape, dtype=dtype, device=device))
         else:
             numbers = torch.randn(target.shape, generator=generator, dtype=dtype, device=device)
-            target.copy_(numbers.mul_(_STANDARD_DEVIATION))
+            target.copy_(numbers.mul_(_DUMMY_STANDARD_DEVIATION))
 
 
 def dummy_fingerprint(checkpoint: Checkpoint, device: torch.device) -> bytes:
-    """Digest of config.json and of the kind of device: another kind draws other numbers.
+    """Returns a digest of config.json and the kind of device, which determine the dummy weights.
 
     Args:
-        checkpoint: opened without its weights.
-        device: that they are drawn on.
+        checkpoint: the checkpoint, opened without its weights.
+        device: the device that draws the weights.
     """
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return bytes(xxhash.xxh3_128_digest(checkpoint.fingerprint() + f"dummy\0{kind}".encode()))

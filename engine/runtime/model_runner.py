@@ -28,7 +28,7 @@ from engine.runtime.kv_pool import (
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from engine.runtime.turns import Turns
-from kvstore.block_views import view_blocks
+from kvstore.mover.pool_objects import view_blocks
 
 __all__ = ["ModelRunner"]
 
@@ -39,26 +39,26 @@ _DUMMY_DRAW = DrawParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
 
 
 class ModelRunner:
-    """The engine's `Runner`: loads the model, sizes its pools, runs its steps.
+    """The engine's `Runner`: loads the model, allocates its pools, runs its steps.
 
-    `dtype` "auto" is the checkpoint's on every device, so that tiers on unlike
-    devices still exchange KV. Most CPUs compute prompts faster in float32 than
-    in float16, which halves memory.
+    `dtype` "auto" is the checkpoint's type on every device, so that tiers on different
+    devices can exchange KV. Most CPUs compute prompts faster in float32 than in
+    float16, which needs half the memory.
 
-    `execute` is for one thread at a time: its caller's, or that of `submit`.
+    Not thread-safe: one thread at a time may call `execute` and `submit`, and not both.
 
     Args:
         config: the flags.
         progress: whether loading shows a progress bar.
 
     Attributes:
-        info: the model's facts.
-        num_blocks: blocks in the pool.
-        num_host_blocks: blocks in the host pool.
-        costs: what preemption weighs.
+        info: properties of the model.
+        num_blocks: number of blocks in the pool.
+        num_host_blocks: number of blocks in the host pool.
+        costs: measured times that preemption compares.
 
     Raises:
-        ConfigurationError: a flag or the checkpoint is bad, or the pool cannot
+        ConfigurationError: a flag or the checkpoint is invalid, or the pool cannot
             hold one request.
     """
 
@@ -83,32 +83,33 @@ class ModelRunner:
             load_format=config.load_format,
         )
         self._model = loaded.model
-        groups = group_layers(loaded.sliding_windows)
-        self._layer_slots = groups.slots
-        self.info = _model_info(loaded, groups, config)
+        layer_groups = group_layers(loaded.sliding_windows)
+        self._layer_slots = layer_groups.slots
+        self.info = _model_info(loaded, layer_groups, config)
         self._turns = Turns(config.turns_folder if self._is_on_cpu else None)
-        with self._turns.mine():  # else what is timed is a neighbour's step too
+        with self._turns.wait_for_turn():  # so that no other engine's step distorts the times
             free_bytes = self.profile(used_by_others)
             prompt_token_s = self._time_prompt_token()
             self._make_pools(free_bytes)
             self.costs = StepCosts(prompt_token_s, self._time_swapped_block())
             self._steps = self._new_steps(self._whole_pool)
             self._steps.warm_up()
-            self._whole_pool[0].zero_()  # where dummy steps may have put their KV
+            self._whole_pool[0].zero_()  # dummy steps may have written KV to it
         self._thread: ThreadPoolExecutor | None = None
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """The pool, `[num_blocks, *info.layout.block_shape]`."""
+        """The pool, `[num_blocks, *info.layout.block_shape]`, without spare blocks."""
         return self._kv_pool
 
     def execute(self, batch: ScheduledBatch) -> StepOutput:
-        """Runs one step: tables, swaps, block copies, forward pass, draws."""
+        """Runs one step: table updates, swaps, block copies, forward pass, draws."""
         return self._launch(batch).result()
 
     def submit(self, batch: ScheduledBatch) -> PendingOutput:
-        """Runs one step after those submitted before it: on a GPU at once, else in the
-        runner's thread.
+        """Submits one step, which runs after those submitted before it.
+
+        A GPU's step is launched in the caller's thread, a CPU's runs in the runner's thread.
         """
         if self._steps.is_asynchronous:
             return self._launch(batch)
@@ -116,50 +117,52 @@ class ModelRunner:
             self._thread = ThreadPoolExecutor(1, "model-runner")
         return self._thread.submit(self.execute, batch)
 
-    def watch_layers(self, tell: LayersComputed) -> None:
-        """See `Runner.watch_layers`; only steps on a CPU tell."""
-        self._steps.watch_layers(tell)
+    def watch_layers(self, on_layers: LayersComputed) -> None:
+        """Registers a function that steps on a CPU call as layers are computed."""
+        self._steps.watch_layers(on_layers)
 
     def close(self) -> None:
-        """Waits for what was submitted, ends the thread, takes no more turns. Idempotent."""
+        """Waits for submitted steps, ends the thread and closes the turns' files. Idempotent."""
         if self._thread is not None:
             self._thread.shutdown()
         wait_for(self._device)
         self._turns.close()
 
     def _launch(self, batch: ScheduledBatch) -> PendingOutput:
-        """Gives the device a step. If that fails, the device has done what it was given: the
-        step's blocks may go to others next, and to loads, which wait for no stream.
+        """Launches a step.
+
+        If that raises an exception, waits for the device first: the step's blocks may then be
+        reused, by loads too, which are not ordered behind the device's stream.
         """
         try:
             with current(self._device):
-                return self._start(batch)
+                return self._launch_on_current_device(batch)
         except Exception:
             wait_for(self._device)
             raise
 
-    def _start(self, batch: ScheduledBatch) -> PendingOutput:
+    def _launch_on_current_device(self, batch: ScheduledBatch) -> PendingOutput:
         self._steps.update(batch)
         kernels.swap_blocks(self._host_pool, self.kv_pool, batch.swap_ins)
         kernels.swap_blocks(self.kv_pool, self._host_pool, batch.swap_outs)
         kernels.copy_blocks(self.kv_pool, batch.block_copies)
         if not batch.num_tokens:
-            moves = fetch(self._device, ())
-            return LaunchedStep(moves, lambda _: StepOutput(batch.step))
-        with self._turns.mine():
+            copies_done = fetch(self._device, ())
+            return LaunchedStep(copies_done, lambda _: StepOutput(batch.step))
+        with self._turns.wait_for_turn():
             return self._steps.launch(batch)
 
     def profile(self, used_by_others: int) -> int | None:
         """Runs a dummy step before there is a pool.
 
-        On a GPU it is the largest step the flags allow, to measure memory; on
+        On a GPU this is the largest step that the flags allow, to measure memory; on a
         CPU a short prompt beside a single token, to warm up.
 
         Args:
             used_by_others: bytes in use on the GPU before the model was loaded.
 
         Returns:
-            Bytes left for the pool; None on CPU.
+            Bytes left for the pool; None on a CPU.
         """
         if self._is_on_cpu:
             num_tokens = min(_WARM_UP_TOKENS, self._config.max_num_batched_tokens)
@@ -186,18 +189,16 @@ class ModelRunner:
         return self._device.type == "cpu"
 
     def _measure_graphs(self) -> int:
-        """Bytes that the steps' CUDA graphs will take."""
+        """Returns the number of bytes that the steps' CUDA graphs will need."""
         num_bytes = self._new_steps(self._dummy_pool()).graph_bytes()
-        torch.cuda.empty_cache()  # torch keeps the memory of graphs that are gone, too
+        torch.cuda.empty_cache()  # torch also caches the memory of deleted graphs
         return num_bytes
 
     def _run_dummy(self, num_tokens: int, max_seqs: int) -> int:
-        """Runs a step of up to `num_tokens` tokens, all of whose KV goes to one block.
-
-        So what lies there at the end is undefined, but finite, and never used.
+        """Runs a step of up to `num_tokens` tokens, which all write their KV to one block.
 
         Returns:
-            How many tokens it ran.
+            The number of tokens that it ran.
         """
         lengths = _dummy_lengths(num_tokens, max_seqs, self.info.max_model_len)
         chunks = tuple(
@@ -211,12 +212,12 @@ class ModelRunner:
         return batch.num_tokens
 
     def _dummy_pool(self) -> torch.Tensor:
-        """A block for all KV of dummy steps, and the steps' own."""
+        """Returns a pool of one block for all KV of dummy steps, and the steps' spare blocks."""
         num_blocks = 1 + self._steps_type.num_spare_blocks
         return allocate_pool(num_blocks, self.info.layout, self._device)
 
     def _time_prompt_token(self) -> float:
-        """Seconds that one token of a long chunk takes; run after `profile`, which warms up."""
+        """Measures the seconds per token of a long chunk. `profile` has warmed up before."""
         num_tokens = self._config.max_num_batched_tokens
         if self._is_on_cpu:
             num_tokens = min(num_tokens, _TIMED_TOKENS_ON_CPU)
@@ -225,7 +226,7 @@ class ModelRunner:
         return (time.perf_counter() - start) / num_tokens
 
     def _time_swapped_block(self) -> float:
-        """Seconds that one block takes to the host; 0 where it cannot go there."""
+        """Measures the seconds to copy one block to the host; 0 without a host pool."""
         num_blocks = min(_TIMED_BLOCKS, self.num_host_blocks)
         if not num_blocks:
             return 0.0
@@ -257,18 +258,18 @@ class ModelRunner:
                 model=self._model,
                 kv=view_blocks(pool, info.layout),
                 layer_slots=self._layer_slots,
-                num_groups=len(info.windows),
+                num_layer_groups=len(info.windows),
                 block_size=info.layout.block_size,
                 max_rows=config.max_running,
                 max_tokens=config.max_num_batched_tokens,
                 max_model_len=info.max_model_len,
-                # A prefill engine hands every request over before it would decode.
+                # A prefill engine hands every request off before it would decode.
                 enforce_eager=config.enforce_eager or config.role == "prefill",
             )
         )
 
 
-def _model_info(loaded: LoadedModel, groups: LayerGroups, config: EngineConfig) -> ModelInfo:
+def _model_info(loaded: LoadedModel, layer_groups: LayerGroups, config: EngineConfig) -> ModelInfo:
     max_model_len = config.max_model_len or loaded.max_model_len
     if max_model_len > loaded.max_model_len:
         raise ConfigurationError(
@@ -279,13 +280,15 @@ def _model_info(loaded: LoadedModel, groups: LayerGroups, config: EngineConfig) 
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint,
-        layout=decide_layout(config, loaded, groups.layers_per_block),
-        windows=groups.windows,
+        layout=decide_layout(config, loaded, layer_groups.layers_per_block),
+        windows=layer_groups.windows,
     )
 
 
 def _dummy_lengths(num_tokens: int, max_seqs: int, max_model_len: int) -> Iterator[int]:
-    """Lengths of the most sequences, the first of them as long as can be."""
+    """Yields lengths that sum to `num_tokens`, of as many sequences as possible; the first ones
+    are as long as possible.
+    """
     num_seqs = min(max_seqs, num_tokens)
     num_spare = num_tokens - num_seqs
     for _ in range(num_seqs):

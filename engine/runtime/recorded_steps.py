@@ -1,8 +1,8 @@
-"""`RecordedSteps`: forward passes, run from recordings where they can.
+"""`RecordedSteps`: runs forward passes, replaying recorded ones when possible.
 
-Between two steps of as many tokens, of which as many ask for logits, nothing differs but
-token ids, positions and where the KV is. All of that is put where the step before had it: so
-the model's Python runs for the first of them, and from then on its kernels alone.
+Two steps with the same number of tokens and of logit rows differ only in token ids, positions
+and the places of their KV. These inputs are always written to the same memory, so the model's
+Python code runs for the first such step only; later ones replay its kernel calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,63 +17,64 @@ from engine.models.layers import CausalModel
 from engine.runtime.batch_inputs import BatchInputs, StepInputs
 from engine.runtime.sampler import Scores
 from kernels import Arena, PagedKv, RecordedStep
-from kvstore.block_views import BlockViews
+from kvstore.mover.pool_objects import BlockViews
 
 __all__ = ["OnLayer", "RecordedSteps"]
 
-_MAX_RECORDINGS = 256  # some hundred kilobytes each for a model of many layers
+_MAX_RECORDINGS = 256  # each takes some 100 kB for a model of many layers
 _MAX_SIZES_SEEN = 256
-# Of a recorded step: recordings keep as much memory as the largest of them computes in, and
-# the longer a step is, the less of its time is Python's.
+# Longer steps are not recorded: recordings keep the working memory of the largest one, and the
+# longer a step is, the smaller is Python's share of its time.
 _MAX_TOKENS = 512
 
 OnLayer = Callable[[int], None]
-"""See `kernels.PagedKv.on_layer`."""
+"""Called with the number of layers computed so far, as `kernels.PagedKv.on_layer`."""
 
-_Size = tuple[int, int]  # tokens, and those of them that ask
-_Found = tuple[torch.Tensor, torch.Tensor]  # `Scores.maxima` and `Scores.likeliest`
+_Size = tuple[int, int]  # number of tokens, number of logit rows
+_RowMaxima = tuple[torch.Tensor, torch.Tensor]  # `Scores.maxima` and `Scores.likeliest`
 
 
 @dataclass(slots=True)
 class _Recording:
-    """A step.
+    """A recorded step of one size.
 
     Attributes:
-        step: what was recorded.
-        inputs: what it reads, which is where the inputs of all steps are.
-        num_seqs: how many sequences it reads there. All else is the size's.
-        found: what it writes beside the logits.
+        step: the recorded kernel calls.
+        inputs: the inputs that they read, in the memory of all steps' inputs.
+        num_seqs: the number of sequences that they read; unlike the number of tokens, it
+            may differ between steps of one size.
+        row_maxima: the outputs that they write beside the logits.
     """
 
     step: RecordedStep
     inputs: BatchInputs
     num_seqs: int
-    found: _Found
+    row_maxima: _RowMaxima
 
     def run(self, inputs: StepInputs, on_layer: OnLayer | None) -> Scores:
-        """Runs it on a step of the same size."""
+        """Replays the recording on the current inputs, which have the same size."""
         if self.num_seqs != inputs.num_seqs:
-            current = inputs.tensors().groups
-            for own, other in zip(self.inputs.groups, current, strict=True):
+            current = inputs.tensors().layer_groups
+            for own, other in zip(self.inputs.layer_groups, current, strict=True):
                 kernels.point_to(own, other)
             self.num_seqs = inputs.num_seqs
-        return Scores(self.step.run(on_layer), *self.found)
+        return Scores(self.step.run(on_layer), *self.row_maxima)
 
 
 class RecordedSteps:
-    """Runs a model on steps.
+    """Runs a model's forward passes.
 
-    A step that only decodes is recorded when its size first comes, one that has chunks when it
-    comes again: prompts have many lengths.
+    A step that only decodes is recorded when its size first occurs. A step with chunks is
+    recorded when its size occurs again, because prompts have many lengths.
 
     Args:
-        model: what runs.
-        kv: its KV cache, which stays where it is.
-        slots: see `PagedKv.slots`.
-        inputs: to be filled with each step. Recordings read their memory.
+        model: the model.
+        kv: its KV cache, which keeps its memory.
+        slots: `PagedKv.slots`.
+        inputs: the inputs, which the caller fills before each step.
 
     Attributes:
-        inputs: the same.
+        inputs: the inputs of the next step.
     """
 
     def __init__(
@@ -85,37 +86,37 @@ class RecordedSteps:
     ) -> None:
         self._model, self._kv, self._slots = model, kv, slots
         self.inputs = inputs
-        max_asking = inputs.max_seqs
+        max_logit_rows = inputs.max_seqs
         self._device = kv.states.device
-        self._maxima = torch.empty(max_asking, device=self._device)
-        self._likeliest = torch.empty(max_asking, dtype=torch.int64, device=self._device)
+        self._maxima = torch.empty(max_logit_rows, device=self._device)
+        self._likeliest = torch.empty(max_logit_rows, dtype=torch.int64, device=self._device)
         self._arena = Arena()
-        # The longest unused first, both.
+        # Both are in order of last use, the least recent first.
         self._recordings: dict[_Size, _Recording] = {}
-        self._seen: dict[_Size, None] = {}  # sizes that came once
-        self._is_recordable = True  # whatever the size; until the first attempt
+        self._seen: dict[_Size, None] = {}  # sizes that occurred once
+        self._is_recordable = True  # False once an attempt has failed, for all sizes
 
     def scores(self, on_layer: OnLayer | None = None) -> Scores:
-        """Of what follows each asking token of the inputs. The next call may overwrite them.
+        """Returns the scores of the inputs' logit rows. The next call may overwrite them.
 
         Args:
-            on_layer: told of each layer, but for the step with which a size is recorded.
+            on_layer: called after each layer, except in a step that is being recorded.
         """
-        size = self.inputs.num_tokens, self.inputs.num_asking
+        size = self.inputs.num_tokens, self.inputs.num_logit_rows
         recording = self._recordings.pop(size, None)
         if recording is not None:
             self._recordings[size] = recording
             return recording.run(self.inputs, on_layer)
-        if self._is_to_be_recorded(size):
+        if self._should_record(size):
             return self._record(size)
-        found = self._found(size)
-        return Scores(self._run(self.inputs.tensors(), found, on_layer), *found)
+        row_maxima = self._row_maxima(size)
+        return Scores(self._run(self.inputs.tensors(), row_maxima, on_layer), *row_maxima)
 
-    def _is_to_be_recorded(self, size: _Size) -> bool:
-        num_tokens, num_asking = size
+    def _should_record(self, size: _Size) -> bool:
+        num_tokens, num_logit_rows = size
         if not self._is_recordable or num_tokens > _MAX_TOKENS:
             return False
-        if num_tokens == num_asking or size in self._seen:
+        if num_tokens == num_logit_rows or size in self._seen:
             return True
         _keep_below(_MAX_SIZES_SEEN, self._seen)
         self._seen[size] = None
@@ -123,37 +124,44 @@ class RecordedSteps:
 
     def _record(self, size: _Size) -> Scores:
         self._seen.pop(size, None)
-        inputs, found = self.inputs.tensors(), self._found(size)
+        inputs, row_maxima = self.inputs.tensors(), self._row_maxima(size)
         mark_layer = partial(kernels.mark_step, self._device)
         logits, step = kernels.record_step(
-            self._device, self._arena, lambda: self._run(inputs, found, mark_layer)
+            self._device, self._arena, lambda: self._run(inputs, row_maxima, mark_layer)
         )
-        scores = Scores(logits, *found)
+        scores = Scores(logits, *row_maxima)
         if step is None:
             self._is_recordable = False
             return scores
         _keep_below(_MAX_RECORDINGS, self._recordings)
-        self._recordings[size] = _Recording(step, inputs, self.inputs.num_seqs, found)
+        self._recordings[size] = _Recording(step, inputs, self.inputs.num_seqs, row_maxima)
         return scores
 
-    def _found(self, size: _Size) -> _Found:
-        """Where a step's go: for recordings, that they stay where they are spares making them."""
-        _, num_asking = size
-        return self._maxima[:num_asking], self._likeliest[:num_asking]
+    def _row_maxima(self, size: _Size) -> _RowMaxima:
+        """Returns the output buffers of steps of this size; recordings reuse them."""
+        _, num_logit_rows = size
+        return self._maxima[:num_logit_rows], self._likeliest[:num_logit_rows]
 
     @torch.inference_mode()
-    def _run(self, inputs: BatchInputs, found: _Found, on_layer: OnLayer | None) -> torch.Tensor:
+    def _run(
+        self, inputs: BatchInputs, row_maxima: _RowMaxima, on_layer: OnLayer | None
+    ) -> torch.Tensor:
         states, scales = self._kv.states, self._kv.scales
         kv = PagedKv(
-            states, inputs.groups, self._slots, inputs.asking, scales=scales, on_layer=on_layer
+            states,
+            inputs.layer_groups,
+            self._slots,
+            inputs.logit_rows,
+            scales=scales,
+            on_layer=on_layer,
         )
         logits = self._model.logits(self._model(inputs.token_ids, inputs.positions, kv))
         if len(logits):
-            kernels.row_maxima(logits, found)
+            kernels.row_maxima(logits, row_maxima)
         return logits
 
 
 def _keep_below(limit: int, entries: dict[_Size, Any]) -> None:
-    """Drops the first entry if there are `limit`."""
+    """Removes the first entry if there are `limit` entries."""
     if len(entries) == limit:
         del entries[next(iter(entries))]

@@ -1,4 +1,4 @@
-"""`Rows`: what the runner remembers of each running sequence, a row of arrays each."""
+"""`Rows`: the runner's state of the running sequences, in arrays with one row each."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,40 +11,40 @@ __all__ = ["Rows"]
 
 
 class Rows:
-    """State of the rows; `engine.batch` says what it means.
+    """State of the rows that `engine.batch` describes.
 
     Args:
-        num_groups: layer groups.
-        num_rows: the most sequences that run at once.
-        max_blocks: the most blocks of one sequence in one group.
+        num_layer_groups: number of layer groups.
+        num_rows: maximum number of sequences that run at once.
+        max_blocks: maximum number of blocks of one sequence in one layer group.
 
     Attributes:
-        tables: `[num_groups, num_rows, max_blocks]` int32 block ids; anything
-            that was there before where no update has been.
-        positions: `[num_rows]` int64; of the next token to run.
+        tables: `[num_layer_groups, num_rows, max_blocks]` int32 block ids; entries
+            that no update has set for the row's sequence hold old ids.
+        positions: `[num_rows]` int64; position of the next token to run.
         last_tokens: `[num_rows]` int64; the token drawn last.
-        draws: `[num_rows]` of `DRAW_RECORD`.
-        wants_logprobs: `[num_rows]` bool.
+        draws: `[num_rows]` of `DRAW_RECORD`; the draw parameters.
+        wants_logprobs: `[num_rows]` bool; whether to report log-probabilities.
     """
 
-    def __init__(self, num_groups: int, num_rows: int, max_blocks: int) -> None:
-        self.tables = np.zeros((num_groups, num_rows, max_blocks), np.int32)
+    def __init__(self, num_layer_groups: int, num_rows: int, max_blocks: int) -> None:
+        self.tables = np.zeros((num_layer_groups, num_rows, max_blocks), np.int32)
         self.positions = np.zeros(num_rows, np.int64)
         self.last_tokens = np.zeros(num_rows, np.int64)
         self.draws = np.zeros(num_rows, DRAW_RECORD)
         self.wants_logprobs = np.zeros(num_rows, bool)
 
     def update_tables(self, updates: Iterable[TableUpdate]) -> None:
-        """Enters new block ids."""
+        """Writes new block ids into the tables."""
         for update in updates:
             end = update.first_index + len(update.block_ids)
-            self.tables[update.group, update.row, update.first_index : end] = update.block_ids
+            self.tables[update.layer_group, update.row, update.first_index : end] = update.block_ids
 
     def advance(self, chunks: Iterable[ScheduledChunk], decode_rows: np.ndarray) -> None:
-        """Moves rows past the tokens of a step, and takes over how its chunks draw.
+        """Advances rows past the tokens of a step, and stores its chunks' draw parameters.
 
-        Called before the step runs, so that a step that fails leaves every row
-        of it where its own blocks are.
+        Called before the step runs, so that after a failed step the rows still agree
+        with the scheduler's tables.
         """
         for chunk in chunks:
             self.positions[chunk.row] = chunk.start_position + chunk.num_tokens
@@ -60,7 +60,7 @@ class Rows:
         decode_rows: np.ndarray,
         decoded: Sequence[int],
     ) -> None:
-        """Remembers the tokens that a step drew, for the next."""
+        """Stores the tokens that a step drew; the next step may run them."""
         for chunk, output in zip(chunks, outputs, strict=True):
             if output is not None and len(chunk.draws) == 1:
                 self.last_tokens[chunk.row] = _runnable(output.token_ids[0])
@@ -68,5 +68,8 @@ class Rows:
 
 
 def _runnable(token_id: int) -> int:
-    """The next step may be on its way before anybody has seen that a token is invalid."""
+    """Returns a valid token id in place of `INVALID_TOKEN`.
+
+    The next step may run the token before the engine ends its request.
+    """
     return max(token_id, 0)

@@ -1,5 +1,6 @@
-"""Draws a step's tokens on the CPU, in parts of bounded size; `kernels.reference.sampling`
-says how a token is drawn.
+"""Draws a step's tokens with torch, in parts of bounded size.
+
+`kernels.reference.sampling` defines how a token is drawn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,20 +32,18 @@ DRAW_RECORD = np.dtype(
     [("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("seed", "u8")]
 )  # `DrawParams` as an element of an array
 
-_CHUNK_ELEMENTS = 2**23  # of 8 bytes; bounds the memory that drawing takes
+_CHUNK_ELEMENTS = 2**23  # of 8 bytes each; bounds the memory that drawing needs
 
 
 @dataclass(frozen=True, slots=True)
 class RandomDraws:
     """Draws that are not greedy, on the logits' device.
 
-    Either all of one `RandomDraws` filter by top-k or top-p, or none.
-
     Attributes:
-        draws: `[n]` int64; which of the step's draws these are.
-        rows: `[n]` int64; the row of the logits that each draws from.
-        table: `n` of them; how each draws. No temperature is 0.
-        filtered: whether top-k or top-p is to be applied.
+        draws: `[n]` int64; indices among the step's draws.
+        rows: `[n]` int64; per draw, the row of the logits that it draws from.
+        table: the parameters of the `n` draws. No temperature is 0.
+        filtered: whether all of them filter by top-k or top-p; otherwise none does.
     """
 
     draws: torch.Tensor
@@ -53,7 +52,7 @@ class RandomDraws:
     filtered: bool
 
     def split(self, num_draws: int) -> Iterator["RandomDraws"]:
-        """Parts of at most `num_draws` draws."""
+        """Yields parts of at most `num_draws` draws."""
         for start in range(0, len(self.draws), num_draws):
             part = slice(start, start + num_draws)
             yield RandomDraws(
@@ -63,12 +62,12 @@ class RandomDraws:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDraws:
-    """A step's draws on the logits' device; the same while the same rows draw.
+    """A step's draws on the logits' device; reusable while the same rows draw.
 
     Attributes:
-        rows: `[n]` int64; the row of the logits that each draws from. None:
-            its own.
-        random: those that are not greedy.
+        rows: `[n]` int64; per draw, the row of the logits that it draws from. None
+            if draw i draws from row i.
+        random: the draws that are not greedy.
     """
 
     rows: torch.Tensor | None
@@ -77,13 +76,13 @@ class PreparedDraws:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What rows of logits are drawn from.
+    """Rows of logits and their maxima.
 
     Attributes:
         logits: `[rows, vocab]` float32.
-        maxima: `[rows]` float32; of each row's logits.
-        likeliest: `[rows]` int64; the lowest token id of the equals among the largest,
-            `INVALID_TOKEN` where a row's logits hold NaN or infinity, or no finite number.
+        maxima: `[rows]` float32; the maximum of each row.
+        likeliest: `[rows]` int64; the lowest token id with the maximum. `INVALID_TOKEN`
+            if a row holds NaN or infinity, or no finite number.
     """
 
     logits: torch.Tensor
@@ -91,7 +90,7 @@ class Scores:
     likeliest: torch.Tensor
 
     def last(self, num_rows: int) -> "Scores":
-        """Those of the last rows."""
+        """Returns the scores of the last `num_rows` rows."""
         start = len(self.likeliest) - num_rows
         if not start:
             return self
@@ -99,41 +98,44 @@ class Scores:
 
 
 def draw_record(draw: DrawParams) -> tuple[float, int, float, int]:
-    """An element of an array of `DRAW_RECORD`."""
+    """Returns the parameters as an element of a `DRAW_RECORD` array."""
     return draw.temperature, draw.top_k, draw.top_p, draw.seed
 
 
 def draw_kinds(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of `[n]` of `DRAW_RECORD`: which are not greedy, and which of those filter; `[n]` bool."""
+    """Returns which of `[n]` of `DRAW_RECORD` are not greedy, and which of those filter by top-k or
+    top-p, each as `[n]` bool.
+    """
     is_random = records["temperature"] > 0
     return is_random, is_random & ((records["top_k"] > 0) | (records["top_p"] < 1))
 
 
 def draw_words(records: np.ndarray) -> np.ndarray:
-    """`[n]` of `DRAW_RECORD` as `[4, n]` int64, a row per field, bit for bit."""
+    """Returns `[n]` of `DRAW_RECORD` as `[4, n]` int64: the bits of each field in one row."""
     return np.ascontiguousarray(records.view(np.int64).reshape(len(records), -1).T)
 
 
 def table_of_words(words: torch.Tensor) -> DrawTable:
-    """What `draw_words` gave, on a device, in the same memory."""
+    """Returns the table of the words that `draw_words` made, as views of the same memory."""
     temperature, top_k, top_p, seed = words
     return DrawTable(temperature.view(torch.float64), top_k, top_p.view(torch.float64), seed)
 
 
 def draw_table(records: np.ndarray, device: torch.device) -> DrawTable:
-    """`[n]` of `DRAW_RECORD` on the device, in memory of its own."""
+    """Copies `[n]` of `DRAW_RECORD` to the device."""
     return table_of_words(to_device(draw_words(records), device))
 
 
 def prepare_draws(
     records: np.ndarray, device: torch.device, rows: Sequence[int] | None = None
 ) -> PreparedDraws:
-    """Puts what draws depend on, beside logits and position, on the device.
+    """Copies draw parameters to the device.
 
     Args:
         records: `[n]` of `DRAW_RECORD`.
-        device: the logits'.
-        rows: the row of the logits that each draws from, where not each from its own.
+        device: the logits' device.
+        rows: per draw, the row of the logits that it draws from; None if draw i draws from
+            row i.
     """
     row_ids = np.arange(len(records)) if rows is None else np.array(rows, np.int64)
     is_random, is_filtered = draw_kinds(records)
@@ -168,13 +170,13 @@ def sample(scores: Scores, prepared: PreparedDraws, positions: np.ndarray) -> to
     """Draws tokens; does not wait for the device.
 
     Args:
-        scores: of the rows.
-        prepared: the draws; greedy ones take the likeliest token.
-        positions: `[n]` int64; the position of the token that each draws.
+        scores: scores of the rows.
+        prepared: the `n` draws; greedy ones take the likeliest token.
+        positions: `[n]` int64; per draw, the position of the token.
 
     Returns:
-        `[n]` int64 token ids; `INVALID_TOKEN` where the row's logits hold NaN
-        or infinity, or no finite number. Such a row changes no other.
+        `[n]` int64 token ids; `INVALID_TOKEN` if the row's logits hold NaN or
+        infinity, or no finite number. Such a row does not affect the others.
     """
     rows = prepared.rows
     tokens = scores.likeliest if rows is None else scores.likeliest[rows]

@@ -1,4 +1,4 @@
-"""`Steps`: how a runner's batches are computed; on a CPU and on a GPU in two ways."""
+"""`Steps`: the interface that computes a runner's batches, with one class for CPU and GPU each."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,32 +12,32 @@ from engine.models.layers import CausalModel
 from engine.runner import LayersComputed, PendingOutput
 from engine.runtime.device import Fetched
 from kernels import AttentionMetadata, LogitRows, PagedKv
-from kvstore.block_views import BlockViews
+from kvstore.mover.pool_objects import BlockViews
 
 __all__ = ["FinishedStep", "LaunchedStep", "StepModel", "Steps"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """What runs, on which KV cache, and how large steps get.
+    """A model, its KV cache, and the limits of steps.
 
     Attributes:
-        model: what runs.
-        kv: its KV cache, of `num_blocks` blocks, which stays where it is; the last
-            `Steps.num_spare_blocks` of them are the steps' own.
-        layer_slots: see `PagedKv.slots`.
-        num_groups: layer groups.
+        model: the model.
+        kv: its KV cache, which keeps its memory; the last `Steps.num_spare_blocks` of its
+            blocks are for the steps alone.
+        layer_slots: `PagedKv.slots`.
+        num_layer_groups: number of layer groups.
         block_size: tokens per KV block.
-        max_rows: the most sequences that run at once.
-        max_tokens: the most tokens of a step.
-        max_model_len: the most tokens of a sequence.
-        enforce_eager: whether to do without CUDA graphs.
+        max_rows: maximum number of sequences that run at once.
+        max_tokens: maximum number of tokens in a step.
+        max_model_len: maximum number of tokens in a sequence.
+        enforce_eager: whether to run without CUDA graphs.
     """
 
     model: CausalModel
     kv: BlockViews
     layer_slots: Sequence[tuple[int, int]]
-    num_groups: int
+    num_layer_groups: int
     block_size: int
     max_rows: int
     max_tokens: int
@@ -46,85 +46,90 @@ class StepModel:
 
     @property
     def max_blocks(self) -> int:
-        """The most blocks of one sequence in one group."""
+        """Maximum number of blocks of one sequence in one layer group."""
         return -(-self.max_model_len // self.block_size)
 
     @property
     def device(self) -> torch.device:
-        """Where all of it is."""
+        """The device of the model and the KV cache."""
         return self.kv.states.device
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the KV cache, the steps' own included."""
+        """Number of blocks of the KV cache, spare blocks included."""
         return len(self.kv.states)
 
     def paged_kv(
-        self, groups: Sequence[AttentionMetadata], asking: LogitRows | None = None
+        self, layer_groups: Sequence[AttentionMetadata], logit_rows: LogitRows | None = None
     ) -> PagedKv:
-        """The KV cache in one step; see `PagedKv`."""
-        return PagedKv(self.kv.states, groups, self.layer_slots, asking, scales=self.kv.scales)
+        """Returns the KV cache as one step uses it; the arguments are fields of `PagedKv`."""
+        return PagedKv(
+            self.kv.states, layer_groups, self.layer_slots, logit_rows, scales=self.kv.scales
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The pending output of a step that is over."""
+    """The pending output of a step that has finished."""
 
     output: StepOutput
 
     def result(self) -> StepOutput:
-        """The output."""
+        """Returns the output."""
         return self.output
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """The pending output of a step that the device has been given.
+    """The pending output of a step that was launched on the device.
 
     Attributes:
-        fetched: what it brings, on its way to the host.
-        read: makes the output of that, once it is there.
+        fetched: the step's results, being copied to the host.
+        read: builds the output from the copied results.
     """
 
     fetched: Fetched
     read: Callable[[Sequence[torch.Tensor]], StepOutput]
 
     def result(self) -> StepOutput:
-        """Waits for the device, then reads what the step brought."""
+        """Waits for the copies, then builds the output."""
         self.fetched.wait()
         return self.read(self.fetched.tensors)
 
 
 class Steps(ABC):
-    """Computes batches, one after the other, and remembers the rows between them.
+    """Computes batches in order, and keeps the state of the rows between them.
 
     Args:
-        model: what runs.
+        model: the model and its limits.
     """
 
     num_spare_blocks: ClassVar[int]
-    """Blocks of the pool, behind the scheduler's, that it needs for itself."""
+    """Number of blocks that the steps need at the end of the pool, beyond the scheduler's."""
     is_asynchronous: ClassVar[bool]
-    """Whether `launch` returns before the step is over."""
+    """Whether `launch` may return before the step has finished."""
 
     @abstractmethod
     def __init__(self, model: StepModel) -> None: ...
 
     @abstractmethod
     def update(self, batch: ScheduledBatch) -> None:
-        """Takes over what a batch changes in the rows, before it is launched."""
+        """Applies a batch's changes of the rows. Called before `launch`."""
 
     @abstractmethod
     def launch(self, batch: ScheduledBatch) -> PendingOutput:
-        """Starts the forward pass and the draws of a batch of at least one token."""
+        """Starts the forward pass and the draws of a batch, which has at least one token."""
 
-    def watch_layers(self, tell: LayersComputed) -> None:  # noqa: B027 - may tell nothing
-        """See `engine.runner.Runner.watch_layers`. Steps that a device is given tell nothing."""
+    def watch_layers(self, on_layers: LayersComputed) -> None:  # noqa: B027 - optional
+        """Registers a function to call as layers are computed; by default it is never called."""
 
     @abstractmethod
     def graph_bytes(self) -> int:
-        """Bytes of the device that what `warm_up` records will take; steps cannot run then."""
+        """Measures the device memory that `warm_up` will use for graphs, in bytes.
+
+        Afterwards the object must not run steps.
+        """
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Prepares what would hold up the first steps. Before any step."""
+        """Compiles and records what steps would otherwise wait for. Called before any step."""

@@ -1,19 +1,19 @@
-"""`Turns`: engines of one machine compute one at a time, in turn.
+"""`Turns`: lets the engines of one machine compute one at a time, in turn.
 
     turns = Turns(folder)
-    with turns.mine():
+    with turns.wait_for_turn():
         ...                     # compute on all cores
 
-Two lock files lie in the folder. Who computes holds `turn`; who is next holds
-`next` while it waits for `turn`. So who has just computed cannot overtake who
-is next, and two engines that both always want to compute alternate. Of several
-that want to be next any may be the one, as likely as the others.
+The folder holds two lock files. The engine that computes holds `turn`; the next
+engine holds `next` while it waits for `turn`. An engine that has just computed
+therefore cannot overtake the next one, and two engines that always want to compute
+alternate. If several engines wait for `next`, each is equally likely to get it.
 
-`flock` is what the system drops when a process dies, however it dies. But a
-process may also be stopped during its turn. So each turn is stamped when it
-is taken, and nobody waits longer than a bound for a stamp to change: the step
-then runs beside whoever computes, and those after it do so without waiting,
-until the turn is free or is someone else's.
+The files are locked with `flock`, which the system releases when a process dies.
+A process may also be stopped during its turn. Each turn therefore begins with a
+new stamp in `turn`, and an engine that waits longer than a limit for the stamp to
+change runs its step without a turn, beside the other engine. Its later steps do
+so without waiting, until `turn` is free or its stamp changes.
 """
 
 import fcntl
@@ -30,15 +30,16 @@ from baton.errors import ConfigurationError
 __all__ = ["Turns"]
 
 _LONGEST_TURN_S = 10.0
-"""Longer than a step during which anyone still waits for tokens. Where steps are longer all the
-same, others wait this long for each of them, and then compute beside it."""
+"""Longer than any step for interactive use. If an engine's steps take longer anyway, the others
+wait this long for each of them and then compute beside it."""
 
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0002, 0.001
 _SLEEPS_PER_WAIT = 32
-"""`flock` knows no timeout: who waits looks again after this share of the time that it has waited.
-So a turn begins a few percent late at most, and a long wait takes little from who computes."""
-_LINE_SLEEP_S = 0.0005
-"""Between looks of those who want to be next: the same for all, however long they have waited."""
+"""`flock` has no timeout, so an engine that waits for `turn` polls it after sleeping for this
+fraction of the time that it has waited. A turn thus begins a few percent late at most, and
+polling during a long wait uses little CPU time."""
+_NEXT_SLEEP_S = 0.0005
+"""Time between polls of `next`, equal for all engines however long they have waited."""
 
 _STAMP_BYTES = 8
 
@@ -46,14 +47,15 @@ _logger = logging.getLogger("baton.engine")
 
 
 class Turns:
-    """One engine's place among those of its machine; for one thread at a time.
+    """One engine's access to the turns of its machine. Not thread-safe.
 
     Args:
-        folder: the same for all that take turns; None: every step runs at once.
-        longest_turn_s: how long to wait for a turn that does not end.
+        folder: folder of the lock files, the same for all engines that take turns; None
+            to run every step without waiting.
+        longest_turn_s: maximum wait for another engine's turn to end.
 
     Raises:
-        ConfigurationError: the lock files cannot be made there.
+        ConfigurationError: the lock files cannot be created there.
     """
 
     def __init__(self, folder: str | None, longest_turn_s: float = _LONGEST_TURN_S) -> None:
@@ -65,9 +67,9 @@ class Turns:
         _all_turns.add(self)
 
     @contextmanager
-    def mine(self) -> Iterator[None]:
-        """Waits for the turn and keeps it until the block ends. Not to be nested."""
-        if not self._files or not self._take(*self._files):
+    def wait_for_turn(self) -> Iterator[None]:
+        """Waits for this engine's turn and keeps it until the block ends. Cannot be nested."""
+        if not self._files or not self._lock_turn(*self._files):
             yield
             return
         _, turn = self._files
@@ -77,16 +79,16 @@ class Turns:
             fcntl.flock(turn, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Gives up the place: steps run at once from now on. Idempotent."""
+        """Closes the lock files: steps run without waiting from now on. Idempotent."""
         files, self._files = self._files, ()
         for file in files:
             os.close(file)
 
-    def _take(self, line: int, turn: int) -> bool:
-        """Whether the turn came, before it was given up on."""
-        came = self._take_in_line(line, turn)
-        if came:
-            with suppress(OSError):  # where even this finds no room, turns only look longer
+    def _lock_turn(self, next_file: int, turn: int) -> bool:
+        """Locks and stamps `turn`; returns False if another engine's turn lasts too long."""
+        is_locked = self._lock_next_then_turn(next_file, turn)
+        if is_locked:
+            with suppress(OSError):  # without a new stamp, the turn only looks longer to others
                 os.pwrite(turn, os.urandom(_STAMP_BYTES), 0)
         elif not self._runs_beside:
             _logger.warning(
@@ -94,21 +96,21 @@ class Turns:
                 "Not waiting for it any more",
                 self._longest_turn_s,
             )
-        self._runs_beside = not came
-        return came
+        self._runs_beside = not is_locked
+        return is_locked
 
-    def _take_in_line(self, line: int, turn: int) -> bool:
-        if not self._wait_for(line, turn, _LINE_SLEEP_S, _LINE_SLEEP_S):
+    def _lock_next_then_turn(self, next_file: int, turn: int) -> bool:
+        if not self._wait_for_lock(next_file, turn, _NEXT_SLEEP_S, _NEXT_SLEEP_S):
             return False
         try:
-            return self._wait_for(turn, turn, _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S)
+            return self._wait_for_lock(turn, turn, _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S)
         finally:
-            fcntl.flock(line, fcntl.LOCK_UN)
+            fcntl.flock(next_file, fcntl.LOCK_UN)
 
-    def _wait_for(
+    def _wait_for_lock(
         self, file: int, turn: int, shortest_sleep_s: float, longest_sleep_s: float
     ) -> bool:
-        """Whether `file` could be locked before one turn had lasted too long."""
+        """Locks `file`; returns False if one turn lasts too long before that."""
         started = time.monotonic()
         while not _try_lock(file):
             now = time.monotonic()
@@ -126,18 +128,19 @@ class Turns:
 
 
 def _open_files(folder: Path) -> tuple[int, int]:
-    """`next` and `turn`, which holds a stamp, so that later ones need no more room."""
+    """Opens `next` and `turn`. Writes a first stamp, so that later ones need no disk space."""
     with ExitStack() as opened:
         try:
-            line, turn = (_open(folder / name, opened) for name in ("next", "turn"))
+            next_file, turn = (_open(folder / name, opened) for name in ("next", "turn"))
             if not os.fstat(turn).st_size:
                 os.pwrite(turn, bytes(_STAMP_BYTES), 0)
         except OSError as error:
             raise ConfigurationError(
-                f"--turns-folder is {str(folder)!r}; cannot make lock files there: {error.strerror}"
+                f"--turns-folder is {str(folder)!r}; cannot create lock files there: "
+                f"{error.strerror}"
             ) from None
         opened.pop_all()
-    return line, turn
+    return next_file, turn
 
 
 def _open(path: Path, opened: ExitStack) -> int:
@@ -151,7 +154,7 @@ def _try_lock(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # some network file systems know no locks
+    except OSError as error:  # some network file systems do not support locks
         raise ConfigurationError(
             f"files in the --turns-folder cannot be locked: {error.strerror}"
         ) from None
@@ -166,6 +169,6 @@ def _close_all() -> None:
         turns.close()
 
 
-# A forked child has the same locks: its parent's turn would outlive the parent. (What it executes
-# does not: Python's descriptors are closed on exec.)
+# A forked child shares its parent's locks, so a turn could outlive the parent. (Python closes the
+# descriptors on exec.)
 os.register_at_fork(after_in_child=_close_all)

@@ -2,8 +2,8 @@
 
     file -> one of two pinned buffers -> memory of the stored type on the device -> the weight
 
-A thread reads the next piece of a file while the device copies the one before it; the device
-changes types and order. On the host there are never more than the two buffers.
+A thread reads the next piece of a file while the device copies the previous one. The device
+converts types and memory order. The host never holds more than the two buffers.
 
 Format of the files: https://huggingface.co/docs/safetensors
 """
@@ -27,7 +27,7 @@ __all__ = ["BUFFER_BYTES", "HostBuffer", "StoredTensor", "locate_tensors", "uplo
 
 BUFFER_BYTES = 64 * 2**20
 _NUM_BUFFERS = 2
-_LENGTH_BYTES = 8  # of the header's length, which a file begins with
+_LENGTH_BYTES = 8  # size of the header's length, at the start of a file
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,14 +38,14 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file.
+    """A tensor in a safetensors file.
 
     Attributes:
-        file: where it is.
-        offset: of its first byte in the file.
-        num_bytes: how many it has.
-        dtype: of its elements.
-        shape: of it; its last axis is contiguous.
+        file: the file.
+        offset: offset of its first byte in the file.
+        num_bytes: size of the tensor.
+        dtype: type of its elements.
+        shape: its shape, in row-major order.
     """
 
     file: Path
@@ -56,12 +56,12 @@ class StoredTensor:
 
 
 class HostBuffer:
-    """Memory on the host that a device copies from; pinned beside a GPU, so that it does so while
-    the host goes on.
+    """Memory on the host that a device copies from. For a GPU it is pinned, so that the copies are
+    asynchronous.
 
     Args:
-        num_bytes: its size.
-        device: that copies.
+        num_bytes: size of the buffer.
+        device: the device that copies from it.
 
     Attributes:
         memory: `[num_bytes]` uint8.
@@ -73,20 +73,20 @@ class HostBuffer:
         self._sent = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
 
     def send(self, target: torch.Tensor) -> None:
-        """Begins to copy the buffer's start to `target`, `[n]` uint8 on the device."""
+        """Starts to copy the buffer's first `n` bytes to `target`, `[n]` uint8 on the device."""
         target.copy_(self.memory[: len(target)], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
     def wait(self) -> None:
-        """Returns once what was sent has been copied: the memory may be written again."""
+        """Returns once the last `send` has completed, so that the memory may be overwritten."""
         if self._sent is not None:
             self._sent.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a stored tensor: `num_bytes` from `start`."""
+    """Part of the stored tensor of index `tensor`: `num_bytes` bytes from `start`."""
 
     tensor: int
     start: int
@@ -94,17 +94,17 @@ class _Piece:
 
 
 def locate_tensors(file: Path) -> dict[str, StoredTensor]:
-    """A safetensors file's tensors of floating types, by name. The file has been checked.
+    """Returns a valid safetensors file's tensors of floating-point types, by name.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: the file cannot be read.
     """
     try:
         with file.open("rb") as source:
             length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
             header = json.loads(source.read(length))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{file} is no readable safetensors file: {error}") from error
+        raise ConfigurationError(f"{file} is not a readable safetensors file: {error}") from error
     first = _LENGTH_BYTES + length
     return {
         name: StoredTensor(
@@ -130,14 +130,14 @@ def upload(
     """Fills weights on a device from files.
 
     Args:
-        weights: what is stored, and what takes it over; read in this order.
-        device: where the targets are; needs room for the largest tensor as it is stored.
-        on_copied: called with each target once it has been given to the device.
-        buffer_bytes: size of each of the buffers.
-        make_buffer: makes one for a device.
+        weights: pairs of a stored tensor and its target; read in this order.
+        device: the device of the targets; needs memory for the largest stored tensor.
+        on_copied: called with each target once its copy has been submitted to the device.
+        buffer_bytes: size of each buffer.
+        make_buffer: makes a buffer of a size for a device.
 
     Raises:
-        ConfigurationError: a file is shorter than it says, or cannot be read.
+        ConfigurationError: a file ends early or cannot be read.
     """
     buffers = [make_buffer(buffer_bytes, device) for _ in range(_NUM_BUFFERS)]
     sources = [stored for stored, _ in weights]
@@ -161,13 +161,13 @@ def _read_ahead(
     files: "_Files",
     reader: ThreadPoolExecutor,
 ) -> Iterator[tuple[_Piece, HostBuffer]]:
-    """Each piece in a buffer, to be sent before the next one is asked for."""
+    """Yields each piece in a buffer. The caller sends it before it requests the next one."""
     waiting: deque[tuple[_Piece, HostBuffer, Future[None]]] = deque()
-    turns = cycle(buffers)
+    buffers_in_turn = cycle(buffers)
     for piece in _pieces(sources, len(buffers[0].memory)):
         if len(waiting) == len(buffers):
             yield _filled(*waiting.popleft())
-        buffer, stored = next(turns), sources[piece.tensor]
+        buffer, stored = next(buffers_in_turn), sources[piece.tensor]
         waiting.append((piece, buffer, reader.submit(files.read, stored, piece, buffer)))
     while waiting:
         yield _filled(*waiting.popleft())
@@ -187,14 +187,14 @@ def _pieces(sources: Sequence[StoredTensor], most_bytes: int) -> Iterator[_Piece
 
 
 class _Files:
-    """Files that are being read, the latest of them open."""
+    """Reads from files, and keeps the last one open."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._open: BinaryIO | None = None
 
     def read(self, stored: StoredTensor, piece: _Piece, buffer: HostBuffer) -> None:
-        """Fills a buffer's start, once the device is done with what it held."""
+        """Reads a piece into a buffer, after the device has copied its former content."""
         buffer.wait()
         view = buffer.memory.numpy().data[: piece.num_bytes]
         offset = stored.offset + piece.start

@@ -1,16 +1,15 @@
-"""`Admission`: who gets blocks in a step, who must give way, and who comes in. Pure.
+"""`Admission`: shares a step's tokens and the pool's blocks among requests. Pure.
 
-A group is admitted only when all its known tokens get blocks. One that lacks a
-block later makes the least important running group give way, itself if need
-be. Nobody is queued that would not fit alone. So the most important group
-always makes progress, and then the next is the most important.
-
-How a running request gives way: recompute or swap. Pure.
+A group is admitted when there are blocks for all its known tokens. If a running group lacks a
+block later, the least important running group is preempted, which may be that group itself: its
+KV is copied to the host, or dropped and computed again. Requests that would not fit the pool alone
+are refused before they are queued. So the most important group always makes progress until it
+ends, and then the next one is the most important.
 """
 
 import logging
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Sequences
 
 from engine.config import EngineConfig
 from engine.group import GroupState, Sequence, SequenceGroup
@@ -27,46 +26,24 @@ from engine.schedule.step_plan import StepPlan
 __all__ = ["Admission", "prefers_swap"]
 
 
-def prefers_swap(mode: str, group: SequenceGroup, costs: StepCosts) -> bool:
-    """Whether a group's KV should go to the host rather than be computed again.
-
-    Args:
-        mode: `EngineConfig.preemption_mode`. In "auto" it is the quicker of
-            copying all blocks out and back in, and computing what the group's
-            sequences have in common once and the rest of each.
-        group: the group, running.
-        costs: as measured on this machine.
-    """
-    if mode != "auto":
-        return mode == "swap"
-    swap_s = 2 * len(set(group.held_blocks())) * costs.swapped_block_s
-    return swap_s < _num_recomputed(group) * costs.prompt_token_s
-
-
-def _num_recomputed(group: SequenceGroup) -> int:
-    """Tokens to compute again; the prompt, which all share, counts once."""
-    own = sum(sequence.num_computed - group.num_prompt for sequence in group.running)
-    return group.num_prompt + own
-
-
 _logger = logging.getLogger("baton.engine")
 
 
 class Admission:
-    """Shares a step's budget and the pool's blocks among groups.
+    """Decides which groups run in a step, which are preempted, and which are admitted.
 
     Args:
         config: limits and policies.
         kv: the block tables.
-        queues: who waits and who runs.
+        queues: waiting and running groups.
         transfers: what can be loaded.
         branches: rows of sequences.
-        decoding: who decodes.
-        costs: what preemption weighs.
+        decoding: the sequences that decode.
+        costs: measured costs of computing and of swapping.
         clock: monotonic seconds.
 
     Attributes:
-        num_preemptions: since the start.
+        num_preemptions: preemptions since the start.
     """
 
     def __init__(
@@ -90,10 +67,10 @@ class Admission:
         self._clock = clock
         self.num_preemptions = 0
 
-    # What runs.
+    # Running groups.
 
-    def renew_due(self, group: SequenceGroup, due: Sequences[Sequence], plan: StepPlan) -> bool:
-        """Gives decoding sequences whose block is full the next one.
+    def renew_due(self, group: SequenceGroup, due: abc.Sequence[Sequence], plan: StepPlan) -> bool:
+        """Allocates the next block for sequences that decode and have filled their last one.
 
         Returns:
             Whether the group still runs.
@@ -103,11 +80,12 @@ class Admission:
                 continue
             position = self._decoding.position(sequence, plan.step)
             if position >= sequence.limit - 1:
-                self._stop_decoding(sequence, position, plan)  # its last token is under way
+                # A step in flight draws its last token.
+                self._stop_decoding(sequence, position, plan)
                 continue
             sequence.count_computed()
             self._branches.register(sequence)
-            self._transfers.save_filled(sequence)
+            self._transfers.saves.save_filled(sequence)
             self._branches.release_behind(sequence)
             if self._extend(sequence, position, position + 1, plan):
                 self._decoding.renew(sequence, plan.step)
@@ -117,7 +95,7 @@ class Admission:
         return group.state is GroupState.RUNNING
 
     def run_chunks(self, group: SequenceGroup, plan: StepPlan) -> None:
-        """Gives the group's sequences that do not decode their share of the step."""
+        """Adds chunks to the step for the group's sequences that do not decode."""
         pending = [s for s in group.running if s not in self._decoding]
         if not pending:
             self._queues.chunking.pop(group, None)
@@ -140,34 +118,38 @@ class Admission:
         plan.budget += 1
 
     def _exceeds_partial(self, num_tokens: int, plan: StepPlan) -> bool:
-        """Whether so many tokens would be one prompt too many that is computed in part."""
+        """Returns whether the step already computes parts of as many prompts as it may."""
         is_partial = num_tokens > min(plan.budget, self._config.max_chunk)
         return is_partial and plan.num_partial >= self._config.max_num_partial_prefills
 
     def _extend(self, sequence: Sequence, start: int, end: int, plan: StepPlan) -> bool:
-        """Makes positions `start` to `end` writable, at others' expense if need be."""
+        """Makes positions `start` to `end` writable; preempts other groups if necessary."""
         assert sequence.table is not None
         if not self._make_room(sequence.group, sequence.table, start, end, plan):
             return False
         plan.update_tables(sequence, self._kv.append(sequence.table, start, end))
         return True
 
-    # Who gives way.
+    # Preemption.
 
     def _make_room(
         self, group: SequenceGroup, table: BlockTable, start: int, end: int, plan: StepPlan
     ) -> bool:
-        """Preempts until the blocks can be had; False if the group must wait, or had to go."""
+        """Preempts groups until there are enough blocks.
+
+        Returns:
+            False if the group must wait for blocks, or was preempted itself.
+        """
         while not self._kv.can_append(table, start, end):
             num_missing = self._kv.num_missing(table, start, end)
             num_coming = self._kv.pool.num_free + self._kv.num_fenced
             if num_missing <= num_coming:
-                return False  # they come free when steps report
-            if num_missing <= num_coming + self._transfers.stop_prefetches():
-                return False  # they come free when these have ended
+                return False  # steps in flight free them
+            if num_missing <= num_coming + self._transfers.prefetches.stop():
+                return False  # the stopped prefetches free them
             if len(self._queues.running) == 1:
-                self._transfers.yield_lent(group)
-                return False  # they come free when transfers end
+                self._transfers.saves.yield_lent(group)
+                return False  # transfers free them
             victim = self._queues.running[-1]
             self._preempt(victim, plan)
             if victim is group:
@@ -175,7 +157,7 @@ class Admission:
         return True
 
     def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
-        """Takes all blocks of a running group, which goes back to the queue."""
+        """Frees all blocks of a running group and puts it back into the queue."""
         self.num_preemptions += 1
         plan.has_preempted = True
         plan.drop(group)
@@ -191,43 +173,47 @@ class Admission:
             self._queues.wait_again(group)
         _logger.debug("preempted %s: %s", group.request_id, group.state.value)
 
-    # Who comes in.
+    # Waiting groups.
 
     def admit_waiting(self, plan: StepPlan) -> None:
-        """Admits waiting groups in order, passing over those that wait for something else
-        than blocks and seats.
+        """Admits waiting groups in order of importance.
+
+        It stops at the first group that lacks blocks or seats. It passes over groups that wait
+        for anything else.
         """
+        loads = self._transfers.loads
         first = self._queues.waiting[: self._config.max_running]
-        if self._transfers.is_connected:
+        if loads.looks_up:
             for group in first:
-                self._transfers.num_loadable(group)  # their look-ups run while others compute
+                loads.num_loadable(group)  # starts look-ups, so that they run during this step
         for group in first:
             if self._queues.num_seats + group.num_seats > self._config.max_running:
                 break
-            if plan.budget <= 0 and not self._transfers.is_connected:
-                break
+            if plan.budget <= 0 and not loads.may_find:
+                break  # without budget, groups can only start to load
             admit = self._admit if group.swapped is None else self._return_swapped
             if not admit(group, plan):
                 break
 
     def _admit(self, group: SequenceGroup, plan: StepPlan) -> bool:
-        """Admits the group, or passes it over; False if it lacks blocks."""
-        num_loadable = self._transfers.num_loadable(group)
+        """Admits a group or passes it over; returns False if it lacks blocks."""
+        loads = self._transfers.loads
+        num_loadable = loads.num_loadable(group)
         if num_loadable is None:
             return True
         lead = group.lead
         num_tokens = len(lead.token_ids)
         keys = lead.keys.extend_pool(lead.token_ids)
-        num_loaded = self._transfers.num_loaded_tokens(group, num_loadable)
+        num_loaded = loads.num_loaded_tokens(group, num_loadable)
         if num_loaded == 0 and not self._may_compute(keys, num_tokens, plan):
             return True
         match = self._kv.match_prefix(keys, num_tokens)
         num_cached = match.num_blocks * self._config.block_size
         num_queued = self._queues.num_begun_tokens
-        if num_loaded > num_cached and not self._transfers.is_worth_loading(
+        if num_loaded > num_cached and not loads.is_worth_loading(
             group, num_loaded - num_cached, num_queued
         ):
-            return self._admit(group, plan)  # as one that finds nothing to load
+            return self._admit(group, plan)  # now it has nothing to load
         if num_loaded <= num_cached:
             num_loaded = 0
             if plan.budget <= 0 or self._exceeds_partial(num_tokens - num_cached, plan):
@@ -236,7 +222,7 @@ class Admission:
                 return True
         is_alone = self._queues.is_idle
         allocation = self._kv.can_admit(num_tokens, match, num_loaded=num_loaded, alone=is_alone)
-        assert allocation is not Allocation.NEVER, "who never fits was refused"
+        assert allocation is not Allocation.NEVER, "requests that never fit are refused before"
         if allocation is Allocation.LATER:
             return False
         self._queues.stop_waiting(group)
@@ -244,16 +230,20 @@ class Admission:
         lead.num_computed = lead.num_scheduled = num_cached
         group.num_matched = match.num_blocks
         self._branches.seat(lead)
-        if self._transfers.start_load(group, num_loadable, num_queued):
+        if loads.start(group, num_loadable, num_queued):
             self._queues.start_loading(group)
         else:
-            self._queues.start_running(group)
-            self.run_chunks(group, plan)
+            self._start_running(group, plan)
         return True
 
-    def _may_compute(self, keys: Sequences[bytes], num_tokens: int, plan: StepPlan) -> bool:
-        """Whether the step could take what of the tokens is not cached, as far as one look
-        tells: those who wait for budget are not matched anew in every step.
+    def _start_running(self, group: SequenceGroup, plan: StepPlan) -> None:
+        self._queues.start_running(group)
+        self.run_chunks(group, plan)
+
+    def _may_compute(self, keys: abc.Sequence[bytes], num_tokens: int, plan: StepPlan) -> bool:
+        """Returns whether the step may have room for the tokens that are not cached.
+
+        It looks up one key only, as matching every waiting prompt in every step would be slow.
         """
         if plan.budget <= 0:
             return False
@@ -264,8 +254,10 @@ class Admission:
         return num_blocks <= len(keys) and self._kv.pool.lookup(keys[num_blocks - 1], 0) is not None
 
     def _is_being_computed(self, group: SequenceGroup, index: int) -> bool:
-        """Whether a more important group is at the prompt's block `index`, and at all before it:
-        it will be cached in a step or some, and is not worth computing twice.
+        """Returns whether a more important group computes the prompt's block `index`.
+
+        Then that group computes all blocks before it, too, and caches them in a few steps. It is
+        better to wait than to compute them twice.
         """
         keys = group.lead.keys.pool_keys
         most_cached = (len(group.lead.token_ids) - 1) // self._config.block_size
@@ -279,11 +271,11 @@ class Admission:
         )
 
     def _return_swapped(self, group: SequenceGroup, plan: StepPlan) -> bool:
-        """Brings a group's KV back from the host; False if it lacks blocks."""
+        """Copies a group's KV back from the host; returns False if it lacks blocks."""
         assert group.swapped is not None
         is_alone = self._queues.is_idle
-        # Each sequence may need a block to go on; without, the group would soon give way again.
-        num_extra = 0 if is_alone else len(group.swapped.tables) * self._kv.spec.num_groups
+        # Each sequence may soon need another block; without it, the group would be preempted again.
+        num_extra = 0 if is_alone else len(group.swapped.tables) * self._kv.spec.num_layer_groups
         answer = self._kv.can_swap_in(group.swapped, num_extra=num_extra, alone=is_alone)
         if answer is not Allocation.OK:
             return False  # alone, it fits
@@ -300,6 +292,27 @@ class Admission:
             group.branches.remove(sequence)
             self._branches.drop(sequence)
             self._queues.leave_seat(group)
-        self._queues.start_running(group)
-        self.run_chunks(group, plan)
+        self._start_running(group, plan)
         return True
+
+
+def prefers_swap(mode: str, group: SequenceGroup, costs: StepCosts) -> bool:
+    """Returns whether to copy a group's KV to the host instead of computing it again.
+
+    Args:
+        mode: `EngineConfig.preemption_mode`. "auto" chooses the faster way: to copy all blocks
+            out and back in, or to compute the tokens that all sequences share once, and the
+            rest of each sequence.
+        group: a running group.
+        costs: measured on this machine.
+    """
+    if mode != "auto":
+        return mode == "swap"
+    swap_s = 2 * len(set(group.held_blocks())) * costs.swapped_block_s
+    return swap_s < _num_recomputed(group) * costs.prompt_token_s
+
+
+def _num_recomputed(group: SequenceGroup) -> int:
+    """Returns how many tokens to compute again. The shared prompt counts once."""
+    own = sum(sequence.num_computed - group.num_prompt for sequence in group.running)
+    return group.num_prompt + own

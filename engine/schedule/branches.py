@@ -1,10 +1,10 @@
-"""`Branches`: forks, advances and ends the sequences of groups. Pure.
+"""`Branches`: rows and block tables of sequences: fork, advance, end. Pure.
 
-Forked block tables after Kwon et al. 2023 (PagedAttention), section 4.4: a
-fork shares every block, and whoever writes to a shared one copies it first.
+Block tables are forked as in Kwon et al. 2023 (PagedAttention), section 4.4: a fork shares every
+block, and the first to write to a shared block copies it.
 """
 
-from collections.abc import Sequence as Sequences
+from collections import abc
 
 from engine.beam_search import BeamStep
 from engine.group import NO_ROW, Sequence, SequenceGroup
@@ -15,12 +15,12 @@ __all__ = ["Branches"]
 
 
 class Branches:
-    """Gives sequences rows and tables, and takes them back.
+    """Assigns rows and block tables to sequences.
 
     Args:
         kv: the block tables.
-        decoding: who decodes; what ends here decodes no more.
-        num_rows: the runner's rows.
+        decoding: the sequences that decode.
+        num_rows: rows of the runner.
     """
 
     def __init__(self, kv: KvCacheManager, decoding: DecodeSet, num_rows: int) -> None:
@@ -29,12 +29,12 @@ class Branches:
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def seat(self, sequence: Sequence) -> None:
-        """Gives a sequence with blocks a row. Seats are counted at admission: one is free."""
+        """Assigns a row to a sequence with blocks. Admission counts seats, so a row is free."""
         sequence.row = self._free_rows.pop()
         sequence.is_row_new = True
 
     def unseat(self, sequence: Sequence) -> None:
-        """Takes the row; what a step in flight brings for it is dropped."""
+        """Frees the row. Tokens of a step in flight for it will be ignored."""
         if self._decoding.leave(sequence):
             sequence.settle()
         if sequence.row != NO_ROW:
@@ -42,7 +42,7 @@ class Branches:
             sequence.row = NO_ROW
 
     def drop(self, sequence: Sequence) -> None:
-        """Takes row and blocks; full computed ones stay cached."""
+        """Frees row and blocks. Full, computed blocks stay cached."""
         self.unseat(sequence)
         if sequence.table is not None:
             self.register(sequence)
@@ -52,24 +52,24 @@ class Branches:
             sequence.table = None
 
     def register(self, sequence: Sequence) -> None:
-        """Offers the sequence's full computed blocks to the prefix cache."""
-        if sequence.table is not None and not sequence.group.is_poisoned:
+        """Registers the sequence's full, computed blocks in the prefix cache."""
+        if sequence.table is not None and not sequence.group.transfer.is_poisoned:
             keys = sequence.keys.extend_pool(sequence.token_ids)
             self._kv.register(sequence.table, keys, sequence.num_computed)
 
     def release_behind(self, sequence: Sequence) -> None:
-        """Releases blocks that no layer sees from the sequence's next token on."""
+        """Frees blocks that no layer reads for the sequence's next token or any after it."""
         if sequence.table is not None:
             self._kv.release_behind(sequence.table, sequence.num_computed)
 
     def discard(self, group: SequenceGroup) -> None:
-        """Takes the group's blocks out of the prefix cache: nobody new shall share them."""
+        """Removes the group's blocks from the prefix cache, so that no other request uses them."""
         self._kv.discard(tuple(group.left_keys))
         for sequence in group.running:
             self._kv.discard(sequence.keys.extend_pool(sequence.token_ids))
 
     def leave_root(self, group: SequenceGroup) -> None:
-        """The root is computed: the group's branches, which have no blocks yet, share it."""
+        """Shares the computed root's blocks with the group's branches, which have none yet."""
         root, group.root = group.root, None
         assert root is not None
         for branch in group.branches[1:]:
@@ -80,9 +80,16 @@ class Branches:
         root.table, root.row = None, NO_ROW
 
     def advance_beams(
-        self, group: SequenceGroup, parents: Sequences[Sequence], steps: Sequences[BeamStep]
+        self, group: SequenceGroup, parents: abc.Sequence[Sequence], steps: abc.Sequence[BeamStep]
     ) -> None:
-        """Makes the beams that `steps` name out of their parents, which end or become one."""
+        """Replaces a group's beams by those of the next round.
+
+        Args:
+            group: a group with beam search.
+            parents: its beams, or its root.
+            steps: the new beams. The first one of a parent continues its sequence, others are
+                forked from it. Parents without a new beam end.
+        """
         chosen = {step.parent for step in steps}
         for index, parent in enumerate(parents):
             if index not in chosen:

@@ -1,12 +1,11 @@
-"""`DecodeSet`: the sequences that decode on, one token each step. Pure.
+"""`DecodeSet`: the sequences that decode, one token in each step. Pure.
 
-A sequence that decodes needs the scheduler only when its last block is full,
-or when it will draw no more. So it is entered in a calendar under the step of
-that moment, and a step looks at those that are due: its work grows with what
-changes, not with what runs.
+A sequence that decodes needs the scheduler only when its last block is full, or when it draws its
+last token. It is entered in a calendar under the step of that moment. Each step looks at the
+sequences that are due, so its cost grows with what changes, not with what runs.
 """
 
-from collections.abc import Sequence as Sequences
+from collections import abc
 
 from engine.group import Sequence
 
@@ -14,7 +13,7 @@ __all__ = ["DecodeSet"]
 
 
 class DecodeSet:
-    """Who decodes in each step until told otherwise.
+    """The sequences that decode in each step until they leave.
 
     Args:
         block_size: tokens per block.
@@ -34,14 +33,14 @@ class DecodeSet:
         return sequence in self._members
 
     def enter(self, sequence: Sequence, step: int) -> None:
-        """The sequence decodes from `step` on, at which it is due."""
+        """Makes a sequence decode from `step` on, when it is also due."""
         self._members[sequence] = None
         sequence.offset = sequence.num_scheduled - step
-        self._note(sequence, step)
+        self._set_due(sequence, step)
         self._sequences = None
 
     def leave(self, sequence: Sequence) -> bool:
-        """The sequence decodes no more; returns whether it did."""
+        """Stops a sequence from decoding; returns whether it decoded."""
         if sequence not in self._members:
             return False
         del self._members[sequence]
@@ -49,32 +48,33 @@ class DecodeSet:
         return True
 
     def position(self, sequence: Sequence, step: int) -> int:
-        """Position of the token that the sequence runs in `step`."""
+        """Returns the position of the token that `step` computes for the sequence."""
         return sequence.offset + step
 
     def take_due(self, step: int) -> list[Sequence]:
-        """The sequences to look at before `step`; each must then be renewed or leave."""
+        """Returns the sequences that are due at `step`. The caller renews each, or it leaves."""
         due = self._due.pop(step, [])
         return [s for s in due if s.due == step and s in self._members]
 
     def renew(self, sequence: Sequence, step: int) -> None:
-        """The sequence has a block for its token of `step`: it is due again when that is
-        full, or when it has drawn its last token.
+        """Sets when a sequence with a block for its token of `step` is due again.
+
+        That is when the block is full, or when the sequence has drawn its last token.
         """
         position = self.position(sequence, step)
         to_boundary = self._block_size - position % self._block_size
         to_end = sequence.limit - 1 - position
-        self._note(sequence, step + min(to_boundary, to_end))
+        self._set_due(sequence, step + min(to_boundary, to_end))
 
-    def members(self) -> tuple[Sequences[Sequence], tuple[int, ...]]:
-        """The sequences and their rows; the same objects as before if nothing changed."""
+    def members(self) -> tuple[abc.Sequence[Sequence], tuple[int, ...]]:
+        """Returns the sequences and their rows: the same objects as before if nothing changed."""
         if self._sequences is None:
             self._sequences = tuple(self._members)
             rows = tuple([sequence.row for sequence in self._sequences])
-            if rows != self._rows:  # one may have entered and left since
+            if rows != self._rows:  # else sequences have entered and left again
                 self._rows = rows
         return self._sequences, self._rows
 
-    def _note(self, sequence: Sequence, step: int) -> None:
+    def _set_due(self, sequence: Sequence, step: int) -> None:
         sequence.due = step
         self._due.setdefault(step, []).append(sequence)

@@ -1,28 +1,29 @@
-"""`Outcomes`: what becomes of a step's tokens: outputs, forks, ends. Pure."""
+"""`OutputProcessor`: turns tokens and ends of transfers into outputs, forks and ends. Pure."""
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Sequences
 from typing import Any
 
 from baton.errors import AbortedError, BatonError, InternalError
 from engine.batch import INVALID_TOKEN, ChunkOutput
 from engine.beam_search import BeamStep
 from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
-from engine.kv_transfer.transfers import FinishedLoad, Transfers
+from engine.kv_transfer.loads import FinishedLoad
+from engine.kv_transfer.transfers import Transfers
 from engine.request import FinishReason, RequestOutput
 from engine.schedule.branches import Branches
 from engine.schedule.queues import GroupQueues
 
-__all__ = ["Outcomes"]
+__all__ = ["OutputProcessor"]
 
 Outputs = list[RequestOutput]
 
 
-class Outcomes:
-    """Takes in tokens and ends; says what requests shall hear.
+class OutputProcessor:
+    """Processes tokens and ends; returns the requests' outputs.
 
     Args:
-        queues: who waits and who runs.
+        queues: waiting and running groups.
         branches: forks and ends sequences.
         transfers: loads, saves and handoffs.
         load_failure_policy: `EngineConfig.kv_load_failure_policy`.
@@ -43,10 +44,10 @@ class Outcomes:
         self._load_failure_policy = load_failure_policy
         self._clock = clock
 
-    # What arrives.
+    # Input.
 
     def take_progress(self, group: SequenceGroup) -> Outputs:
-        """Ends those candidates of a new group whose tokens so far end them."""
+        """Ends candidates of a new group that the tokens it came with end."""
         if not group.request.progress:
             return []
         outputs = [o for branch in list(group.branches) for o in self._end_if_over(branch, ())]
@@ -55,7 +56,7 @@ class Outcomes:
         return outputs
 
     def take_load(self, load: FinishedLoad) -> Outputs:
-        """A load has ended: run, or by policy recompute what did not come, or fail."""
+        """Ends a load: the group runs, or it recomputes or fails by policy if the load failed."""
         group, lead = load.group, load.group.lead
         lead.num_computed = lead.num_scheduled = load.num_tokens
         group.loaded_at = self._clock()
@@ -68,13 +69,18 @@ class Outcomes:
         return self._leave_root(group) if is_whole and not load.error else []
 
     def take_chunk(self, sequence: Sequence, result: ChunkOutput | None) -> Outputs:
-        """A chunk is computed; `result` is what was drawn at its end, if anything."""
+        """Processes a computed chunk.
+
+        Args:
+            sequence: the chunk's.
+            result: the tokens drawn at the chunk's end; None if it draws none.
+        """
         group = sequence.group
         if result is not None and INVALID_TOKEN in result.token_ids:
             return [self._end_poisoned(group)]
         self._branches.register(sequence)
         if sequence is group.lead:
-            self._transfers.save_computed(group)
+            self._transfers.saves.save_computed(group)
         self._branches.release_behind(sequence)
         if result is None:
             is_whole = sequence.num_computed == len(sequence.token_ids)
@@ -89,14 +95,20 @@ class Outcomes:
 
     def take_decoded(
         self,
-        sequences: Sequences[Sequence],
-        token_ids: Sequences[int],
-        logprobs: Sequences[float],
+        sequences: abc.Sequence[Sequence],
+        token_ids: abc.Sequence[int],
+        logprobs: abc.Sequence[float],
         outputs: Outputs,
     ) -> None:
-        """Tokens of sequences that decode; `logprobs` is empty where nobody wants them.
+        """Processes the tokens of sequences that decode, and extends `outputs`.
 
-        This runs once per token: what most tokens need stands here, plain.
+        This is the hot loop: it runs once per token, so the common case is inlined.
+
+        Args:
+            sequences: one per decode row.
+            token_ids: one per sequence.
+            logprobs: one per sequence; empty if no sequence needs them.
+            outputs: the step's outputs.
         """
         for sequence, logprob in zip(sequences, logprobs, strict=False):
             if sequence.row >= 0:
@@ -117,18 +129,18 @@ class Outcomes:
                     RequestOutput(sequence.group.request_id, sequence.index, (token_id,))
                 )
 
-    def tell_saved(self, group: SequenceGroup) -> Outputs:
-        """A save of the group has ended: whoever takes it over may load what is saved."""
-        saved = self._transfers.take_progress(group)
+    def report_saved(self, group: SequenceGroup) -> Outputs:
+        """Reports blocks that other engines can load now, as a save of the group has ended."""
+        saved = self._transfers.saves.take_progress(group)
         outputs = [RequestOutput(group.request_id, saved=saved)] if saved else []
-        if group.state is GroupState.SAVING and not group.pending_saves:
+        if group.state is GroupState.SAVING and not group.transfer.pending_saves:
             outputs.append(self._end_handed_over(group))
         return outputs
 
     # Tokens.
 
     def _take_token(self, sequence: Sequence, result: ChunkOutput) -> Outputs:
-        """The one token that a candidate drew at the end of a chunk."""
+        """Processes the one token that a candidate draws at the end of a chunk."""
         group, token_ids = sequence.group, result.token_ids
         sequence.token_ids += token_ids
         sequence.logprob += sum(result.logprobs)
@@ -143,7 +155,7 @@ class Outcomes:
         return self._end_if_over(sequence, (token_id,))
 
     def _take_first_tokens(self, root: Sequence, result: ChunkOutput) -> Outputs:
-        """The prompt is computed, and every candidate has its first token."""
+        """Forks the candidates from the computed prompt, each with its first token."""
         group = root.group
         branches = [group.fork_of(root, index) for index in range(len(result.token_ids))]
         for branch, token_id in zip(branches, result.token_ids, strict=True):
@@ -161,7 +173,7 @@ class Outcomes:
         return outputs + self._leave_root(group) if group.branches else outputs
 
     def _take_tops(self, sequence: Sequence, result: ChunkOutput) -> Outputs:
-        """The most likely tokens after a beam, or after the prompt."""
+        """Processes the most likely tokens after a beam or after the prompt."""
         group, beams = sequence.group, sequence.group.beams
         assert beams is not None
         top = list(zip(result.token_ids, result.logprobs, strict=True))
@@ -177,7 +189,7 @@ class Outcomes:
         return self._advance(group, group.branches, beams.advance(tops))
 
     def _leave_root(self, group: SequenceGroup) -> Outputs:
-        """What the candidates share is computed, and how each goes on is known."""
+        """Replaces the computed root by the group's candidates or first beams."""
         if group.root is None:
             return []
         if group.branches:
@@ -187,7 +199,7 @@ class Outcomes:
         return self._advance(group, [group.root], group.beams.start(group.request.first_beams))
 
     def _advance(
-        self, group: SequenceGroup, parents: Sequences[Sequence], steps: Sequences[BeamStep]
+        self, group: SequenceGroup, parents: abc.Sequence[Sequence], steps: abc.Sequence[BeamStep]
     ) -> Outputs:
         assert group.beams is not None
         if not group.beams.is_done:
@@ -214,27 +226,29 @@ class Outcomes:
         return output
 
     def _end_handed_over(self, group: SequenceGroup) -> RequestOutput:
-        """The group's KV is saved, or not: prefill is over."""
+        """Ends a group whose saves have ended, with its handoff if none failed."""
         output = self._output(
             group,
             finish_reason=FinishReason.HANDOFF,
             is_last=True,
-            handoff=self._transfers.commit_handoff(group),
+            handoff=self._transfers.saves.commit_handoff(group),
         )
         self._queues.forget(group)
         return output
 
     def end_candidate(self, group: SequenceGroup, index: int) -> Outputs:
-        """Ends one candidate without an output, and with the last one its request, ABORTED.
-        It has all the tokens that are wanted of it.
+        """Ends one candidate whose further tokens are not needed, without an output.
+
+        If it was the last one, its request ends with an output, ABORTED. Ranked requests need
+        all candidates to find the best, so theirs do not end.
         """
         if group.request.spec.params.is_ranked:
-            return []  # all are needed to find the best
+            return []
         live = [branch for branch in group.branches if not branch.is_given_up]
         branch = next((branch for branch in live if branch.index == index), None)
         if branch is None:
             return []
-        self._publish(branch)
+        self._save_ended(branch)
         if len(live) == 1:
             return [self.end(group, FinishReason.ABORTED)]
         if group.state is GroupState.SWAPPED:
@@ -244,13 +258,13 @@ class Outcomes:
         return []
 
     def _end_if_over(self, sequence: Sequence, newest: tuple[int, ...]) -> Outputs:
-        """Ends a candidate if its last token ends it; nothing if it goes on."""
+        """Ends a candidate if its last token ends it; returns no output if it goes on."""
         group = sequence.group
         reason = group.finish_reason(sequence.token_ids)
         if reason is None:
             return []
         if sequence.is_streamed:
-            self._publish(sequence)
+            self._save_ended(sequence)
         self._remove(sequence)
         if group.request.spec.params.is_ranked:
             token_ids = tuple(sequence.token_ids[group.num_prompt :])
@@ -265,8 +279,10 @@ class Outcomes:
             self._queues.forget(group)
         return [output]
 
-    def _end_ranked(self, group: SequenceGroup, finished: Sequences[FinishedCandidate]) -> Outputs:
-        """All candidates have ended: the best are told, the best first."""
+    def _end_ranked(
+        self, group: SequenceGroup, finished: abc.Sequence[FinishedCandidate]
+    ) -> Outputs:
+        """Ends a group all of whose candidates have ended; returns the best ones, best first."""
         best = sorted(finished, key=lambda candidate: -candidate.score)
         best = best[: group.request.spec.params.n]
         outputs = [
@@ -284,28 +300,31 @@ class Outcomes:
         return outputs
 
     def _end_poisoned(self, group: SequenceGroup) -> RequestOutput:
-        """Ends a group whose logits are not finite. Its KV may be the cause, from
-        whatever step on: nobody else may find it, here or in the store.
+        """Ends a group whose logits are not finite.
+
+        Its KV may be the cause, since an unknown step. So no other request may use it, from the
+        prefix cache or from the store.
         """
         self._branches.discard(group)
-        self._transfers.discard_saved(group)
+        self._transfers.saves.discard(group)
         error = InternalError("the model's output was not finite")
         return self.end(group, FinishReason.ERROR, error)
 
     def _hand_over(self, group: SequenceGroup, result: ChunkOutput) -> Outputs:
-        """Tells the first tokens and frees the group's blocks; its end is told when its
-        saves have ended.
+        """Returns the first tokens and frees the group's blocks.
+
+        The group ends when its saves have ended.
         """
         first = self._output(group, token_ids=result.token_ids, logprobs=result.logprobs)
-        self._transfers.save_for_handoff(group)
+        self._transfers.saves.save_for_handoff(group)
         self._queues.withdraw(group)
         group.state = GroupState.SAVING
-        return [first, *self.tell_saved(group)]
+        return [first, *self.report_saved(group)]
 
-    def _publish(self, sequence: Sequence) -> None:
-        """The sequence is about to end."""
+    def _save_ended(self, sequence: Sequence) -> None:
+        """Saves a sequence's blocks by policy, before it ends."""
         self._branches.unseat(sequence)
-        self._transfers.save_ended(sequence)
+        self._transfers.saves.save_ended(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         sequence.group.branches.remove(sequence)
@@ -322,13 +341,13 @@ class Outcomes:
     def _output(
         self, group: SequenceGroup, index: int = 0, *, is_last: bool = False, **fields: Any
     ) -> RequestOutput:
-        tells_timings = is_last or not group.reported
+        has_timings = is_last or not group.reported
         group.reported = True
         return RequestOutput(
             request_id=group.request_id,
             index=index,
             is_last=is_last,
             cached_tokens=group.num_cached or 0,
-            timings=group.timings(self._clock()) if tells_timings else None,
+            timings=group.timings(self._clock()) if has_timings else None,
             **fields,
         )

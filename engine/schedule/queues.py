@@ -1,8 +1,8 @@
-"""`GroupQueues`: which groups wait, load and run, and the seats they hold. Pure."""
+"""`GroupQueues`: the waiting, loading and running groups, and their seats. Pure."""
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Sequence as Sequences
+from collections import abc
 
 from engine.group import GroupState, SequenceGroup, order_of
 from engine.kv_cache.manager import KvCacheManager
@@ -23,9 +23,10 @@ class GroupQueues:
         branches: rows of sequences.
 
     Attributes:
-        groups: all of them, by request id.
-        chunking: running groups that have, or had lately, sequences that do not decode.
-        num_seats: sequences that running and loading groups may run at once.
+        groups: all groups, by request id.
+        chunking: running groups with sequences that do not decode. A group without any stays
+            here until its next step.
+        num_seats: the most sequences that running and loading groups run at once.
     """
 
     def __init__(self, kv: KvCacheManager, transfers: Transfers, branches: Branches) -> None:
@@ -40,13 +41,13 @@ class GroupQueues:
         self._num_loading = 0
 
     @property
-    def waiting(self) -> Sequences[SequenceGroup]:
-        """Groups without blocks, or with blocks on the host; the most important first."""
+    def waiting(self) -> abc.Sequence[SequenceGroup]:
+        """Groups without blocks in the pool, swapped ones included; the most important first."""
         return self._waiting
 
     @property
-    def running(self) -> Sequences[SequenceGroup]:
-        """Groups that take part in steps; the most important first."""
+    def running(self) -> abc.Sequence[SequenceGroup]:
+        """Groups that run in steps; the most important first."""
         return self._running
 
     @property
@@ -56,95 +57,93 @@ class GroupQueues:
 
     @property
     def num_running(self) -> int:
-        """Sequences that run."""
+        """Number of running sequences."""
         return sum(len(group.running) for group in self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, for blocks or for a load."""
+        """Requests that wait for blocks or for a load."""
         return len(self._waiting) + self._num_loading
 
     @property
     def num_awaited_blocks(self) -> int:
-        """Blocks that waiting groups need to come in, at most."""
+        """Upper bound of the blocks that waiting groups need to be admitted."""
         return sum(map(self._num_needed, self._waiting))
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens still to compute."""
+        """Prompt tokens that are not computed yet."""
         return sum(group.num_queued_prompt for group in (*self.chunking, *self._waiting))
 
     @property
     def num_begun_tokens(self) -> int:
-        """Of them, those of groups that have begun to compute theirs."""
+        """Prompt tokens that are not computed yet, of running groups only."""
         return sum(group.num_queued_prompt for group in self.chunking)
 
-    # Forward.
+    # Towards running.
 
     def enqueue(self, group: SequenceGroup) -> None:
-        """A new group waits."""
+        """Adds a new group to the waiting ones."""
         self.groups[group.request_id] = group
         insort(self._waiting, group, key=order_of)
 
     def stop_waiting(self, group: SequenceGroup) -> None:
-        """The group has got blocks for its lead, or for all its sequences: it takes its seats."""
+        """Admits a waiting group, whose blocks are there: it occupies its seats."""
         _remove(self._waiting, group)
         group.num_held_seats = group.num_seats
         self.num_seats += group.num_held_seats
 
     def start_loading(self, group: SequenceGroup) -> None:
-        """The group waits for a load into its blocks."""
+        """Lets an admitted group wait for the load into its blocks."""
         group.state = GroupState.LOADING
         self._num_loading += 1
 
     def end_load(self, group: SequenceGroup, *, failure: str) -> None:
-        """The group's load has ended: it runs, or starts over without loading."""
+        """Ends a group's load: it runs, or waits to compute if the load failed."""
         self._num_loading -= 1
         if not failure:
             self.start_running(group)
             return
         _logger.warning("%s: KV load failed (%s), computing", group.request_id, failure)
-        group.may_load = False
-        group.num_saved = 0
         self._start_over(group)
 
     def start_running(self, group: SequenceGroup) -> None:
-        """The group takes part in steps."""
+        """Makes an admitted group run in steps."""
         group.state = GroupState.RUNNING
         if group.num_cached is None:
             group.num_cached = min(group.lead.num_computed, group.num_prompt)
         insort(self._running, group, key=order_of)
         self.chunking[group] = None
 
-    # Back.
+    # Preemption.
 
     def stop_running(self, group: SequenceGroup) -> None:
-        """The group gives way: its sequences have neither rows nor tokens in flight."""
+        """Stops a group: its sequences lose their rows and their tokens in flight."""
         _remove(self._running, group)
         self.chunking.pop(group, None)
-        self._transfers.forget(group)
-        self._transfers.take_back(group)
+        self._transfers.loads.forget(group)
+        self._transfers.saves.take_back(group)
         for sequence in group.running:
             self._branches.unseat(sequence)
             sequence.num_scheduled = sequence.num_computed
 
     def wait_swapped(self, group: SequenceGroup) -> None:
-        """The group, whose tables are on the host, waits to come back."""
+        """Makes a stopped group wait, whose KV is on the host."""
         for sequence in group.running:
             sequence.table = None
-        self._give_seats_back(group)
+        self._free_seats(group)
         group.state = GroupState.SWAPPED
         insort(self._waiting, group, key=order_of)
 
     def wait_again(self, group: SequenceGroup) -> None:
-        """The group gives its blocks back and waits to compute again."""
+        """Frees the blocks of a stopped group and makes it wait to compute again."""
         group.beam_tops.clear()
         self._start_over(group)
 
-    # Out.
+    # The end.
 
     def withdraw(self, group: SequenceGroup) -> None:
-        """Takes the group out of every queue and frees what it holds."""
+        """Removes a group from every queue and frees what it holds."""
         match group.state:
             case GroupState.WAITING | GroupState.SWAPPED:
                 _remove(self._waiting, group)
@@ -156,18 +155,18 @@ class GroupQueues:
         if group.swapped is not None:
             self._kv.drop_swapped(group.swapped)
             group.swapped = None
-        self._transfers.forget(group)
+        self._transfers.loads.forget(group)
         self._release(group)
 
     def forget(self, group: SequenceGroup) -> None:
-        """The request is over."""
+        """Removes a request that has had its last output."""
         self.withdraw(group)
-        self._transfers.abandon(group)
+        self._transfers.saves.abandon(group)
         group.state = GroupState.FINISHED
         del self.groups[group.request_id]
 
     def leave_seat(self, group: SequenceGroup) -> None:
-        """One of the group's sequences has ended for good."""
+        """Frees the seat of a sequence that has ended."""
         if group.num_held_seats:
             group.num_held_seats -= 1
             self.num_seats -= 1
@@ -184,19 +183,19 @@ class GroupQueues:
         insort(self._waiting, group, key=order_of)
 
     def _release(self, group: SequenceGroup) -> None:
-        """Takes rows, seats and blocks from the group's sequences."""
+        """Frees the rows, seats and blocks of a group's sequences."""
         for sequence in group.running:
             self._branches.drop(sequence)
             sequence.restart()
-        self._give_seats_back(group)
+        self._free_seats(group)
 
-    def _give_seats_back(self, group: SequenceGroup) -> None:
+    def _free_seats(self, group: SequenceGroup) -> None:
         self.num_seats -= group.num_held_seats
         group.num_held_seats = 0
 
 
 def _remove(groups: list[SequenceGroup], group: SequenceGroup) -> None:
-    """Takes a group out of a sorted list."""
+    """Removes a group from a sorted list."""
     index = bisect_left(groups, group.order, key=order_of)
     assert groups[index] is group
     del groups[index]

@@ -1,19 +1,15 @@
 """`Scheduler`: decides what each step computes. Pure: no torch, no I/O, no clock of its own.
 
-Continuous batching (Orca, Yu et al. 2022) over paged KV (Kwon et al. 2023),
-with chunked prefill (Sarathi, Agrawal et al. 2023). There are no prefill and
-decode modes: one step mixes sequences that decode, a token each, and chunks
-of tokens that are known, within one token budget.
+Continuous batching (Orca, Yu et al. 2022) over paged KV (Kwon et al. 2023), with chunked prefill
+(Sarathi, Agrawal et al. 2023). There are no separate prefill and decode steps: one step mixes
+sequences that decode, one token each, with chunks of known tokens, within one token budget.
 
-Nothing wedges, because the most important group always makes progress: see
-`engine.schedule.admission`. What becomes of the tokens is told in `engine.schedule.outputs`.
+No deadlock can occur, as the most important group always makes progress
+(`engine.schedule.admission`). `engine.schedule.outputs` processes the tokens of a step.
 
-Steps may overlap: `schedule` may be called once more before `commit`, as long
-as steps are committed in order. A sequence that decodes needs no known token
-for that. Blocks that a step in flight may touch are not given to others
-before it has reported (`KvCacheManager.step_started`).
-
-`Deadlines`: which request's time is up next. Pure.
+Steps may overlap: `schedule` may be called once more before `commit`, if steps are committed in
+order. A sequence that decodes needs no known token for that. Blocks that a step in flight may
+touch are not reused before its output is in (`KvCacheManager.step_started`).
 """
 
 import heapq
@@ -29,14 +25,15 @@ from engine.group import GroupState, Sequence, SequenceGroup, order_of
 from engine.kv_cache.manager import KvCacheManager
 from engine.kv_cache.spec import KvCacheSpec, spec_of
 from engine.kv_transfer.costs import LoadCosts
+from engine.kv_transfer.loads import FinishedLoad
 from engine.kv_transfer.saves import SavePolicy
-from engine.kv_transfer.transfers import FinishedLoad, Transfers
+from engine.kv_transfer.transfers import Transfers
 from engine.request import EngineLoad, EngineRequest, FinishReason, RequestOutput
 from engine.runner import ModelInfo, StepCosts
 from engine.schedule.admission import Admission
 from engine.schedule.branches import Branches
 from engine.schedule.decode_set import DecodeSet
-from engine.schedule.outputs import Outcomes
+from engine.schedule.outputs import OutputProcessor
 from engine.schedule.queues import GroupQueues
 from engine.schedule.step_plan import StepPlan, StepRecord
 from kvstore.block_key import BlockKeyChain
@@ -47,19 +44,20 @@ from kvstore.metrics import TransferMetrics
 
 __all__ = ["Deadlines", "Scheduler"]
 
-# Deadlines of ended requests stay in the heap until they outnumber the live ones by this.
+# Deadlines of ended requests are removed when they outnumber the live requests by this.
 _MAX_STALE = 64
 
 
 class _Arrived(Protocol):
-    arrival: int
+    @property
+    def arrival(self) -> int: ...
 
 
 class Deadlines:
-    """A heap of deadlines over the live requests.
+    """A heap of the live requests' deadlines.
 
     Args:
-        live: the live requests by id; an id may come again with another arrival number.
+        live: the live requests by id. A new request may reuse an id with another arrival number.
     """
 
     def __init__(self, live: Mapping[str, _Arrived]) -> None:
@@ -68,11 +66,11 @@ class Deadlines:
 
     @property
     def next(self) -> float | None:
-        """When `take_passed` next has something to tell."""
+        """The earliest deadline; it may be of a request that has ended."""
         return self._heap[0][0] if self._heap else None
 
     def add(self, deadline: float, arrival: int, request_id: str) -> None:
-        """Notes a live request's deadline."""
+        """Adds a live request's deadline."""
         heapq.heappush(self._heap, (deadline, arrival, request_id))
         if len(self._heap) > 2 * len(self._live) + _MAX_STALE:
             arrivals = {request.arrival for request in self._live.values()}
@@ -80,7 +78,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def take_passed(self, now: float) -> list[str]:
-        """Ids of the live requests whose deadline has passed, each told once."""
+        """Returns the ids of live requests whose deadline has passed; each only once."""
         passed = []
         while self._heap and self._heap[0][0] <= now:
             _, arrival, request_id = heapq.heappop(self._heap)
@@ -102,10 +100,10 @@ class Scheduler:
         info: the model's facts.
         num_blocks: KV blocks in the pool.
         num_host_blocks: KV blocks in the host pool.
-        costs: what preemption weighs, and what loads are weighed against.
+        costs: measured costs of computing and swapping, for preemption and loads.
         namespace: digest that block keys are rooted in.
-        connector: scheduler half of the KV connector, if there is one.
-        metrics: where transfers are counted, if anywhere.
+        connector: scheduler half of the KV connector; a null connector if there is none.
+        metrics: counts transfers; None discards them.
         clock: monotonic seconds.
 
     Attributes:
@@ -121,7 +119,7 @@ class Scheduler:
         num_host_blocks: int,
         costs: StepCosts,
         namespace: bytes,
-        connector: KvConnectorScheduler | None,
+        connector: KvConnectorScheduler,
         metrics: TransferMetrics | None = None,
         clock: Callable[[], float],
     ) -> None:
@@ -160,7 +158,7 @@ class Scheduler:
             costs,
             clock,
         )
-        self._outcomes = Outcomes(
+        self._outputs = OutputProcessor(
             self._queues, self._branches, self._transfers, config.kv_load_failure_policy, clock
         )
         self._groups = self._queues.groups
@@ -176,7 +174,7 @@ class Scheduler:
 
     @property
     def num_transfers(self) -> int:
-        """Loads and saves under way, those of finished requests included."""
+        """Connector jobs without a result, those of finished requests included."""
         return self._transfers.in_flight
 
     @property
@@ -186,7 +184,7 @@ class Scheduler:
         return min((deadline for deadline in both if deadline is not None), default=None)
 
     def load(self) -> EngineLoad:
-        """How busy the engine is."""
+        """Returns how busy the engine is."""
         return EngineLoad(
             num_running=self._queues.num_running,
             num_waiting=self._queues.num_waiting,
@@ -209,61 +207,62 @@ class Scheduler:
         """
         group = self._new_group(request)
         self._queues.enqueue(group)
-        self._transfers.accept(group)
+        self._transfers.loads.accept(group)
         if request.spec.deadline is not None:
             self._deadlines.add(request.spec.deadline, group.arrival, group.request_id)
-        return self._outcomes.take_progress(group)
+        return self._outputs.take_progress(group)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Ends requests and frees what they hold; unknown ids are passed over."""
+        """Ends requests and frees what they hold. Unknown ids are ignored."""
         known = [self._groups[i] for i in dict.fromkeys(request_ids) if i in self._groups]
-        return [self._outcomes.end(group, FinishReason.ABORTED) for group in known]
+        return [self._outputs.end(group, FinishReason.ABORTED) for group in known]
 
     def finish_candidate(self, request_id: str, index: int) -> list[RequestOutput]:
-        """Ends one candidate without an output, and with the last one its request, ABORTED.
-        Unknown ones are passed over.
+        """Ends one candidate without an output. Unknown ids and indices are ignored.
+
+        If it was the last one, its request ends with an output, ABORTED.
         """
         group = self._groups.get(request_id)
-        return self._outcomes.end_candidate(group, index) if group is not None else []
+        return self._outputs.end_candidate(group, index) if group is not None else []
 
     def expire(self) -> list[RequestOutput]:
         """Ends requests whose deadline has passed, and gives up overdue transfers."""
         now = self._clock()
-        outputs = self._take_transfers(*self._transfers.expire(now))
+        outputs = self._end_transfers(*self._transfers.expire(now))
         for request_id in self._deadlines.take_passed(now):
             error = DeadlineExceededError("the request's deadline passed on the worker")
-            outputs.append(self._outcomes.end(self._groups[request_id], FinishReason.ERROR, error))
+            outputs.append(self._outputs.end(self._groups[request_id], FinishReason.ERROR, error))
         return outputs
 
     def release_handoff(self, handoff_id: str) -> None:
-        """Drops what was kept for one handoff alone."""
-        self._transfers.release_handoff(handoff_id)
+        """Ends a handoff's lease and deletes what was saved for it alone."""
+        self._transfers.saves.release_handoff(handoff_id)
 
     def prefetch(self, handoff: KvHandoff) -> None:
-        """Begins to load blocks of a prompt that another engine is still computing."""
-        self._transfers.prefetch(handoff, self._queues.num_awaited_blocks)
+        """Starts to load blocks of a prompt that another engine is still computing."""
+        self._transfers.prefetches.start(handoff, self._queues.num_awaited_blocks)
 
     def apply(self, results: TransferResults) -> list[RequestOutput]:
-        """Takes in what the connector's worker half reported."""
-        return self._take_transfers(*self._transfers.apply(results))
+        """Processes results of the connector's worker half."""
+        return self._end_transfers(*self._transfers.apply(results))
 
     def build_work(self) -> ConnectorWork:
-        """What the connector's worker half must start now."""
+        """Returns what the connector's worker half must start now."""
         return self._transfers.build_work(self._clock())
 
     # A step.
 
     def schedule(self) -> ScheduledBatch | None:
-        """Chooses this step's work; None if nothing can run now."""
+        """Returns the next step's work; None if nothing can run now."""
         plan = StepPlan(self._num_steps + 1, self._config.max_num_batched_tokens)
         plan.budget -= len(self._decoding)
         due: dict[SequenceGroup, list[Sequence]] = {}
         for sequence in self._decoding.take_due(plan.step):
             due.setdefault(sequence.group, []).append(sequence)
-        # The most important first: whoever gives way has not been looked at yet.
+        # The most important first: only groups after the current one are preempted.
         for group in sorted((due | self._queues.chunking).keys(), key=order_of):
             if group.state is not GroupState.RUNNING:
-                continue  # gave way to one before it
+                continue  # preempted for a group before it
             if self._admission.renew_due(group, due.get(group, []), plan):
                 self._admission.run_chunks(group, plan)
         if not plan.has_preempted:
@@ -271,25 +270,25 @@ class Scheduler:
         return self._start_step(plan)
 
     def commit(self, batch: ScheduledBatch, output: StepOutput) -> list[RequestOutput]:
-        """Takes in a step's tokens; returns what the requests shall hear of it."""
-        record = self._report(batch)
+        """Processes a step's tokens; returns the requests' outputs."""
+        record = self._end_step(batch)
         outputs: list[RequestOutput] = []
         for sequence, chunk, result in zip(record.chunks, batch.chunks, output.chunks, strict=True):
             if sequence.row != chunk.row:
                 continue  # ended or preempted meanwhile
             sequence.num_computed = chunk.start_position + chunk.num_tokens
-            outputs += self._outcomes.take_chunk(sequence, result)
-        self._outcomes.take_decoded(
+            outputs += self._outputs.take_chunk(sequence, result)
+        self._outputs.take_decoded(
             record.decoding, output.decoded, output.decoded_logprobs, outputs
         )
         self.kv.step_reported(batch.step)
         return outputs
 
     def fail(self, batch: ScheduledBatch, error: BatonError) -> list[RequestOutput]:
-        """Ends every request of a step that could not be executed."""
-        groups = list(self._report(batch).groups())
+        """Ends every request of a step that failed."""
+        groups = list(self._end_step(batch).groups())
         live = [group for group in groups if self._groups.get(group.request_id) is group]
-        outputs = [self._outcomes.end(group, FinishReason.ERROR, error) for group in live]
+        outputs = [self._outputs.end(group, FinishReason.ERROR, error) for group in live]
         self.kv.step_reported(batch.step)
         return outputs
 
@@ -297,7 +296,7 @@ class Scheduler:
         """Verifies that every block reference belongs to a sequence, a job or a fence.
 
         Raises:
-            AssertionError: a block leaked or is held twice; a bug.
+            AssertionError: a block leaked or is held twice, which is a bug.
         """
         self.kv.check()
         owned = [block for group in self._groups.values() for block in group.held_blocks()]
@@ -316,12 +315,12 @@ class Scheduler:
         self._in_flight.append(record)
         for sequence in record.chunks:
             if sequence is sequence.group.lead:
-                self._transfers.save_ahead(sequence.group, plan.step)
+                self._transfers.saves.save_ahead(sequence.group, plan.step)
         self.kv.step_started(plan.step)
         return record.batch
 
-    def _report(self, batch: ScheduledBatch) -> StepRecord:
-        """The step is over: whose it was."""
+    def _end_step(self, batch: ScheduledBatch) -> StepRecord:
+        """Returns the record of a step that is over."""
         record = self._in_flight.popleft()
         assert record.batch is batch, "steps are committed in order"
         self._transfers.step_ended(batch.step)
@@ -329,23 +328,22 @@ class Scheduler:
             group.is_returning = False
         return record
 
-    def _take_transfers(
+    def _end_transfers(
         self, loads: list[FinishedLoad], saved: list[SequenceGroup]
     ) -> list[RequestOutput]:
-        outputs = [output for load in loads for output in self._outcomes.take_load(load)]
+        outputs = [output for load in loads for output in self._outputs.take_load(load)]
         for group in saved:
             if self._groups.get(group.request_id) is group:
-                outputs += self._outcomes.tell_saved(group)
+                outputs += self._outputs.report_saved(group)
         return outputs
 
     def _new_group(self, request: EngineRequest) -> SequenceGroup:
         now, arrival = self._clock(), self._num_arrivals
         self._num_arrivals += 1
-        # A level of priority counts as so many seconds of waiting: nobody waits forever.
+        # A level of priority counts as some seconds of waiting, so every request gets its turn.
         rank = now - request.spec.priority * self._config.priority_ageing_s
         return SequenceGroup(
             request=request,
-            arrival=arrival,
             order=(rank, arrival),
             keys=BlockKeyChain(
                 self._namespace,
@@ -360,26 +358,25 @@ class Scheduler:
 
 
 def _save_policy(
-    config: EngineConfig, spec: KvCacheSpec, connector: KvConnectorScheduler | None
+    config: EngineConfig, spec: KvCacheSpec, connector: KvConnectorScheduler
 ) -> SavePolicy:
-    """What the engine publishes: nothing that nobody could find."""
-    # Blocks that go whole are whole when their step is over. In the overlapped loop a step may
-    # begin before the one before it has failed, and compute on what that left undone.
+    """Returns what the engine saves: only blocks that another request can find."""
+    # Without layer slices a block is saved at once, after its step. With overlapped steps a step
+    # may start before the one before it has failed, and compute from incomplete KV.
     ahead = (
-        connector is not None
-        and connector.saves_ahead
+        connector.saves_ahead
         and config.kv_transfer_layer_slices > 1
         and not config.async_scheduling
     )
     if config.role == "prefill":
         return SavePolicy(prompts=True, ahead=ahead)
-    if connector is None or not connector.finds_by_key:
+    if not connector.finds_by_key:
         return SavePolicy()
     is_both = config.role == "both"
     prompts = SavePolicy(prompts=is_both, ahead=is_both and ahead)
     if config.kv_publish == "off":
         return prompts
-    if any(spec.windows):  # at the end, or after a while, what lies behind a window is gone
+    if any(spec.windows):  # blocks behind a window are freed while the sequence runs
         return SavePolicy(prompts=True, ahead=ahead, interval=1, at_end=True)
     interval = int(config.kv_publish) if config.kv_publish.isdecimal() else None
     return replace(prompts, interval=interval, at_end=True)

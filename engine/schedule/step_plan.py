@@ -1,7 +1,7 @@
-"""`StepPlan`: a batch in the making; `StepRecord`: who was in it. Pure."""
+"""`StepPlan`: collects a step's work; `StepRecord`: the sequences of a scheduled batch. Pure."""
 
+from collections import abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 
 from engine.batch import ScheduledBatch, ScheduledChunk, TableUpdate
@@ -13,37 +13,37 @@ __all__ = ["StepPlan", "StepRecord"]
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Whose work a batch is, until its output comes.
+    """The sequences behind a batch, kept until its output is in.
 
     Attributes:
-        batch: the batch.
-        chunks: the sequences of its chunks.
-        decoding: the sequences of its decode rows.
-        swapped: groups that it swaps out or in.
+        batch: the scheduled batch.
+        chunks: the sequence of each chunk.
+        decoding: the sequence of each decode row.
+        swapped: groups whose KV it copies to or from the host.
     """
 
     batch: ScheduledBatch
     chunks: tuple[Sequence, ...]
-    decoding: Sequences[Sequence]
+    decoding: abc.Sequence[Sequence]
     swapped: tuple[SequenceGroup, ...]
 
     def groups(self) -> Iterable[SequenceGroup]:
-        """Every group whose KV or tokens the batch touches, once each."""
+        """Returns every group whose KV or tokens the batch touches, once each."""
         sequences = (*self.chunks, *self.decoding)
         return dict.fromkeys((*(s.group for s in sequences), *self.swapped))
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a step shall do, as far as it is decided.
+    """What a step does, as far as it is decided.
 
     Attributes:
         step: the batch's number.
         budget: tokens that may still be added.
-        has_preempted: somebody had to give way, so nobody new shall come.
-        num_partial: prompts that this step leaves computed in part.
-        entering: sequences that decode on after this step.
-        swapped: groups swapped out or in.
+        has_preempted: whether a group was preempted; then no group is admitted.
+        num_partial: prompts of which the step computes a part.
+        entering: sequences that decode after this step.
+        swapped: groups whose KV the step copies to or from the host.
     """
 
     step: int
@@ -56,7 +56,7 @@ class StepPlan:
     _updates: list[TableUpdate] = field(default_factory=list)
 
     def update_tables(self, sequence: Sequence, changes: Iterable[TableChange]) -> None:
-        """Tells the runner what changed in a sequence's tables; all of it, if the row is new."""
+        """Adds changes of a sequence's tables; for a new row, the whole tables instead."""
         table, row = sequence.table, sequence.row
         assert table is not None
         if sequence.is_row_new:
@@ -67,10 +67,12 @@ class StepPlan:
                     zip(table.blocks, table.first_live, strict=True)
                 )
             ]
-        self._updates += [TableUpdate(row, c.group, c.first_index, c.block_ids) for c in changes]
+        self._updates += [
+            TableUpdate(row, c.layer_group, c.first_index, c.block_ids) for c in changes
+        ]
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """The sequence runs its next known tokens; what they lead to is drawn at their end."""
+        """Adds a chunk of a sequence's known tokens. Its last chunk also draws the next tokens."""
         group, start = sequence.group, sequence.num_scheduled
         end = start + num_tokens
         ends = end == len(sequence.token_ids)
@@ -91,22 +93,22 @@ class StepPlan:
             self.entering.append(sequence)
 
     def drop(self, group: SequenceGroup) -> None:
-        """The group has given way after all."""
+        """Removes what was planned for a group that is preempted."""
         self._chunks = [entry for entry in self._chunks if entry[0].group is not group]
         self.entering = [sequence for sequence in self.entering if sequence.group is not group]
 
     def record(
         self,
-        decoding: tuple[Sequences[Sequence], tuple[int, ...]],
+        decoding: tuple[abc.Sequence[Sequence], tuple[int, ...]],
         swaps: tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]],
         copies: tuple[tuple[int, int], ...],
     ) -> StepRecord | None:
-        """The finished plan; None if there is nothing to do.
+        """Returns the batch and its sequences; None if there is nothing to do.
 
         Args:
-            decoding: sequences that decode, and their rows.
-            swaps: swapped in and out.
-            copies: blocks copied on write.
+            decoding: the sequences that decode, and their rows.
+            swaps: blocks to copy from the host, and to the host.
+            copies: blocks to copy on write.
         """
         sequences, rows = decoding
         if not (self._chunks or rows or any(swaps)):

@@ -37,7 +37,7 @@ def lay_out_decode(
     inputs.positions.copy_(positions)
     inputs.draw_positions.copy_(positions + 1)
     inputs.context_lens.copy_(positions + 1)
-    tables = rows.tables.index_select(1, row_ids)  # [num_groups, n, max_blocks]
+    tables = rows.tables.index_select(1, row_ids)  # [num_layer_groups, n, max_blocks]
     inputs.tables.copy_(tables)
     own_blocks = tables.gather(2, blocks.expand(len(tables), -1).unsqueeze(-1)).squeeze(-1)
     inputs.slots.copy_(own_blocks.long() * block_size + offsets)
@@ -66,7 +66,7 @@ def write_table_entries(
     """Writes block ids into `RowState.tables`.
 
     Args:
-        tables: `[num_groups, num_rows, max_blocks]` int32, contiguous.
+        tables: `[num_layer_groups, num_rows, max_blocks]` int32, contiguous.
         indices: `[k]` int64, all different; row-major indices of the entries.
         block_ids: `[k]` int32.
     """

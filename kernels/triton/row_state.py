@@ -21,12 +21,12 @@ def lay_out_decode(
     """Copies no column past a context's last block."""
     if not len(row_ids):
         return
-    num_groups, _, max_blocks = rows.tables.shape
+    num_layer_groups, _, max_blocks = rows.tables.shape
     vectors = (inputs.token_ids, inputs.positions, inputs.draw_positions, inputs.context_lens)
     assert all(vector.is_contiguous() for vector in (*vectors, row_ids, rows.positions))
     assert rows.last_tokens.is_contiguous()
     assert rows.tables.stride(2) == inputs.tables.stride(2) == inputs.slots.stride(1) == 1
-    _lay_out_kernel[(len(row_ids), num_groups, triton.cdiv(max_blocks, _COLUMNS))](
+    _lay_out_kernel[(len(row_ids), num_layer_groups, triton.cdiv(max_blocks, _COLUMNS))](
         rows.tables,
         rows.positions,
         rows.last_tokens,
@@ -70,21 +70,21 @@ def _lay_out_kernel(
     other inputs of sequence i; program (i, g, c) copies COLUMNS columns from c * COLUMNS on.
     """
     sequence = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1).to(tl.int64)
+    layer_group = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(2)
     row = tl.load(row_ids + sequence)
     position = tl.load(row_positions + row)
     block = position // block_size
-    own_table = row_tables + group * row_tables_group_stride + row * row_tables_row_stride
+    own_table = row_tables + layer_group * row_tables_group_stride + row * row_tables_row_stride
     columns = chunk * COLUMNS + tl.arange(0, COLUMNS)
     mask = (columns <= block) & (columns < max_blocks)
     block_ids = tl.load(own_table + columns, mask=mask, other=0)
-    table = tables + group * tables_group_stride + sequence * tables_row_stride
+    table = tables + layer_group * tables_group_stride + sequence * tables_row_stride
     tl.store(table + columns, block_ids, mask=mask)
     if chunk == 0:
         slot = tl.load(own_table + block).to(tl.int64) * block_size + position % block_size
-        tl.store(slots + group * slots_group_stride + sequence, slot)
-        if group == 0:
+        tl.store(slots + layer_group * slots_group_stride + sequence, slot)
+        if layer_group == 0:
             tl.store(token_ids + sequence, tl.load(last_tokens + row))
             tl.store(positions + sequence, position)
             tl.store(draw_positions + sequence, position + 1)

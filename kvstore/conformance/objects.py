@@ -1,10 +1,12 @@
-"""Keys, values and buffers that the conformance tests put and read."""
+"""Keys and objects that the conformance tests put and read."""
 
 import os
 
-from kvstore.store import GetStatus, KvStore
+from kvstore.store import GetStatus, KvObject, KvStore
 
-__all__ = ["blank", "filled", "random_keys", "read", "read_uniform"]
+__all__ = ["as_object", "blank", "counting", "filled", "random_keys", "read", "read_uniform"]
+
+_HEADER_BYTES = 64
 
 
 def random_keys(num_keys: int) -> list[bytes]:
@@ -12,21 +14,35 @@ def random_keys(num_keys: int) -> list[bytes]:
     return [os.urandom(32) for _ in range(num_keys)]
 
 
-def filled(byte: int, num_bytes: int) -> memoryview:
-    """A value of one repeated byte, so that a mixture of two values shows."""
-    return memoryview(bytes([byte]) * num_bytes)
+def as_object(
+    value: bytes | bytearray | memoryview, num_header_bytes: int = _HEADER_BYTES
+) -> KvObject:
+    """A value as an object; one that is writable stays so."""
+    return KvObject.split(memoryview(value), num_header_bytes)
 
 
-def blank(num_bytes: int) -> memoryview:
-    """A buffer to read into."""
-    return memoryview(bytearray(num_bytes))
+def filled(byte: int, num_bytes: int) -> KvObject:
+    """An object of one repeated byte, so that a mixture of two objects shows."""
+    return as_object(bytes([byte]) * num_bytes)
 
 
-def read(store: KvStore, key: bytes, num_bytes: int) -> bytes | GetStatus:
+def counting(num_bytes: int) -> bytes:
+    """A value whose bytes show where they belong."""
+    return (bytes(range(251)) * (num_bytes // 251 + 1))[:num_bytes]
+
+
+def blank(num_bytes: int, num_header_bytes: int = _HEADER_BYTES) -> KvObject:
+    """Memory to read an object into."""
+    return as_object(bytearray(num_bytes), num_header_bytes)
+
+
+def read(
+    store: KvStore, key: bytes, num_bytes: int, num_header_bytes: int = _HEADER_BYTES
+) -> bytes | GetStatus:
     """An object's bytes, or why there are none."""
-    buffer = blank(num_bytes)
-    (status,) = store.get_many_into([key], [buffer])
-    return bytes(buffer) if status is GetStatus.HIT else status
+    there = blank(num_bytes, num_header_bytes)
+    (status,) = store.get_into([key], [there])
+    return there.to_bytes() if status is GetStatus.HIT else status
 
 
 def read_uniform(store: KvStore, key: bytes, num_bytes: int) -> int | None:

@@ -19,7 +19,7 @@ def open_bounded(store: KvStore, open_kv_store: StoreOpener) -> StoreOpener:
 
 
 def _put(store: KvStore, key: bytes) -> None:
-    store.put_many([key], [filled(1, _OBJECT_BYTES)])
+    store.put([key], [filled(1, _OBJECT_BYTES)])
 
 
 def _alive(store: KvStore, keys: list[bytes]) -> list[bool]:
@@ -60,7 +60,7 @@ def test_two_stores_keep_to_one_bound(open_bounded: StoreOpener) -> None:
 def test_a_batch_beyond_the_bound_keeps_its_end(open_bounded: StoreOpener) -> None:
     store = open_bounded()
     keys = random_keys(2 * _CAPACITY)
-    store.put_many(keys, [filled(1, _OBJECT_BYTES)] * len(keys))
+    store.put(keys, [filled(1, _OBJECT_BYTES)] * len(keys))
     alive = _alive(store, keys)
     assert sum(alive) <= _CAPACITY
     assert alive[-1]
@@ -81,15 +81,17 @@ def test_what_is_put_again_stays(open_bounded: StoreOpener) -> None:
     again, *others = random_keys(1 + 3 * _CAPACITY)
     _put(store, again)
     for key in others:
-        store.put_many([again], [filled(2, _OBJECT_BYTES)])
+        store.put([again], [filled(2, _OBJECT_BYTES)])
         _put(store, key)
-    assert read(store, again, _OBJECT_BYTES) == bytes(filled(1, _OBJECT_BYTES)), "it went meanwhile"
+    assert read(store, again, _OBJECT_BYTES) == filled(1, _OBJECT_BYTES).to_bytes(), (
+        "it went meanwhile"
+    )
 
 
 def test_what_is_looked_up_stays(open_bounded: StoreOpener) -> None:
     store = open_bounded()
     looked_up, others = random_keys(3), random_keys(3 * _CAPACITY)
-    store.put_many(looked_up, [filled(1, _OBJECT_BYTES)] * len(looked_up))
+    store.put(looked_up, [filled(1, _OBJECT_BYTES)] * len(looked_up))
     for key in others:
         _put(store, key)
         assert store.contains_prefix(looked_up) == len(looked_up)
@@ -113,6 +115,6 @@ def test_an_object_beyond_the_bound_is_refused(open_bounded: StoreOpener) -> Non
     store = open_bounded()
     too_large, fitting = random_keys(2)
     with pytest.raises(StoreUnavailableError):
-        store.put_many([too_large], [filled(1, (_CAPACITY + 1) * _OBJECT_BYTES)])
+        store.put([too_large], [filled(1, (_CAPACITY + 1) * _OBJECT_BYTES)])
     _put(store, fitting)
     assert store.contains_prefix([fitting])

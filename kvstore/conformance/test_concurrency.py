@@ -34,7 +34,7 @@ def test_threads_never_see_a_torn_or_changed_object(store: KvStore) -> None:
     def write(byte: int) -> None:
         start.wait()
         for key in keys:
-            store.put_many([key], [filled(byte, _OBJECT_BYTES)])
+            store.put([key], [filled(byte, _OBJECT_BYTES)])
 
     def watch() -> list[list[int]]:
         """The values that each key showed, until all have one."""
@@ -63,7 +63,7 @@ def test_threads_delete_and_put_the_same_keys(store: KvStore) -> None:
 
     def churn(byte: int) -> None:
         for _ in range(15):
-            store.put_many(keys, [filled(byte, 10_000)] * len(keys))
+            store.put(keys, [filled(byte, 10_000)] * len(keys))
             for key in keys:
                 read_uniform(store, key, 10_000)
             assert 0 <= store.contains_prefix(keys) <= len(keys)
@@ -72,7 +72,7 @@ def test_threads_delete_and_put_the_same_keys(store: KvStore) -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(churn, range(6)))
     store.delete(keys)
-    store.put_many(keys, [filled(9, 10_000)] * len(keys))
+    store.put(keys, [filled(9, 10_000)] * len(keys))
     assert [read_uniform(store, key, 10_000) for key in keys] == [9] * len(keys)
 
 
@@ -101,7 +101,7 @@ def test_a_killed_writer_leaves_whole_objects(store: KvStore, shared_url: str) -
     assert num_written >= 3
     for number, key in enumerate(keys[: num_written + 2]):
         assert read_uniform(store, key, _OBJECT_BYTES) in (number % 256, None)
-    store.put_many([keys[num_written]], [filled(7, 10)])
+    store.put([keys[num_written]], [filled(7, 10)])
     store.delete(keys)
 
 
@@ -110,6 +110,6 @@ def test_objects_outlive_the_store_that_put_them(
 ) -> None:
     (key,) = random_keys(1)
     writer = open_kv_store()
-    writer.put_many([key], [filled(5, 100)])
+    writer.put([key], [filled(5, 100)])
     writer.close()
     assert read_uniform(open_kv_store(), key, 100) == 5

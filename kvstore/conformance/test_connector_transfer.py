@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvstore.block_views import view_blocks
 from kvstore.conformance.conftest import EngineOpener
 from kvstore.conformance.engines import LAYOUTS, NUM_BLOCKS, TinyEngine, random_prompt
 from kvstore.connector import ConnectorCapabilities
 from kvstore.layout import KvLayout
+from kvstore.mover.pool_objects import view_blocks
 
 _COUNTS = (1, 7, NUM_BLOCKS)
 _LONGEST_NAP_S = 10.0

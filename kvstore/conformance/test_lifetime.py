@@ -27,7 +27,7 @@ def short_lived(open_kv_store: StoreOpener) -> KvStore:
 def _put_and_await_expiry(store: KvStore) -> bytes:
     """Puts objects and looks at another one each time, as a look touches; the first one gone."""
     keys = random_keys(_NUM_PROBES)
-    store.put_many(keys, [filled(1, 100)] * _NUM_PROBES)
+    store.put(keys, [filled(1, 100)] * _NUM_PROBES)
     for key in keys:
         if not store.contains_prefix([key]):
             return key
@@ -39,7 +39,7 @@ def _outlive_their_ttl(store: KvStore, are_alive_then_touch: Callable[[list[byte
     """Puts and touches for two TTLs; False where the machine paused for longer than a TTL."""
     keys = random_keys(_NUM_TOUCHED)
     started_s = touched_s = time.monotonic()
-    store.put_many(keys, [filled(1, 100)] * _NUM_TOUCHED)
+    store.put(keys, [filled(1, 100)] * _NUM_TOUCHED)
     while time.monotonic() < started_s + 2 * _TTL_S:
         time.sleep(_TTL_S / _TOUCHES_PER_TTL)
         next_touched_s = time.monotonic()
@@ -75,37 +75,23 @@ def test_what_expired_is_as_if_it_had_never_been(short_lived: KvStore) -> None:
 
 def test_what_expired_can_be_put_anew(short_lived: KvStore) -> None:
     key = _put_and_await_expiry(short_lived)
-    short_lived.put_many([key], [filled(2, 50)])
-    assert read(short_lived, key, 50) == bytes(filled(2, 50))
+    short_lived.put([key], [filled(2, 50)])
+    assert read(short_lived, key, 50) == filled(2, 50).to_bytes()
 
 
 def test_a_hit_touches(short_lived: KvStore) -> None:
     def read_all(keys: list[bytes]) -> bool:
-        return all(read(short_lived, key, 100) == bytes(filled(1, 100)) for key in keys)
+        return all(read(short_lived, key, 100) == filled(1, 100).to_bytes() for key in keys)
 
     _assert_touches(short_lived, read_all)
 
 
-def test_a_hit_in_parts_touches(short_lived: KvStore) -> None:
-    if not short_lived.capabilities.takes_frames:
-        pytest.skip("the store does not take objects in parts")
-
+def test_the_hits_of_one_batch_touch(short_lived: KvStore) -> None:
     def read_all(keys: list[bytes]) -> bool:
-        frames = [(blank(10), blank(90)) for _ in keys]
-        return short_lived.get_frames_into(keys, frames) == [GetStatus.HIT] * len(keys)
+        there = [blank(100) for _ in keys]
+        return short_lived.get_into(keys, there) == [GetStatus.HIT] * len(keys)
 
     _assert_touches(short_lived, read_all)
-
-
-def test_putting_an_existing_object_in_parts_touches(short_lived: KvStore) -> None:
-    if not short_lived.capabilities.takes_frames:
-        pytest.skip("the store does not take objects in parts")
-
-    def put_again_and_read_one(keys: list[bytes]) -> bool:
-        short_lived.put_frames(keys, [(filled(2, 10), filled(2, 90))] * len(keys))
-        return read(short_lived, keys.pop(), 100) == bytes(filled(1, 100))
-
-    _assert_touches(short_lived, put_again_and_read_one)
 
 
 def test_a_look_up_touches_all_that_it_counts(short_lived: KvStore) -> None:
@@ -115,7 +101,7 @@ def test_a_look_up_touches_all_that_it_counts(short_lived: KvStore) -> None:
 def test_putting_an_existing_object_touches(short_lived: KvStore) -> None:
     def put_again_and_read_one(keys: list[bytes]) -> bool:
         """Reads each object once and never again, so that it is the puts that keep it."""
-        short_lived.put_many(keys, [filled(2, 100)] * len(keys))
-        return read(short_lived, keys.pop(), 100) == bytes(filled(1, 100))
+        short_lived.put(keys, [filled(2, 100)] * len(keys))
+        return read(short_lived, keys.pop(), 100) == filled(1, 100).to_bytes()
 
     _assert_touches(short_lived, put_again_and_read_one)

@@ -49,9 +49,9 @@ def test_the_timeout_is_that_of_the_url(open_kv_store: StoreOpener) -> None:
 
 def test_counters_count(store: KvStore) -> None:
     hit, missing, wrong_size = random_keys(3)
-    store.put_many([hit, wrong_size], [filled(1, 100), filled(1, 50)])
-    store.put_many([hit], [filled(1, 100)])
-    store.get_many_into([hit, missing, wrong_size], [blank(100) for _ in range(3)])
+    store.put([hit, wrong_size], [filled(1, 100), filled(1, 50)])
+    store.put([hit], [filled(1, 100)])
+    store.get_into([hit, missing, wrong_size], [blank(100) for _ in range(3)])
     stats = store.stats()
     assert (stats.puts, stats.put_bytes) == (3, 250)
     assert (stats.gets, stats.hits, stats.get_bytes) == (3, 1, 100)
@@ -60,7 +60,7 @@ def test_counters_count(store: KvStore) -> None:
 def test_the_size_counts_what_is_there(store: KvStore) -> None:
     keys = random_keys(3)
     before = store.stats()
-    store.put_many(keys, [filled(1, 1000)] * 3)
+    store.put(keys, [filled(1, 1000)] * 3)
     after = store.stats()
     if before.num_objects is not None and after.num_objects is not None:
         assert after.num_objects - before.num_objects == 3
@@ -69,7 +69,7 @@ def test_the_size_counts_what_is_there(store: KvStore) -> None:
 
 
 def test_the_oldest_age_is_not_negative(store: KvStore) -> None:
-    store.put_many(random_keys(1), [filled(1, 1000)])
+    store.put(random_keys(1), [filled(1, 1000)])
     age_s = store.stats().oldest_age_s
     assert age_s is None or age_s >= 0
 

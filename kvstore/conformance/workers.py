@@ -17,7 +17,7 @@ def write_and_read(url: str, keys: list[bytes], byte: int, num_bytes: int) -> li
     """Puts one's own value under each key; returns whose value each key has then."""
     with closing(open_store(url)) as store:
         for key in keys:
-            store.put_many([key], [filled(byte, num_bytes)])
+            store.put([key], [filled(byte, num_bytes)])
         return [read_uniform(store, key, num_bytes) for key in keys]
 
 
@@ -30,7 +30,7 @@ def write_until_killed(url: str, seed: bytes, num_bytes: int) -> None:
     """Puts one object after the other."""
     with closing(open_store(url)) as store:
         for number, key in enumerate(numbered_keys(seed)):
-            store.put_many([key], [filled(number % 256, num_bytes)])
+            store.put([key], [filled(number % 256, num_bytes)])
 
 
 def publish_and_wait(url: str, keys: Prompt, pipe: Connection) -> None:

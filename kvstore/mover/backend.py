@@ -1,21 +1,20 @@
-"""`Backend`: where a `kvstore.mover.mover.StagedMover` brings blocks, and takes them from."""
+"""`Backend`: where a `kvstore.mover.mover.BlockMover` puts blocks, and fetches them from."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstore.jobs import LoadJob, SaveJob
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 
 __all__ = ["Backend", "InDoubtError"]
 
 
 class InDoubtError(StoreUnavailableError):
-    """A fetch failed, and something may still write to its slots.
+    """A fetch failed, and something may still write to the memory of its objects.
 
     Attributes:
-        has_settled: whether nothing can any more; asked often, so it does not block. When that
-            changes, the mover's `poll` has news.
+        has_settled: returns whether nothing can write there any more. It does not block, because
+            the mover calls it often. When its result changes, the backend wakes the engine.
     """
 
     def __init__(self, message: str, has_settled: Callable[[], bool]) -> None:
@@ -24,36 +23,28 @@ class InDoubtError(StoreUnavailableError):
 
 
 class Backend(Protocol):
-    """Where blocks come from and go to. Called in I/O threads, several at once.
+    """Stores and fetches objects for a mover. I/O threads call it, several at once.
 
-    Every method ends in bounded time, and raises `StoreUnavailableError` where
-    it could not do what it should.
+    Every method ends in bounded time, and raises `StoreUnavailableError` if it failed. Payloads
+    may lie in the pool: once a method has returned or raised, the backend neither reads nor
+    writes the memory of the objects, unless it raised `InDoubtError`.
     """
 
-    @property
-    def takes_frames(self) -> bool:
-        """Whether the parts of a slot may lie apart, the payload in a pool.
-
-        Then nothing reads or writes slots after a call, also if it fails, unless it raises
-        `InDoubtError`; and a slot whose object is put is left as it is. Otherwise each slot has
-        its `whole`.
-        """
-
     def num_held(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks need not be put, for others have done so."""
+        """Returns how many leading objects need not be put, because the backend has them."""
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """Takes sealed blocks of a job; the slots are the caller's again afterwards."""
+    def put(self, job: SaveJob, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        """Stores sealed objects of a job; does not write to their memory."""
 
     def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]
+        self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
     ) -> Sequence[GetStatus]:
-        """Fills slots with sealed blocks; nothing writes to them afterwards.
+        """Reads sealed objects into memory; returns the status of each.
 
         Raises:
-            InDoubtError: something may still write to them. The mover then uses the slots, and
+            InDoubtError: something may still write to the memory. The mover then uses it, and
                 the blocks of the pool, for nothing else until `has_settled`.
         """
 
     def discard(self, key: bytes) -> None:
-        """What was fetched under a key is corrupt: it should not be found again."""
+        """Removes an object that was fetched and is corrupt."""

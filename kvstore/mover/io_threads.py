@@ -1,4 +1,4 @@
-"""`IoThreads`: threads for calls that may never return, say to a file system that hangs."""
+"""`IoThreads`: threads for calls that may never return, such as those of a hanging file system."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ from functools import partial
 
 __all__ = ["IoThreads"]
 
-# How many times longer than a call should take at most, and how long at least, none has to end.
+# The threads hang if no call ends for this many times the longest time of a call, or this long.
 _PATIENCE = 4
 _LEAST_PATIENCE_S = 1.0
 
@@ -20,24 +20,25 @@ _logger = logging.getLogger("baton.kvstore")
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task:
     run: Callable[[], None]
-    drop: Callable[[], None]  # instead
+    drop: Callable[[], None]  # called instead if the task is dropped
     group: Hashable
 
 
 class IoThreads:
-    """Does tasks in threads, in their order, and tells when the threads hang.
+    """Runs tasks in threads, in the order of submission, and detects when all threads hang.
 
-    Of a group only some tasks are under way at a time; meanwhile others go before the rest.
+    At most `most_of_group` tasks of a group run at a time; tasks of other groups overtake the rest.
 
-    They hang when each has a task under way and none has ended for some times `timeout_s`;
-    they do no longer when one ends. The process can end while they hang. Thread-safe.
+    The threads hang when each runs a task and none has ended for several times `timeout_s`. They
+    stop hanging when one ends. They are daemons, so the process can end while they hang.
+    Thread-safe.
 
     Args:
-        num_threads: how many tasks are done at a time.
-        name: of the threads.
-        timeout_s: longest that a task should take.
-        on_hang: called, in a thread of its own, when they begin to hang.
-        most_of_group: how many of a group's tasks are done at a time.
+        num_threads: most tasks that run at a time.
+        name: prefix of the threads' names.
+        timeout_s: longest time that a task should take.
+        on_hang: called in a thread of its own when the threads begin to hang.
+        most_of_group: most tasks of a group that run at a time.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class IoThreads:
         self._may_hang = threading.Condition(lock)
         self._tasks: deque[_Task] = deque()
         self._num_under_way = 0
-        self._groups: Counter[Hashable] = Counter()  # of tasks under way
+        self._groups: Counter[Hashable] = Counter()  # running tasks of each group
         self._progress_at = 0.0  # when a task last ended, or the last free thread was taken
         self._is_hanging = False
         self._is_closed = False
@@ -68,7 +69,7 @@ class IoThreads:
 
     @property
     def is_hanging(self) -> bool:
-        """Whether what is submitted now may wait for ever."""
+        """Whether all threads hang, so that a new task may wait for ever."""
         return self._is_hanging
 
     def submit(
@@ -78,13 +79,13 @@ class IoThreads:
         instead: Callable[[], None] = lambda: None,
         group: Hashable = None,
     ) -> None:
-        """Has a task done, unless `close` comes first, or `drop`, which calls `instead`.
+        """Runs a task later, unless `close` or `drop` is called before it begins.
 
         Args:
-            task: what to do.
-            args: with what.
-            instead: to do where it is dropped.
-            group: what it is one of many of; None: of nothing.
+            task: the task.
+            args: its arguments.
+            instead: called if `drop` drops the task.
+            group: the task's group; None if it belongs to none.
         """
         with self._has_task:
             if self._is_closed:
@@ -96,9 +97,7 @@ class IoThreads:
             self._has_task.notify()
 
     def drop(self) -> int:
-        """Drops tasks that have not begun, and does for each what is to be done instead; returns
-        how many.
-        """
+        """Drops tasks that have not begun, and calls `instead` of each; returns their number."""
         with self._has_task:
             dropped = list(self._tasks)
             self._tasks.clear()
@@ -110,7 +109,7 @@ class IoThreads:
         """Drops tasks that have not begun, and waits a bounded time for the others. Idempotent.
 
         Returns:
-            Whether all have ended.
+            Whether all tasks have ended.
         """
         with self._has_task:
             self._is_closed = True
@@ -148,15 +147,14 @@ class IoThreads:
         return None
 
     def _next(self) -> _Task | None:
-        """The first task that may begin."""
+        """Returns the first task that may begin; None if there is none."""
         return next((task for task in self._tasks if self._may_begin(task)), None)
 
     def _may_begin(self, task: _Task) -> bool:
         return task.group is None or self._groups[task.group] < self._most_of_group
 
     def _end(self, task: _Task) -> None:
-        # Whoever waits need not be told: one task at most may begin now that could not before,
-        # and it is this thread's own next.
+        # No notification is needed: at most one more task may begin now, and this thread takes it.
         with self._has_task:
             self._groups[task.group] -= 1
             if not self._groups[task.group]:

@@ -1,121 +1,114 @@
-"""`StagedMover`: moves blocks between the pool and a backend.
+"""`BlockMover`: moves blocks between the engine's KV pool and a backend.
 
-What moves are objects (`kvstore.transfer_form`): where blocks go as they are, the blocks.
+A job is moved in pieces of several objects (`kvstore.transfer_form`). Pieces move in one of two
+ways:
 
-By way of staging segments: blocks are copied between the engine's pool and
-preallocated segments by a `BlockCopier`, in an order that the engine's thread
-gives; I/O threads move bytes between segments and the backend and never touch
-the pool. So a backend that answers late can overwrite nothing.
+- In place (docs/adr/0023-in-place.md), if the pool's blocks are the objects and lie in host
+  memory: I/O threads seal and put blocks where they lie in the pool, and fetch blocks to there.
+- By way of staging segments otherwise: a `BlockCopier` copies blocks between the pool and
+  preallocated segments, in the order in which the engine's thread starts the copies. I/O threads
+  move bytes between segments and the backend. So a backend that answers late overwrites no block.
 
-A save: the engine's thread starts the copy of a piece of blocks into a
-segment; an I/O thread waits for its end, seals each slot and puts it. A load:
-an I/O thread reads into a segment and verifies each slot; the engine's thread
-starts the copy of the verified ones into the pool, unless the load was
-cancelled meanwhile; where that takes time, a thread waits for its end. Only
-then is the piece over and its segment free.
+A staged save: the engine's thread starts the copy of a piece into a segment; an I/O thread waits
+for the copy, seals the objects and puts them. A staged load: an I/O thread fetches objects into a
+segment and verifies them; unless the load was cancelled meanwhile, the engine's thread starts the
+copy of the verified ones into the pool, and another thread waits for the copy. Then the piece has
+ended and its segment is free.
 
-In place, where the backend takes headers and blocks that lie apart and the
-pool's blocks are the objects: I/O threads seal and put blocks where they lie,
-and read them to where they shall be; no segment is needed, and nothing of the
-engine's thread (docs/adr/0023-in-place.md).
-
-A fetch that failed may leave something that still writes to its slots
-(`InDoubtError`). Its piece then stays open, and with it the job, the pool's
-blocks and the segment, until nothing writes there any more.
+A fetch that failed may leave something that still writes to memory (`InDoubtError`). Its piece
+then stays open, and with it the job, the pool's blocks and the segment, until nothing can.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
+from kvstore.metrics import TransferMetrics
 from kvstore.mover.backend import Backend
-from kvstore.mover.io_threads import IoThreads
-from kvstore.mover.piece_io import PieceIo, run_part
+from kvstore.mover.piece_io import PieceIo
 from kvstore.mover.pieces import (
     CANCELLED,
-    AheadPieces,
     JobHeld,
     JobState,
     Piece,
     PieceEnd,
     PieceRead,
-    in_objects,
     take_results,
 )
+from kvstore.mover.waiting_pieces import AheadPieces, DoubtfulPieces
 from kvstore.store import DEFAULT_TIMEOUT_S
-from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
 
 if TYPE_CHECKING:
-    from kvstore.mover.copies import BlockCopier, Copy
+    from kvstore.mover.copies import BlockCopier
     from kvstore.mover.staging import StagingBuffers
 
-__all__ = ["StagedMover"]
+__all__ = ["BlockMover", "copier_for"]
 
 _NUM_IO_THREADS = 2
-# One brings bytes while the other verifies what it brought. More would be in each other's way, and
-# where a peer is silent take the threads from loads that others serve.
-_CALLS_OF_JOB = 2
-# Pieces that move in place: threads are to end together, and calls of a backend to be few.
+# In place: enough pieces for the threads to end together, and large ones to keep calls few.
 _PIECES_OF_JOB = 4
 _LEAST_PIECE_BYTES = 4 << 20
 _MOST_PIECE_BYTES = 12 << 20
 
 _logger = logging.getLogger("baton.kvstore")
 
-_News = PieceRead | PieceEnd | JobHeld
+
+def copier_for(pool: Any, slicing: BlockSlicing) -> "BlockCopier":
+    """Makes a copier for a pool: by its device, and by whether its blocks are the objects."""
+    from kvstore.mover.copies import ConvertingCopier, HostCopier  # they import torch
+    from kvstore.mover.pool_objects import as_objects
+
+    if pool.device.type == "cuda":
+        from kvstore.mover.side_streams import SideStreamCopier
+
+        return SideStreamCopier(pool, slicing)
+    if slicing.is_native:
+        return HostCopier(as_objects(pool, slicing))
+    return ConvertingCopier(pool, slicing)
 
 
-def _copier_for(pool: Any, cut: PoolCut) -> "BlockCopier":
-    from kvstore.mover.copies import make_copier
-
-    return make_copier(pool, cut)
-
-
-class StagedMover:
-    """Pieces of jobs, and I/O threads. Methods are of the engine's thread.
+class BlockMover:
+    """Moves the blocks of jobs. The engine's thread calls all methods.
 
     Args:
-        backend: where blocks come from and go to.
-        wake: called, from any thread, when `poll` has news.
-        make_copier: what copies the objects of a pool that is cut so.
-        num_threads: how many calls of the backend run at a time, two at most of a job.
-        timeout_s: longest that a call should take. When all threads are in calls and none ends
-            for some times that, jobs with blocks that no call is about fail, until a call ends.
+        backend: stores and fetches objects.
+        wake: called from any thread when `poll` has something to do or to return.
+        make_copier: makes what copies objects between the pool and segments.
+        num_threads: how many calls of the backend run at a time; at most two are for one job.
+        timeout_s: longest time of a call. If all threads are in calls and none ends for several
+            times that, jobs that have blocks in no call fail, until a call ends.
     """
 
     def __init__(
         self,
         backend: Backend,
         wake: Callable[[], None],
-        make_copier: "Callable[[Any, PoolCut], BlockCopier] | None" = None,
+        make_copier: "Callable[[Any, BlockSlicing], BlockCopier] | None" = None,
         num_threads: int = _NUM_IO_THREADS,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._pieces = PieceIo(backend)
+        self._io = PieceIo(backend, wake, num_threads, timeout_s)
         self._wake = wake
-        self._make_copier = make_copier or _copier_for
-        self._io = IoThreads(num_threads, "baton-kv-io", timeout_s, wake, _CALLS_OF_JOB)
-        # Copies that no call of the backend goes with get a thread of their own: they end in the
-        # order in which they start.
-        self._landings = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
-        self._news: deque[_News] = deque()
+        self._make_copier = make_copier or copier_for
         self._jobs: dict[int, JobState] = {}
-        self._waiting: deque[JobState] = deque()  # jobs with blocks not in any piece yet
+        self._waiting: deque[JobState] = deque()  # jobs with objects that are in no piece yet
         self._ahead = AheadPieces()
-        self._in_doubt: list[PieceEnd] = []  # pieces whose memory may still be written to
-        self._doubted: list[int] = []  # jobs of these that `take_doubted` has not returned yet
+        self._doubtful = DoubtfulPieces()
         self._copier: BlockCopier | None = None
         self._staging: StagingBuffers
-        self._cut: PoolCut
+        self._slicing: BlockSlicing
 
     def wrap_backend(self, wrap: Callable[[Backend], Backend]) -> None:
-        """Puts something between the mover and its backend. Before the first job."""
-        self._pieces.backend = wrap(self._pieces.backend)
+        """Replaces the backend by a wrapper of it. Called before the first job."""
+        self._io.backend = wrap(self._io.backend)
+
+    def measure(self, metrics: TransferMetrics) -> None:
+        """Counts the backend's calls. Called before the first job."""
+        self._io.metrics = metrics
 
     def register_pool(
         self,
@@ -124,39 +117,39 @@ class StagedMover:
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
     ) -> None:
-        """See `KvConnectorWorker.register_pool`."""
+        """Receives the pool; see `KvConnectorWorker.register_pool`."""
         from kvstore.mover.staging import StagingBuffers
 
-        self._cut = PoolCut.of(layout, form, share)
-        self._staging = StagingBuffers(self._cut.object_layout, device=pool.device)
+        self._slicing = BlockSlicing.of(layout, form, share)
+        self._staging = StagingBuffers(self._slicing.object_layout, device=pool.device)
         self._pool = pool
-        self._copier = self._make_copier(pool, self._cut)
-        self._pieces.rows = self._copier.rows
+        self._copier = self._make_copier(pool, self._slicing)
+        self._io.rows = self._copier.rows
 
     @property
     def copier(self) -> "BlockCopier":
-        """What copies blocks of the registered pool. Engine thread only."""
+        """Copies objects of the registered pool. Engine thread only."""
         assert self._copier is not None
         return self._copier
 
     @property
     def staging(self) -> "StagingBuffers":
-        """The segments; whoever makes their memory known to others may look, and take none."""
+        """The segments, for connectors that register their memory. Only the mover takes any."""
         return self._staging
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether something may still write to the segments or the pool."""
-        return bool(self._in_doubt)
+        return bool(self._doubtful)
 
     @property
     def num_in_doubt(self) -> int:
         """Number of objects of failed loads whose blocks and segments are held."""
-        return sum(len(end.piece.keys) for end in self._in_doubt)
+        return self._doubtful.num_objects
 
     @property
     def memory(self) -> tuple[Any, "StagingBuffers"]:
-        """All that is written to, for who has to keep it."""
+        """The pool and the segments, for a caller that must keep their memory allocated."""
         return self._pool, self._staging
 
     def start(
@@ -165,18 +158,10 @@ class StagedMover:
         saves: Sequence[SaveJob] = (),
         cancelled_loads: Sequence[int] = (),
     ) -> None:
-        """Starts jobs; returns without waiting for them."""
+        """Starts jobs and cancels others; returns without waiting for them."""
         jobs: tuple[LoadJob | SaveJob, ...] = (*loads, *saves)
-        for job in in_objects(jobs, self._cut):
-            self._jobs[job.job_id] = state = JobState(job, self._cut.objects_per_block)
-            if isinstance(job, SaveJob) and job.num_found and not self._io.is_hanging:
-                found = job.keys[: job.num_found]
-                unasked = partial(self._tell, JobHeld(state, 0))
-                self._io.submit(self._ask_held, state, found, instead=unasked)
-            elif isinstance(job, SaveJob) and job.step:
-                self._start_ahead(job.step, state)
-            else:
-                self._waiting.append(state)
+        for job in jobs:
+            self._start_job(JobState.start(job, self._slicing))
         for job_id in cancelled_loads:
             if (cancelled := self._jobs.get(job_id)) is not None:
                 cancelled.error = cancelled.error or CANCELLED
@@ -187,13 +172,13 @@ class StagedMover:
             self._start_pieces()
 
     def layers_computed(self, step: int, num_layers: int) -> None:
-        """See `KvConnectorWorker.layers_computed`."""
-        if pieces := self._ahead.take(step, num_layers):
+        """Saves what a step has computed; see `KvConnectorWorker.layers_computed`."""
+        if pieces := self._ahead.take_ready(step, num_layers):
             self._submit_puts(pieces)
 
     def step_ended(self, step: int, *, computed: bool) -> None:
-        """See `KvConnectorWorker.step_ended`."""
-        pieces, jobs = self._ahead.end(step)
+        """Saves the rest of a step, or fails it; see `KvConnectorWorker.step_ended`."""
+        pieces, jobs = self._ahead.end_step(step)
         if computed:
             self._submit_puts(pieces)
             self._waiting.extend(jobs)
@@ -201,62 +186,71 @@ class StagedMover:
                 self._start_pieces()
             return
         for piece in pieces:
-            self._tell(PieceEnd(piece, 0, "failed"))
+            self._io.report(PieceEnd(piece, 0, "failed"))
         for job in jobs:
             job.error = "failed"
             self._wake()
 
     def poll(self) -> tuple[list[LoadResult], list[SaveResult]]:
-        """What has ended since the last call."""
-        self._end_doubts()
-        while self._news:
-            match self._news.popleft():
+        """Continues jobs under way; returns the results of those that ended since the last call."""
+        for end in self._doubtful.take_ends():
+            self._finish_piece(end)
+        while self._io.reports:
+            match self._io.reports.popleft():
                 case PieceRead() as read:
                     self._land(read)
                 case PieceEnd() as end:
                     self._finish_piece(end)
-                case JobHeld(job, num_blocks):
-                    job.next_object = num_blocks
+                case JobHeld(job, num_objects):
+                    job.next_object = num_objects
                     self._waiting.append(job)
         if self._io.is_hanging:
-            self._give_up_waiting()
+            self._fail_waiting()
         self._start_pieces()
         return take_results(self._jobs)
 
     def take_doubted(self) -> list[int]:
-        """Loads that are in doubt since the last call; see `TransferResults.doubted`."""
-        doubted, self._doubted = self._doubted, []
-        return doubted
+        """Returns loads that came into doubt since the last call; see `TransferResults.doubted`."""
+        return self._doubtful.take_new_jobs()
 
     def close(self) -> bool:
-        """Stops the threads; jobs under way are given up. Idempotent.
+        """Stops the threads and abandons jobs under way. Idempotent.
 
         Returns:
-            Whether all calls of the backend have ended; one that hangs is not waited for.
+            Whether all calls of the backend have ended; it does not wait for one that hangs.
         """
         has_ended = self._io.close()
-        self._landings.shutdown(wait=True, cancel_futures=True)
         if self._copier is not None:
             self._copier.close()
         return has_ended
 
     # Engine thread.
 
-    def _give_up_waiting(self) -> None:
-        """Fails what no call has begun to move: calls hang, and nobody knows how long."""
+    def _start_job(self, job: JobState) -> None:
+        """Starts a job, or lets it wait: for a look-up, for its step, or for its turn."""
+        wanted = job.job
+        self._jobs[wanted.job_id] = job
+        if isinstance(wanted, SaveJob) and wanted.num_found and not self._io.is_hanging:
+            self._io.submit_num_held(job, wanted.keys[: wanted.num_found])
+        elif isinstance(wanted, SaveJob) and wanted.step:
+            self._start_ahead(wanted.step, job)
+        else:
+            self._waiting.append(job)
+
+    def _fail_waiting(self) -> None:
+        """Fails jobs whose objects are not all in calls, while calls hang for an unknown time."""
         for job in self._jobs.values():
             if not job.is_started:
                 job.error = "unavailable"
-        if self._io.drop():
-            self._wake()  # the last piece of a job may have been told just before
+        self._io.drop()
 
     def _start_pieces(self) -> None:
-        """Starts what can be of the jobs that wait, oldest first."""
+        """Starts pieces of the waiting jobs, oldest first, as far as segments are free."""
         while self._waiting:
             job = self._waiting[0]
             if job.is_started:
                 self._waiting.popleft()
-            elif self._pieces.moves_in_place(job):
+            elif self._io.moves_in_place(job):
                 self._start_in_place(job)
             elif not self._start_staged(job):
                 return
@@ -267,146 +261,90 @@ class StagedMover:
             self._submit_puts(pieces)
             return
         for piece in pieces:
-            self._submit(partial(self._pieces.read_in_place, job.job, piece), piece)
+            self._io.submit_read(piece)
 
     def _start_ahead(self, step: int, job: JobState) -> None:
-        """Has a save wait for its step: layer by layer, where layers can be moved from where they
-        are computed.
-        """
-        if not self._pieces.moves_in_place(job):
+        """Lets a save wait for its step: layer by layer if it moves in place, else as a whole."""
+        if not self._io.moves_in_place(job):
             self._ahead.add_job(step, job)
             return
-        num_layers = self._cut.object_layout.num_layers
-        num_slices = self._cut.objects_per_block
+        num_layers = self._slicing.object_layout.num_layers
+        num_slices = self._slicing.objects_per_block
         pieces = job.start_in_place(self._objects_in_place(job, num_slices), num_slices)
         self._ahead.add_pieces(step, [((n + 1) * num_layers, piece) for n, piece in pieces])
 
     def _objects_in_place(self, job: JobState, num_slices: int = 1) -> int:
-        """Objects of a piece, of what is left of a job or of one slice of its blocks' layers."""
-        object_bytes = self._cut.object_layout.block_bytes
+        """Returns the objects per piece of the rest of a job, or of one layer slice of it."""
+        object_bytes = self._slicing.object_layout.block_bytes
         job_bytes = (len(job.job.keys) - job.next_object) * object_bytes // num_slices
         piece_bytes = max(_LEAST_PIECE_BYTES, min(job_bytes // _PIECES_OF_JOB, _MOST_PIECE_BYTES))
         return max(1, piece_bytes // object_bytes)
 
     def _submit_puts(self, pieces: Sequence[Piece]) -> None:
-        """Has pieces saved from where they lie."""
+        """Starts puts of pieces in place."""
         for piece in pieces:
-            assert isinstance(piece.job.job, SaveJob)
-            self._submit(partial(self._pieces.put, piece.job.job, piece), piece)
+            self._io.submit_put(piece)
         if self._io.is_hanging:
             self._wake()
 
     def _start_staged(self, job: JobState) -> bool:
-        """Gives a job a segment, or fails it; False while it has to wait for one.
+        """Starts a piece in a segment, or fails the job; False if it has to wait for a segment.
 
-        A job does not wait while all segments are in doubt, for that may take minutes.
+        A job does not wait while all segments are in doubt, because that may take minutes.
         """
         segment = self._staging.take()
         if segment is None:
-            num_held = sum(end.piece.segment is not None for end in self._in_doubt)
-            if num_held < len(self._staging.segments):
+            if self._doubtful.num_segments < len(self._staging.segments):
                 return False
             job.error = "unavailable"
             self._wake()
             return True
         piece = job.start_piece(segment)
         if isinstance(job.job, LoadJob):
-            self._submit(partial(self._pieces.read, job.job, piece), piece)
+            self._io.submit_read(piece)
         else:
-            self._start_save(job.job, piece)
+            self._start_staged_save(piece)
         return True
 
-    def _start_save(self, job: SaveJob, piece: Piece) -> None:
+    def _start_staged_save(self, piece: Piece) -> None:
         try:
             copy = self.copier.gather(piece.object_ids, piece.staged_in)
         except Exception:
             _logger.exception("KV blocks cannot be copied out of the pool")
             piece.job.error = "failed"
-            self._tell(PieceEnd(piece, 0))
+            self._io.report(PieceEnd(piece, 0))
         else:
-            self._submit(partial(self._pieces.put, job, piece, copy), piece, copy)
-
-    def _submit(
-        self,
-        move: Callable[[], PieceRead | PieceEnd],
-        piece: Piece,
-        copy: "Copy | None" = None,
-    ) -> None:
-        """Has an I/O thread do its part of a piece, whose copy may be under way."""
-        end = PieceEnd(piece, 0, "unavailable")
-        instead = partial(self._finish_after, copy, end)
-        self._io.submit(self._run, move, piece, instead=instead, group=piece.job)
+            self._io.submit_put(piece, copy)
 
     def _land(self, read: PieceRead) -> None:
-        """Starts the copy of a load's good blocks into the pool, unless nobody wants them.
+        """Starts the copy of a load's good objects into the pool, unless it was cancelled.
 
-        A load that is cancelled later still lands: its blocks stay held until its result.
+        A load that is cancelled later is copied nevertheless: its blocks are held until its result.
         """
         piece, num_good = read.piece, read.num_good
         if piece.job.error == CANCELLED or not num_good:
             self._finish_piece(PieceEnd(piece, 0, read.error))
             return
         try:
-            object_ids = piece.object_ids[:num_good]
-            copy = self.copier.scatter(piece.staged_in, object_ids)
+            copy = self.copier.scatter(piece.staged_in, piece.object_ids[:num_good])
         except Exception:
             _logger.exception("KV blocks cannot be copied into the pool")
             self._finish_piece(PieceEnd(piece, 0, "failed"))
             return
-        self._finish_after(copy, PieceEnd(piece, num_good, read.error))
-
-    def _finish_after(self, copy: "Copy | None", end: PieceEnd) -> None:
-        """Ends a piece, after its copy: until then blocks and segment are the copy's."""
+        end = PieceEnd(piece, num_good, read.error)
         if copy is None:
             self._finish_piece(end)
         else:
-            self._landings.submit(self._run, partial(self._await, copy, end), end.piece)
+            self._io.report_after(copy, end)
 
     def _finish_piece(self, end: PieceEnd) -> None:
         segment = end.piece.segment
         if end.has_settled is not None and not end.has_settled():
-            self._doubt(end)
+            if self._doubtful.add(end):
+                _logger.warning("KV blocks of a load stay held: something may still write to them")
             return
         if segment is not None:
             self._staging.give_back(segment)
         elif end.has_settled is not None:
-            self._pieces.clear(end.piece)
+            self._io.clear(end.piece)
         end.piece.job.end_piece(end)
-
-    def _doubt(self, end: PieceEnd) -> None:
-        """Leaves a piece open until nothing can write to its memory any more.
-
-        Until then its job has no result, so that its blocks and its segment stay held.
-        """
-        job = end.piece.job
-        if not job.is_in_doubt:
-            job.is_in_doubt = True
-            self._doubted.append(job.job.job_id)
-            _logger.warning("KV blocks of a load stay held: something may still write to them")
-        job.error = job.error or end.error
-        self._in_doubt.append(end)
-
-    def _end_doubts(self) -> None:
-        doubts, self._in_doubt = self._in_doubt, []
-        for end in doubts:
-            self._finish_piece(end)
-
-    # I/O threads.
-
-    def _ask_held(self, job: JobState, keys: Sequence[bytes]) -> None:
-        self._tell(JobHeld(job, self._pieces.num_held(keys)))
-
-    def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
-        news = run_part(move, piece)
-        self._news.append(news)
-        if piece.job.is_awaited(news):
-            self._wake()
-
-    def _tell(self, news: _News) -> None:
-        """Leaves news for the engine's thread."""
-        self._news.append(news)
-        self._wake()
-
-    def _await(self, copy: "Copy", end: PieceEnd) -> PieceEnd:
-        copy.wait()
-        return end

@@ -1,161 +1,261 @@
-"""`PieceIo`: what I/O threads do with a `StagedMover`'s pieces.
+"""`PieceIo`: the I/O threads of a `BlockMover`, and what they do with the pieces of its jobs.
 
-Of the pool they touch what pieces move in place, and nothing else. That is safe,
-for the blocks are held until the job has its result, also where nobody waits
-for it any more, and it has none before the last call for it has ended. What a
-save reads is computed and full, and shared with the job, so nobody writes to
-it; what a load writes is in no cache, and nobody else writes or reads it.
+The threads access only those blocks of the pool whose pieces move in place. That is safe: the
+blocks are held until the job has its result, and the result comes after the job's last call, also
+if the request has ended. A save reads blocks that are computed and full and shared with the job,
+so nothing writes to them. A load writes to blocks that are in no cache, so nothing else uses them.
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.breaker import log_level_of
 from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.jobs import LoadJob, SaveJob
+from kvstore.metrics import Direction, TransferMetrics
 from kvstore.mover.backend import Backend, InDoubtError
-from kvstore.mover.pieces import JobState, Piece, PieceEnd, PieceRead
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.mover.io_threads import IoThreads
+from kvstore.mover.pieces import JobHeld, JobState, Piece, PieceEnd, PieceRead
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 from kvstore.transfer_form import RangeError
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import Copy
 
-__all__ = ["PieceIo", "run_part"]
+__all__ = ["PieceIo"]
+
+# One I/O thread of a job fetches while another verifies. More would let a silent peer block the
+# loads that other peers serve.
+_CALLS_OF_JOB = 2
 
 _logger = logging.getLogger("baton.kvstore")
 
 
-def run_part(move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> PieceRead | PieceEnd:
-    """Does a thread's part of a piece. Whatever happens, there is something to tell."""
-    news: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
-    began_at = time.monotonic()
-    try:
-        news = move()
-    except StoreUnavailableError as cause:
-        has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
-        news = PieceEnd(piece, 0, "unavailable", has_settled)
-        _logger.log(log_level_of(cause), "KV transfer: %s", cause)
-    except RangeError as cause:
-        _logger.warning("KV transfer: %s", cause)
-    except Exception:
-        _logger.exception("KV transfer failed")
-    piece.job.told_at = time.monotonic()
-    if isinstance(news, PieceEnd):
-        return replace(news, seconds=piece.job.told_at - began_at)
-    return news
-
-
 class PieceIo:
-    """Moves bytes between segments, or the pool itself, and a backend. Any thread may call it.
+    """Moves pieces between their segment, or the pool itself, and a backend.
+
+    The engine's thread submits pieces; `put`, `read` and `read_in_place` are the threads' parts.
+
+    Args:
+        backend: stores and fetches objects.
+        wake: called from any thread when there are reports that the engine's thread must react to.
+        num_threads: how many calls of the backend run at a time; at most two are for one job.
+        timeout_s: longest time of a call.
 
     Attributes:
-        backend: where they come from and go to.
-        rows: where objects lie in the pool; see `BlockCopier.rows`.
+        backend: see above.
+        rows: returns where objects lie in the pool; see `BlockCopier.rows`.
+        metrics: counts the backend's calls; None if they are not measured.
+        reports: what threads have done, in order.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self, backend: Backend, wake: Callable[[], None], num_threads: int, timeout_s: float
+    ) -> None:
         self.backend = backend
+        self.reports: deque[PieceRead | PieceEnd | JobHeld] = deque()
+        self._wake = wake
+        self._threads = IoThreads(num_threads, "baton-kv-io", timeout_s, wake, _CALLS_OF_JOB)
+        # Waits for copies that no call of the backend follows. They end in their order of start,
+        # so one thread suffices.
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-landing")
         self.rows: Callable[[Sequence[int]], list[memoryview] | None] = lambda object_ids: None
+        self.metrics: TransferMetrics | None = None
 
     def moves_in_place(self, job: JobState) -> bool:
-        """Whether a job's pieces need no segment. A tail does: what lies behind it must not
-        leave the process, nor be cleared where a sequence may still use it.
+        """Whether a job's pieces need no segment.
+
+        A partial tail needs one: the slots behind its tokens must be cleared before they leave the
+        process, but not in the pool, where a sequence may still use them.
         """
-        has_rows = self.rows(()) is not None
-        return has_rows and self.backend.takes_frames and not job.num_tail_tokens
+        return self.rows(()) is not None and not job.num_tail_tokens
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether calls hang in all I/O threads."""
+        return self._threads.is_hanging
+
+    def submit_num_held(self, job: JobState, keys: Sequence[bytes]) -> None:
+        """Asks the backend how many objects of a save it has; reports a `JobHeld`."""
+        not_asked = partial(self.report, JobHeld(job, 0))
+        self._threads.submit(self._ask_held, job, keys, instead=not_asked)
+
+    def submit_put(self, piece: Piece, copy: "Copy | None" = None) -> None:
+        """Puts a piece of a save, whose copy into its segment may still be under way."""
+        job = piece.job.job
+        assert isinstance(job, SaveJob)
+        self._submit(partial(self.put, job, piece, copy), piece, copy)
+
+    def submit_read(self, piece: Piece) -> None:
+        """Fetches a piece of a load, into its segment if it has one."""
+        job = piece.job.job
+        assert isinstance(job, LoadJob)
+        read = self.read_in_place if piece.segment is None else self.read
+        self._submit(partial(read, job, piece), piece)
+
+    def report_after(self, copy: "Copy", end: PieceEnd) -> None:
+        """Reports the end of a piece after its copy, which uses blocks and segment until then."""
+        self._copies.submit(self._run, partial(_await_copy, copy, end), end.piece)
+
+    def report(self, report: PieceRead | PieceEnd | JobHeld) -> None:
+        """Adds a report that the engine's thread must react to. Any thread."""
+        self.reports.append(report)
+        self._wake()
+
+    def drop(self) -> None:
+        """Drops what no thread has begun: its pieces end as unavailable."""
+        self._threads.drop()
+
+    def close(self) -> bool:
+        """Stops the threads. Idempotent.
+
+        Returns:
+            Whether all calls of the backend have ended; it does not wait for one that hangs.
+        """
+        has_ended = self._threads.close()
+        self._copies.shutdown(wait=True, cancel_futures=True)
+        return has_ended
+
+    def _submit(
+        self, move: Callable[[], PieceRead | PieceEnd], piece: Piece, copy: "Copy | None" = None
+    ) -> None:
+        end = PieceEnd(piece, 0, "unavailable")
+        instead = (
+            partial(self.report, end) if copy is None else partial(self.report_after, copy, end)
+        )
+        self._threads.submit(self._run, move, piece, instead=instead, group=piece.job)
+
+    # The threads' parts.
+
+    def _ask_held(self, job: JobState, keys: Sequence[bytes]) -> None:
+        self.report(JobHeld(job, self.num_held(keys)))
+
+    def _run(self, move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> None:
+        report = _run_part(move, piece)
+        self.reports.append(report)
+        if piece.job.is_awaited(report):
+            self._wake()
 
     def num_held(self, keys: Sequence[bytes]) -> int:
-        """See `Backend.num_held`; 0 where that is not known."""
+        """Returns how many leading objects the backend has; 0 if it does not answer."""
         try:
-            return self.backend.num_held(keys)
+            num_held = self.backend.num_held(keys)
         except StoreUnavailableError:
-            pass  # the put will say so
+            return 0  # the put that follows fails and is logged
         except Exception:
             _logger.exception("KV look-up failed")
-        return 0
+            return 0
+        if self.metrics is not None:
+            self.metrics.skipped(num_held)
+        return num_held
 
     def put(self, job: SaveJob, piece: Piece, copy: "Copy | None" = None) -> PieceEnd:
-        """Seals a piece and puts it; if it was copied into a segment, once it is.
+        """Seals a piece and puts it, after its copy into a segment if there is one.
 
         Raises:
-            RangeError: the form of the segment cannot hold what was copied.
+            RangeError: the objects' type cannot hold the pool's numbers.
             RuntimeError: the device failed.
-            StoreUnavailableError: not all was put.
+            StoreUnavailableError: not all objects were put.
         """
         if copy is not None:
             copy.wait()
-        if piece.job.error:  # of a piece before it: the save cannot be committed
+        if piece.job.error:  # another piece failed, so the save cannot be committed
             return PieceEnd(piece, 0)
         for tail in piece.tail_slots:
             piece.staged_in.clear_after(tail, piece.job.num_tail_tokens)
-        slots = piece.slots if piece.segment is not None else self._slots_in_pool(piece)
-        seal([slot.frame for slot in slots], piece.keys)
-        self.backend.put(job, piece.keys, slots)
+        in_place = piece.segment is None
+        objects = self._objects_in_pool(piece) if in_place else piece.staged_objects
+        seal(objects, piece.keys)
+        self._put(job, piece.keys, objects)
         return PieceEnd(piece, len(piece.keys))
 
     def read(self, job: LoadJob, piece: Piece) -> PieceRead:
-        """Fetches a piece into its segment, and verifies it.
+        """Fetches a piece into its segment and verifies it.
 
         Raises:
-            StoreUnavailableError: it did not come.
-            InDoubtError: so, and something may still write to the slots.
+            InDoubtError: the fetch failed, and something may still write to the segment.
+            StoreUnavailableError: the fetch failed.
         """
-        if piece.job.error:  # cancelled, or of a piece before it, while it waited for its turn
+        if piece.job.error:  # the load was cancelled, or another piece failed
             return PieceRead(piece, 0)
-        statuses = self.backend.fetch(job, piece.keys, piece.slots)
-        return PieceRead(piece, *self._check(piece, piece.slots, statuses))
+        objects = piece.staged_objects
+        statuses = self._fetch(job, piece.keys, objects)
+        return PieceRead(piece, *self._check(piece, objects, statuses))
 
     def read_in_place(self, job: LoadJob, piece: Piece) -> PieceEnd:
-        """Fetches a piece to where it shall be in the pool, and verifies it there.
+        """Fetches a piece into the pool and verifies it there. Blocks that failed are zeroed.
 
         Raises:
-            StoreUnavailableError: it did not come.
-            InDoubtError: so, and something may still write there.
+            InDoubtError: the fetch failed, and something may still write to the pool.
+            StoreUnavailableError: the fetch failed.
         """
         if piece.job.error:
             return PieceEnd(piece, 0)
-        slots = self._slots_in_pool(piece)
+        objects = self._objects_in_pool(piece)
         num_good = 0
         try:
-            statuses = self.backend.fetch(job, piece.keys, slots)
-            num_good, error = self._check(piece, slots, statuses)
+            statuses = self._fetch(job, piece.keys, objects)
+            num_good, error = self._check(piece, objects, statuses)
         finally:
-            _clear(slots[num_good:])
+            _clear(objects[num_good:])
         return PieceEnd(piece, num_good, error)
 
     def clear(self, piece: Piece) -> None:
-        """Zeroes where a piece shall be in the pool: something else may have been written there."""
-        _clear(self._slots_in_pool(piece))
+        """Zeroes a piece's blocks in the pool, after something may have written there."""
+        _clear(self._objects_in_pool(piece))
 
-    def _slots_in_pool(self, piece: Piece) -> list[Slot]:
+    def _objects_in_pool(self, piece: Piece) -> list[KvObject]:
         rows = self.rows(piece.object_ids)
         assert rows is not None
         headers = memoryview(bytearray(HEADER_BYTES * len(rows)))
         starts = range(0, len(headers), HEADER_BYTES)
         return [
-            Slot(headers[start : start + HEADER_BYTES], row)
+            KvObject(headers[start : start + HEADER_BYTES], row)
             for start, row in zip(starts, rows, strict=True)
         ]
 
+    def _put(self, job: SaveJob, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        num_put, began_at = 0, time.perf_counter()
+        try:
+            self.backend.put(job, keys, objects)
+            num_put = len(keys)
+        finally:  # a call that timed out is counted, too
+            if self.metrics is not None:
+                _count_call(self.metrics, "save", began_at, objects[:num_put])
+
+    def _fetch(
+        self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
+    ) -> Sequence[GetStatus]:
+        statuses: Sequence[GetStatus] = ()
+        began_at = time.perf_counter()
+        try:
+            statuses = self.backend.fetch(job, keys, objects)
+        finally:
+            if self.metrics is not None:
+                pairs = zip(statuses, objects, strict=False)
+                hits = [found for status, found in pairs if status is GetStatus.HIT]
+                _count_call(self.metrics, "load", began_at, hits)
+        return statuses
+
     def _check(
-        self, piece: Piece, slots: Sequence[Slot], statuses: Sequence[GetStatus]
+        self, piece: Piece, objects: Sequence[KvObject], statuses: Sequence[GetStatus]
     ) -> tuple[int, str]:
-        """Verifies what came, up to the first that cannot be used; and why not, if there is one."""
-        # A third party's backend may tell of too many; and of too few: the others are missing.
+        """Verifies fetched objects; returns how many leading ones are good, and why not all."""
+        # A third party's backend may return a wrong number of statuses: lacking ones are MISSING.
         num_objects = len(piece.keys)
-        told = [*statuses, *[GetStatus.MISSING] * num_objects][:num_objects]
-        are_hits = (status is GetStatus.HIT for status in told)
+        padded = [*statuses, *[GetStatus.MISSING] * num_objects][:num_objects]
+        are_hits = (status is GetStatus.HIT for status in padded)
         num_hits = next((index for index, hit in enumerate(are_hits) if not hit), num_objects)
-        frames = [slot.frame for slot in slots[:num_hits]]
-        num_good = verify(frames, piece.keys[:num_hits])
+        num_good = verify(objects[:num_hits], piece.keys[:num_hits])
         if num_good == num_objects:
             return num_good, ""
-        if told[num_good] is GetStatus.MISSING:
+        if padded[num_good] is GetStatus.MISSING:
             return num_good, "missing"
         key = piece.keys[num_good]
         _logger.error("KV object %s is corrupt", key.hex())
@@ -163,7 +263,9 @@ class PieceIo:
         return num_good, "corrupt"
 
     def _discard(self, key: bytes) -> None:
-        """Has a corrupt object removed, as far as the backend can."""
+        """Removes a corrupt object from the backend if that is possible."""
+        if self.metrics is not None:
+            self.metrics.verify_failed()
         try:
             self.backend.discard(key)
         except StoreUnavailableError as cause:
@@ -172,11 +274,43 @@ class PieceIo:
             _logger.exception("KV object %s stays", key.hex())
 
 
-def _clear(slots: Sequence[Slot]) -> None:
-    """Zeroes slots of a pool that nothing good came to.
+def _run_part(move: Callable[[], PieceRead | PieceEnd], piece: Piece) -> PieceRead | PieceEnd:
+    """Runs a thread's part of a piece; returns a report, also if the part raises."""
+    report: PieceRead | PieceEnd = PieceEnd(piece, 0, "failed")
+    began_at = time.monotonic()
+    try:
+        report = move()
+    except StoreUnavailableError as cause:
+        has_settled = cause.has_settled if isinstance(cause, InDoubtError) else None
+        report = PieceEnd(piece, 0, "unavailable", has_settled)
+        _logger.log(log_level_of(cause), "KV transfer: %s", cause)
+    except RangeError as cause:
+        _logger.warning("KV transfer: %s", cause)
+    except Exception:
+        _logger.exception("KV transfer failed")
+    piece.job.last_moved_at = time.monotonic()
+    if isinstance(report, PieceEnd):
+        return replace(report, seconds=piece.job.last_moved_at - began_at)
+    return report
 
-    Kernels may touch positions behind a sequence's end, and multiply what lies there by 0. That
-    makes nothing of any number, but these bytes may be none.
+
+def _await_copy(copy: "Copy", end: PieceEnd) -> PieceEnd:
+    copy.wait()
+    return end
+
+
+def _count_call(
+    metrics: TransferMetrics, direction: Direction, began_at: float, moved: Sequence[KvObject]
+) -> None:
+    num_bytes = len(moved) * moved[0].nbytes if moved else 0
+    metrics.called(direction, time.perf_counter() - began_at, len(moved), num_bytes)
+
+
+def _clear(objects: Sequence[KvObject]) -> None:
+    """Zeroes the payloads of objects in a pool.
+
+    Kernels may read positions behind a sequence's end and multiply them by 0, which gives 0 for
+    every number, but not for the NaNs that arbitrary bytes may be.
     """
-    for slot in slots:
-        slot.payload[:] = bytes(slot.payload.nbytes)
+    for cleared in objects:
+        cleared.payload[:] = bytes(cleared.payload.nbytes)

@@ -1,31 +1,29 @@
-"""What a `StagedMover` remembers of its jobs. Pure.
+"""The state of a `BlockMover`'s jobs, and of the pieces that they are moved in. Pure.
 
-`AheadPieces`: what of saves waits for a step to compute it. Pure.
+`JobState` is a job under way, `Piece` some of its objects. Threads report `PieceRead`, `PieceEnd`
+and `JobHeld` to the mover.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
-from kvstore.slot import Slot
-from kvstore.transfer_form import PoolCut
+from kvstore.store import KvObject
+from kvstore.transfer_form import BlockSlicing
 
 if TYPE_CHECKING:
     from kvstore.mover.staging import Segment
 
 __all__ = [
     "CANCELLED",
-    "AheadPieces",
     "JobHeld",
     "JobState",
     "Piece",
     "PieceEnd",
     "PieceRead",
-    "in_objects",
     "take_results",
 ]
 
@@ -34,23 +32,22 @@ CANCELLED = "cancelled"
 
 @dataclass(slots=True, eq=False)
 class JobState:
-    """A load or save under way; moved in pieces.
+    """A load or save under way.
 
     Attributes:
-        job: with the keys and numbers of objects, where its blocks are not objects.
-        objects_per_block: how many objects a block is.
-        next_object: objects before it have been given to pieces.
+        job: the job; its keys and ids are those of objects, not of transfer blocks.
+        objects_per_block: objects of one transfer block.
+        next_object: index of the first object that is in no piece yet.
         num_open: pieces that have not ended.
-        good_objects: indices of objects that were put, or verified and are in the pool.
-        error: why it will not be whole; no further pieces are started then.
-        is_in_doubt: whether it was told that something may still write to its blocks.
+        good_objects: indices of objects that were put, or that were verified and are in the pool.
+        error: why the result will be incomplete; no further pieces are started then.
+        is_in_doubt: whether the engine knows that something may still write to its blocks.
         started_at: `time.monotonic()` at its start.
-        num_in_place: its pieces that move in place, which is all of them or none.
-        num_told: counts what threads tell of its pieces; they share it without a lock, as
-            iterators of the interpreter's own do not tear.
-        told_at: `time.monotonic()` when a thread last did a part of it.
-        moving_s: how long threads were at its parts, one after the other; of a save ahead of its
-            step, where they wait in between.
+        num_in_place: number of its pieces that move in place: all of them, or 0.
+        num_reported: counts pieces that a thread is done with. `next()` on `itertools.count` is
+            atomic under the GIL, so threads share it without a lock.
+        last_moved_at: `time.monotonic()` when a thread was last done with a piece.
+        moving_s: seconds that threads spent on its pieces, added up.
     """
 
     job: LoadJob | SaveJob
@@ -61,24 +58,34 @@ class JobState:
     error: str = ""
     is_in_doubt: bool = False
     started_at: float = field(default_factory=time.monotonic)
-    told_at: float = 0.0
+    last_moved_at: float = 0.0
     moving_s: float = 0.0
     num_in_place: int = 0
-    num_told: Iterator[int] = field(default_factory=lambda: count(1))
+    num_reported: Iterator[int] = field(default_factory=lambda: count(1))
+
+    @classmethod
+    def start(cls, job: LoadJob | SaveJob, slicing: BlockSlicing) -> Self:
+        """The state of a new job, whose keys and ids are those of transfer blocks."""
+        keys, object_ids = slicing.object_keys(job.keys), slicing.object_ids(job.block_ids)
+        num_objects = slicing.objects_per_block
+        if isinstance(job, SaveJob):
+            num_found = job.num_found * num_objects
+            job = replace(job, keys=keys, block_ids=object_ids, num_found=num_found)
+        else:
+            job = replace(job, keys=keys, block_ids=object_ids)
+        return cls(job, num_objects)
 
     @property
     def seconds(self) -> float:
-        """From its start to the last thing that a thread did for it, without what it `waited`; 0
-        if none did any.
-        """
-        return max(0.0, self.told_at - self.started_at - self.waited)
+        """Seconds from its start to `last_moved_at`, without `waited`; 0 if nothing was moved."""
+        return max(0.0, self.last_moved_at - self.started_at - self.waited)
 
     @property
     def waited(self) -> float:
-        """For how long of that time no thread was at a save that waits for its step."""
+        """Seconds of that time in which a save ahead of its step waited for it; 0 for others."""
         if not (isinstance(self.job, SaveJob) and self.job.step):
             return 0.0
-        return max(0.0, self.told_at - self.started_at - self.moving_s)
+        return max(0.0, self.last_moved_at - self.started_at - self.moving_s)
 
     @property
     def is_started(self) -> bool:
@@ -92,7 +99,7 @@ class JobState:
 
     @property
     def num_good_blocks(self) -> int:
-        """Leading good blocks: pieces end in any order, only an unbroken prefix counts."""
+        """Leading good blocks. Pieces end in any order, and only an unbroken prefix counts."""
         num_good = 0
         while num_good in self.good_objects:
             num_good += 1
@@ -100,23 +107,23 @@ class JobState:
 
     @property
     def num_tail_tokens(self) -> int:
-        """Valid tokens in the objects of a partial tail to be saved; 0 if all blocks are full."""
+        """Valid tokens in the last block of a save if it is partial; 0 if all blocks are full."""
         return self.job.num_tail_tokens if isinstance(self.job, SaveJob) else 0
 
     def start_piece(self, segment: "Segment") -> "Piece":
-        """The next objects, as many as the segment holds."""
+        """Starts a piece of the next objects, as many as the segment holds."""
         end = min(self.next_object + segment.num_slots, len(self.job.keys))
         piece = self._new_piece(range(self.next_object, end), segment)
         self.next_object = end
         return piece
 
     def start_in_place(self, num_objects: int, num_slices: int = 1) -> list[tuple[int, "Piece"]]:
-        """All objects that are left, at most so many in a piece.
+        """Starts pieces of all objects that are left.
 
         Args:
-            num_objects: of a piece.
-            num_slices: of each block's layers, of which a piece has one; for blocks whose heads
-                are in one slice.
+            num_objects: most objects of a piece.
+            num_slices: 1, or the number of layer slices if each piece shall consist of one slice
+                only; then blocks must have one slice of heads.
 
         Returns:
             The pieces, each with the number of its slice.
@@ -132,12 +139,36 @@ class JobState:
         self.num_in_place = len(pieces)
         return pieces
 
-    def is_awaited(self, news: "PieceRead | PieceEnd") -> bool:
-        """Whether the engine's thread has to do with what a thread tells. Any thread; once for
-        each piece. What moves in place is of interest when all of it has, or some cannot.
+    def is_awaited(self, report: "PieceRead | PieceEnd") -> bool:
+        """Whether the engine's thread must react to a report. Any thread; once for each piece.
+
+        Of pieces that move in place, only the last one and those that failed matter.
         """
-        num_told = next(self.num_told)
-        return bool(news.error or self.error) or num_told >= self.num_in_place
+        num_reported = next(self.num_reported)
+        return bool(report.error or self.error) or num_reported >= self.num_in_place
+
+    def end_piece(self, end: "PieceEnd") -> None:
+        """Records the result of a piece."""
+        self.good_objects.update(end.piece.indices[: end.num_good])
+        self.error = self.error or end.error
+        self.moving_s += end.seconds
+        self.num_open -= 1
+
+    def result(self) -> LoadResult | SaveResult:
+        """Returns the result of a job that is over."""
+        if isinstance(self.job, SaveJob):
+            return SaveResult(
+                self.job.job_id,
+                committed=not self.error,
+                error=self.error,
+                seconds=self.seconds,
+                waited=self.waited,
+            )
+        # A cancelled load may still be complete, because calls under way go on.
+        num_good = self.num_good_blocks
+        is_complete = num_good * self.objects_per_block == len(self.job.keys)
+        error = "" if is_complete else self.error
+        return LoadResult(self.job.job_id, num_good, error, self.seconds)
 
     def _new_piece(self, indices: range, segment: "Segment | None" = None) -> "Piece":
         self.num_open += 1
@@ -145,35 +176,18 @@ class JobState:
         object_ids = tuple(self.job.block_ids[index] for index in indices)
         return Piece(self, indices, keys, object_ids, segment)
 
-    def end_piece(self, end: "PieceEnd") -> None:
-        """Takes in what became of a piece."""
-        self.good_objects.update(end.piece.indices[: end.num_good])
-        self.error = self.error or end.error
-        self.moving_s += end.seconds
-        self.num_open -= 1
-
-    def result(self) -> LoadResult | SaveResult:
-        """What the engine is told of a job that is over."""
-        if isinstance(self.job, SaveJob):
-            is_good = not self.error
-            return SaveResult(
-                self.job.job_id,
-                committed=is_good,
-                error=self.error,
-                seconds=self.seconds,
-                waited=self.waited,
-            )
-        # All may have come although the load was cancelled: a call under way goes on.
-        num_good = self.num_good_blocks
-        is_whole = num_good * self.objects_per_block == len(self.job.keys)
-        return LoadResult(self.job.job_id, num_good, "" if is_whole else self.error, self.seconds)
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Objects of a job, `indices` of which they are.
+    """Some objects of a job.
 
-    `segment` is what they are staged in; None if they move from and to where they lie in the pool.
+    Attributes:
+        job: the job.
+        indices: of the objects in the job.
+        keys: of the objects.
+        object_ids: of the objects; see `BlockSlicing`.
+        segment: where the objects are staged; None if they are moved in place, that is, directly
+            between the backend and the pool.
     """
 
     job: JobState
@@ -189,13 +203,13 @@ class Piece:
         return self.segment
 
     @property
-    def slots(self) -> list[Slot]:
-        """The segment's slots in use: where it is fetched to."""
+    def staged_objects(self) -> list[KvObject]:
+        """The objects in the segment."""
         return self.staged_in.slots[: len(self.keys)]
 
     @property
     def tail_slots(self) -> range:
-        """The slots of what `JobState.num_tail_tokens` is about."""
+        """The segment's slots that hold objects of a partial tail."""
         if not self.job.num_tail_tokens:
             return range(0)
         first_tail = len(self.job.job.keys) - self.job.objects_per_block - self.indices.start
@@ -204,7 +218,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceRead:
-    """A load's piece is in its segment: its good leading objects, and why not all."""
+    """A load's piece is in its segment.
+
+    Attributes:
+        piece: the piece.
+        num_good: leading objects that can be used.
+        error: why the others cannot.
+    """
 
     piece: Piece
     num_good: int
@@ -213,10 +233,14 @@ class PieceRead:
 
 @dataclass(frozen=True, slots=True)
 class PieceEnd:
-    """A piece has been put, or is in the pool: its good leading objects, and why not all.
+    """A piece has been put, or is in the pool, or failed.
 
-    `has_settled`: see `InDoubtError` in `backend.py`; None if nothing writes to it. `seconds`: how
-    long a thread was at it last.
+    Attributes:
+        piece: the piece.
+        num_good: leading objects that were put, or that are in the pool.
+        error: why the others were not.
+        has_settled: see `InDoubtError`; None if nothing can write to the piece's memory.
+        seconds: that a thread spent on it last.
     """
 
     piece: Piece
@@ -228,64 +252,22 @@ class PieceEnd:
 
 @dataclass(frozen=True, slots=True)
 class JobHeld:
-    """The first blocks of a save that is about to start are held already."""
+    """The backend has the first objects of a save that is about to start.
+
+    Attributes:
+        job: the save.
+        num_objects: how many it has.
+    """
 
     job: JobState
-    num_blocks: int
+    num_objects: int
 
 
 def take_results(jobs: dict[int, JobState]) -> tuple[list[LoadResult], list[SaveResult]]:
-    """Takes those that are over out of the jobs under way; what the engine is told of them."""
+    """Removes the jobs that are over from the jobs under way; returns their results."""
     over = [job for job in jobs.values() if job.is_over]
     for job in over:
         del jobs[job.job.job_id]
     results = [job.result() for job in over]
     loads = [result for result in results if isinstance(result, LoadResult)]
     return loads, [result for result in results if isinstance(result, SaveResult)]
-
-
-def in_objects(jobs: Sequence[LoadJob | SaveJob], cut: PoolCut) -> Sequence[LoadJob | SaveJob]:
-    """Jobs whose keys and ids are those of objects instead of transfer blocks."""
-    return [_in_objects(job, cut) for job in jobs]
-
-
-def _in_objects(job: LoadJob | SaveJob, cut: PoolCut) -> LoadJob | SaveJob:
-    keys, ids = cut.object_keys(job.keys), cut.object_ids(job.block_ids)
-    if isinstance(job, LoadJob):
-        return replace(job, keys=keys, block_ids=ids)
-    return replace(job, keys=keys, block_ids=ids, num_found=job.num_found * cut.objects_per_block)
-
-
-@dataclass(slots=True)
-class _Step:
-    pieces: list[tuple[int, Piece]] = field(default_factory=list)  # layers that it needs
-    jobs: list[JobState] = field(default_factory=list)
-
-
-class AheadPieces:
-    """Jobs and pieces by the step that they wait for."""
-
-    def __init__(self) -> None:
-        self._steps: defaultdict[int, _Step] = defaultdict(_Step)
-
-    def add_pieces(self, step: int, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Pieces, each with how many leading layers must be computed before it can be moved."""
-        self._steps[step].pieces += pieces
-
-    def add_job(self, step: int, job: JobState) -> None:
-        """A job of which nothing can be moved before its step is over."""
-        self._steps[step].jobs.append(job)
-
-    def take(self, step: int, num_layers: int) -> list[Piece]:
-        """The pieces that can be moved now."""
-        waiting = self._steps.get(step)
-        if waiting is None:
-            return []
-        ready = [piece for needed, piece in waiting.pieces if needed <= num_layers]
-        waiting.pieces = [entry for entry in waiting.pieces if entry[0] > num_layers]
-        return ready
-
-    def end(self, step: int) -> tuple[list[Piece], list[JobState]]:
-        """All that still waits for a step: pieces, and jobs that have none yet."""
-        left = self._steps.pop(step, _Step())
-        return [piece for _, piece in left.pieces], left.jobs

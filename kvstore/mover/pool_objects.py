@@ -1,79 +1,117 @@
 """`PoolObjects`: a pool as the objects that it is cut into, read and written by number.
 
-Where the pool consists of them, a read or write is one copy. Otherwise the objects of
-one call are picked out of the pool together, converted, and laid down in their form, on
-whatever device the pool is.
+If the pool consists of the objects, a read or write is one copy. Otherwise the objects of one call
+are selected together, converted and written in the other form, on the pool's device.
+
+`view_blocks`: K, V and their factors as tensors over the bytes of blocks (`kvstore.layout`).
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from kernels import gather_blocks, scatter_blocks
 from kernels.reference.cache import quantize_kv
-from kvstore.block_views import BlockViews, view_blocks
 from kvstore.layout import DTYPE_BYTES, FP8, KvLayout
-from kvstore.transfer_form import PoolCut
+from kvstore.transfer_form import BlockSlicing
 
 __all__ = [
+    "BlockViews",
     "ConvertedObjects",
     "PlainObjects",
     "PoolObjects",
     "as_objects",
     "convert",
     "open_pool",
+    "view_blocks",
 ]
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
+@dataclass(frozen=True, slots=True)
+class BlockViews:
+    """Blocks as kernels take them: views of the same memory.
+
+    Attributes:
+        states: `[..., num_layers, 2, num_kv_heads, block_size, head_dim]`, K and V.
+        scales: `[..., num_layers, 2, num_kv_heads, block_size]` float32, the factor of each
+            vector of `states`; None if the type has no factors.
+    """
+
+    states: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def view_blocks(blocks: torch.Tensor, layout: KvLayout) -> BlockViews:
+    """Views blocks as K and V and their factors, without a copy.
+
+    Args:
+        blocks: `[..., *layout.block_shape]` of `layout.pool_dtype`, contiguous. Blocks and their
+            factors start at multiples of 4 bytes, so `block_size * head_dim` is a multiple of 4.
+        layout: of a block.
+    """
+    if not layout.has_scales:
+        return BlockViews(blocks, None)
+    num_elements = layout.block_size * layout.head_dim
+    states = blocks[..., :num_elements].view(torch.float8_e4m3fn)
+    scales = blocks[..., num_elements:].view(torch.float32)
+    return BlockViews(states.view(*scales.shape, layout.head_dim), scales)
+
+
 class PoolObjects(Protocol):
-    """Reads and writes objects of a pool, as `PoolCut` numbers them."""
+    """Reads and writes objects of a pool, as `BlockSlicing` numbers them."""
 
     def read(
         self, object_ids: Sequence[int] | torch.Tensor, payload: torch.Tensor
     ) -> torch.Tensor | None:
-        """Puts objects of the pool into payloads.
+        """Copies objects of the pool into payloads.
 
         Args:
-            object_ids: `[n]`; a tensor is on the pool's device.
-            payload: `[n, object_bytes]` uint8, rows as `kernels.gather_blocks` takes them.
+            object_ids: `[n]`; if it is a tensor, on the pool's device.
+            payload: `[n, object_bytes]` uint8, with rows as `kernels.gather_blocks` takes them.
 
         Returns:
-            Whether a number became infinite, a bool scalar on the pool's device; None where
-            none can.
+            Whether a number became infinite, a bool scalar on the pool's device; None if none
+            can.
         """
 
     def write(
         self, payload: torch.Tensor, object_ids: Sequence[int] | torch.Tensor
     ) -> torch.Tensor | None:
-        """Puts payloads into the pool; as `read`. The ids are all different."""
+        """Copies payloads into objects of the pool, whose ids are all different; see `read`."""
 
 
-def open_pool(pool: torch.Tensor, cut: PoolCut) -> PoolObjects:
-    """The pool as objects.
-
-    Args:
-        pool: `[num_blocks, *cut.layout.block_shape]`, contiguous.
-        cut: how it is cut.
-    """
-    return PlainObjects(as_objects(pool, cut)) if cut.is_native else ConvertedObjects(pool, cut)
-
-
-def as_objects(pool: torch.Tensor, cut: PoolCut) -> torch.Tensor:
-    """The pool object by object, `[num_objects, *cut.object_layout.block_shape]`; a view.
+def open_pool(pool: torch.Tensor, slicing: BlockSlicing) -> PoolObjects:
+    """Opens a pool as objects.
 
     Args:
-        pool: as `open_pool`.
-        cut: a native one.
+        pool: `[num_blocks, *slicing.layout.block_shape]`, contiguous.
+        slicing: how the pool is cut into objects.
     """
-    return pool.view(-1, *cut.object_layout.block_shape)
+    return (
+        PlainObjects(as_objects(pool, slicing))
+        if slicing.is_native
+        else ConvertedObjects(pool, slicing)
+    )
 
 
-class PlainObjects:
-    """Objects are what the pool consists of: blocks, or layers of them.
+def as_objects(pool: torch.Tensor, slicing: BlockSlicing) -> torch.Tensor:
+    """Views a pool as its objects, `[num_objects, *slicing.object_layout.block_shape]`.
+
+    Args:
+        pool: see `open_pool`.
+        slicing: a native one.
+    """
+    return pool.view(-1, *slicing.object_layout.block_shape)
+
+
+class PlainObjects(PoolObjects):
+    """Objects that the pool consists of: blocks, or layers of blocks.
 
     Args:
         pool: from `as_objects`.
@@ -82,72 +120,75 @@ class PlainObjects:
     def __init__(self, pool: torch.Tensor) -> None:
         self._pool = pool
 
+    @override
     def read(self, object_ids: Sequence[int] | torch.Tensor, payload: torch.Tensor) -> None:
-        """See `PoolObjects.read`."""
         gather_blocks(self._pool, object_ids, payload)
 
+    @override
     def write(self, payload: torch.Tensor, object_ids: Sequence[int] | torch.Tensor) -> None:
-        """See `PoolObjects.write`."""
         scatter_blocks(payload, self._pool, object_ids)
 
 
-class ConvertedObjects:
-    """Objects are parts of blocks, or of another type, or both.
+class ConvertedObjects(PoolObjects):
+    """Objects that are parts of blocks, or of another type, or both.
 
     Args:
-        pool: as `open_pool`.
-        cut: how it is cut.
+        pool: see `open_pool`.
+        slicing: how the pool is cut into objects.
     """
 
-    def __init__(self, pool: torch.Tensor, cut: PoolCut) -> None:
+    def __init__(self, pool: torch.Tensor, slicing: BlockSlicing) -> None:
         self._device = pool.device
-        self._cut = cut
-        self._word = _word_of(cut)
-        views = view_blocks(pool, cut.layout)
-        self._states = _cut_up(self._in_words(views.states), cut)
-        self._scales = None if views.scales is None else _cut_up(views.scales, cut)
+        self._slicing = slicing
+        self._word = _word_of(slicing)
+        views = view_blocks(pool, slicing.layout)
+        self._states = _cut_up(self._in_words(views.states), slicing)
+        self._scales = None if views.scales is None else _cut_up(views.scales, slicing)
 
+    @override
     def read(
         self, object_ids: Sequence[int] | torch.Tensor, payload: torch.Tensor
     ) -> torch.Tensor | None:
-        """See `PoolObjects.read`."""
         places = self._places(object_ids)
         states = self._states[places]
         scales = None if self._scales is None else self._scales[places]
         found, overflowed = BlockViews(states, scales), None
         if self._word is None:
-            found, overflowed = convert(found, self._cut.form.dtype)
-        objects = _view_objects(payload, self._cut.object_layout)
+            found, overflowed = convert(found, self._slicing.form.dtype)
+        objects = _view_objects(payload, self._slicing.object_layout)
         self._in_words(objects.states).copy_(self._in_words(found.states))
         if objects.scales is not None and found.scales is not None:
             objects.scales.copy_(found.scales)
         return overflowed
 
+    @override
     def write(
         self, payload: torch.Tensor, object_ids: Sequence[int] | torch.Tensor
     ) -> torch.Tensor | None:
-        """See `PoolObjects.write`."""
         places = self._places(object_ids)
-        found, overflowed = _view_objects(payload, self._cut.object_layout), None
+        found, overflowed = _view_objects(payload, self._slicing.object_layout), None
         if self._word is None:
-            found, overflowed = convert(found, self._cut.layout.dtype)
+            found, overflowed = convert(found, self._slicing.layout.dtype)
         self._states[places] = self._in_words(found.states)
         if self._scales is not None and found.scales is not None:
             self._scales[places] = found.scales
         return overflowed
 
     def _places(self, object_ids: Sequence[int] | torch.Tensor) -> tuple[slice | torch.Tensor, ...]:
-        """Index of `_cut_up` that takes objects: `[n, layers, 2, heads, tokens, ...]`."""
+        """Returns the index into `_cut_up` that selects `[n, layers, 2, heads, tokens, ...]`."""
         ids = torch.as_tensor(object_ids, dtype=torch.int64, device=self._device)
-        num_slices, every = len(self._cut.head_slices), slice(None)
+        num_slices, every = len(self._slicing.head_slices), slice(None)
         heads, ids = ids % num_slices, ids // num_slices
-        layers, ids = ids % self._cut.form.num_layer_slices, ids // self._cut.form.num_layer_slices
-        tokens, blocks = ids % self._cut.transfer_blocks, ids // self._cut.transfer_blocks
+        layers, ids = (
+            ids % self._slicing.form.num_layer_slices,
+            ids // self._slicing.form.num_layer_slices,
+        )
+        tokens, blocks = ids % self._slicing.transfer_blocks, ids // self._slicing.transfer_blocks
         return blocks, layers, every, every, heads, every, tokens
 
     def _in_words(self, states: torch.Tensor) -> torch.Tensor:
-        """As what is copied: words where the type stays, else 8-bit floats as bytes, as not every
-        operation knows those.
+        """Views K and V as words if the type stays; otherwise 8-bit floats as bytes, because not
+        every torch operation supports them.
         """
         if self._word is not None:
             return states.view(self._word)
@@ -155,15 +196,15 @@ class ConvertedObjects:
 
 
 def convert(found: BlockViews, dtype: str) -> tuple[BlockViews, torch.Tensor | None]:
-    """K and V as another type, rounded as the cache would if it were given them.
+    """Converts K and V to another type, with the rounding of the KV cache.
 
     Args:
-        found: K and V of any type; 8-bit floats may come as bytes.
-        dtype: as in `KvLayout`.
+        found: K and V of any type; 8-bit floats may be viewed as bytes.
+        dtype: the new type; see `KvLayout`.
 
     Returns:
-        Them in that type; and whether a finite number became infinite, a bool scalar, or None
-        where none did for sure.
+        K and V of that type, and whether a finite number became infinite: a bool scalar, or None
+        if certainly none did.
     """
     if dtype == FP8:
         return BlockViews(*quantize_kv(found.states)), None
@@ -175,47 +216,47 @@ def convert(found: BlockViews, dtype: str) -> tuple[BlockViews, torch.Tensor | N
 
 
 def _widened(narrow: torch.Tensor) -> torch.Tensor:
-    """8-bit floats, as bytes, in float32: by a table, as torch's own way takes five times as long
-    on a CPU.
+    """Converts 8-bit floats, as bytes, to float32 by a table: torch's own conversion takes five
+    times as long on a CPU.
     """
     table = torch.arange(256, dtype=torch.uint8, device=narrow.device).view(torch.float8_e4m3fn)
     return table.float().index_select(0, narrow.flatten().int()).view(narrow.shape)
 
 
 def _overflowed(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor | None:
-    """See `convert`."""
+    """Returns whether a finite number became infinite; see `convert`."""
     most = torch.finfo(narrow.dtype).max
     if most >= torch.finfo(wide.dtype).max:
         return None
-    if wide.is_cpu:  # elsewhere, to look would be to wait
+    if wide.is_cpu:  # on other devices, reading the result would wait
         least, largest = wide.aminmax()
         if float(least) >= -most and float(largest) <= most:
             return None
     return (narrow.isinf() & wide.isfinite()).any()
 
 
-def _word_of(cut: PoolCut) -> torch.dtype | None:
-    """The widest integers that heads' rows are made of here and in objects; None where the type
-    changes.
+def _word_of(slicing: BlockSlicing) -> torch.dtype | None:
+    """Returns the widest integer type that divides heads' rows in the pool and in objects; None if
+    the type changes.
     """
-    if cut.layout.dtype != cut.form.dtype:
+    if slicing.layout.dtype != slicing.form.dtype:
         return None
-    layouts = (cut.layout, cut.object_layout)
+    layouts = (slicing.layout, slicing.object_layout)
     heads = [
         layout.block_bytes // (layout.num_layers * 2 * layout.num_kv_heads) for layout in layouts
     ]
-    row = cut.layout.head_dim * DTYPE_BYTES[cut.layout.pool_dtype]
+    row = slicing.layout.head_dim * DTYPE_BYTES[slicing.layout.pool_dtype]
     return _WORDS[math.gcd(8, row, *heads)]
 
 
-def _cut_up(states: torch.Tensor, cut: PoolCut) -> torch.Tensor:
-    """`[blocks, num_layers, 2, heads, tokens, ...]` with layers and heads as `slices, those of
-    one` and tokens as `transfer blocks, tokens of one`.
+def _cut_up(states: torch.Tensor, slicing: BlockSlicing) -> torch.Tensor:
+    """Views `[blocks, num_layers, 2, heads, tokens, ...]` with three axes split: layers and heads
+    into slices, and tokens into transfer blocks.
     """
-    part = cut.object_layout
-    layers = (cut.form.num_layer_slices, part.num_layers)
-    heads = (len(cut.head_slices), part.num_kv_heads)
-    tokens = (cut.transfer_blocks, cut.form.block_size)
+    part = slicing.object_layout
+    layers = (slicing.form.num_layer_slices, part.num_layers)
+    heads = (len(slicing.head_slices), part.num_kv_heads)
+    tokens = (slicing.transfer_blocks, slicing.form.block_size)
     return states.view(len(states), *layers, 2, *heads, *tokens, *states.shape[5:])
 
 

@@ -1,45 +1,46 @@
-"""Staging buffers: where objects lie between the pool and a backend.
+"""Staging segments: host memory that objects pass through between the pool and a backend.
 
-Allocated once and reused; on a CUDA machine pinned, so that copies to and
-from the pool run at full speed.
+All segments are allocated once and reused. On a CUDA machine they are pinned, so that copies to
+and from the pool run at full speed.
 """
 
 import torch
 
-from kvstore.block_views import view_blocks
 from kvstore.codec import HEADER_BYTES
 from kvstore.layout import KvLayout
-from kvstore.slot import Slot
+from kvstore.mover.pool_objects import view_blocks
+from kvstore.store import KvObject
 
 __all__ = ["Segment", "StagingBuffers", "slots_per_segment"]
 
-# Stores move values of 1 to 4 MiB best; a segment is one call's worth, headers not counted:
-# objects are often a power of two long.
+# Stores move values of 1 to 4 MiB best, and a segment holds one call's worth. Headers are not
+# counted, because the size of an object's payload is often a power of two.
 _SEGMENT_BYTES = 4 << 20
 _NUM_SEGMENTS = 8
 
 
 def slots_per_segment(layout: KvLayout) -> int:
-    """Objects that one segment holds; one larger than a segment has one to itself."""
+    """Returns how many objects fit a segment; an object larger than one has one to itself."""
     return max(1, _SEGMENT_BYTES // layout.block_bytes)
 
 
 class Segment:
-    """Some slots, each a header and one object.
+    """Memory for some objects. Each slot holds one: its header, and behind it its payload.
 
     Args:
-        layout: of an object; see `PoolCut.object_layout`.
-        pinned: for a device's copies.
-        num_slots: objects that shall fit; None: one call's worth.
+        layout: of an object; see `BlockSlicing.object_layout`.
+        pinned: whether a device copies to and from it.
+        num_slots: number of slots; None for `slots_per_segment`.
 
     Attributes:
-        frames: the slots, `[num_slots, HEADER_BYTES + block_bytes]` uint8.
-        payload: the objects in them, `[num_slots, block_bytes]` uint8.
-        object_ids: `[num_slots]` int64: room for the objects' places in the pool, for copies that
-            read them after their start.
-        overflowed: `[1]` bool: room for what a copy tells at its end; see `PoolObjects`.
-        num_slots: objects that fit.
-        slots: each slot's memory, in one run.
+        frames: the whole memory, `[num_slots, HEADER_BYTES + block_bytes]` uint8.
+        payload: the payloads in it, `[num_slots, block_bytes]` uint8.
+        object_ids: `[num_slots]` int64: the objects' places in the pool, for copies that read them
+            after they were started.
+        overflowed: `[1]` bool: set by a copy whose numbers the new type cannot hold; see
+            `PoolObjects`.
+        num_slots: number of slots.
+        slots: each slot's memory.
     """
 
     def __init__(self, layout: KvLayout, *, pinned: bool, num_slots: int | None = None) -> None:
@@ -49,15 +50,17 @@ class Segment:
         self.payload = self.frames[:, HEADER_BYTES:]
         self.object_ids = torch.zeros(self.num_slots, dtype=torch.int64, pin_memory=pinned)
         self.overflowed = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
-        whole = self.frames.view(-1).numpy().data
-        starts = range(0, len(whole), shape[1])
-        self.slots = [Slot.of(whole[start : start + shape[1]]) for start in starts]
+        memory = self.frames.view(-1).numpy().data
+        self.slots = [
+            KvObject.split(memory[start : start + shape[1]], HEADER_BYTES)
+            for start in range(0, len(memory), shape[1])
+        ]
         self._layout = layout
 
     def clear_after(self, slot: int, num_tokens: int) -> None:
         """Zeroes a slot's token positions from `num_tokens` on, with their factors.
 
-        What an earlier request left in them must not leave this process.
+        They may hold what an earlier request left in the block, which must not leave the process.
         """
         dtype = getattr(torch, self._layout.pool_dtype)
         block = self.payload[slot].view(dtype).view(self._layout.block_shape)
@@ -68,7 +71,7 @@ class Segment:
 
 
 class StagingBuffers:
-    """A fixed set of segments. Not thread-safe: the engine's thread takes and gives back.
+    """A fixed set of segments. Not thread-safe: only the engine's thread takes and returns any.
 
     Args:
         layout: of an object.

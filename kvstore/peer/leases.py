@@ -36,7 +36,7 @@ class LentBlock:
     Attributes:
         key: the key of its object.
         header: the codec's header for its bytes under this key.
-        object_id: its place in the pool, as `kvstore.transfer_form.PoolCut` numbers them.
+        object_id: its place in the pool, as `kvstore.transfer_form.BlockSlicing` numbers them.
         tail_slot: the `TailSlots` slot with the copy that is lent instead; None for the block
             itself.
     """

@@ -4,7 +4,7 @@ In a host pool nothing is copied but tails: I/O threads hash blocks in place.
 ADR 3 keeps such threads away from the pool. These only read, and only blocks
 that a job holds and no step writes to (docs/adr/0019-peer-connectors.md).
 
-Blocks that must be gathered first reach `put` by a `StagedMover`.
+Blocks that must be gathered first reach `put` by a `BlockMover`.
 """
 
 import logging
@@ -20,9 +20,8 @@ from kvstore.jobs import SaveJob, SaveResult
 from kvstore.mover.pieces import CANCELLED
 from kvstore.peer.leases import LeaseTable, LentBlock
 from kvstore.peer.lent_memory import HostMemory, LentMemory
-from kvstore.slot import Slot
-from kvstore.store import StoreUnavailableError
-from kvstore.transfer_form import PoolCut
+from kvstore.store import KvObject, StoreUnavailableError
+from kvstore.transfer_form import BlockSlicing
 
 __all__ = ["Lender"]
 
@@ -50,9 +49,9 @@ class Lender:
         self._lending = threading.Lock()
         self._gathered: dict[int, list[LentBlock]] = {}  # of jobs under way
         self._memory: LentMemory
-        self._cut: PoolCut
+        self._cut: BlockSlicing
 
-    def register(self, memory: LentMemory, cut: PoolCut) -> None:
+    def register(self, memory: LentMemory, cut: BlockSlicing) -> None:
         """Sets the pool's memory and how it is cut into objects. Called once, before any job."""
         self._memory = memory
         self._cut = cut
@@ -100,7 +99,7 @@ class Lender:
 
     # I/O threads.
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> None:
         """Notes objects of a job that were gathered and sealed, and copies its tail.
 
         Raises:

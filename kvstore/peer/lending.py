@@ -17,7 +17,7 @@ from kvstore.peer.leases import LeaseTable
 from kvstore.peer.lender import Lender
 from kvstore.peer.service import Lending, PeerServer, PeerServicer
 from kvstore.peer.transport import PeerTransport
-from kvstore.transfer_form import PoolCut
+from kvstore.transfer_form import BlockSlicing
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier
@@ -70,7 +70,7 @@ class LendingSide:
         self._copy_requests: CopyRequests | None = None
 
     def register_pool(
-        self, pool: Any, cut: PoolCut, copier: "BlockCopier", staging: "StagingBuffers"
+        self, pool: Any, cut: BlockSlicing, copier: "BlockCopier", staging: "StagingBuffers"
     ) -> None:
         """Lends blocks of this pool from now on."""
         from kvstore.peer.lent_memory import TailSlots
@@ -109,7 +109,7 @@ class LendingSide:
         self._sweeper.close()
         self.lender.close()
 
-    def _memory_of(self, pool: Any, cut: PoolCut, tails: "TailSlots") -> "LentMemory":
+    def _memory_of(self, pool: Any, cut: BlockSlicing, tails: "TailSlots") -> "LentMemory":
         from kvstore.mover.pool_objects import as_objects
         from kvstore.mover.staging import Segment
         from kvstore.peer.lent_memory import CopyRequests, GatheredMemory, HostMemory
@@ -122,7 +122,7 @@ class LendingSide:
         return GatheredMemory(self._copy_requests, segments, tails)
 
     def _lending(
-        self, pool: Any, cut: PoolCut, memory: "LentMemory", staging: "StagingBuffers"
+        self, pool: Any, cut: BlockSlicing, memory: "LentMemory", staging: "StagingBuffers"
     ) -> Lending:
         layout = describe_layout(cut.object_layout)
         transport = self._transport

@@ -49,7 +49,7 @@ class TailSlots:
     """A fixed number of slots for copies of partial tails. Thread-safe.
 
     Args:
-        layout: layout of an object; see `PoolCut.object_layout`.
+        layout: layout of an object; see `BlockSlicing.object_layout`.
         num_objects: number of objects in the pool, which bounds the number of tails.
 
     Attributes:

@@ -21,7 +21,7 @@ from kvstore.codec import HEADER_BYTES
 from kvstore.peer.leases import LentBlock
 from kvstore.peer.lent_memory import TailSlots
 from kvstore.peer.transport import PeerTransport, RangeTable, make_ranges
-from kvstore.transfer_form import PoolCut, object_runs
+from kvstore.transfer_form import BlockSlicing, object_runs
 
 __all__ = [
     "BlockLocations",
@@ -146,7 +146,7 @@ class LentRanges:
     """
 
     def __init__(
-        self, pool: torch.Tensor, cut: PoolCut, tails: TailSlots, transport: PeerTransport
+        self, pool: torch.Tensor, cut: BlockSlicing, tails: TailSlots, transport: PeerTransport
     ) -> None:
         self._tails = tails
         self._address = pool.data_ptr()
@@ -180,7 +180,7 @@ class LentRanges:
         return self._address + block_id * self._block_bytes, self._device_id, self._runs[index]
 
 
-def _runs_of(cut: PoolCut, index: int) -> NDArray[np.uint64]:
+def _runs_of(cut: BlockSlicing, index: int) -> NDArray[np.uint64]:
     """Returns `[runs, 2]`: offset and length of the runs of one of a block's objects."""
     found = object_runs(cut, index)
     return np.array(found[1], np.uint64) if found is not None else _NO_RUNS

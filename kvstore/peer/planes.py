@@ -38,8 +38,7 @@ from kvstore.peer.transport import (
     UnreadablePeerError,
     make_ranges,
 )
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 
 __all__ = ["DataPlane", "GrpcPlane", "PeerBackend", "PullPlane"]
 
@@ -54,7 +53,7 @@ _logger = logging.getLogger("baton.kvstore")
 class DataPlane(ABC):
     """Fetches blocks. I/O threads call it, several at once."""
 
-    def fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+    def fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
         """Fills the slots of the leading blocks that the peer lends; returns how many.
 
         Raises:
@@ -65,7 +64,7 @@ class DataPlane(ABC):
         return peer.ask(lambda: self._fetch(peer, request, slots))
 
     @abstractmethod
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
         """Does what `fetch` says; may raise grpc's errors too, which `Peer.ask` translates."""
 
 
@@ -73,7 +72,7 @@ class GrpcPlane(DataPlane):
     """Takes blocks from the answers to ReadBlocks."""
 
     @override
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
         return _read_answer(peer, request, slots)
 
 
@@ -98,7 +97,7 @@ class PullPlane(DataPlane):
         self._warned: set[str] = set()  # reasons why peers cannot be read
 
     @override
-    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+    def _fetch(self, peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
         if not self._is_met(peer):
             self._meet(peer, request)
             request = request.begun_anew()
@@ -154,7 +153,7 @@ class PullPlane(DataPlane):
         self,
         peer: Peer,
         locations: BlockLocations,
-        slots: Sequence[Slot],
+        slots: Sequence[KvObject],
         timeout_s: float,
     ) -> int:
         """Reads the leading blocks that lie in registered memory as they are; returns how many."""
@@ -179,9 +178,9 @@ class PullPlane(DataPlane):
         return InDoubtError(message, self._settlements.add(has_settled))
 
 
-def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> int:
+def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[KvObject]) -> int:
     """Has the peer send the leading blocks; returns how many came whole."""
-    filler = FrameFiller(list(chain.from_iterable((slot.header, slot.payload) for slot in slots)))
+    filler = FrameFiller(list(chain.from_iterable(slots)))
     message = pb.ReadBlocksRequest(blocks=request.to_proto(peer.address))
     call = peer.read_blocks(message, timeout=request.remaining_s)
     try:
@@ -192,7 +191,7 @@ def _read_answer(peer: Peer, request: BlockRequest, slots: Sequence[Slot]) -> in
     return filler.num_full // 2
 
 
-def _write_headers(headers: bytes, slots: Sequence[Slot]) -> int:
+def _write_headers(headers: bytes, slots: Sequence[KvObject]) -> int:
     """Copies headers into the leading slots; returns how many."""
     num_blocks, rest = divmod(len(headers), HEADER_BYTES)
     if rest or num_blocks > len(slots):
@@ -203,7 +202,7 @@ def _write_headers(headers: bytes, slots: Sequence[Slot]) -> int:
     return num_blocks
 
 
-def _payload_ranges(slots: Sequence[Slot]) -> RangeTable:
+def _payload_ranges(slots: Sequence[KvObject]) -> RangeTable:
     """Returns the memory ranges of the slots' payloads."""
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(slot.payload)) for slot in slots]
     return make_ranges(addresses, [slot.payload.nbytes for slot in slots])
@@ -225,8 +224,6 @@ class PeerBackend:
         layout: the form of this process's blocks in words; set when the pool is registered.
     """
 
-    takes_frames = True
-
     def __init__(
         self,
         peers: Peers,
@@ -246,12 +243,12 @@ class PeerBackend:
         """Returns 0: each lease lends its own blocks."""
         return 0
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> None:
         """Lends blocks; see `Lender.put`."""
         self._lender.put(job, keys, slots)
 
     def fetch(
-        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]
+        self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[KvObject]
     ) -> Sequence[GetStatus]:
         """Fills slots. Blocks that the peer does not lend, or lends no longer, are MISSING."""
         num_blocks = self._fetch(job, keys, slots)
@@ -261,7 +258,7 @@ class PeerBackend:
     def discard(self, key: bytes) -> None:
         """Does nothing: the bytes were damaged on their way, so the peer has none to remove."""
 
-    def _fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> int:
+    def _fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> int:
         handoff = job.handoff
         if handoff is None or self._renewals.is_lost(handoff.handoff_id):
             return 0

@@ -1,7 +1,7 @@
 """`PeerConnectorWorker`: lends blocks of its pool to peers, and loads blocks of theirs.
 
     lending   save jobs -> `Lender` -> `LeaseTable` <- `PeerServicer` <- readers
-    reading   load jobs -> `StagedMover` -> `PeerBackend` -> `DataPlane` -> peers
+    reading   load jobs -> `BlockMover` -> `PeerBackend` -> `DataPlane` -> peers
 
 docs/adr/0019-peer-connectors.md says why.
 
@@ -17,10 +17,9 @@ from typing_extensions import override
 from kvstore.connector import KvConnectorScheduler, KvConnectorWorker
 from kvstore.jobs import ConnectorWork, LookupResult, TransferResults
 from kvstore.layout import KvLayout
-from kvstore.measured import MeasuredBackend
 from kvstore.metrics import KvMetrics, TransferMetrics
 from kvstore.mover.backend import Backend
-from kvstore.mover.mover import StagedMover
+from kvstore.mover.mover import BlockMover
 from kvstore.peer.address import PeerAddress, PeerUrl
 from kvstore.peer.lending import LendingSide, describe_layout
 from kvstore.peer.open_reads import OpenReads, ReadCloser
@@ -28,7 +27,7 @@ from kvstore.peer.peers import Peers
 from kvstore.peer.planes import DataPlane, GrpcPlane, PeerBackend, PullPlane
 from kvstore.peer.renewals import Renewals
 from kvstore.peer.transport import PeerTransport, SettlementWatch
-from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
 
 if TYPE_CHECKING:
     from kvstore.mover.copies import BlockCopier
@@ -59,7 +58,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         self,
         url: PeerUrl,
         transport: PeerTransport | None = None,
-        make_copier: "Callable[[Any, PoolCut], BlockCopier] | None" = None,
+        make_copier: "Callable[[Any, BlockSlicing], BlockCopier] | None" = None,
     ) -> None:
         self._wake: Callable[[], None] = lambda: None
         self._transport = transport
@@ -77,7 +76,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         self._backend = PeerBackend(
             self._peers, self._open_plane(), self._renewals, self._lending.lender, url.timeout_s
         )
-        self._mover = StagedMover(
+        self._mover = BlockMover(
             self._backend, self._wake_engine, make_copier, _NUM_IO_THREADS, url.timeout_s
         )
 
@@ -93,7 +92,7 @@ class PeerConnectorWorker(KvConnectorWorker):
     @override
     def measure(self, metrics: KvMetrics, backend: str) -> None:
         counted = self._metrics = metrics.of(backend)
-        self.wrap_backend(lambda inner: MeasuredBackend(inner, counted))
+        self._mover.measure(counted)
         self._lending.metrics = self._renewals.metrics = counted
         counted.read_breakers = lambda: [("load", self._peers.breaker_counts)]
 
@@ -105,7 +104,7 @@ class PeerConnectorWorker(KvConnectorWorker):
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
     ) -> None:
-        cut = PoolCut.of(layout, form, share)
+        cut = BlockSlicing.of(layout, form, share)
         self._mover.register_pool(pool, layout, form, share)
         self._backend.layout = describe_layout(cut.object_layout)
         self._reads.ranges_per_block = cut.max_runs

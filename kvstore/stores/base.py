@@ -1,6 +1,7 @@
-"""`PartsStore`: what stores have in common whose objects come and go in one part or in two.
+"""`SharedStore`: base of the stores that processes share through files. `StoreCounters`.
 
-`StoreCounters`: what a store's `stats` reports, counted from many threads.
+`file://` and `shm://` differ in where objects lie (`StoredObjects`); the rest of `KvStore` is
+here. `StoreCounters` and `copy_into` serve any store.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,18 +9,26 @@ from contextlib import suppress
 from threading import Lock
 from typing import Protocol, TypeVar
 
-from kvstore.store import Frame, GetStatus, KvStore, StoreStats, StoreUnavailableError
+from typing_extensions import override
+
+from kvstore.store import GetStatus, KvObject, KvStore, StoreStats, StoreUnavailableError
 from kvstore.stores.files import os_errors_as_unavailable
 from kvstore.url import StoreLimits
 
-__all__ = ["Parts", "PartsObjects", "PartsStore", "StoreCounters", "batches", "total_bytes"]
+__all__ = ["SharedStore", "StoreCounters", "StoredObjects", "batches", "copy_into"]
+
+_Name = TypeVar("_Name")
+
+_MAX_BATCH_BYTES = 16 << 20
+_MAX_BATCH_OBJECTS = 64  # each has an open file or a reserved extent until the batch is committed
+_MIN_BATCHES_PER_STORE = 8
 
 
 class StoreCounters:
-    """Counts the puts and gets of one store object. Thread-safe.
+    """Counts puts, gets and removals of one store instance. Thread-safe.
 
     Args:
-        sees_removals: whether the store itself evicts and expires, and counts it here.
+        sees_removals: whether the store itself evicts and expires objects.
     """
 
     def __init__(self, *, sees_removals: bool = False) -> None:
@@ -28,20 +37,18 @@ class StoreCounters:
         self._put_bytes = self._get_bytes = 0
         self._evictions = self._expirations = 0 if sees_removals else None
 
-    def count_puts(self, values: Sequence[memoryview | Frame]) -> None:
-        """Counts one `put_many` or `put_frames`, whether or not its keys existed."""
-        num_bytes = sum(map(_num_bytes, values))
+    def count_puts(self, objects: Sequence[KvObject]) -> None:
+        """Counts one `put`, whether or not its keys existed."""
+        num_bytes = sum([header.nbytes + payload.nbytes for header, payload in objects])
         with self._lock:
-            self._puts += len(values)
+            self._puts += len(objects)
             self._put_bytes += num_bytes
 
-    def count_gets(
-        self, statuses: Sequence[GetStatus], buffers: Sequence[memoryview | Frame]
-    ) -> None:
-        """Counts one `get_many_into` or `get_frames_into`."""
+    def count_gets(self, statuses: Sequence[GetStatus], objects: Sequence[KvObject]) -> None:
+        """Counts one `get_into`."""
         hit_bytes = [
-            _num_bytes(buffer)
-            for status, buffer in zip(statuses, buffers, strict=True)
+            found.nbytes
+            for status, found in zip(statuses, objects, strict=True)
             if status is GetStatus.HIT
         ]
         with self._lock:
@@ -50,7 +57,7 @@ class StoreCounters:
             self._get_bytes += sum(hit_bytes)
 
     def count_removals(self, *, evictions: int = 0, expirations: int = 0) -> None:
-        """Counts objects that the store removed of itself. Only with `sees_removals`."""
+        """Counts objects that the store evicted or expired. Only with `sees_removals`."""
         with self._lock:
             self._evictions = (self._evictions or 0) + evictions
             self._expirations = (self._expirations or 0) + expirations
@@ -58,7 +65,7 @@ class StoreCounters:
     def snapshot(
         self, *, num_objects: int | None, num_bytes: int | None, oldest_age_s: float | None = None
     ) -> StoreStats:
-        """The counters as they are, with the store's size and age."""
+        """Returns the counters with the store's size and age."""
         with self._lock:
             return StoreStats(
                 self._puts,
@@ -74,41 +81,37 @@ class StoreCounters:
             )
 
 
-def _num_bytes(value: memoryview | Frame) -> int:
-    return value.nbytes if isinstance(value, memoryview) else sum(part.nbytes for part in value)
-
-
-_Name = TypeVar("_Name")
-
-_MAX_BATCH_BYTES = 16 << 20
-_MAX_BATCH_OBJECTS = 64  # each is open, or laid out, until the batch is committed
-
-Parts = Sequence[memoryview]
-"""An object's bytes, in one part or several."""
-
-
-def total_bytes(parts: Parts) -> int:
-    """Of all parts."""
-    return sum([part.nbytes for part in parts])
+def copy_into(value: bytes | None, there: KvObject) -> GetStatus:
+    """Copies a stored value, or None for a missing one, into an object's memory."""
+    if value is None:
+        return GetStatus.MISSING
+    header, payload = there
+    num_header_bytes = len(header)
+    if len(value) != num_header_bytes + len(payload):
+        return GetStatus.WRONG_SIZE
+    stored = memoryview(value)
+    header[:] = stored[:num_header_bytes]
+    payload[:] = stored[num_header_bytes:]
+    return GetStatus.HIT
 
 
 def batches(
-    objects: Iterable[tuple[_Name, Parts]], max_bytes: int
-) -> Iterator[list[tuple[_Name, Parts]]]:
-    """Objects to be committed together.
+    named: Iterable[tuple[_Name, KvObject]], max_bytes: int
+) -> Iterator[list[tuple[_Name, KvObject]]]:
+    """Groups objects into batches that are committed together.
 
     Args:
-        objects: by key, or what the store calls them.
-        max_bytes: the store's bound, of which a batch takes a small part where it can.
+        named: objects, each with its key or path.
+        max_bytes: the store's bound; a batch of several objects takes at most an eighth of it.
 
     Raises:
-        StoreUnavailableError: an object exceeds the bound.
+        StoreUnavailableError: an object is larger than the bound.
     """
-    batch: list[tuple[_Name, Parts]] = []
+    batch: list[tuple[_Name, KvObject]] = []
     batch_bytes = 0
-    limit_bytes = min(_MAX_BATCH_BYTES, max_bytes // 8)
-    for name, parts in objects:
-        num_bytes = total_bytes(parts)
+    limit_bytes = min(_MAX_BATCH_BYTES, max_bytes // _MIN_BATCHES_PER_STORE)
+    for pair in named:
+        num_bytes = pair[1].nbytes
         if num_bytes > max_bytes:
             message = f"an object of {num_bytes} bytes exceeds max_bytes={max_bytes}"
             raise StoreUnavailableError(message)
@@ -116,114 +119,97 @@ def batches(
         if batch and is_full:
             yield batch
             batch, batch_bytes = [], 0
-        batch.append((name, parts))
+        batch.append(pair)
         batch_bytes += num_bytes
     if batch:
         yield batch
 
 
-class PartsObjects(Protocol):
-    """The objects themselves. Thread-safe; methods may raise `OSError`, which is the system's
-    refusal, and `StoreUnavailableError`.
+class StoredObjects(Protocol):
+    """The objects of a store, as one process accesses them. Thread-safe.
+
+    Methods raise `OSError` if the operating system refuses, and `StoreUnavailableError` if there
+    is no room or the store's lock is not free in time.
 
     Attributes:
-        counters: of this process's calls, and of what it removed.
+        counters: count the calls of this process and the objects it removed.
     """
 
     counters: StoreCounters
 
     @property
     def oldest_age_s(self) -> float | None:
-        """See `StoreStats.oldest_age_s`."""
+        """Seconds since the least recently touched object was touched; None if unknown."""
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
-        """Commits objects, or touches those that exist."""
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        """Commits objects; touches those that exist."""
 
-    def read_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> list[GetStatus]:
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
         """Reads and touches objects."""
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys exist; touches those."""
+        """Returns how many leading keys exist, and touches these."""
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Removes objects; returns how many were there and alive."""
+        """Removes objects; returns how many were there and had not expired."""
 
     def num_bytes(self) -> int:
-        """Of all objects."""
+        """Returns the bytes of all objects."""
 
     def close(self) -> None:
-        """Releases what this process has of them. The objects stay. Once."""
+        """Releases this process's files and mappings. The objects stay. Called once."""
 
 
-class PartsStore(KvStore):
-    """A `KvStore` of such objects.
+class SharedStore(KvStore):
+    """A `KvStore` over `StoredObjects`.
 
     Args:
-        objects: them.
-        limits: as the URL says.
+        objects: where the objects lie; closed with the store.
+        limits: the URL's.
     """
 
-    def __init__(self, objects: PartsObjects, limits: StoreLimits) -> None:
+    def __init__(self, objects: StoredObjects, limits: StoreLimits) -> None:
         self.ttl_s, self.lease_s = limits.ttl_s, limits.lease_s
         self.timeout_s = limits.timeout_s
         self._objects = objects
         self._is_closed = False
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """See `KvStore.put_many`."""
-        self._put(keys, [(value,) for value in values])
-        self._objects.counters.count_puts(values)
+    @override
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        with os_errors_as_unavailable():
+            self._objects.put(keys, objects)
+        self._objects.counters.count_puts(objects)
 
-    def put_frames(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
-        """See `KvStore.put_frames`."""
-        self._put(keys, frames)
-        self._objects.counters.count_puts(frames)
-
-    def get_many_into(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[GetStatus]:
-        """See `KvStore.get_many_into`."""
-        statuses = self._get(keys, [(buffer,) for buffer in buffers])
-        self._objects.counters.count_gets(statuses, buffers)
+    @override
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
+        with os_errors_as_unavailable():
+            statuses = self._objects.get_into(keys, objects)
+        self._objects.counters.count_gets(statuses, objects)
         return statuses
 
-    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
-        """See `KvStore.get_frames_into`."""
-        statuses = self._get(keys, frames)
-        self._objects.counters.count_gets(statuses, frames)
-        return statuses
-
+    @override
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `KvStore.contains_prefix`."""
         with os_errors_as_unavailable():
             return self._objects.count_prefix(keys)
 
+    @override
     def delete(self, keys: Sequence[bytes]) -> int:
-        """See `KvStore.delete`."""
         with os_errors_as_unavailable():
             return self._objects.remove(keys)
 
+    @override
     def stats(self) -> StoreStats:
-        """See `KvStore.stats`."""
         objects = self._objects
         num_bytes = None
         if not self._is_closed:
-            with suppress(OSError):  # it is being closed
+            with suppress(OSError):  # another thread may close it meanwhile
                 num_bytes = objects.num_bytes()
         return objects.counters.snapshot(
             num_objects=None, num_bytes=num_bytes, oldest_age_s=objects.oldest_age_s
         )
 
+    @override
     def close(self) -> None:
-        """See `KvStore.close`."""
         if not self._is_closed:
             self._is_closed = True
             self._objects.close()
-
-    def _put(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
-        with os_errors_as_unavailable():
-            self._objects.put_many(keys, values)
-
-    def _get(self, keys: Sequence[bytes], values: Sequence[Parts]) -> list[GetStatus]:
-        with os_errors_as_unavailable():
-            return self._objects.read_many(keys, values)

@@ -1,4 +1,4 @@
-"""`BoundedSpace`: the bound of a store that processes share, and what goes to keep it."""
+"""`BoundedSpace`: the bound of a store that processes share, and what is removed to keep it."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -15,33 +15,33 @@ __all__ = ["BoundedSpace"]
 
 
 class _Touched(Protocol):
-    """An object as a listing saw it."""
+    """An object as a listing found it."""
 
     @property
     def touched_ns(self) -> int:
-        """When it was touched last, by the space's clock."""
+        """When it was last touched, by the space's clock."""
 
 
 _Listed = TypeVar("_Listed", bound=_Touched)
 
 
 class BoundedSpace(ABC, Generic[_Listed]):
-    """One process's share in keeping the bound. All calls need the store's lock.
+    """One process's access to a bounded space. All calls need the store's lock.
 
-    What is oldest it knows from a listing, which serves until none of it is left: whatever was
-    touched or made after it is younger.
+    A listing yields the oldest objects. It is used until all objects in it are gone, because
+    objects that were made or touched after it are younger.
 
     Args:
         folder: the store's.
-        limits: as the URL says.
-        own_bytes: what the store holds there already.
+        limits: the URL's.
+        own_bytes: what the store already takes of the file system.
 
     Attributes:
-        counters: where removals are counted.
-        max_bytes: bound of all objects together: the URL's, or half of what the file system has
-            left for them, but not over the store's default.
+        counters: count removals.
+        max_bytes: bound of all objects together: the URL's, or else half of what the file system
+            has left for the store, up to the store's default.
         oldest_age_s: seconds since the oldest object was touched, as of the last listing or
-            eviction; None where no older one was known.
+            eviction; None if no old object was known.
     """
 
     def __init__(self, folder: Path, limits: StoreLimits, own_bytes: int) -> None:
@@ -52,7 +52,7 @@ class BoundedSpace(ABC, Generic[_Listed]):
         self._by_age: deque[_Listed] = deque()
 
     def make_room(self, num_bytes: int) -> None:
-        """Lets `num_bytes` more fit the bound.
+        """Evicts objects until `num_bytes` more fit the bound.
 
         Raises:
             StoreUnavailableError: leased objects leave too little room; none was evicted.
@@ -72,7 +72,7 @@ class BoundedSpace(ABC, Generic[_Listed]):
             self._note_oldest_age()
 
     def list_objects(self) -> None:
-        """Learns the objects' ages, and removes what is dead."""
+        """Lists the objects by age, and removes expired ones."""
         self._by_age = deque(self._find_objects())
         first_alive_ns = self._now_ns() - self._ttl_ns
         while self._by_age and self._by_age[0].touched_ns < first_alive_ns:
@@ -81,19 +81,19 @@ class BoundedSpace(ABC, Generic[_Listed]):
 
     @abstractmethod
     def _now_ns(self) -> int:
-        """By the clock that objects are touched with."""
+        """Returns the time by the clock that touches are recorded with."""
 
     @abstractmethod
     def _object_bytes(self) -> int:
-        """Of all objects, those being written too."""
+        """Returns the bytes of all objects, including those being written."""
 
     @abstractmethod
     def _find_objects(self) -> Iterable[_Listed]:
-        """All objects, the least recently touched first; removes what dead writers left."""
+        """Returns all objects, the least recently touched first; removes dead writers' files."""
 
     @abstractmethod
     def _bytes_if_untouched(self, listed: _Listed) -> int | None:
-        """An object's size; None if it went or was touched since it was listed."""
+        """Returns an object's size; None if it was removed or touched since it was listed."""
 
     @abstractmethod
     def _evict(self, listed: _Listed) -> None:
@@ -104,8 +104,8 @@ class BoundedSpace(ABC, Generic[_Listed]):
         """Removes an object whose TTL is over, and counts it."""
 
     def _choose_evicted(self, excess_bytes: int) -> list[_Listed] | None:
-        """The oldest known objects that are as large together; None if those that are not leased
-        do not suffice.
+        """Returns the oldest listed objects that have so many bytes together; None if the listed
+        objects without a lease have fewer.
         """
         chosen: list[_Listed] = []
         first_leased_ns = self._now_ns() - self._lease_ns
@@ -126,7 +126,7 @@ class BoundedSpace(ABC, Generic[_Listed]):
 
 
 def _half_of_free(folder: Path, limits: StoreLimits, own_bytes: int) -> int:
-    """Counts what the store holds already as free, so that every opener agrees."""
+    """Counts what the store takes already as free, so that every opener finds the same bound."""
     disk = shutil.disk_usage(folder)
     free_bytes = disk.free + min(own_bytes, disk.used)
     return min(limits.default_max_bytes, free_bytes // 2)

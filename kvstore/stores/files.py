@@ -1,7 +1,4 @@
-"""`FileLock`: a lock between the threads and processes that open one file.
-
-Whole reads and writes of open files, and their errors told as a store's.
-"""
+"""Helpers for stores in files: `FileLock`, complete reads and writes, and error translation."""
 
 import errno
 import fcntl
@@ -32,7 +29,7 @@ _CLOSED = -1
 
 
 def try_lock(fd: int) -> bool:
-    """Takes the exclusive `flock` of an open file; False if another holds it."""
+    """Takes the exclusive `flock` of an open file; returns False if another process holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -41,14 +38,14 @@ def try_lock(fd: int) -> bool:
 
 
 class FileLock:
-    """An exclusive `flock`, which ends with whoever held it.
+    """An exclusive `flock` between threads and processes. It ends with the process that holds it.
 
     Args:
         path: the file; made if absent.
-        timeout_s: how long `locked` waits at most.
+        timeout_s: longest that `locked` waits.
 
     Attributes:
-        fd: of the file, open for reading and writing; no file's after `close`.
+        fd: the file's descriptor, open for reading and writing; invalid after `close`.
 
     Raises:
         OSError: the file cannot be opened.
@@ -57,17 +54,17 @@ class FileLock:
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.fd = os.open(path, _FLAGS, 0o600)
         self._timeout_s = timeout_s
-        self._thread_lock = Lock()  # flock tells processes apart, not threads
+        self._thread_lock = Lock()  # flock does not exclude threads of one process
 
     @contextmanager
     def locked(self, deadline_s: float | None = None) -> Iterator[None]:
         """Holds the lock against all threads and processes.
 
         Args:
-            deadline_s: until when to wait, by the monotonic clock, if not for `timeout_s`.
+            deadline_s: when to stop waiting, by the monotonic clock; None for after `timeout_s`.
 
         Raises:
-            OSError: it was closed.
+            OSError: the lock was closed.
             StoreUnavailableError: another holder, perhaps a stopped process, kept it for
                 that long.
         """
@@ -87,18 +84,18 @@ class FileLock:
 
     @property
     def is_removed(self) -> bool:
-        """Whether others find another file there, or none."""
+        """Whether the file was deleted, so that other processes lock another file or none."""
         return not os.fstat(self.fd).st_nlink
 
     def close(self) -> None:
-        """Closes the file, after whoever holds the lock. Idempotent."""
+        """Closes the file, once no thread of this process holds the lock. Idempotent."""
         with self._thread_lock:
             fd, self.fd = self.fd, _CLOSED
             if fd != _CLOSED:
                 os.close(fd)
 
     def _lock_file(self, deadline_s: float) -> None:
-        """Polls, because a blocking flock knows no timeout."""
+        """Polls, because a blocking flock has no timeout."""
         if self.fd == _CLOSED:
             raise OSError(errno.EBADF, "the store is closed")
         while not try_lock(self.fd):
@@ -115,7 +112,7 @@ _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 @contextmanager
 def os_errors_as_unavailable() -> Iterator[None]:
-    """Turns what the operating system refuses (full, read-only, broken) into the store's error."""
+    """Raises the operating system's errors (full, read-only, broken) as `StoreUnavailableError`."""
     try:
         yield
     except OSError as error:
@@ -123,7 +120,7 @@ def os_errors_as_unavailable() -> Iterator[None]:
 
 
 def create_locked(path: str, num_bytes: int) -> int:
-    """The descriptor of a new file of that size, which is locked."""
+    """Makes a file of that size and locks it; returns its descriptor."""
     fd = os.open(path, _CREATE_FLAGS, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,7 +133,7 @@ def create_locked(path: str, num_bytes: int) -> int:
 
 
 def status_of(path: str) -> os.stat_result | None:
-    """The status of a path itself, not of what it links to; None where nothing is."""
+    """Returns the status of a path, not of what it links to; None if nothing is there."""
     try:
         return os.lstat(path)
     except FileNotFoundError:
@@ -150,7 +147,7 @@ def touch(target: int | str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Returns once the names in a folder are on its disk."""
+    """Returns once the file names of a folder are on its disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -158,9 +155,9 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def read_all(fd: int, parts: Sequence[memoryview]) -> bool:
-    """Fills the parts, one after the other, from an open file; whether the file held enough."""
-    left = _without(parts, 0)
+def read_all(fd: int, views: Sequence[memoryview]) -> bool:
+    """Fills views from an open file, in order; returns False if the file is too short."""
+    left = _without(views, 0)
     while left:
         num_read = os.readv(fd, left)
         if num_read == 0:
@@ -169,19 +166,19 @@ def read_all(fd: int, parts: Sequence[memoryview]) -> bool:
     return True
 
 
-def write_all(fd: int, parts: Sequence[memoryview]) -> None:
-    """Writes all parts, one after the other, to an open file, from its beginning."""
-    written, left = 0, _without(parts, 0)
+def write_all(fd: int, views: Sequence[memoryview]) -> None:
+    """Writes all views to an open file, in order, from its beginning."""
+    written, left = 0, _without(views, 0)
     while left:
         num_written = os.pwritev(fd, left, written)
         written += num_written
         left = _without(left, num_written)
 
 
-def _without(parts: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of the parts behind so many bytes; nothing that is empty comes first."""
-    for index, part in enumerate(parts):
+def _without(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Returns what is left of views behind their first bytes; the first of it is not empty."""
+    for index, part in enumerate(views):
         if num_bytes < part.nbytes:
-            return [part[num_bytes:], *parts[index + 1 :]]
+            return [part[num_bytes:], *views[index + 1 :]]
         num_bytes -= part.nbytes
     return []

@@ -1,10 +1,8 @@
-"""`memory://NAME`: objects in this process, least recently used out first.
+"""`memory://NAME`: objects in this process; the least recently used are evicted first.
 
-All stores of one process that are open under one name share their objects,
-so that a prefill and a decode engine in one process can hand over. The
-objects go when the last of them closes.
-
-Copies of stored values into a reader's preallocated buffers.
+All stores of one process that are open under one name share their objects, so
+that a prefill and a decode engine in one process can hand over. The objects
+are dropped when the last of these stores is closed.
 """
 
 from collections import OrderedDict
@@ -14,32 +12,20 @@ from threading import Lock
 from time import monotonic
 from typing import Self
 
+from typing_extensions import override
+
 from kvstore.store import (
-    Frame,
     GetStatus,
+    KvObject,
     KvStore,
     StoreCapabilities,
     StoreStats,
     StoreUnavailableError,
 )
-from kvstore.stores.base import StoreCounters
+from kvstore.stores.base import StoreCounters, copy_into
 from kvstore.url import LIMIT_OPTIONS, StoreUrl
 
-__all__ = ["MemoryStore", "copy_into"]
-
-
-def copy_into(value: bytes | None, *parts: memoryview) -> GetStatus:
-    """Fills a buffer, or its parts in order, with a whole value; None stands for a missing one."""
-    if value is None:
-        return GetStatus.MISSING
-    if len(value) != sum(part.nbytes for part in parts):
-        return GetStatus.WRONG_SIZE
-    rest = memoryview(value)
-    for part in parts:
-        part[:] = rest[: part.nbytes]
-        rest = rest[part.nbytes :]
-    return GetStatus.HIT
-
+__all__ = ["MemoryStore"]
 
 _DEFAULT_MAX_BYTES = 1 << 30
 
@@ -54,9 +40,8 @@ class _Entry:
 class _Objects:
     """The objects of one name, the least recently touched first.
 
-    As all objects have one TTL and one lease, that order is also the order in
-    which both end. Every method is called with `lock` held. What a call evicts
-    or finds expired it counts with its caller's counters.
+    All objects have one TTL and one lease, so both end in this order. Every method is called
+    with `lock` held. Removals are counted with the caller's counters.
     """
 
     ttl_s: float
@@ -72,7 +57,7 @@ class _Objects:
         return None if entry is None or self._is_expired(entry) else entry
 
     def touch(self, key: bytes) -> bytes | None:
-        """The value of a living object, which is now the youngest."""
+        """Returns the value of an object and makes it the youngest; None if it is absent."""
         entry = self.find(key)
         if entry is None:
             return None
@@ -81,7 +66,7 @@ class _Objects:
         return entry.value
 
     def insert(self, key: bytes, value: bytes, counters: StoreCounters) -> None:
-        """Adds an object that does not live, after the expired ones went and made room.
+        """Adds an absent object, after removing expired and evicted ones.
 
         Raises:
             StoreUnavailableError: leased objects leave too little room; none was evicted.
@@ -95,7 +80,7 @@ class _Objects:
         self.num_bytes += len(value)
 
     def _choose_evicted(self, num_bytes: int) -> list[bytes]:
-        """The oldest objects without which `num_bytes` more fit the bound."""
+        """Returns the oldest objects that must be evicted for `num_bytes` more to fit."""
         chosen = []
         excess_bytes = self.num_bytes + num_bytes - self.max_bytes
         oldest = iter(self.entries.items())
@@ -110,7 +95,7 @@ class _Objects:
         return chosen
 
     def remove(self, key: bytes, counters: StoreCounters) -> bool:
-        """Removes an object; whether it was there and alive."""
+        """Removes an object; returns whether it was there and had not expired."""
         entry = self.entries.pop(key, None)
         if entry is None:
             return False
@@ -120,7 +105,7 @@ class _Objects:
         return not is_expired
 
     def remove_expired(self, counters: StoreCounters) -> None:
-        """Removes what is not alive."""
+        """Removes all expired objects."""
         while self.entries:
             key, entry = next(iter(self.entries.items()))
             if not self._is_expired(entry):
@@ -128,7 +113,7 @@ class _Objects:
             self.remove(key, counters)
 
     def oldest_age_s(self) -> float | None:
-        """Seconds since the first object was touched; None where there is none."""
+        """Returns the seconds since the first object was touched; None if the store is empty."""
         return next((self._age_s(entry) for entry in self.entries.values()), None)
 
     def _is_expired(self, entry: _Entry) -> bool:
@@ -143,7 +128,7 @@ _registry_lock = Lock()
 
 
 class MemoryStore(KvStore):
-    """One user of the objects of a name; from `from_url`."""
+    """One user of the objects of a name; made by `from_url`."""
 
     capabilities = StoreCapabilities(
         shared_between_processes=False,
@@ -151,7 +136,6 @@ class MemoryStore(KvStore):
         survives_restart=False,
         takes_max_bytes=True,
         keeps_leases=True,
-        takes_frames=True,
     )
 
     def __init__(self, name: str, objects: _Objects, timeout_s: float) -> None:
@@ -164,10 +148,11 @@ class MemoryStore(KvStore):
         self._is_closed = False
 
     @classmethod
+    @override
     def from_url(cls, url: str) -> Self:
         """Opens `memory://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`.
 
-        Nothing here can be waited for: `timeout_s` is checked and told, and changes no call.
+        No call waits, so `timeout_s` is only checked.
 
         Raises:
             ConfigurationError: a bad option, or a path; the name is open in
@@ -189,20 +174,14 @@ class MemoryStore(KvStore):
             objects.num_users += 1
         return cls(parts.authority, objects, limits.timeout_s)
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """See `KvStore.put_many`."""
-        for key, value in zip(keys, values, strict=True):
-            self._put(key, value)
-        self._counters.count_puts(values)
+    @override
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        for key, new in zip(keys, objects, strict=True):
+            self._put_one(key, new)
+        self._counters.count_puts(objects)
 
-    def put_frames(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
-        """See `KvStore.put_frames`."""
-        for key, parts in zip(keys, frames, strict=True):
-            self._put(key, *parts)
-        self._counters.count_puts(frames)
-
-    def _put(self, key: bytes, *parts: memoryview) -> None:
-        objects, num_bytes = self._objects, sum(part.nbytes for part in parts)
+    def _put_one(self, key: bytes, new: KvObject) -> None:
+        objects, num_bytes = self._objects, new.nbytes
         if num_bytes > objects.max_bytes:
             raise StoreUnavailableError(
                 f"an object of {num_bytes} bytes exceeds max_bytes={objects.max_bytes}"
@@ -210,44 +189,32 @@ class MemoryStore(KvStore):
         with objects.lock:
             if objects.touch(key) is not None:
                 return
-        copy = b"".join(parts)  # outside the lock: it is the long part
+        copy = new.to_bytes()  # without the lock, because it takes longest
         with objects.lock:
             if objects.touch(key) is None:
                 objects.insert(key, copy, self._counters)
 
-    def get_many_into(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[GetStatus]:
-        """See `KvStore.get_many_into`."""
-        pairs = zip(self._touch(keys), buffers, strict=True)
-        statuses = [copy_into(value, buffer) for value, buffer in pairs]
-        self._counters.count_gets(statuses, buffers)
-        return statuses
-
-    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
-        """See `KvStore.get_frames_into`."""
-        pairs = zip(self._touch(keys), frames, strict=True)
-        statuses = [copy_into(value, *parts) for value, parts in pairs]
-        self._counters.count_gets(statuses, frames)
-        return statuses
-
-    def _touch(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    @override
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
         with self._objects.lock:
-            return [self._objects.touch(key) for key in keys]
+            values = [self._objects.touch(key) for key in keys]
+        statuses = [copy_into(*pair) for pair in zip(values, objects, strict=True)]
+        self._counters.count_gets(statuses, objects)
+        return statuses
 
+    @override
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `KvStore.contains_prefix`."""
         with self._objects.lock:
             missing = (i for i, key in enumerate(keys) if self._objects.touch(key) is None)
             return next(missing, len(keys))
 
+    @override
     def delete(self, keys: Sequence[bytes]) -> int:
-        """See `KvStore.delete`."""
         with self._objects.lock:
             return sum(self._objects.remove(key, self._counters) for key in keys)
 
+    @override
     def stats(self) -> StoreStats:
-        """See `KvStore.stats`."""
         objects = self._objects
         with objects.lock:
             objects.remove_expired(self._counters)
@@ -257,8 +224,9 @@ class MemoryStore(KvStore):
                 oldest_age_s=objects.oldest_age_s(),
             )
 
+    @override
     def close(self) -> None:
-        """Leaves the name; its objects go with the last user."""
+        """Leaves the name; its objects are dropped with the last user."""
         with _registry_lock:
             if self._is_closed:
                 return

@@ -160,5 +160,5 @@ async def test_a_prefill_replica_without_a_connector_is_refused(tmp_path):
         _, stderr = await process.communicate()
     assert process.returncode == 2
     assert stderr.decode().splitlines() == [
-        "baton prefill: error: a prefill engine needs --kv-connector to hand KV over"
+        "baton prefill: error: --kv-connector is not set; a prefill engine needs it to hand KV off"
     ]

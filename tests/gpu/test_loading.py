@@ -1,4 +1,4 @@
-"""Weights on the device: those of a checkpoint, and random ones."""
+"""Weights on the device, from a checkpoint or random."""
 
 import shutil
 
@@ -62,7 +62,7 @@ def test_every_weight_arrives(variant, dtype):
     torch.testing.assert_close(there.model.logits(hidden).cpu(), expected, atol=0.05, rtol=0.02)
 
 
-def test_all_of_it_is_on_the_device():
+def test_all_tensors_are_on_the_device():
     loaded = _load(tiny_checkpoint("llama"))
     assert {value.device.type for value in _parameters(loaded).values()} == {DEVICE.type}
     buffers = {buffer.device.type for buffer in loaded.model.buffers()}

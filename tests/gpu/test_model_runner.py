@@ -1,4 +1,4 @@
-"""`ModelRunner` on the device against `transformers`: chunks, decode steps, draws, pools, swaps."""
+"""`ModelRunner` on a GPU, compared with `transformers`: chunks, decoding, draws, pools, swaps."""
 
 import math
 from functools import cache
@@ -88,7 +88,7 @@ def test_bfloat16_stays_near_float32s_probabilities(variant, make_runner):
     assert abs(request.logprobs[0] - float(expected.max())) < _BF16_LOGPROB
 
 
-def test_a_step_may_be_handed_over_before_the_one_before_it_is_read(make_runner):
+def test_a_step_may_be_submitted_before_the_previous_one_is_read(make_runner):
     runner, length = make_runner(), 33
     (request,) = _requests(runner, (length,))
     chunk = ScheduledBatch(1, (request.next_chunk(),), table_updates=request.table_updates())

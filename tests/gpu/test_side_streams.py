@@ -1,4 +1,4 @@
-"""KV copies beside the steps of a real GPU: their bytes, and that they wait for no step."""
+"""KV copies beside the steps of a real GPU: their content, and that they wait for no step."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from kvstore.mover.copies import ConvertingCopier
 from kvstore.mover.side_streams import SideStreamCopier
 from kvstore.mover.staging import Segment
 from kvstore.registry import open_store
-from kvstore.transfer_form import PoolCut, RangeError, TransferForm
+from kvstore.transfer_form import BlockSlicing, RangeError, TransferForm
 from tests.support.connector_rig import ConnectorRig, keys
 from tests.support.devices import DEVICE, IS_CUDA
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not IS_CUDA, reason="a CPU has no streams")
 
 LAYOUT = KvLayout(num_layers=8, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
 _NUM_BLOCKS = 32
-# Half a second of an H200, and longer on anything smaller.
+# Half a second on an H200, and longer on a slower GPU.
 _NUM_PRODUCTS, _SIZE = 400, 8192
 
 
@@ -40,7 +40,7 @@ def pool() -> torch.Tensor:
 
 @pytest.fixture
 def copier(pool: torch.Tensor) -> Iterator[SideStreamCopier]:
-    copier = SideStreamCopier(pool, PoolCut.of(LAYOUT))
+    copier = SideStreamCopier(pool, BlockSlicing.of(LAYOUT))
     yield copier
     copier.close()
 
@@ -52,7 +52,7 @@ def segment() -> Segment:
 
 @pytest.fixture
 def busy() -> torch.cuda.Event:
-    """The end of what keeps the compute stream busy for the whole test."""
+    """Keeps the compute stream busy for the whole test; returns the event at its end."""
     matrix = torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16, device=DEVICE)
     out = torch.mm(matrix, matrix)
     torch.cuda.synchronize()
@@ -108,7 +108,7 @@ def test_a_copy_that_cannot_start_does_not_hurt_the_next(copier, pool, segment) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "fp8_e4m3"])
 def test_parts_of_blocks_are_converted_as_on_a_cpu(dtype: str) -> None:
     form = TransferForm(8, dtype, num_head_slices=2)
-    cut = PoolCut.of(LAYOUT, form)
+    cut = BlockSlicing.of(LAYOUT, form)
     on_cpu = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(torch.bfloat16)
     on_gpu = on_cpu.to(DEVICE)
     copiers = [ConvertingCopier(on_cpu, cut), SideStreamCopier(on_gpu, cut)]
@@ -123,8 +123,8 @@ def test_parts_of_blocks_are_converted_as_on_a_cpu(dtype: str) -> None:
     assert torch.equal(_bits(on_gpu).cpu(), _bits(on_cpu))
 
 
-def test_a_number_out_of_range_is_told_when_the_copy_is_over() -> None:
-    cut = PoolCut.of(LAYOUT, TransferForm(LAYOUT.block_size, "float16"))
+def test_a_number_out_of_range_is_reported_when_the_copy_ends() -> None:
+    cut = BlockSlicing.of(LAYOUT, TransferForm(LAYOUT.block_size, "float16"))
     pool = torch.zeros(4, *LAYOUT.block_shape, dtype=torch.bfloat16, device=DEVICE)
     pool[2, 1, 1, 1, 1, 1] = 1e6
     copier, segment = SideStreamCopier(pool, cut), Segment(cut.object_layout, pinned=True)

@@ -15,8 +15,8 @@ from engine.request import EngineRequest
 from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
 from kernels.reference.cache import quantize_kv
-from kvstore.block_views import view_blocks
 from kvstore.connector import KvConnectorScheduler
+from kvstore.mover.pool_objects import view_blocks
 from tests.support.checkpoints import prompt_of, reference_greedy, reference_model, tiny_checkpoint
 from tests.support.halved_worker import HalvedWorker
 from tests.support.pairs import pairs

@@ -272,7 +272,7 @@ def test_a_candidate_that_is_given_up_leaves_its_siblings_alone() -> None:
         core.add_request(request)
         outputs: list[RequestOutput] = []
         while core.has_work:
-            outputs += core.step()
+            core.run_step(outputs.extend)
             if len(outputs) >= WIDTH:  # each has a token
                 core.finish_candidate(request.spec.request_id, 1)
         core.scheduler.check()

@@ -1,4 +1,4 @@
-"""Loading checkpoints: what is read, what it costs, and what each broken folder is told."""
+"""Loading checkpoints: the result, the memory used, and the error for each broken folder."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def load(folder: Path | str, dtype: str = "auto") -> LoadedModel:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A copy of the plain Llama checkpoint, to be broken."""
+    """A copy of the plain Llama checkpoint, which tests may break."""
     return copy_of("llama", tmp_path)
 
 
@@ -48,7 +48,7 @@ def change_weights(folder: Path, change) -> None:
 
 
 def fails_with(folder: Path | str, *parts: str) -> None:
-    """Loading fails with one line that holds all of `parts`."""
+    """Asserts that loading fails with one line that contains all of `parts`."""
     with pytest.raises(ConfigurationError) as failure:
         load(folder)
     assert "\n" not in failure.value.message
@@ -62,7 +62,7 @@ def same_weights(first: LoadedModel, second: LoadedModel) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-# What is read
+# Loaded values
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_harmless_extra_tensors_are_ignored(tmp_path):
     assert same_weights(load(gpt2), load(tiny_checkpoint("gpt2")))
 
 
-# The fingerprint
+# Fingerprint
 
 
 def test_fingerprint_is_the_same_for_the_same_files_anywhere(folder):
@@ -143,7 +143,7 @@ def test_fingerprint_is_the_same_for_the_same_files_anywhere(folder):
     assert len(load(folder).fingerprint) == 16
 
 
-def test_fingerprint_tells_one_changed_bit(folder, monkeypatch):
+def test_one_changed_bit_changes_the_fingerprint(folder, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "_HASH_PART_BYTES", 10_000)
     monkeypatch.setattr(checkpoint_module, "_HASH_READ_BYTES", 3_000)
     content = bytearray((folder / WEIGHTS).read_bytes())
@@ -155,7 +155,7 @@ def test_fingerprint_tells_one_changed_bit(folder, monkeypatch):
     assert len(seen) == 5
 
 
-def test_fingerprint_tells_a_changed_config(folder):
+def test_a_changed_config_changes_the_fingerprint(folder):
     before = load(folder).fingerprint
     change_json(folder / "config.json", rms_norm_eps=1e-5)
     assert load(folder).fingerprint != before
@@ -171,7 +171,7 @@ def test_fingerprint_does_not_depend_on_how_it_is_read(folder, monkeypatch):
 
 
 def test_a_missing_folder(tmp_path):
-    fails_with(tmp_path / "nowhere", "nowhere", "is no folder")
+    fails_with(tmp_path / "nowhere", "nowhere", "is not a folder")
 
 
 def test_a_hub_name_without_a_network(monkeypatch, tmp_path):
@@ -183,7 +183,7 @@ def test_a_hub_name_without_a_network(monkeypatch, tmp_path):
 
 
 def test_a_name_that_the_hub_does_not_allow():
-    fails_with("no model", "no model is no folder here", "Repo id")
+    fails_with("no model", "no model is not a folder here", "Repo id")
 
 
 def test_a_folder_without_config(folder):
@@ -252,7 +252,7 @@ def test_no_weights(folder):
 def test_truncated_weights(folder, kept_bytes):
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:kept_bytes])
-    fails_with(folder, WEIGHTS, "no readable safetensors file")
+    fails_with(folder, WEIGHTS, "not a readable safetensors file")
 
 
 def test_a_missing_tensor(folder):
@@ -274,7 +274,7 @@ def test_a_tensor_of_another_shape(folder):
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2"])
 def test_a_transposed_tensor(tmp_path, variant):
-    """A [in, out] matrix where [out, in] belongs must not slip through."""
+    """An [in, out] matrix in place of an [out, in] one is an error."""
     folder = copy_of(variant, tmp_path)
     name = {"llama": "model.layers.0.mlp.up_proj.weight", "gpt2": "transformer.h.0.mlp.c_fc.weight"}
     change_weights(folder, lambda t: {**t, name[variant]: t[name[variant]].t().contiguous()})
@@ -283,7 +283,7 @@ def test_a_transposed_tensor(tmp_path, variant):
 
 def test_an_unexpected_tensor(folder):
     change_weights(folder, lambda t: {**t, "model.layers.0.mlp.router.weight": torch.ones(2)})
-    fails_with(folder, "model.layers.0.mlp.router.weight", "does not know")
+    fails_with(folder, "model.layers.0.mlp.router.weight", "does not have")
 
 
 def test_integer_weights(folder):
@@ -292,7 +292,7 @@ def test_integer_weights(folder):
     fails_with(folder, WEIGHTS, name, "I8", "quantized")
 
 
-# What it costs
+# Memory
 
 
 _MEASURED_LOAD = """
@@ -303,7 +303,7 @@ def anonymous_bytes():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
-import transformers.models.auto  # what loading imports is no part of the measure
+import transformers.models.auto  # so that imports do not count
 loader.load_model(sys.argv[2], "auto", "cpu", progress=False)
 peak, done = anonymous_bytes(), threading.Event()
 base = peak

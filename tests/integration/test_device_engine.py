@@ -1,4 +1,4 @@
-"""Engines whose steps run as on a GPU, overlapped, against `transformers`: greedy, float32."""
+"""Engines with overlapped steps, as on a GPU, compared with `transformers`: greedy, float32."""
 
 from functools import cache
 from itertools import count
@@ -53,7 +53,7 @@ def _build(variant="llama", **flags):
 def test_features_change_no_token(kind, feature, monkeypatch):
     use_kind(kind, monkeypatch)
     core = _build(**FEATURES[feature])
-    for _ in range(2):  # the second time from the prefix cache
+    for _ in range(2):  # the second run uses the prefix cache
         outputs = run_all(core, _requests())
         for length in LENGTHS:
             assert tokens_of(outputs[str(length)]) == _reference("llama", length)
@@ -71,7 +71,7 @@ def test_families_on_graphs(variant, monkeypatch):
 
 
 def test_more_sequences_than_any_graph_holds_and_all_numbers_below(monkeypatch):
-    """From 13 rows down to one, as requests end: graphs of 1, 2, 4, 8 and 13 rows, padded."""
+    """The number of rows falls from 13 to 1 as requests end: graphs of 1, 2, 4, 8 and 13 rows."""
     use_kind("device, graphs", monkeypatch)
     core = _build(max_num_seqs=13, max_num_batched_tokens=64, num_gpu_blocks_override=200)
     requests = [
@@ -98,7 +98,7 @@ _DRAWS = (
 
 
 def _mixed_requests():
-    """Draws of all kinds, candidates of one prompt, beams."""
+    """Runs draws of all kinds, candidates of one prompt, and beams."""
     alone = [
         engine_request(
             request_id=str(index),
@@ -134,14 +134,14 @@ def test_draws_candidates_and_beams_are_those_of_the_host(kind, monkeypatch):
 
 @pytest.mark.parametrize("name", ["write_table_entries", "keep_drawn", "row_maxima"])
 def test_no_step_builds_on_a_launch_that_failed(name, monkeypatch):
-    """Else it would write KV to blocks that the device's tables name and the host's do not."""
+    """Such a step would write KV to blocks of the device's tables that the host's do not have."""
     use_kind("device, eager", monkeypatch)
     core = _build(num_gpu_blocks_override=64)
     failing = _requests((13, 14), 40)
     for request in failing:
         core.add_request(request)
     for _ in range(9):
-        core.step()
+        core.run_step([].extend)
     with monkeypatch.context() as broken:
         function = getattr(kernels, name)
         calls = count()
@@ -152,7 +152,9 @@ def test_no_step_builds_on_a_launch_that_failed(name, monkeypatch):
             return function(*arguments, **named)
 
         broken.setattr(kernels, name, fail_once)
-        outputs = [output for _ in range(80) for output in core.step()]
+        outputs = []
+        for _ in range(80):
+            core.run_step(outputs.extend)
     assert next(calls) > 0
     reasons = {output.request_id: output.finish_reason for output in outputs}
     assert set(reasons) == {"13", "14"}

@@ -64,7 +64,7 @@ def test_every_family_generates_finite_tokens(variant, tmp_path):
     assert min(tokens) >= 0
 
 
-def test_the_fingerprint_is_the_configs_and_no_checkpoints(folder):
+def test_the_fingerprint_depends_on_the_config_but_not_on_weights(folder):
     before = load(folder).fingerprint
     assert before == load(tiny_checkpoint("llama")).fingerprint  # its weights are not read
     assert (
@@ -81,7 +81,7 @@ def test_without_a_config(tmp_path):
         load(tmp_path)
 
 
-def test_no_room_for_it(folder):
+def test_too_little_memory(folder):
     file = folder / "config.json"
     file.write_text(file.read_text().replace('"vocab_size": 259', f'"vocab_size": {10**12}'))
     with pytest.raises(ConfigurationError, match=r"cannot allocate \d+ MiB on cpu for the weights"):

@@ -100,7 +100,7 @@ def test_swapping_really_copies_blocks() -> None:
         for request in _requests():
             core.add_request(request)
         while core.has_work:
-            core.step()
+            core.run_step([].extend)
             num_swapped = max(num_swapped, core.load().num_swapped_blocks)
         assert num_swapped > 0
 
@@ -111,8 +111,8 @@ def test_blocks_behind_windows_are_released_and_prefixes_still_hit(variant: str)
     num_prompt, num_tokens = 120, 100
     prompt = prompt_of(num_prompt)
     with _engine(variant, {"enable_prefix_caching": False}) as whole:
-        num_groups = len(whole.info.windows)
-        num_full = -(-(num_prompt + num_tokens) // 8) * num_groups
+        num_layer_groups = len(whole.info.windows)
+        num_full = -(-(num_prompt + num_tokens) // 8) * num_layer_groups
     num_blocks = num_full * 3 // 4
     flags = {"num_gpu_blocks_override": num_blocks, "max_model_len": 224}
     with _engine(variant, flags) as core:

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigurationError
-from kvstore.conformance.objects import blank, filled, random_keys, read
+from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores import files as file_io
-from kvstore.stores.file import folder_space, object_folder
+from kvstore.stores.file import folder_space
+from kvstore.stores.file import store as file_store
 from tests.support.store_folder import object_path, used_bytes
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -50,11 +51,11 @@ def test_what_is_no_regular_file_is_missing_and_left_alone(folder, kind):
     (key,) = random_keys(1)
     with opened(folder, max_bytes=1000) as store:
         _make_foreign(object_path(folder, key), kind)
-        store.put_many([key], [filled(1, 100)])
+        store.put([key], [filled(1, 100)])
         assert read(store, key, 100) is GetStatus.MISSING
         assert store.contains_prefix([key]) == 0
         assert store.delete([key]) == 0
-        store.put_many(random_keys(20), [filled(1, 100)] * 20)
+        store.put(random_keys(20), [filled(1, 100)] * 20)
     assert object_path(folder, key).lstat()
 
 
@@ -74,14 +75,14 @@ def test_foreign_files_in_the_folder_do_not_matter(folder):
         path.mkdir()
     with opened(folder, max_bytes=1000) as store:
         assert store.stats().num_bytes == 0
-        store.put_many(random_keys(30), [filled(1, 100)] * 30)
+        store.put(random_keys(30), [filled(1, 100)] * 30)
     assert all(path.exists() for path in foreign)
 
 
 def test_a_truncated_object_has_the_wrong_size(folder):
     (key,) = random_keys(1)
     with opened(folder) as store:
-        store.put_many([key], [filled(1, 100)])
+        store.put([key], [filled(1, 100)])
         os.truncate(object_path(folder, key), 40)
         assert read(store, key, 100) is GetStatus.WRONG_SIZE
 
@@ -90,35 +91,33 @@ def test_a_truncated_object_has_the_wrong_size(folder):
 def test_an_object_that_is_cut_while_it_is_read_has_the_wrong_size(folder, monkeypatch, num_bytes):
     (key,) = random_keys(1)
     with opened(folder) as store:
-        store.put_many([key], [filled(1, 100)])
+        store.put([key], [filled(1, 100)])
 
         def cut_then_read(fd, parts):
             os.truncate(object_path(folder, key), num_bytes)
             return file_io.read_all(fd, parts)
 
-        monkeypatch.setattr(object_folder, "read_all", cut_then_read)
-        frame = blank(64), blank(36)
-        assert store.get_frames_into([key], [frame]) == [GetStatus.WRONG_SIZE]
+        monkeypatch.setattr(file_store, "read_all", cut_then_read)
+        assert store.get_into([key], [blank(100)]) == [GetStatus.WRONG_SIZE]
 
 
 def test_an_object_that_goes_while_it_is_read_is_missing(folder, monkeypatch):
     (key,) = random_keys(1)
     with opened(folder) as store:
-        store.put_many([key], [filled(1, 100)])
+        store.put([key], [filled(1, 100)])
 
         def delete_then_read(fd, parts):
             store.delete([key])
             return file_io.read_all(fd, parts)
 
-        monkeypatch.setattr(object_folder, "read_all", delete_then_read)
-        frame = blank(64), blank(36)
-        assert store.get_frames_into([key], [frame]) == [GetStatus.MISSING], "it has no lease"
+        monkeypatch.setattr(file_store, "read_all", delete_then_read)
+        assert store.get_into([key], [blank(100)]) == [GetStatus.MISSING], "it has no lease"
 
 
 @pytest.mark.parametrize("most", [1, 7, 63, 64, 65, 100])
 def test_calls_that_move_less_than_was_asked_are_repeated(folder, monkeypatch, most):
     keys = random_keys(2)
-    value = memoryview(bytes(range(200)))
+    value = bytes(range(200))
 
     def short(call):
         def call_shortly(fd, parts, *args):
@@ -133,19 +132,16 @@ def test_calls_that_move_less_than_was_asked_are_repeated(folder, monkeypatch, m
     with opened(folder) as store:
         for name in ("readv", "pwritev"):
             monkeypatch.setattr(os, name, short(getattr(os, name)))
-        store.put_frames(keys[:1], [(value[:64], value[64:])])
-        store.put_many(keys[1:], [value])
+        store.put(keys, [as_object(value), as_object(value, 0)])
         for key in keys:
-            frame = blank(64), blank(136)
-            assert store.get_frames_into([key], [frame]) == [GetStatus.HIT]
-            assert b"".join(frame) == value == read(store, key, 200)
+            assert read(store, key, 200) == value == read(store, key, 200, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, b"\xff" * 100])
 def test_a_corrupt_ledger_is_put_right_on_opening(folder, content):
     keys = random_keys(3)
     with opened(folder) as store:
-        store.put_many(keys, [filled(1, 100)] * 3)
+        store.put(keys, [filled(1, 100)] * 3)
     (folder / "ledger").write_bytes(content)
     with opened(folder) as store:
         assert store.stats().num_bytes == 300
@@ -154,9 +150,9 @@ def test_a_corrupt_ledger_is_put_right_on_opening(folder, content):
 
 def test_a_ledger_corrupted_while_open_is_put_right_by_the_next_put(folder):
     with opened(folder, max_bytes=1000) as store:
-        store.put_many(random_keys(3), [filled(1, 100)] * 3)
+        store.put(random_keys(3), [filled(1, 100)] * 3)
         (folder / "ledger").write_bytes(b"\xff" * 8)
-        store.put_many(random_keys(1), [filled(1, 100)])
+        store.put(random_keys(1), [filled(1, 100)])
         assert store.stats().num_bytes == 400
 
 
@@ -181,13 +177,13 @@ def _write_and_never_finish(folder, has_begun):
     """Writes half an object, then waits to be killed."""
 
     def write_half(fd, parts):
-        os.write(fd, parts[0][: len(parts[0]) // 2])
+        os.write(fd, parts[1][: len(parts[1]) // 2])
         has_begun.set()
         time.sleep(60)
 
-    object_folder.write_all = write_half
+    file_store.write_all = write_half
     with opened(folder) as store:
-        store.put_many([b"k" * 32], [filled(1, 1000)])
+        store.put([b"k" * 32], [filled(1, 1000)])
 
 
 def test_a_writer_killed_half_way_leaves_nothing(folder):
@@ -216,28 +212,28 @@ def test_a_full_disk_is_unavailable_and_leaves_nothing(folder, monkeypatch):
 
     with opened(folder) as store:
         with monkeypatch.context() as patched:
-            patched.setattr(object_folder, "write_all", write_until_full)
+            patched.setattr(file_store, "write_all", write_until_full)
             with pytest.raises(StoreUnavailableError, match="No space left"):
-                store.put_many(keys[:1], [filled(1, 100)])
+                store.put(keys[:1], [filled(1, 100)])
         assert used_bytes(folder) == store.stats().num_bytes == 0
-        store.put_many(keys, [filled(1, 100)] * 2)
+        store.put(keys, [filled(1, 100)] * 2)
         assert store.contains_prefix(keys) == 2
 
 
 def test_a_held_lock_is_unavailable_in_time_and_reads_go_on(folder):
     old, new = random_keys(2)
     with opened(folder, timeout_s=0.1) as store:
-        store.put_many([old], [filled(1, 100)])
+        store.put([old], [filled(1, 100)])
         with (folder / "ledger").open("rb") as ledger:
             fcntl.flock(ledger, fcntl.LOCK_EX)
             with pytest.raises(StoreUnavailableError, match="lock"):
-                store.put_many([new], [filled(1, 100)])
+                store.put([new], [filled(1, 100)])
             with pytest.raises(StoreUnavailableError, match="lock"):
                 store.delete([old])
-            assert read(store, old, 100) == bytes(filled(1, 100))
+            assert read(store, old, 100) == filled(1, 100).to_bytes()
             with opened(folder, timeout_s=0.1) as other:
                 assert other.contains_prefix([old]) == 1
-        store.put_many([new], [filled(1, 100)])
+        store.put([new], [filled(1, 100)])
         assert store.contains_prefix([old, new]) == 2
 
 
@@ -245,15 +241,15 @@ def test_a_folder_that_vanished_is_unavailable(folder):
     with opened(folder) as store:
         shutil.rmtree(folder)
         with pytest.raises(StoreUnavailableError):
-            store.put_many(random_keys(1), [filled(1, 100)])
+            store.put(random_keys(1), [filled(1, 100)])
         assert store.contains_prefix(random_keys(1)) == 0
-        assert store.get_many_into(random_keys(1), [blank(5)]) == [GetStatus.MISSING]
+        assert store.get_into(random_keys(1), [blank(5)]) == [GetStatus.MISSING]
 
 
 def test_expired_objects_go_from_the_disk(folder):
     with opened(folder, ttl_s=600) as store:
         keys = random_keys(3)
-        store.put_many(keys, [filled(1, 100)] * 3)
+        store.put(keys, [filled(1, 100)] * 3)
     for key in keys[:2]:
         os.utime(object_path(folder, key), (1, 1))
     with opened(folder, ttl_s=600) as store:
@@ -266,7 +262,7 @@ def test_a_look_up_touches_what_lives_and_nothing_else(folder):
     now_ns = time.time_ns()
     old_ns, expired_ns = now_ns - 300 * 10**9, now_ns - 900 * 10**9
     with opened(folder, ttl_s=600, timeout_s=0.1) as store:
-        store.put_many(keys, [filled(1, 100)] * 3)
+        store.put(keys, [filled(1, 100)] * 3)
         for key, touched_ns in ((old, old_ns), (expired, expired_ns), (behind, old_ns)):
             os.utime(object_path(folder, key), ns=(touched_ns, touched_ns))
         with (folder / "ledger").open("rb") as ledger:
@@ -283,7 +279,7 @@ def test_what_is_touched_while_others_are_evicted_stays(folder, monkeypatch):
 
     with opened(folder, max_bytes=1000) as store:
         for key in keys:
-            store.put_many([key], [filled(1, 100)])
+            store.put([key], [filled(1, 100)])
 
         def look_and_touch(path):
             status = status_of(path)
@@ -291,7 +287,7 @@ def test_what_is_touched_while_others_are_evicted_stays(folder, monkeypatch):
             return status
 
         monkeypatch.setattr(folder_space, "status_of", look_and_touch)
-        store.put_many(random_keys(1), [filled(1, 200)])
+        store.put(random_keys(1), [filled(1, 200)])
         assert store.contains_prefix(keys[:2]) == 2
         assert store.contains_prefix(keys[2:3]) == 0
         assert used_bytes(folder) == store.stats().num_bytes
@@ -300,17 +296,17 @@ def test_what_is_touched_while_others_are_evicted_stays(folder, monkeypatch):
 def test_a_full_store_of_leased_objects_keeps_them_and_its_ledger(folder):
     keys = random_keys(10)
     with opened(folder, max_bytes=1000, lease_s=600) as store:
-        store.put_many(keys, [filled(1, 100)] * 10)
+        store.put(keys, [filled(1, 100)] * 10)
         with pytest.raises(StoreUnavailableError, match="full of leased objects"):
-            store.put_many(random_keys(1), [filled(1, 100)])
+            store.put(random_keys(1), [filled(1, 100)])
         assert store.contains_prefix(keys) == 10
         leased_ns = time.time_ns() - 599 * 10**9
         for key in keys[:3]:
             os.utime(object_path(folder, key), ns=(leased_ns, leased_ns))
         with pytest.raises(StoreUnavailableError, match="full of leased objects"):
-            store.put_many(random_keys(1), [filled(1, 100)])
+            store.put(random_keys(1), [filled(1, 100)])
         os.utime(object_path(folder, keys[1]), ns=(leased_ns - 2 * 10**9,) * 2)
-        store.put_many(random_keys(1), [filled(1, 100)])
+        store.put(random_keys(1), [filled(1, 100)])
         assert [store.contains_prefix([key]) for key in keys[:3]] == [1, 0, 1]
         assert used_bytes(folder) == store.stats().num_bytes == 1000
 
@@ -326,11 +322,11 @@ def test_fsync_commit_syncs_the_object_before_its_name_and_then_the_name(folder,
 
     with opened(folder, fsync="commit") as store:
         monkeypatch.setattr(os, "fsync", record)
-        store.put_many(keys, [filled(1, 100)] * 2)
+        store.put(keys, [filled(1, 100)] * 2)
         assert synced[:2] == [("object", 0)] * 2
         assert set(synced[2:]) == {("folder", 2)}
         synced.clear()
-        store.put_many(keys, [filled(1, 100)] * 2)
+        store.put(keys, [filled(1, 100)] * 2)
         assert not synced, "nothing new, nothing to sync"
 
 
@@ -342,14 +338,14 @@ def test_a_disk_that_cannot_sync_keeps_nothing(folder, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", refuse)
             with pytest.raises(StoreUnavailableError, match="Input/output error"):
-                store.put_many(random_keys(2), [filled(1, 100)] * 2)
+                store.put(random_keys(2), [filled(1, 100)] * 2)
         assert used_bytes(folder) == store.stats().num_bytes == 0
 
 
 def test_nothing_is_synced_unless_asked(folder, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("synced"))
     with opened(folder) as store:
-        store.put_many(random_keys(2), [filled(1, 100)] * 2)
+        store.put(random_keys(2), [filled(1, 100)] * 2)
 
 
 def test_a_fsync_that_is_none_is_refused():
@@ -363,14 +359,14 @@ def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(folder):
     now_ns = time.time_ns()
     with opened(folder, ttl_s=600) as store:
         assert store.stats().oldest_age_s is None
-        store.put_many(keys, [filled(1, 100)] * 10)
+        store.put(keys, [filled(1, 100)] * 10)
     for key, age_s in zip(keys, (1000, 900, 500, 400, 300, 200, 100, 90, 80, 70), strict=True):
         os.utime(object_path(folder, key), ns=(now_ns - age_s * 10**9,) * 2)
     with opened(folder, ttl_s=600, max_bytes=900) as store:
         stats = store.stats()
         assert (stats.evictions, stats.expirations) == (0, 2)
         assert 500 <= stats.oldest_age_s < 590
-        store.put_many(random_keys(1), [filled(1, 200)])
+        store.put(random_keys(1), [filled(1, 200)])
         stats = store.stats()
         assert (stats.evictions, stats.expirations) == (1, 2)
         assert 400 <= stats.oldest_age_s < 490
@@ -387,7 +383,7 @@ def test_one_listing_serves_until_all_it_saw_is_gone(folder, monkeypatch):
     monkeypatch.setattr(folder_space, "list_objects", count_listings)
     with opened(folder, max_bytes=1000) as store:
         for key in random_keys(50):
-            store.put_many([key], [filled(1, 100)])
+            store.put([key], [filled(1, 100)])
     assert 4 <= len(listings) <= 6
 
 
@@ -395,11 +391,11 @@ def _churn(folder, number):
     with opened(folder, max_bytes=40_000, timeout_s=30) as store:
         keys = random_keys(150)
         for index, key in enumerate(keys):
-            store.put_many([key], [filled(number, 100 + index * 5)])
+            store.put([key], [filled(number, 100 + index * 5)])
             if index % 7 == 0:
                 store.delete([key])
         shared_keys = [bytes([index]) * 32 for index in range(30)]
-        store.put_many(shared_keys, [filled(number, 500)] * 30)
+        store.put(shared_keys, [filled(number, 500)] * 30)
 
 
 def test_processes_keep_one_exact_ledger_and_one_bound(folder):
@@ -420,7 +416,7 @@ def test_the_default_bound_is_half_of_the_free_space(folder, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     for _ in range(3):
         with opened(folder) as store:
-            store.put_many(random_keys(100), [filled(1, 1000)] * 100)
+            store.put(random_keys(100), [filled(1, 1000)] * 100)
             assert 40_000 < used_bytes(folder) <= 50_000
 
 

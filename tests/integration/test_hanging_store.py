@@ -13,7 +13,7 @@ from kvstore.jobs import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, 
 from kvstore.layout import KvLayout
 from kvstore.mover import io_threads
 from kvstore.registry import open_store
-from kvstore.store import Frame, GetStatus
+from kvstore.store import KvObject
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
 from tests.support.held_copier import HeldCopier
 
@@ -34,20 +34,11 @@ class HangingStore:
         self.capabilities, self.timeout_s = self.inner.capabilities, 0.01
         self.stats = self.inner.stats
         self.delete = self.inner.delete
-        self.get_frames_into = self.inner.get_frames_into
+        self.get_into = self.inner.get_into
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
         self._hang()
-        self.inner.put_many(keys, values)
-
-    def put_frames(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
-        self._hang()
-        self.inner.put_frames(keys, frames)
-
-    def get_many_into(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[GetStatus]:
-        return self.inner.get_many_into(keys, buffers)
+        self.inner.put(keys, objects)
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         self._hang()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvstore.codec import HEADER_BYTES, seal
+from kvstore.conformance.objects import as_object, blank
 from kvstore.faults import FAULTS, FaultPlan, FaultyBackend
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
@@ -16,8 +17,7 @@ from kvstore.mover import io_threads
 from kvstore.mover import mover as staged_mover
 from kvstore.mover.staging import StagingBuffers
 from kvstore.registry import open_store
-from kvstore.slot import Slot
-from kvstore.store import Frame, GetStatus, KvStore, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
@@ -74,16 +74,16 @@ def no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HeldReads:
-    """Holds a store's reads in two parts until `go_on`; counts those that have begun."""
+    """Holds a store's reads until `go_on`; counts those that have begun."""
 
     def __init__(self, store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._read = store.get_frames_into
+        self._read = store.get_into
         self.num_begun = threading.Semaphore(0)
         self.num_calls = 0
         self.go_on = threading.Event()
-        monkeypatch.setattr(store, "get_frames_into", self.get_frames_into)
+        monkeypatch.setattr(store, "get_into", self.get_into)
 
-    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
+    def get_into(self, keys: Sequence[bytes], frames: Sequence[KvObject]) -> list[GetStatus]:
         self.num_calls += 1
         self.num_begun.release()
         assert self.go_on.wait(TIMEOUT_S)
@@ -97,11 +97,11 @@ class HeldReads:
 def replace_object(
     store: KvStore, key: bytes, sealed_for: bytes | None, num_bytes: int = SLOT_BYTES
 ) -> None:
-    slot = memoryview(bytearray(b"\xff" * num_bytes))  # as a number: not one
+    new = as_object(bytearray(b"\xff" * num_bytes))  # as a number: not one
     if sealed_for is not None:
-        seal([Slot.of(slot).frame], [sealed_for])
+        seal([new], [sealed_for])
     store.delete([key])
-    store.put_many([key], [slot])
+    store.put([key], [new])
 
 
 @pytest.mark.usefixtures("no_segments")
@@ -121,14 +121,14 @@ def test_blocks_come_back_as_they_were(rig: ConnectorRig, count: int) -> None:
 def test_what_is_put_in_place_is_what_segments_would_put(
     rig: ConnectorRig, make_rig: Callable[[KvStore], ConnectorRig], memory_store: KvStore
 ) -> None:
-    """Also for readers of stores that take no frames, and pools of other forms."""
+    """Also for pools of other forms."""
     rig.save(range(2))
-    objects = [memoryview(bytearray(SLOT_BYTES)) for _ in range(2)]
-    assert rig.store.get_many_into(keys(2), objects) == [GetStatus.HIT] * 2
-    for payload, block in zip(objects, rig.pool, strict=False):
-        assert payload[HEADER_BYTES:] == block.view(torch.uint8).numpy().tobytes()
+    objects = [blank(SLOT_BYTES) for _ in range(2)]
+    assert rig.store.get_into(keys(2), objects) == [GetStatus.HIT] * 2
+    for found, block in zip(objects, rig.pool, strict=False):
+        assert found.payload == block.view(torch.uint8).numpy().tobytes()
     other = make_rig(memory_store)
-    memory_store.put_many(keys(2), objects)
+    memory_store.put(keys(2), objects)
     assert other.load(range(2)) == LoadResult(1, 2)
     assert torch.equal(other.pool[:2], rig.pool[:2])
 
@@ -177,13 +177,13 @@ def test_what_a_failed_call_left_is_zeroed(
     memory_store: KvStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail_half_way(keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
-        frames[0][1][:100] = b"\xff" * 100
+    def fail_half_way(keys: Sequence[bytes], frames: Sequence[KvObject]) -> list[GetStatus]:
+        frames[0].payload[:100] = b"\xff" * 100
         raise StoreUnavailableError("broken")
 
     rig = make_rig(memory_store)
     before = rig.pool.clone()
-    monkeypatch.setattr(memory_store, "get_frames_into", fail_half_way)
+    monkeypatch.setattr(memory_store, "get_into", fail_half_way)
     assert rig.load([10, 11]) == LoadResult(1, 0, "unavailable")
     assert not rig.pool[10:12].any()
     assert torch.equal(rig.pool[12:], before[12:])
@@ -325,20 +325,20 @@ def test_a_save_of_which_a_part_cannot_be_put_is_not_committed(
     memory_store: KvStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    put_frames = memory_store.put_frames
+    put = memory_store.put
     is_first_put = threading.Event()
 
-    def refuse_some(keys: Sequence[bytes], frames: Sequence[Frame]) -> None:
+    def refuse_some(keys: Sequence[bytes], frames: Sequence[KvObject]) -> None:
         if keys[0] == refused:
             assert is_first_put.wait(TIMEOUT_S)
             raise StoreUnavailableError("full")
-        put_frames(keys, frames)
+        put(keys, frames)
         if keys[0] == first:
             is_first_put.set()
 
     (first,), (refused,) = keys(1), keys(1, PIECE)
     rig = make_rig(memory_store)
-    monkeypatch.setattr(memory_store, "put_frames", refuse_some)
+    monkeypatch.setattr(memory_store, "put", refuse_some)
     rig.start(saves=(SaveJob(5, keys(NUM_BLOCKS), tuple(range(NUM_BLOCKS))),))
     assert rig.results(1) == [SaveResult(5, committed=False, error="unavailable")]
     assert memory_store.contains_prefix(keys(NUM_BLOCKS)) == PIECE
@@ -347,12 +347,10 @@ def test_a_save_of_which_a_part_cannot_be_put_is_not_committed(
 class FailingPuts:
     """A backend whose puts fail when `fail` is released; counts those that have begun."""
 
-    takes_frames = True
-
     def __init__(self) -> None:
         self.begun, self.fail = threading.Semaphore(0), threading.Semaphore(0)
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> None:
         self.begun.release()
         assert self.fail.acquire(timeout=TIMEOUT_S)
         raise StoreUnavailableError("full")

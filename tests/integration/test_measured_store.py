@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.codec import HEADER_BYTES
+from kvstore.conformance.objects import blank
 from kvstore.jobs import LoadJob, SaveJob
 from kvstore.metrics import KvMetrics
 from kvstore.registry import open_store
@@ -63,8 +64,8 @@ def test_a_load_tells_how_long_its_bytes_took(rig: Rig) -> None:
 
 
 def test_corrupt_objects_and_open_breakers_show(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    foreign = memoryview(bytearray(OBJECT_BYTES))
-    rig.store.put_many(keys(1), [foreign])
+    foreign = blank(OBJECT_BYTES)
+    rig.store.put(keys(1), [foreign])
     assert rig.load([3]).error == "corrupt"
     assert rig.value("baton_kv_verify_failures") == 1
     assert rig.value("baton_kv_open_breakers", "load") == 0
@@ -72,7 +73,7 @@ def test_corrupt_objects_and_open_breakers_show(rig: Rig, monkeypatch: pytest.Mo
     def refuse(*args: object) -> None:
         raise StoreUnavailableError("down")
 
-    monkeypatch.setattr(rig.store, "get_frames_into", refuse)
+    monkeypatch.setattr(rig.store, "get_into", refuse)
     assert rig.load([3]).error == "unavailable"
     assert rig.value("baton_kv_open_breakers", "load") == 1
     assert rig.value("baton_kv_open_breakers", "save") == 0

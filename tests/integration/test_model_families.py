@@ -1,7 +1,7 @@
-"""Every model family through the paged cache, against `transformers` on the same checkpoint.
+"""Every model family with the paged cache, compared with `transformers` on one checkpoint.
 
 The cache starts full of NaN and its blocks are shuffled, so a token that reads
-a slot it should not, or misses one it should, cannot go unnoticed.
+a wrong slot, or misses one, changes the result.
 """
 
 from functools import cache
@@ -24,7 +24,7 @@ from tests.support.paged_session import PagedSession, loaded
 # Logits have a spread of about 1.5; float32 rounds each of some hundred operations.
 TOLERANCE = {"atol": 5e-5, "rtol": 0}
 
-# Steps, each of (sequence, query length) in order.
+# Steps: lists of (sequence, query length) in order.
 SCHEDULES = {
     "whole prompts": [[(0, 43), (1, 8), (2, 1)]],
     "one at a time": [[(1, 8)], [(0, 43)], [(2, 1)]],
@@ -100,8 +100,8 @@ def test_narrow_types_stray_no_further_than_transformers_does(variant, dtype):
     assert error.max() < 2 * their_error.max()
 
 
-def test_a_sliding_window_changes_what_is_seen():
-    """Else the sliding variants would test nothing."""
+def test_a_sliding_window_changes_the_logits():
+    """Otherwise the variants with windows would test nothing."""
     prompt = prompt_of(3 * SLIDING_WINDOW)  # three layers see less far than that
     changed = [prompt[0] ^ 1, *prompt[1:]]
     for variant, differs in (
@@ -128,7 +128,7 @@ def test_positions_up_to_the_models_length(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_facts_of_the_loaded_model(variant):
+def test_properties_of_the_loaded_model(variant):
     model = loaded(variant)
     config = reference_model(tiny_checkpoint(variant)).config
     assert model.vocab_size == VOCAB_SIZE

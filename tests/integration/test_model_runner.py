@@ -1,4 +1,4 @@
-"""`ModelRunner.execute`, driven by hand, against `transformers`."""
+"""`ModelRunner.execute` on hand-made batches, compared with `transformers`."""
 
 import math
 from functools import cache
@@ -59,8 +59,8 @@ def _reference(variant, prompt):
 
 
 def _tables(runner, num_sequences, blocks_each=7):
-    num_groups = len(runner.info.windows)
-    return scattered_tables(num_sequences, blocks_each, num_groups, _NUM_BLOCKS)
+    num_layer_groups = len(runner.info.windows)
+    return scattered_tables(num_sequences, blocks_each, num_layer_groups, _NUM_BLOCKS)
 
 
 def _request(runner, prompt, **fields):
@@ -161,7 +161,7 @@ def test_poisoned_kv_spoils_only_the_sequence_that_reads_it():
     generate(runner, requests, num_tokens=1)
     runner.kv_pool[4] = math.nan
     runner.kv_pool[9:] = math.nan
-    # The scheduler may have handed over more steps before it sees the first one's output.
+    # The scheduler may have submitted more steps before it reads the first one's output.
     run_step(runner, 2, requests)
     run_step(runner, 3, requests)
     assert requests[0].drawn == _reference("llama", prompts[0])[:3]
@@ -169,7 +169,7 @@ def test_poisoned_kv_spoils_only_the_sequence_that_reads_it():
     assert [math.isnan(logprob) for logprob in requests[1].logprobs] == [False, True, True]
 
 
-def test_the_runners_facts_come_from_flags_and_checkpoint():
+def test_the_model_info_comes_from_flags_and_checkpoint():
     runner = make_runner(_config(block_size=8, max_model_len=100, max_num_seqs=3))
     assert runner.info.max_model_len == 100
     assert runner.info.vocab_size == 259
@@ -201,6 +201,6 @@ def test_the_number_of_threads_is_set():
         ({"device": "abacus"}, "--device is 'abacus'; this machine has auto, cpu"),
     ],
 )
-def test_bad_flags_are_told_at_start(flags, message):
+def test_bad_flags_are_reported_at_start(flags, message):
     with pytest.raises(ConfigurationError, match=message):
         make_runner(_config(**flags))

@@ -1,4 +1,4 @@
-"""A request whose logits are not finite ends in an error, alone, and frees its blocks."""
+"""Only the request whose logits are not finite fails, and its blocks are freed."""
 
 import math
 
@@ -38,12 +38,16 @@ def test_only_the_poisoned_request_fails(engine_and_pool):
         engine.add_request(
             engine_request(request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=5)
         )
-    outputs = {output.request_id: output for output in engine.step()}
+    first = []
+    engine.run_step(first.extend)
+    outputs = {output.request_id: output for output in first}
     tokens = {request_id: list(output.token_ids) for request_id, output in outputs.items()}
     _poison_blocks_of(engine, "bad", pool)
     last = outputs
     for _ in range(5):
-        for output in engine.step():
+        step_outputs = []
+        engine.run_step(step_outputs.extend)
+        for output in step_outputs:
             tokens[output.request_id] += output.token_ids
             last[output.request_id] = output
     assert tokens["good"] == reference_greedy(tiny_checkpoint("llama"), prompts["good"], 5)
@@ -55,6 +59,6 @@ def test_only_the_poisoned_request_fails(engine_and_pool):
 
 
 def _poison_blocks_of(engine, request_id, pool):
-    """What a broken kernel or a device fault would leave behind."""
+    """Writes NaN to a request's KV, as a broken kernel or a device fault might."""
     group = engine.scheduler._groups[request_id]
     pool[list(group.held_blocks())] = math.nan

@@ -15,7 +15,7 @@ from kvstore.layout import KvLayout
 from kvstore.peer import worker
 from kvstore.peer.lending import describe_layout
 from kvstore.peer.transport import TransferError
-from kvstore.slot import Slot
+from kvstore.store import KvObject
 from kvstore.transfer_form import TransferForm
 from tests.support.connector_rig import keys
 from tests.support.peer_rig import LAYOUT, TIMEOUT_S, MemoryTransport, PeerRig
@@ -80,7 +80,7 @@ def test_protobuf_reads_what_is_framed_by_hand(prefill: PeerRig, reader: Reader)
     assert len(stream) == 3 * frame_bytes
     for index, key in enumerate(keys(3)):
         frame = memoryview(stream)[index * frame_bytes :][:frame_bytes]
-        assert verify([Slot.of(frame).frame], [key])
+        assert verify([KvObject.split(frame, HEADER_BYTES)], [key])
         assert frame[HEADER_BYTES:] == prefill.pool[1 + index].numpy().tobytes()
 
 
@@ -138,7 +138,7 @@ def test_a_reader_that_never_closes_holds_blocks_for_a_bounded_time(
     prefill.end("lease")
 
     assert opened.timeout_ms == 1000 * READ_S
-    prefill.run_until(lambda: prefill.released == [job_id], timeout_s=4 * READ_S)
+    prefill.run_until(lambda: prefill.released == [job_id], 4 * READ_S)
 
 
 def test_a_stalled_stream_is_cut_off_and_its_blocks_come_back() -> None:

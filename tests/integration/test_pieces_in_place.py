@@ -11,7 +11,7 @@ from kvstore.jobs import LoadJob, LoadResult
 from kvstore.layout import KvLayout
 from kvstore.mover.pieces import JobState
 from kvstore.registry import open_store
-from kvstore.store import Frame, GetStatus
+from kvstore.store import GetStatus, KvObject
 from tests.support.connector_rig import ConnectorRig, keys
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
@@ -60,13 +60,13 @@ def test_pieces_of_more_than_a_segment_move(url: str, monkeypatch: pytest.Monkey
     count = PIECES * (LEAST + 4)
     rig = make_rig(url, num_blocks=count)
     num_read: list[int] = []
-    read = rig.store.get_frames_into
+    read = rig.store.get_into
 
-    def read_and_note(keys: Sequence[bytes], frames: Sequence[Frame]) -> list[GetStatus]:
+    def read_and_note(keys: Sequence[bytes], frames: Sequence[KvObject]) -> list[GetStatus]:
         num_read.append(len(keys))
         return read(keys, frames)
 
-    monkeypatch.setattr(rig.store, "get_frames_into", read_and_note)
+    monkeypatch.setattr(rig.store, "get_into", read_and_note)
     before = rig.pool.clone()
     rig.save(range(count))
     rig.pool.zero_()

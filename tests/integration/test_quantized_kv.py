@@ -1,7 +1,7 @@
 """`--kv-cache-dtype fp8_e4m3`: the same tokens however a prompt is cut, cached, moved or split.
 
-A token's KV is rounded by itself, so they are those of `transformers` with a cache that rounds
-each token's K and V the same way.
+Each token's KV is rounded separately, so the tokens equal those of `transformers` with a cache
+that rounds each token's K and V in the same way.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ VARIANTS = ("llama", "qwen3", "gpt2", "opt")
 
 
 class RoundingCache(DynamicCache):
-    """Keeps each token's K and V of a head as 8-bit floats and a factor would."""
+    """A cache that rounds each token's K and V of a head as 8-bit floats with a factor do."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -50,7 +50,7 @@ def _rounded(states: torch.Tensor) -> torch.Tensor:
 
 @cache
 def expected_tokens(variant: str, prompt: tuple[int, ...]) -> list[int]:
-    """What `transformers` draws greedily over a rounded cache."""
+    """Returns the tokens that `transformers` draws greedily with a rounded cache."""
     model, state = reference_model(tiny_checkpoint(variant)), RoundingCache()
     token_ids, drawn = torch.tensor([prompt]), []
     with torch.inference_mode():
@@ -90,7 +90,7 @@ def test_tokens_are_those_over_a_rounded_cache(variant: str) -> None:
     core, requests = build(variant), make_requests()
     layout = core.info.layout
     assert layout.dtype == "fp8_e4m3"
-    for _ in range(2):  # the second time from the prefix cache
+    for _ in range(2):  # the second run uses the prefix cache
         outputs = run_all(core, requests)
         check_tokens(variant, requests, outputs)
     cached = outputs["43 tokens"][0].cached_tokens
@@ -107,7 +107,7 @@ def test_blocks_and_chunks_change_nothing(chunk_size: int, flags: dict[str, obje
     core.close()
 
 
-def test_swapped_requests_go_on_where_they_were() -> None:
+def test_swapped_requests_continue_where_they_were() -> None:
     core = build(
         "llama",
         max_model_len=64,

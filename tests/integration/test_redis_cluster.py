@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 from redis.crc import key_slot
 
-from kvstore.conformance.objects import blank, filled, random_keys, read
+from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.redis.objects import object_name
@@ -37,7 +37,7 @@ def hasty_store(cluster):
     """A store that has spoken to all servers, and waits for none for long."""
     with closing(open_store(f"{cluster.url}?timeout_s={_TIMEOUT_S}")) as store:
         store.contains_prefix(random_keys(100))
-        store.put_many(random_keys(100), [filled(1, 10)] * 100)
+        store.put(random_keys(100), [filled(1, 10)] * 100)
         yield store
 
 
@@ -50,15 +50,15 @@ def keys_of(cluster, index, num_keys):
 
 def test_all_servers_hold_objects(cluster, store):
     keys = random_keys(60)
-    values = [memoryview(os.urandom(size)) for size in [1000] * 57 + [5_000_000] * 3]
+    values = [as_object(os.urandom(size)) for size in [1000] * 57 + [5_000_000] * 3]
     before = [ask(server, "DBSIZE") for server in cluster.servers]
-    store.put_many(keys, values)
+    store.put(keys, values)
     after = [ask(server, "DBSIZE") for server in cluster.servers]
     assert sum(after) - sum(before) == 60
     assert all(more > less for less, more in zip(before, after, strict=True))
-    buffers = [blank(value.nbytes) for value in values]
-    assert store.get_many_into(keys, buffers) == [GetStatus.HIT] * 60
-    assert buffers == values
+    found = [blank(value.nbytes) for value in values]
+    assert store.get_into(keys, found) == [GetStatus.HIT] * 60
+    assert found == values
     assert store.contains_prefix(keys) == 60
     assert store.delete(keys) == 60
 
@@ -66,7 +66,7 @@ def test_all_servers_hold_objects(cluster, store):
 def test_a_look_up_touches_nothing_behind_the_first_missing_key(cluster, store):
     keys = random_keys(30)
     present = keys[:10] + keys[11:]
-    store.put_many(present, [filled(1, 10)] * 29)
+    store.put(present, [filled(1, 10)] * 29)
     holders = {
         key: next(one for one in cluster.servers if ask(one, "EXISTS", object_name(key)) == 1)
         for key in present
@@ -82,12 +82,13 @@ def test_a_look_up_touches_nothing_behind_the_first_missing_key(cluster, store):
 def test_objects_are_found_while_their_slot_moves_and_after(cluster, store):
     (source, target), (source_id, target_id) = cluster.servers[:2], map(cluster.id_of, (0, 1))
     small, large, late = keys_of(cluster, 0, 3)
-    values = {small: filled(1, 1000), large: memoryview(os.urandom(9_000_000))}
-    store.put_many(list(values), list(values.values()))
+    values = {small: filled(1, 1000), large: as_object(os.urandom(9_000_000))}
+    store.put(list(values), list(values.values()))
     slots = [key_slot(object_name(key)) for key in (small, large, late)]
 
     def assert_found():
-        assert {key: read(store, key, value.nbytes) for key, value in values.items()} == values
+        for key, value in values.items():
+            assert read(store, key, value.nbytes) == value.to_bytes()
         assert store.contains_prefix(list(values)) == len(values)
 
     for slot in slots:
@@ -99,7 +100,7 @@ def test_objects_are_found_while_their_slot_moves_and_after(cluster, store):
         assert ask(target, "CLUSTER", "COUNTKEYSINSLOT", key_slot(object_name(key))) == 1
     assert_found()
     values[late] = filled(3, 1000)
-    store.put_many([late], [values[late]])
+    store.put([late], [values[late]])
     assert_found()
     for slot in slots:
         for server in (target, source, cluster.servers[2]):
@@ -110,11 +111,11 @@ def test_objects_are_found_while_their_slot_moves_and_after(cluster, store):
 
 def test_a_stopped_server_is_unavailable_in_time_and_comes_back(cluster, hasty_store):
     here, there = keys_of(cluster, 0, 5), keys_of(cluster, 1, 5)
-    hasty_store.put_many(here + there, [filled(1, 100)] * 10)
+    hasty_store.put(here + there, [filled(1, 100)] * 10)
     cluster.servers[0].pause()
     for call in (
         lambda: hasty_store.contains_prefix(here),
-        lambda: hasty_store.put_many(here, [filled(2, 1_000_000)] * 5),
+        lambda: hasty_store.put(here, [filled(2, 1_000_000)] * 5),
         lambda: read(hasty_store, here[0], 100),
         lambda: hasty_store.delete(here),
     ):
@@ -138,14 +139,14 @@ def test_a_stopped_server_is_no_reason_not_to_begin(cluster):
 
 def test_a_killed_server_that_returns_is_empty_and_works(cluster, hasty_store):
     keys = keys_of(cluster, 2, 5)
-    hasty_store.put_many(keys, [filled(1, 100)] * 5)
+    hasty_store.put(keys, [filled(1, 100)] * 5)
     cluster.servers[2].kill()
     with pytest.raises(StoreUnavailableError):
         hasty_store.contains_prefix(keys)
     cluster.servers[2].start()
     await_true(lambda: is_held(hasty_store, keys, 0), "it answers again")
-    hasty_store.put_many(keys, [filled(2, 100)] * 5)
-    assert read(hasty_store, keys[0], 100) == bytes(filled(2, 100))
+    hasty_store.put(keys, [filled(2, 100)] * 5)
+    assert read(hasty_store, keys[0], 100) == filled(2, 100).to_bytes()
 
 
 @pytest.mark.slow
@@ -156,13 +157,13 @@ def test_the_store_follows_a_failover(tmp_path):
         closing(open_store(f"{cluster.url}?timeout_s=10")) as store,
     ):
         keys = keys_of(cluster, 0, 20)
-        store.put_many(keys, [filled(1, 100)] * 20)
+        store.put(keys, [filled(1, 100)] * 20)
         assert ask(cluster.servers[0], "WAIT", 1, 10_000) >= 0
         assert ask(cluster.servers[3], "CLUSTER", "FAILOVER") == b"OK"
         await_true(lambda: ask(cluster.servers[3], "ROLE")[0] == b"master", "a new primary")
         assert store.contains_prefix(keys) == 20
         num_redirected = ask(cluster.servers[0], "INFO", "errorstats")["errorstat_MOVED"]
-        assert read(store, keys[0], 100) == bytes(filled(1, 100))
+        assert read(store, keys[0], 100) == filled(1, 100).to_bytes()
         assert store.delete(keys) == 20
         assert ask(cluster.servers[0], "INFO", "errorstats")["errorstat_MOVED"] == num_redirected
 
@@ -179,7 +180,7 @@ def test_one_server_is_no_cluster_and_a_cluster_is_not_one_server(cluster):
         closing(open_store(url)) as store,
         pytest.raises(StoreUnavailableError, match=r"redis\+cluster://"),
     ):
-        store.put_many(keys_of(cluster, 1, 1), [filled(1, 100)])
+        store.put(keys_of(cluster, 1, 1), [filled(1, 100)])
 
 
 def is_held(store, keys, num_present):

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 from redis import Redis
 
-from kvstore.conformance.objects import blank, filled, random_keys, read
+from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.redis.connection import CallDeadline
@@ -37,7 +37,7 @@ def large(store):
     """The key and the bytes of a large object that the store holds."""
     (key,) = random_keys(1)
     value = os.urandom(_LARGE_BYTES)
-    store.put_many([key], [memoryview(value)])
+    store.put([key], [as_object(value)])
     return key, value
 
 
@@ -56,7 +56,7 @@ def run(redis_server):
 def test_a_large_object_is_equal_parts_under_one_key(store, client, num_bytes, num_parts):
     (key,) = random_keys(1)
     value = os.urandom(num_bytes)
-    store.put_many([key], [memoryview(value)])
+    store.put([key], [as_object(value)])
     assert client.keys() == [object_name(key)]
     sizes = [client.hstrlen(object_name(key), index) for index in range(num_parts)]
     assert client.hlen(object_name(key)) == num_parts + 1
@@ -67,19 +67,19 @@ def test_a_large_object_is_equal_parts_under_one_key(store, client, num_bytes, n
 
 def test_an_object_of_one_value_is_a_string(store, client):
     (key,) = random_keys(1)
-    store.put_many([key], [filled(1, _MAX_VALUE_BYTES)])
+    store.put([key], [filled(1, _MAX_VALUE_BYTES)])
     assert client.strlen(object_name(key)) == _MAX_VALUE_BYTES
-    assert read(store, key, _MAX_VALUE_BYTES) == bytes(filled(1, _MAX_VALUE_BYTES))
+    assert read(store, key, _MAX_VALUE_BYTES) == filled(1, _MAX_VALUE_BYTES).to_bytes()
 
 
 def test_small_and_large_objects_share_a_batch(store):
     sizes = [100, _LARGE_BYTES, 5_000_000, 7, 4_200_000]
-    keys, values = random_keys(5), [memoryview(os.urandom(size)) for size in sizes]
-    store.put_many(keys, values)
-    buffers = [blank(size) for size in sizes]
+    keys, values = random_keys(5), [as_object(os.urandom(size)) for size in sizes]
+    store.put(keys, values)
+    found = [blank(size) for size in sizes]
     assert store.contains_prefix(keys) == 5
-    assert store.get_many_into(keys, buffers) == [GetStatus.HIT] * 5
-    assert buffers == values
+    assert store.get_into(keys, found) == [GetStatus.HIT] * 5
+    assert found == values
     assert store.delete(keys) == 5
 
 
@@ -97,16 +97,16 @@ def test_a_large_object_has_another_size(store, large, num_bytes):
 
 def test_a_small_object_is_not_a_large_one(store):
     (key,) = random_keys(1)
-    store.put_many([key], [filled(1, 100)])
+    store.put([key], [filled(1, 100)])
     assert read(store, key, _LARGE_BYTES) is GetStatus.WRONG_SIZE
-    assert read(store, key, 100) == bytes(filled(1, 100))
+    assert read(store, key, 100) == filled(1, 100).to_bytes()
 
 
 def test_parts_of_two_objects_are_never_mixed():
     """What a read gets whose object is deleted and put anew between its commands."""
     size = _LARGE_BYTES.to_bytes(8, "little")
     parts = [3_000_001, 3_000_001, 2_999_999]
-    buffer = memoryview(bytearray(_LARGE_BYTES))
+    buffer = blank(_LARGE_BYTES)
     before, after = size + b"a" * 16, size + b"b" * 16
     assert get_status(buffer, [1, before, *parts, before]) is GetStatus.HIT
     assert get_status(buffer, [1, before, *parts, after]) is GetStatus.MISSING
@@ -151,7 +151,7 @@ def test_parts_evicted_before_the_commit_are_no_object(run, store, client):
 def test_a_large_object_is_touched_as_a_whole(store, client, large):
     key, value = large
     touches = [
-        lambda: store.put_many([key], [memoryview(value)]),
+        lambda: store.put([key], [as_object(value)]),
         lambda: store.contains_prefix([key]),
         lambda: read(store, key, _LARGE_BYTES),
     ]
@@ -168,6 +168,6 @@ def test_a_full_server_keeps_no_half_of_an_object():
     ):
         (key,) = random_keys(1)
         with pytest.raises(StoreUnavailableError, match="maxmemory"):
-            store.put_many([key], [filled(1, _LARGE_BYTES)])
+            store.put([key], [filled(1, _LARGE_BYTES)])
         assert store.contains_prefix([key]) == 0
         assert read(store, key, _LARGE_BYTES) is GetStatus.MISSING

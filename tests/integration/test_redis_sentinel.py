@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from kvstore.conformance.objects import filled, random_keys, read
+from kvstore.conformance.objects import as_object, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.redis.objects import object_name
@@ -34,17 +34,17 @@ def store(deployment):
 def works(store, keys, values):
     """Puts objects and reads them back, if the store is there."""
     try:
-        store.put_many(keys, values)
+        store.put(keys, values)
         return [
             read(store, key, value.nbytes) for key, value in zip(keys, values, strict=True)
-        ] == [bytes(value) for value in values]
+        ] == [value.to_bytes() for value in values]
     except StoreUnavailableError:
         return False
 
 
 def test_the_store_follows_the_master(deployment, store):
     keys = random_keys(2)
-    values = [filled(1, 1000), memoryview(os.urandom(5_000_000))]
+    values = [filled(1, 1000), as_object(os.urandom(5_000_000))]
     assert works(store, keys, values)
     deployment.await_replicated()
     deployment.master.kill()
@@ -71,7 +71,7 @@ def test_a_master_that_is_demoted_under_the_store_is_left(deployment, store):
     ask(deployment.sentinels[0], "SENTINEL", "FAILOVER", "kv")
     await_true(lambda: ask(deployment.master, "ROLE")[0] == b"slave", "the old one obeys")
     await_true(lambda: works(store, random_keys(1), [filled(1, 100)]), "the store has a new master")
-    assert read(store, key, 100) == bytes(filled(1, 100))
+    assert read(store, key, 100) == filled(1, 100).to_bytes()
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_stopped_sentinel_is_passed_over(deployment):
     deployment.sentinels[0].pause()
     started_s = time.monotonic()
     with closing(open_store(f"{deployment.url}?timeout_s={_TIMEOUT_S}")) as store:
-        store.put_many(random_keys(1), [filled(1, 100)])
+        store.put(random_keys(1), [filled(1, 100)])
     assert time.monotonic() - started_s < _TIMEOUT_S
     deployment.sentinels[0].resume()
 

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 from redis import Redis
 
-from kvstore.conformance.objects import blank, filled, random_keys, read
+from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.redis.objects import object_name
@@ -32,8 +32,8 @@ def every_call(store):
     """Each method that asks the server, as a call without arguments."""
     keys = random_keys(3)
     return [
-        lambda: store.put_many(keys, [filled(1, 4_000_000)] * 3),
-        lambda: store.get_many_into(keys, [blank(100) for _ in keys]),
+        lambda: store.put(keys, [filled(1, 4_000_000)] * 3),
+        lambda: store.get_into(keys, [blank(100) for _ in keys]),
         lambda: store.contains_prefix(keys),
         lambda: store.delete(keys),
     ]
@@ -49,7 +49,7 @@ def assert_unavailable_in_time(call):
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_a_stopped_server_is_unavailable_in_time(redis_server, store, is_connected):
     if is_connected:
-        store.put_many(random_keys(1), [filled(1, 100)])
+        store.put(random_keys(1), [filled(1, 100)])
     redis_server.pause()
     for call in every_call(store):
         assert_unavailable_in_time(call)
@@ -69,24 +69,24 @@ def test_many_threads_before_a_stopped_server_all_end(redis_server, store):
 
 def test_the_store_works_again_when_a_stopped_server_does(redis_server, store):
     (key,) = random_keys(1)
-    store.put_many([key], [filled(1, 100)])
+    store.put([key], [filled(1, 100)])
     redis_server.pause()
     for call in every_call(store):
         assert_unavailable_in_time(call)
     redis_server.resume()
-    assert read(store, key, 100) == bytes(filled(1, 100))
+    assert read(store, key, 100) == filled(1, 100).to_bytes()
 
 
 def test_the_store_works_again_when_a_killed_server_returns(redis_server, store):
     (key,) = random_keys(1)
     with ThreadPoolExecutor(8) as pool:  # so that the pool has several connections to lose
-        list(pool.map(lambda byte: store.put_many([key], [filled(byte, 100_000)]), range(8)))
+        list(pool.map(lambda byte: store.put([key], [filled(byte, 100_000)]), range(8)))
     redis_server.kill()
     for call in every_call(store):
         assert_unavailable_in_time(call)
     redis_server.start()
     assert read(store, key, 100) is GetStatus.MISSING
-    store.put_many([key], [filled(2, 100)])
+    store.put([key], [filled(2, 100)])
     assert store.contains_prefix([key]) == 1
 
 
@@ -116,7 +116,7 @@ def test_the_servers_bound_evicts_the_least_recently_used():
     ):
         keys = random_keys(200)
         for key in keys:
-            store.put_many([key], [filled(1, 200_000)])
+            store.put([key], [filled(1, 200_000)])
         assert store.contains_prefix(keys[-1:]) == 1
         num_alive = sum(store.contains_prefix([key]) for key in keys)
         assert 20 < num_alive < 100
@@ -129,14 +129,14 @@ def test_a_full_server_that_does_not_evict_is_unavailable():
     ):
         keys = random_keys(40)
         with pytest.raises(StoreUnavailableError, match="maxmemory"):
-            store.put_many(keys, [filled(1, 500_000)] * 40)
+            store.put(keys, [filled(1, 500_000)] * 40)
         assert store.contains_prefix(keys) < 40
 
 
 def test_a_replica_answers_nothing(redis_server, store):
     """It has what a master had, for a while; and what is read is to be touched."""
     (key,) = random_keys(1)
-    store.put_many([key], [filled(1, 100)])
+    store.put([key], [filled(1, 100)])
     ask(redis_server, "REPLICAOF", "127.0.0.1", free_port())
     before = ask(redis_server, "INFO")["total_connections_received"]
     for call in every_call(store):
@@ -144,7 +144,7 @@ def test_a_replica_answers_nothing(redis_server, store):
     received = ask(redis_server, "INFO")["total_connections_received"] - before
     assert received >= 4, "it stays connected, and would not ask sentinels who the master is"
     ask(redis_server, "REPLICAOF", "NO", "ONE")
-    assert read(store, key, 100) == bytes(filled(1, 100))
+    assert read(store, key, 100) == filled(1, 100).to_bytes()
 
 
 def test_a_password_is_needed_and_used():
@@ -159,15 +159,15 @@ def test_a_password_is_needed_and_used():
 def test_objects_of_an_existing_key_are_not_sent_again(redis_server, store):
     (key,) = random_keys(1)
     with Redis.from_url(redis_server.url) as client:
-        store.put_many([key], [filled(1, 1_000_000)])
+        store.put([key], [filled(1, 1_000_000)])
         received = client.info("stats")["total_net_input_bytes"]
-        store.put_many([key], [filled(1, 1_000_000)])
+        store.put([key], [filled(1, 1_000_000)])
         assert client.info("stats")["total_net_input_bytes"] - received < 10_000
 
 
 def test_a_prefix_lookup_is_one_command(redis_server, store):
     keys = random_keys(500)
-    store.put_many(keys, [filled(1, 10)] * 500)
+    store.put(keys, [filled(1, 10)] * 500)
     store.contains_prefix(keys)  # the first call teaches the server the script
     with Redis.from_url(redis_server.url) as client:
         before = client.info("commandstats")["cmdstat_eval"]["calls"]
@@ -177,7 +177,7 @@ def test_a_prefix_lookup_is_one_command(redis_server, store):
 
 def test_a_look_up_renews_the_expiry_of_what_it_counts(redis_server, store):
     counted, missing, behind = random_keys(3)
-    store.put_many([counted, behind], [filled(1, 10)] * 2)
+    store.put([counted, behind], [filled(1, 10)] * 2)
     with Redis.from_url(redis_server.url) as client:
         for key in (counted, behind):
             client.pexpire(object_name(key), 60_000)
@@ -189,7 +189,7 @@ def test_a_look_up_renews_the_expiry_of_what_it_counts(redis_server, store):
 
 def test_keys_carry_the_prefix_and_an_expiry(redis_server, store):
     (key,) = random_keys(1)
-    store.put_many([key], [filled(1, 10)])
+    store.put([key], [filled(1, 10)])
     with Redis.from_url(redis_server.url) as client:
         assert client.keys() == [object_name(key)]
         assert 3_590_000 < client.pttl(object_name(key)) <= 3_600_000
@@ -214,7 +214,7 @@ def test_tls_is_spoken_and_both_sides_checked(tls_server):
     with closing(open_store(f"{url}{files}&ca_file={certificate.path}")) as store:
         for num_bytes in (1_000_000, 9_000_000):
             value = os.urandom(num_bytes)
-            store.put_many([key], [memoryview(value)])
+            store.put([key], [as_object(value)])
             assert read(store, key, num_bytes) == value
             assert store.delete([key]) == 1
 

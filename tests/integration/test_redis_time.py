@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from kvstore.conformance.objects import blank, filled, random_keys, read
+from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
 from tests.support.redis_server import await_true
@@ -99,7 +99,7 @@ def assert_unavailable_in_time(call):
 
 
 def a_get(store, num_bytes=100_000):
-    return lambda: store.get_many_into(random_keys(1), [blank(num_bytes)])
+    return lambda: store.get_into(random_keys(1), [blank(num_bytes)])
 
 
 _MUCH = b"x" * 1000
@@ -139,12 +139,12 @@ def test_a_trickling_peer_of_another_kind_is_unavailable_in_time(scheme, path, s
 def test_a_server_that_talks_nonsense_is_unavailable(reply):
     keys = random_keys(2)
     with store_before(CLIENT=[_OK, _OK], GETEX=[reply]) as (store, _):
-        assert_unavailable_in_time(lambda: store.get_many_into(keys, [blank(9), blank(9)]))
+        assert_unavailable_in_time(lambda: store.get_into(keys, [blank(9), blank(9)]))
 
 
 def test_what_a_call_left_unread_is_not_the_next_calls_answer():
     with store_before(CLIENT=[_OK, _OK], GETEX=[_OLD]) as (store, server):
-        assert_unavailable_in_time(lambda: store.get_many_into(random_keys(2), [blank(3)] * 2))
+        assert_unavailable_in_time(lambda: store.get_into(random_keys(2), [blank(3)] * 2))
         assert server.num_connections == 1
         assert read(store, random_keys(1)[0], 3) == b"old"
         assert server.num_connections == 2
@@ -180,7 +180,7 @@ def test_a_connection_serves_calls_of_all_kinds_in_turn(redis_server):
     value = os.urandom(9_000_000)
     with closing(open_store(f"{redis_server.url}?timeout_s=30&max_connections=1")) as store:
         for _ in range(3):
-            store.put_many(keys, [filled(1, 100), memoryview(value)])
+            store.put(keys, [filled(1, 100), as_object(value)])
             assert read(store, keys[1], 100) is GetStatus.WRONG_SIZE
             assert read(store, keys[0], 9_000_000) is GetStatus.WRONG_SIZE
             assert read(store, keys[1], 9_000_000) == value

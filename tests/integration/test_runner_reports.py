@@ -1,4 +1,4 @@
-"""No step reports before the device is done with its blocks: others may get them then."""
+"""No step reports before the device has finished with its blocks, which are reused then."""
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from tests.support.runner_kinds import make_runner, use_kind
 
 
 class Device:
-    """Counts what is waited for: events that were recorded on it, and all of it."""
+    """A fake device that counts waits for its recorded events and for all of its work."""
 
-    tensors = ()  # what a step of moves alone brings
+    tensors = ()  # the output of a step that only moves blocks
 
     def __init__(self) -> None:
         self.num_events = 0
@@ -59,7 +59,7 @@ def test_a_step_that_only_moves_blocks_waits_for_them(runner, device) -> None:
     assert device.num_events == 0
 
 
-def test_a_step_that_fails_half_way_leaves_nothing_under_way(runner, device, monkeypatch) -> None:
+def test_a_step_that_fails_half_way_leaves_no_work_running(runner, device, monkeypatch) -> None:
     def launch(batch: ScheduledBatch) -> None:
         raise RuntimeError("as the test asked")
 

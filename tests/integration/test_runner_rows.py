@@ -1,4 +1,4 @@
-"""What `ModelRunner` keeps per row, and what it draws, against `transformers`."""
+"""The state that `ModelRunner` keeps per row, and its draws, compared with `transformers`."""
 
 import math
 from dataclasses import replace
@@ -79,14 +79,14 @@ def _greedy(prompt, num_tokens=8, variant="llama"):
 
 @cache
 def _log_probs(token_ids):
-    """`transformers`' log-softmax of what follows `token_ids`: `[vocab]`."""
+    """Returns `transformers`' log-softmax for the token after `token_ids`: `[vocab]`."""
     with torch.inference_mode():
         logits = reference_model(tiny_checkpoint("llama"))(torch.tensor([token_ids])).logits
     return logits[0, -1].float().log_softmax(-1)
 
 
 def _prefill(runner, row=0, prompt=PROMPT, table=TABLE, **asks):
-    """Computes a prompt in one chunk; returns what the chunk brought."""
+    """Computes a prompt in one chunk; returns the chunk's output."""
     chunk = ScheduledChunk(row, prompt, 0, **({"draws": (GREEDY,)} | asks))
     batch = ScheduledBatch(1, (chunk,), table_updates=(TableUpdate(row, 0, 0, table),))
     (output,) = runner.execute(batch).chunks
@@ -94,7 +94,7 @@ def _prefill(runner, row=0, prompt=PROMPT, table=TABLE, **asks):
 
 
 def _decode(runner, rows, num_tokens, **first):
-    """Decodes `rows`; gives each row's tokens. `first` are parts of the first batch."""
+    """Decodes `rows`; returns each row's tokens. `first` are fields of the first batch."""
     batches = [ScheduledBatch(2, decode_rows=rows, **first)]
     batches += [ScheduledBatch(2, decode_rows=rows) for _ in range(num_tokens - 1)]
     return list(zip(*(runner.execute(batch).decoded for batch in batches), strict=True))
@@ -109,7 +109,7 @@ def test_a_row_is_used_again_by_a_shorter_sequence(runner):
         assert generate(runner, [request], 8) == [_greedy(prompt)]
 
 
-def test_a_row_takes_over_how_its_new_sequence_draws(runner):
+def test_a_row_uses_the_draw_parameters_of_its_new_sequence(runner):
     wild = DrawParams(temperature=50.0, top_k=0, top_p=1.0, seed=3)
     for draw, wants_logprobs in ((wild, True), (GREEDY, False)):
         request = DrivenRequest(PROMPT, 1, [TABLE], draw=draw, wants_logprobs=wants_logprobs)
@@ -125,7 +125,7 @@ def test_chunks_beside_decode_rows_change_neither(runner):
 
 
 def test_a_row_may_run_known_tokens_again_between_decodes(runner):
-    """As a preempted sequence does: prompt and generated tokens in one chunk."""
+    """A preempted sequence runs its prompt and generated tokens in one chunk."""
     _prefill(runner)
     drawn = [_greedy(PROMPT)[0], *_decode(runner, (0,), 2)[0]]
     again = _prefill(runner, row=5, prompt=(*PROMPT, *drawn), table=OTHER_TABLE)
@@ -133,7 +133,7 @@ def test_a_row_may_run_known_tokens_again_between_decodes(runner):
     assert drawn == _greedy(PROMPT)[:7]
 
 
-def test_a_fork_goes_on_from_its_parents_blocks_and_a_copy(runner):
+def test_a_fork_continues_from_its_parents_blocks_and_a_copy(runner):
     """Row 1 shares the prompt's full blocks with row 0 and writes to a copy of the last."""
     first = _greedy(PROMPT)[0]
     _prefill(runner)
@@ -176,8 +176,8 @@ def test_neighbours_do_not_change_a_rows_tokens(runner):
         assert together.logprobs == pytest.approx(single.logprobs, abs=1e-5)
 
 
-def test_rows_are_where_they_should_be_after_a_step_that_failed(runner, monkeypatch):
-    """So that a step handed over meanwhile writes to the rows' own blocks."""
+def test_rows_are_advanced_past_a_step_that_failed(runner, monkeypatch):
+    """A step that was submitted before the failure then writes to the rows' own blocks."""
     _prefill(runner, row=1, prompt=OTHER, table=OTHER_TABLE)
     expected = runner.kv_pool.clone()
     with monkeypatch.context() as broken:
@@ -227,7 +227,7 @@ def test_the_most_likely_tokens_are_those_of_transformers(runner, num_top):
     assert output.logprobs == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_chunks_of_every_kind_in_one_batch_answer_as_alone(runner):
+def test_chunks_of_every_kind_in_one_batch_have_the_outputs_of_each_alone(runner):
     _prefill(runner, row=6, prompt=OTHER, table=OTHER_TABLE)
     kinds = (
         {"draws": ()},
@@ -252,7 +252,7 @@ def test_chunks_of_every_kind_in_one_batch_answer_as_alone(runner):
         assert together.logprobs == pytest.approx(single.logprobs, abs=1e-5)
 
 
-def test_log_probabilities_are_of_the_raw_logits_and_for_who_wants_them(runner):
+def test_log_probabilities_are_of_the_raw_logits_and_only_for_rows_that_want_them(runner):
     draw = DrawParams(temperature=3.0, top_k=20, top_p=0.9, seed=9)
     first = _prefill(runner, draws=(draw,), wants_logprobs=True)
     _prefill(runner, row=1, prompt=OTHER, table=OTHER_TABLE)
@@ -266,7 +266,7 @@ def test_log_probabilities_are_of_the_raw_logits_and_for_who_wants_them(runner):
     assert runner.execute(ScheduledBatch(3, decode_rows=(1,))).decoded_logprobs == ()
 
 
-def test_what_is_asked_of_logits_that_are_not_finite_is_invalid():
+def test_tokens_from_logits_that_are_not_finite_are_invalid():
     runner = make_runner(_config())
     runner.kv_pool[4] = math.nan
     chunks = (
@@ -320,7 +320,7 @@ def test_a_batch_swaps_in_then_out_then_copies():
     assert torch.equal(_block_bytes(runner, (5, 6, 7, 9)), blocks[[0, 0, 6, 2]])
 
 
-def test_a_sequence_decodes_on_after_a_swap_to_other_blocks_and_another_row(runner):
+def test_a_sequence_continues_after_a_swap_to_other_blocks_and_another_row(runner):
     first = _prefill(runner).token_ids[0]
     runner.execute(ScheduledBatch(2, swap_outs=tuple((b, b - 4) for b in TABLE[:3])))
     runner.kv_pool[list(TABLE)] = math.nan
@@ -349,10 +349,10 @@ def test_a_sequence_decodes_on_after_a_swap_to_other_blocks_and_another_row(runn
     indirect=["_kind"],
 )
 def test_blocks_behind_the_windows_are_not_read(variant, chunk_size):
-    """They are poisoned as soon as the layer groups' windows have moved past them."""
+    """Blocks are poisoned as soon as the layer groups' windows have moved past them."""
     runner, prompt = make_runner(_config(variant)), tuple(prompt_of(61, seed=3))
     spec = KvCacheSpec(BLOCK_SIZE, runner.info.windows)
-    tables = [tuple(range(9 * g, 9 * g + 9)) for g in range(spec.num_groups)]
+    tables = [tuple(range(9 * g, 9 * g + 9)) for g in range(spec.num_layer_groups)]
     request = DrivenRequest(prompt, 0, tables, chunk_size=chunk_size)
     while len(request.drawn) < 8:
         run_step(runner, 1, [request])
@@ -363,7 +363,7 @@ def test_blocks_behind_the_windows_are_not_read(variant, chunk_size):
     assert request.drawn == _greedy(prompt, 8, variant)
 
 
-def test_groups_follow_the_checkpoint():
+def test_layer_groups_follow_the_checkpoint():
     info = _runner("qwen3_mostly_sliding").info
     assert info.windows == (SMALL_WINDOW,) * 3 + (None,)
     assert info.layout.num_layers == 2
@@ -400,7 +400,7 @@ def test_submitted_batches_run_in_order_each_on_the_tokens_of_the_last():
     runner.close()
 
 
-def test_a_failed_submission_tells_and_does_not_stop_the_next():
+def test_a_failed_submission_raises_and_does_not_stop_the_next():
     runner = make_runner(_config())
     with pytest.raises(IndexError):  # at once, or in the thread
         runner.submit(ScheduledBatch(1, table_updates=(TableUpdate(99, 0, 0, (1,)),))).result()
@@ -409,7 +409,7 @@ def test_a_failed_submission_tells_and_does_not_stop_the_next():
     runner.close()
 
 
-def test_closing_without_submissions_is_fine():
+def test_a_runner_can_be_closed_without_submissions():
     make_runner(_config()).close()
 
 
@@ -423,5 +423,5 @@ def test_costs_are_measured(runner):
 
 
 def test_swapping_without_a_host_pool_is_refused():
-    with pytest.raises(ConfigurationError, match="--preemption-mode swap needs room"):
+    with pytest.raises(ConfigurationError, match="--preemption-mode swap needs at least one block"):
         make_runner(_config(swap_space=0, preemption_mode="swap"))

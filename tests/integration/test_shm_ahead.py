@@ -13,7 +13,7 @@ from kvstore.store import StoreUnavailableError
 from kvstore.stores import files as file_lock
 from kvstore.stores.shm import mapped_memory, memory_ahead
 from kvstore.stores.shm.extent_table import State
-from tests.support.shm_arena import interposed, opened, put, refusing
+from tests.support.shm_arena import interposed, needs_shared_memory, opened, put, refusing
 
 pytestmark = pytest.mark.alone
 
@@ -22,7 +22,7 @@ def _await_ahead(store):
     """Until what was to be made ready is, or was refused."""
     ahead = store._ahead
     with ahead._changed:
-        assert ahead._changed.wait_for(lambda: not (ahead._is_asked or ahead._is_busy), 30)
+        assert ahead._changed.wait_for(lambda: not (ahead._is_requested or ahead._is_busy), 30)
 
 
 def _await_closed(store):
@@ -58,7 +58,7 @@ def test_memory_is_made_ready_for_the_next_put(monkeypatch):
         _await_ahead(store)
         assert contents.table.header.spare_bytes == 1 << 20
         for byte, key in enumerate((first, second, third), 1):
-            assert read(store, key, 1 << 20) == bytes(filled(byte, 1 << 20))
+            assert read(store, key, 1 << 20) == filled(byte, 1 << 20).to_bytes()
 
 
 def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
@@ -93,7 +93,7 @@ def test_what_is_being_made_ready_takes_no_room_of_objects(monkeypatch):
 
         def fill():
             with closing(open_store(url)) as other:
-                other.put_many(keys, [filled(1, 1 << 20)] * 16)
+                other.put(keys, [filled(1, 1 << 20)] * 16)
             held.append(store.stats().num_bytes)
             held.append(contents.header.spare_bytes)
 
@@ -109,14 +109,15 @@ def test_what_is_being_made_ready_takes_no_room_of_objects(monkeypatch):
 
 def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
     """Of two rooms: there is memory for all of the one and for one of two of the other."""
+    needs_shared_memory(512 << 20)
     keys = random_keys(6)
     with opened() as (store, contents, _):
         arena = store._objects
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
-        store.put_many(keys[:2], [filled(1, 1 << 20), filled(1, 4 << 20)])
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
+        store.put(keys[:2], [filled(1, 1 << 20), filled(1, 4 << 20)])
         store.delete(keys[:2])
         spare = contents.extents(State.FREE)
-        store.put_many(keys[3:], [filled(2, size << 20) for size in (8, 8, 8)])
+        store.put(keys[3:], [filled(2, size << 20) for size in (8, 8, 8)])
         arena._sizes_ahead = [1 << 20, 4 << 20, 4 << 20]
         provided = []
         monkeypatch.setattr(arena, "_provide", lambda extent: provided.append(extent.room))
@@ -223,10 +224,11 @@ def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkey
         open_store(url).close()  # lists
         assert not contents.extents(State.AHEAD)
         contents.check()
-        assert read(store, key, 1 << 20) == bytes(filled(1, 1 << 20))
+        assert read(store, key, 1 << 20) == filled(1, 1 << 20).to_bytes()
 
 
 def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
+    needs_shared_memory(128 << 20)
     provided = []
     with opened() as (_, contents, url):
         store = open_store(url)
@@ -238,7 +240,7 @@ def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
             assert store._ahead._is_closing.wait(30)
 
         monkeypatch.setattr(mapped_memory.MappedMemory, "map_in", close_meanwhile)
-        store.put_many(random_keys(3), [filled(1, 1 << 20)] * 3)
+        store.put(random_keys(3), [filled(1, 1 << 20)] * 3)
         _await_closed(store)
         closer.join()
         assert provided == [1 << 20]
@@ -251,7 +253,7 @@ def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
 def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full):
     deadlines = []
     with opened() as (store, _, _):
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         put(store, random_keys(1)[0], 1, 1 << 20)
         locked = file_lock.FileLock.locked
 
@@ -303,7 +305,7 @@ def test_after_a_failure_memory_is_not_asked_for_with_each_put(
         assert [record.exc_info[1] for record in logged] == [error] * num_logged
 
 
-def test_memory_is_asked_for_again_when_no_thread_was_to_be_had(monkeypatch):
+def test_memory_is_requested_for_again_when_no_thread_was_to_be_had(monkeypatch):
     *others, last = random_keys(9)
     asked = []
     with opened() as (store, contents, _):
@@ -332,7 +334,7 @@ def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
     with opened() as (store, contents, _):
         put(store, first, 1, 1 << 20)
         _await_ahead(store)
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         [spare] = contents.extents(State.FREE)
         assert spare.resident_bytes == 1 << 20
         allocate = os.posix_fallocate
@@ -344,7 +346,7 @@ def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
 
         monkeypatch.setattr(os, "posix_fallocate", allocate_if_none_is_spare)
         put(store, second, 2, 2 << 20)
-        assert read(store, second, 2 << 20) == bytes(filled(2, 2 << 20))
+        assert read(store, second, 2 << 20) == filled(2, 2 << 20).to_bytes()
         assert spare.resident_bytes == 0
         assert contents.memory_bytes() == 3 << 20
         contents.check()
@@ -353,7 +355,7 @@ def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
 def test_a_put_that_finds_memory_full_looks_behind_what_may_still_be_read(monkeypatch):
     read_just_now, old, new = random_keys(3)
     with opened() as (store, contents, _):
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         put(store, read_just_now, 1, 1 << 20)
         put(store, old, 1, 4 << 20)
         kept, given_back = contents.objects()[read_just_now], contents.objects()[old]
@@ -368,7 +370,7 @@ def test_a_put_that_finds_memory_full_looks_behind_what_may_still_be_read(monkey
 
         monkeypatch.setattr(os, "posix_fallocate", allocate_if_there_is_some)
         put(store, new, 2, 3 << 20)
-        assert read(store, new, 3 << 20) == bytes(filled(2, 3 << 20))
+        assert read(store, new, 3 << 20) == filled(2, 3 << 20).to_bytes()
         assert kept.resident_bytes == 1 << 20
         assert given_back.resident_bytes == 0
         contents.check()
@@ -377,7 +379,7 @@ def test_a_put_that_finds_memory_full_looks_behind_what_may_still_be_read(monkey
 def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_anew(monkeypatch):
     first, second, third = random_keys(3)
     with opened() as (store, contents, _):
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         put(store, first, 1, 4 << 20)
         [spare] = contents.extents()
         store.delete([first])
@@ -396,7 +398,7 @@ def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_a
         contents.check()
         spare.touched_ns = 0
         put(store, second, 2, 8 << 20)
-        assert read(store, second, 8 << 20) == bytes(filled(2, 8 << 20))
+        assert read(store, second, 8 << 20) == filled(2, 8 << 20).to_bytes()
         assert spare.resident_bytes == 0
         put(store, third, 3, 4 << 20)
         assert contents.objects()[third].index == spare.index
@@ -407,7 +409,7 @@ def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_a
 def test_what_a_dead_process_was_making_ready_is_no_ones_for_long(monkeypatch, is_full):
     keys = random_keys(40)
     with opened(max_bytes=32 << 20) as (store, contents, url):
-        monkeypatch.setattr(store._ahead, "ask", lambda: None)
+        monkeypatch.setattr(store._ahead, "request", lambda: None)
         dying = open_store(url)
         arena = dying._objects
         with arena._locked():

@@ -26,7 +26,7 @@ def test_what_an_object_leaves_serves_the_next_of_its_size():
         put(store, other, 2, 9000)
         put(store, new, 3, 5001)
         assert contents.objects()[new].index == extent.index != contents.objects()[other].index
-        assert read(store, new, 5001) == bytes(filled(3, 5001))
+        assert read(store, new, 5001) == filled(3, 5001).to_bytes()
         assert read(store, old, 5000) is GetStatus.MISSING
 
 
@@ -59,7 +59,7 @@ def test_memory_is_for_what_is_there(clock):
             assert contents.memory_bytes() <= 100 * _PAGE
         assert len(contents.extents()) == 10
         assert [read(store, key, 10 * _PAGE) for key in keys[-10:]] == [
-            bytes(filled(index, 10 * _PAGE)) for index in range(30, 40)
+            filled(index, 10 * _PAGE).to_bytes() for index in range(30, 40)
         ]
         clock.wait(5)
         store.delete(keys)
@@ -78,7 +78,7 @@ def test_memory_that_was_spare_stays_with_what_is_put_there(clock):
         clock.wait(5)
         store.delete([other])  # more than may be spare
         assert contents.memory_bytes() == 10 * _PAGE
-        assert read(store, kept, 10 * _PAGE) == bytes(filled(2, 10 * _PAGE))
+        assert read(store, kept, 10 * _PAGE) == filled(2, 10 * _PAGE).to_bytes()
         contents.check()
 
 
@@ -87,11 +87,11 @@ def test_full_memory_is_unavailable_and_leaves_nothing(monkeypatch):
     with opened() as (store, contents, _):
         put(store, keys[0], 1, 5000)
         with refusing(monkeypatch, 3), pytest.raises(StoreUnavailableError, match="No space left"):
-            store.put_many(keys[1:], [filled(1, 9000)] * 2)
+            store.put(keys[1:], [filled(1, 9000)] * 2)
         assert store.contains_prefix(keys) == 1
         assert store.stats().num_bytes == contents.header.object_bytes == 5000
         contents.check()
-        store.put_many(keys, [filled(1, 9000)] * 3)
+        store.put(keys, [filled(1, 9000)] * 3)
         assert store.contains_prefix(keys) == 3
 
 
@@ -162,14 +162,14 @@ def test_the_table_has_memory_before_it_is_written_to(monkeypatch):
                 put(store, key, 1, 100)
         assert table_bytes() == header_bytes >= 8 * extent_table._RING
         assert not contents.extents()
-        store.put_many(random_keys(100), [filled(1, 100)] * 100)
+        store.put(random_keys(100), [filled(1, 100)] * 100)
         assert header_bytes < table_bytes() <= header_bytes + 3 * _PAGE
 
 
 _FILL_AND_GO_ON = """
 import sys
 from pathlib import Path
-from kvstore.conformance.objects import filled, random_keys
+from kvstore.conformance.objects import blank, filled, random_keys
 from kvstore.registry import open_store
 from kvstore.store import StoreUnavailableError
 from kvstore.stores.shm import store as shm_store
@@ -179,7 +179,7 @@ store, reader = (open_store("shm://full?max_bytes=1GiB&lease_s=0") for _ in rang
 taken = []
 for key in random_keys(2000):
     try:
-        store.put_many([key], [filled(1, 30_000)])
+        store.put([key], [filled(1, 30_000)])
         taken.append(key)
     except StoreUnavailableError:
         assert taken
@@ -191,21 +191,51 @@ with (Path(sys.argv[1]) / "other").open("wb", buffering=0) as other:
         pass
 assert len(taken) > 100
 assert reader.contains_prefix(taken) == len(taken)
-assert reader.get_many_into(taken, [memoryview(bytearray(30_000))] * len(taken)) == [0] * len(taken)
+assert reader.get_into(taken, [blank(30_000)] * len(taken)) == [0] * len(taken)
 assert reader.delete(taken) == len(taken)
-store.put_many(taken[:9], [filled(1, 30_000)] * 9)
+store.put(taken[:9], [filled(1, 30_000)] * 9)
 print("survived")
 """
 
 
-def test_full_memory_kills_nobody(tmp_path):
-    """In a file system of 8 MB: whoever touches a mapped page that cannot be had is killed."""
+_LIVE_IN_A_CONTAINER = """
+import sys
+from pathlib import Path
+from kvstore.conformance.objects import filled, random_keys, read
+from kvstore.registry import open_store
+from kvstore.stores.shm import store as shm_store
+
+shm_store._SHARED_MEMORY = Path(sys.argv[1])
+store = open_store("shm://small?lease_s=0")
+keys = random_keys(100)
+for number, key in enumerate(keys):
+    store.put([key], [filled(number, 1 << 20)])
+alive = [key for key in keys if store.contains_prefix([key])]
+assert alive == keys[-len(alive):], "a younger one went before an older one"
+assert 24 <= len(alive) <= 32, len(alive)
+assert read(store, keys[-1], 1 << 20) == filled(99, 1 << 20).to_bytes()
+print("survived")
+"""
+
+
+def run_in_memory_of(size, tmp_path, program):
+    """Runs a program that gets a folder of that size; skips where none can be mounted."""
     enter = ["unshare", "--map-root-user", "--mount"]
     if not shutil.which("unshare") or subprocess.run([*enter, "true"], check=False).returncode:
         pytest.skip("no namespace of mounts can be made")
-    mount = 'mount -t tmpfs -o size=8m tmpfs "$1" && exec "$0" -c "$2" "$1"'
-    command = [*enter, "sh", "-c", mount, sys.executable, tmp_path, _FILL_AND_GO_ON]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    mount = f'mount -t tmpfs -o size={size} tmpfs "$1" && exec "$0" -c "$2" "$1"'
+    command = [*enter, "sh", "-c", mount, sys.executable, tmp_path, program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_full_memory_kills_nobody(tmp_path):
+    """In a file system of 8 MB: whoever touches a mapped page that cannot be had is killed."""
+    done = run_in_memory_of("8m", tmp_path, _FILL_AND_GO_ON)
+    assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
+
+
+def test_a_container_with_dockers_default_has_a_store_of_half_of_it(tmp_path):
+    done = run_in_memory_of("64m", tmp_path, _LIVE_IN_A_CONTAINER)
     assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
 
 
@@ -245,7 +275,7 @@ def test_memory_grows_under_who_has_mapped_it(monkeypatch):
             put((store, other)[number % 2], key, number, 5000 + number)
         for number, key in enumerate(keys):
             for reader in (store, other):
-                assert read(reader, key, 5000 + number) == bytes(filled(number, 5000 + number))
+                assert read(reader, key, 5000 + number) == filled(number, 5000 + number).to_bytes()
         contents.check()
 
 
@@ -253,7 +283,7 @@ def test_a_full_table_is_unavailable(monkeypatch):
     keys = random_keys(3)
     with opened() as (store, contents, _):
         monkeypatch.setattr(extent_table, "_MAX_EXTENTS", 2)
-        store.put_many(keys[:2], [filled(1, 100)] * 2)
+        store.put(keys[:2], [filled(1, 100)] * 2)
         with pytest.raises(StoreUnavailableError, match="as many extents"):
             put(store, keys[2], 1, 100)
         store.delete(keys[:1])
@@ -284,7 +314,7 @@ def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(clock):
 def test_a_leased_object_stays_until_its_lease_is_over(clock):
     keys = random_keys(11)
     with opened(max_bytes=1000, lease_s=600) as (store, contents, _):
-        store.put_many(keys[:10], [filled(1, 100)] * 10)
+        store.put(keys[:10], [filled(1, 100)] * 10)
         clock.wait(599)
         with pytest.raises(StoreUnavailableError, match="full of leased objects"):
             put(store, keys[10], 1, 100)
@@ -305,5 +335,5 @@ def test_the_default_bound_is_half_of_the_free_memory(monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", disk_usage)
         for _ in range(3):
             with closing(open_store(url)) as store:
-                store.put_many(random_keys(50), [filled(1, 3 * _PAGE)] * 50)
+                store.put(random_keys(50), [filled(1, 3 * _PAGE)] * 50)
                 assert 90 * _PAGE < contents.header.object_bytes <= 100 * _PAGE

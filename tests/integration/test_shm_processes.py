@@ -25,8 +25,8 @@ def _write_and_never_finish(url, has_begun):
     """Writes half an object, then waits to be killed."""
 
     def write_half(memory, places):
-        [(start, parts)] = places
-        memory._mapped(start + 2500)[start : start + 2500] = parts[0][:2500]
+        [(start, written)] = places
+        memory._mapped(start + 2500)[start : start + 2500] = written.to_bytes()[:2500]
         has_begun.set()
         threading.Event().wait()
 
@@ -71,7 +71,7 @@ def _take_the_lock(url, has_lock):
 def test_a_process_killed_with_the_lock_hinders_nobody():
     (other,) = random_keys(1)
     with opened() as (store, contents, url):
-        store.put_many([b"k" * 32, other], [filled(1, 5000)] * 2)
+        store.put([b"k" * 32, other], [filled(1, 5000)] * 2)
         has_lock = _SPAWN.Event()
         killed = _SPAWN.Process(target=_take_the_lock, args=(url, has_lock))
         killed.start()
@@ -82,7 +82,7 @@ def test_a_process_killed_with_the_lock_hinders_nobody():
             killed.join()
         assert contents.header.is_changing
         assert [store.contains_prefix([key]) for key in (b"k" * 32, other)] == [0, 1]
-        assert read(store, other, 5000) == bytes(filled(1, 5000))
+        assert read(store, other, 5000) == filled(1, 5000).to_bytes()
         contents.check()
 
 
@@ -92,7 +92,7 @@ def test_a_put_that_outlasts_its_store_has_its_extent_for_itself(monkeypatch):
     has_begun = threading.Event()
 
     def write_late(memory, places):
-        if any(parts[0][0] == 1 for _, parts in places):
+        if any(written.header[0] == 1 for _, written in places):
             has_begun.set()
             assert may_write.wait(_DEADLINE_S)
         write(memory, places)
@@ -117,7 +117,7 @@ def test_a_put_that_outlasts_its_store_has_its_extent_for_itself(monkeypatch):
         may_write.set()
         thread.join()
         assert failed, "it cannot be committed"
-        assert read(other, new, 5000) == bytes(filled(2, 5000))
+        assert read(other, new, 5000) == filled(2, 5000).to_bytes()
         open_store(url).close()
         assert other.stats().num_bytes == 5000
         contents.check()
@@ -136,12 +136,12 @@ def _churn(url, seed):
             chosen = generator.sample(range(60), 6)
             keys = [_CHURNED_KEYS[index] for index in chosen]
             values = [filled(index, _CHURNED_BYTES) for index in chosen[:4]]
-            store.put_frames(keys[:4], [(value[:64], value[64:]) for value in values])
+            store.put(keys[:4], values)
             store.delete(keys[:1])
-            frames = [(blank(64), blank(_CHURNED_BYTES - 64)) for _ in keys]
-            statuses = store.get_frames_into(keys, frames)
-            for status, frame, index in zip(statuses, frames, chosen, strict=True):
-                is_right = b"".join(frame) == filled(index, _CHURNED_BYTES)
+            found = [blank(_CHURNED_BYTES) for _ in keys]
+            statuses = store.get_into(keys, found)
+            for status, one, index in zip(statuses, found, chosen, strict=True):
+                is_right = one == filled(index, _CHURNED_BYTES)
                 num_wrong += status is GetStatus.HIT and not is_right
     return num_wrong
 

@@ -32,10 +32,9 @@ def test_what_goes_while_it_is_read_is_missing(monkeypatch):
             put(other, new, 2, 5000)
 
         interposed(monkeypatch, "read", replace)
-        frame = blank(64), blank(4936)
-        assert store.get_frames_into([old], [frame]) == [GetStatus.MISSING]
+        assert store.get_into([old], [blank(5000)]) == [GetStatus.MISSING]
         assert contents.objects()[new].index == index
-        assert read(store, new, 5000) == bytes(filled(2, 5000))
+        assert read(store, new, 5000) == filled(2, 5000).to_bytes()
 
 
 def test_what_comes_back_while_it_is_read_is_another(monkeypatch):
@@ -49,7 +48,7 @@ def test_what_comes_back_while_it_is_read_is_another(monkeypatch):
 
         interposed(monkeypatch, "read", replace)
         assert read(store, key, 5000) is GetStatus.MISSING
-        assert read(store, key, 5000) == bytes(filled(2, 5000))
+        assert read(store, key, 5000) == filled(2, 5000).to_bytes()
 
 
 def test_who_was_first_wins(monkeypatch):
@@ -57,7 +56,7 @@ def test_who_was_first_wins(monkeypatch):
     with opened() as (store, contents, url), closing(open_store(url)) as other:
         interposed(monkeypatch, "write", lambda: put(other, key, 2, 5000))
         put(store, key, 1, 5000)
-        assert read(store, key, 5000) == bytes(filled(2, 5000))
+        assert read(store, key, 5000) == filled(2, 5000).to_bytes()
         assert [extent.state for extent in contents.extents()].count(State.FREE) == 1
         contents.check()
 
@@ -65,8 +64,8 @@ def test_who_was_first_wins(monkeypatch):
 def test_one_key_twice_in_a_batch_is_one_object():
     (key,) = random_keys(1)
     with opened() as (store, contents, _):
-        store.put_many([key, key], [filled(1, 5000), filled(2, 5000)])
-        assert read(store, key, 5000) == bytes(filled(1, 5000))
+        store.put([key, key], [filled(1, 5000), filled(2, 5000)])
+        assert read(store, key, 5000) == filled(1, 5000).to_bytes()
         contents.check()
 
 
@@ -173,7 +172,7 @@ def test_a_store_that_is_closed_while_it_is_read_gives_nothing(monkeypatch):
         except StoreUnavailableError:
             value = None
         closers[0].join()
-        assert value in (None, bytes(filled(1, 5000)))
+        assert value in (None, filled(1, 5000).to_bytes())
 
 
 def test_a_mark_that_goes_while_others_list_is_none(monkeypatch):
@@ -204,7 +203,7 @@ def test_who_opens_waits_for_nobody_who_is_stopped():
 def test_who_missed_too_many_changes_looks_at_all(monkeypatch):
     kept, gone, passing = random_keys(3)
     with opened() as (store, contents, url), closing(open_store(url)) as other:
-        store.put_many([kept, gone], [filled(1, 100), filled(2, 100)])
+        store.put([kept, gone], [filled(1, 100), filled(2, 100)])
         other.delete([gone])
         num_rounds = extent_table._RING // 3 + 1
         for _ in range(num_rounds):
@@ -213,7 +212,7 @@ def test_who_missed_too_many_changes_looks_at_all(monkeypatch):
         assert contents.header.num_changes > extent_table._RING + 4
         assert [store.contains_prefix([key]) for key in (kept, gone, passing)] == [1, 0, 0]
         put(store, gone, 4, 100)
-        assert read(other, gone, 100) == bytes(filled(4, 100))
+        assert read(other, gone, 100) == filled(4, 100).to_bytes()
         contents.check()
 
 
@@ -254,3 +253,17 @@ def test_a_machine_without_shared_memory_is_told_what_to_use(tmp_path, monkeypat
 def test_memory_cannot_be_synced():
     with pytest.raises(ConfigurationError, match="fsync has no meaning in memory"):
         open_store("shm://never-made?fsync=commit")
+
+
+def test_little_free_memory_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(shm_store, "_SHARED_MEMORY", tmp_path)
+    mib = 1 << 20
+    usage = shutil._ntuple_diskusage(64 * mib, 50 * mib, 14 * mib)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigurationError) as raised:
+        open_store("shm://little")
+    for told in (str(tmp_path), "14.0 MiB", "16 MiB", "--shm-size", "max_bytes=", "file:///path"):
+        assert told in raised.value.message
+    assert not list(tmp_path.iterdir())
+    open_store("shm://little?max_bytes=1MiB").close()
+    open_store("shm://little").close()  # the folder is there

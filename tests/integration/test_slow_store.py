@@ -14,7 +14,7 @@ from engine.runtime.device import with_device_defaults
 from engine.runtime.model_runner import ModelRunner
 from kvstore.connector import KvConnectorScheduler
 from kvstore.registry import open_store
-from kvstore.store import Frame
+from kvstore.store import GetStatus, KvObject
 from kvstore.store_connector import StoreConnectorWorker
 from kvstore.stores.memory import MemoryStore
 from tests.support.checkpoints import tiny_checkpoint
@@ -31,13 +31,13 @@ class HeldStore:
     """Lets no read of a store through until it is opened."""
 
     def __init__(self, store: MemoryStore) -> None:
-        self._get_frames_into = store.get_frames_into
+        self._get_frames_into = store.get_into
         self.is_open = threading.Event()
-        store.get_frames_into = self.get_frames_into
+        store.get_into = self.get_into
 
-    def get_frames_into(self, keys: Sequence[bytes], frames: Sequence[Frame]):
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
         assert self.is_open.wait(60)
-        return self._get_frames_into(keys, frames)
+        return self._get_frames_into(keys, objects)
 
 
 class Decode:
@@ -69,7 +69,7 @@ class Decode:
         outputs = self.core.add_request(request)
         while self.core.has_unfinished:
             self.core.wait()
-            outputs += self.core.step()
+            self.core.run_step(outputs.extend)
         assert outputs[-1].finish_reason is FinishReason.LENGTH
         return tokens_of(outputs), outputs[-1].cached_tokens
 
@@ -82,7 +82,7 @@ class Decode:
     def end_transfers(self) -> None:
         while self.core.has_work:
             self.core.wait()
-            self.core.step()
+            self.core.run_step([].extend)
         self.core.scheduler.check()
         assert self.core.load().num_free_blocks == self.core.num_blocks
 

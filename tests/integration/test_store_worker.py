@@ -3,21 +3,20 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvstore import store_connector as store_worker
-from kvstore.breaker import BreakerStore
 from kvstore.codec import HEADER_BYTES
+from kvstore.conformance.objects import as_object, blank
 from kvstore.jobs import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.registry import open_store
-from kvstore.store import GetStatus, KvStore, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
+from kvstore.store_connector import StoreConnectorWorker
 from tests.support.connector_rig import LAYOUT, TIMEOUT_S, ConnectorRig, keys
+from tests.support.held_copier import StagedCopier
 
 
 @pytest.fixture
@@ -25,6 +24,8 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[[KvStore | None], ConnectorRig
     rigs: list[ConnectorRig] = []
 
     def make(store: KvStore | None = None, **options: Any) -> ConnectorRig:
+        if isinstance(store, FaultyStore):  # which may write to memory after a call
+            options = {"copier_of": StagedCopier, **options}
         rigs.append(ConnectorRig(store or open_store(f"memory://{tmp_path.name}"), **options))
         return rigs[-1]
 
@@ -76,29 +77,27 @@ def test_a_missing_block_ends_the_prefix(make_rig: Callable[..., ConnectorRig]) 
 
 
 class FaultyStore(KvStore):
-    """Delegates to a store, by way of segments; `fault` may change what was read, or fail."""
+    """Delegates to a store; `fault` may change what was read, or fail."""
 
-    def __init__(self, store: KvStore, fault: Callable[[list[memoryview]], None]) -> None:
+    def __init__(self, store: KvStore, fault: Callable[[list[KvObject]], None]) -> None:
         self._store, self._fault = store, fault
-        self.capabilities = replace(store.capabilities, takes_frames=False)
+        self.capabilities = store.capabilities
         self.ttl_s = store.ttl_s
         self.num_calls = 0
 
     @classmethod
     def from_url(cls, url: str) -> "FaultyStore":
-        return cls(open_store(url), lambda buffers: None)
+        return cls(open_store(url), lambda objects: None)
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
         self.num_calls += 1
         self._fault([])
-        self._store.put_many(keys, values)
+        self._store.put(keys, objects)
 
-    def get_many_into(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[GetStatus]:
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
         self.num_calls += 1
-        statuses = self._store.get_many_into(keys, buffers)
-        self._fault(list(buffers))
+        statuses = self._store.get_into(keys, objects)
+        self._fault(list(objects))
         return statuses
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
@@ -116,13 +115,19 @@ class FaultyStore(KvStore):
         self._store.close()
 
 
+def flip(harmed: KvObject, byte: int) -> None:
+    value = bytearray(harmed.to_bytes())
+    value[byte] ^= 1
+    harmed.fill(value)
+
+
 @pytest.mark.parametrize("byte", [0, HEADER_BYTES - 1, HEADER_BYTES, -1])
 def test_a_flipped_byte_is_never_scattered(
     make_rig: Callable[..., ConnectorRig], byte: int, tmp_path: Path
 ) -> None:
-    def corrupt(buffers: list[memoryview]) -> None:
-        if len(buffers) > 2:
-            buffers[2][byte] ^= 1
+    def corrupt(objects: list[KvObject]) -> None:
+        if len(objects) > 2:
+            flip(objects[2], byte)
 
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), corrupt)
     rig = make_rig(store)
@@ -137,16 +142,16 @@ def test_a_flipped_byte_is_never_scattered(
 def test_an_object_under_a_foreign_key_is_refused(make_rig: Callable[..., ConnectorRig]) -> None:
     rig = make_rig()
     rig.save([3])
-    stolen = bytearray(HEADER_BYTES + LAYOUT.block_bytes)
-    rig.store.get_many_into(keys(1), [memoryview(stolen)])
-    rig.store.put_many(keys(1, 7), [memoryview(stolen)])
+    stolen = blank(HEADER_BYTES + LAYOUT.block_bytes)
+    rig.store.get_into(keys(1), [stolen])
+    rig.store.put(keys(1, 7), [stolen])
 
     assert rig.load([9], first_key=7) == LoadResult(1, 0, "corrupt")
 
 
 def test_an_object_of_another_size_is_refused(make_rig: Callable[..., ConnectorRig]) -> None:
     rig = make_rig()
-    rig.store.put_many(keys(1), [memoryview(bytes(100))])
+    rig.store.put(keys(1), [blank(100)])
 
     assert rig.load([9]) == LoadResult(1, 0, "corrupt")
 
@@ -156,8 +161,8 @@ def test_a_cancelled_load_writes_nothing(
 ) -> None:
     reading, go_on = threading.Event(), threading.Event()
 
-    def wait(buffers: list[memoryview]) -> None:
-        if buffers:
+    def wait(objects: list[KvObject]) -> None:
+        if objects:
             reading.set()
             go_on.wait(TIMEOUT_S)
 
@@ -181,7 +186,7 @@ def test_a_load_that_is_cancelled_before_its_turn_is_not_fetched(
 ) -> None:
     reading, go_on = threading.Semaphore(0), threading.Event()
 
-    def wait(buffers: list[memoryview]) -> None:
+    def wait(objects: list[KvObject]) -> None:
         reading.release()
         go_on.wait(TIMEOUT_S)
 
@@ -204,7 +209,7 @@ def test_a_load_that_is_cancelled_before_its_turn_is_not_fetched(
 def test_an_outage_fails_jobs_and_trips_the_breaker(
     make_rig: Callable[..., ConnectorRig], tmp_path: Path
 ) -> None:
-    def refuse(buffers: list[memoryview]) -> None:
+    def refuse(objects: list[KvObject]) -> None:
         raise StoreUnavailableError("down")
 
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), refuse)
@@ -226,45 +231,45 @@ def test_an_outage_fails_jobs_and_trips_the_breaker(
 def test_the_breaker_probes_again_after_its_cooldown(tmp_path: Path) -> None:
     now, is_down = [0.0], [True]
 
-    def maybe_refuse(buffers: list[memoryview]) -> None:
+    def maybe_refuse(objects: list[KvObject]) -> None:
         if is_down[0]:
             raise StoreUnavailableError("down")
 
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), maybe_refuse)
-    breaker = BreakerStore(store, clock=lambda: now[0])
+    breaker = StoreConnectorWorker(store, clock=lambda: now[0])
     for _ in range(3):
         with pytest.raises(StoreUnavailableError):
-            breaker.contains_prefix(keys(1))
+            breaker.num_held(keys(1))
     assert store.num_calls == 1
 
     now[0], is_down[0] = 2.0, False
-    assert breaker.contains_prefix(keys(1)) == 0
-    assert breaker.contains_prefix(keys(1)) == 0
+    assert breaker.num_held(keys(1)) == 0
+    assert breaker.num_held(keys(1)) == 0
     breaker.close()
 
 
 def test_only_one_call_probes_a_store_that_was_down(tmp_path: Path) -> None:
     now, probing, go_on = [0.0], threading.Event(), threading.Event()
 
-    def hang(buffers: list[memoryview]) -> None:
+    def hang(objects: list[KvObject]) -> None:
         probing.set()
         go_on.wait(TIMEOUT_S)
         raise StoreUnavailableError("down")
 
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), hang)
-    breaker = BreakerStore(store, clock=lambda: now[0])
+    breaker = StoreConnectorWorker(store, clock=lambda: now[0])
     go_on.set()
     with pytest.raises(StoreUnavailableError):
-        breaker.contains_prefix(keys(1))
+        breaker.num_held(keys(1))
     go_on.clear()
     probing.clear()
     now[0] = 2.0
     with ThreadPoolExecutor(1) as executor:
-        probe = executor.submit(breaker.contains_prefix, keys(1))
+        probe = executor.submit(breaker.num_held, keys(1))
         assert probing.wait(TIMEOUT_S)
         for _ in range(5):
             with pytest.raises(StoreUnavailableError, match="a moment ago"):
-                breaker.contains_prefix(keys(1))
+                breaker.num_held(keys(1))
         go_on.set()
         assert isinstance(probe.exception(TIMEOUT_S), StoreUnavailableError)
     assert store.num_calls == 2
@@ -272,16 +277,16 @@ def test_only_one_call_probes_a_store_that_was_down(tmp_path: Path) -> None:
 
 def test_a_store_that_takes_no_more_still_serves(tmp_path: Path) -> None:
     class FullStore(FaultyStore):
-        def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
             raise StoreUnavailableError("full")
 
     inner = open_store(f"memory://{tmp_path.name}")
-    inner.put_many(keys(1), [memoryview(b"x")])
-    breaker = BreakerStore(FullStore(inner, lambda buffers: None))
+    inner.put(keys(1), [as_object(b"x")])
+    breaker = StoreConnectorWorker(FullStore(inner, lambda objects: None))
     with pytest.raises(StoreUnavailableError):
-        breaker.put_many(keys(1), [memoryview(b"x")])
+        breaker.put(SaveJob(1, keys(1), (0,)), keys(1), [as_object(b"x")])
 
-    assert breaker.contains_prefix(keys(1)) == 1
+    assert breaker.num_held(keys(1)) == 1
 
 
 def test_a_look_up_that_nobody_wants_is_not_made(
@@ -289,7 +294,7 @@ def test_a_look_up_that_nobody_wants_is_not_made(
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
-    def wait(buffers: list[memoryview]) -> None:
+    def wait(objects: list[KvObject]) -> None:
         entered.set()
         go_on.wait(TIMEOUT_S)
 
@@ -305,16 +310,15 @@ def test_a_look_up_that_nobody_wants_is_not_made(
 
 
 def test_a_silent_store_is_spared_ever_longer(
-    make_rig: Callable[..., ConnectorRig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_rig: Callable[..., ConnectorRig], tmp_path: Path
 ) -> None:
     now = [0.0]
 
-    def time_out(buffers: list[memoryview]) -> None:
+    def time_out(objects: list[KvObject]) -> None:
         raise StoreUnavailableError("no answer in time")
 
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), time_out)
-    monkeypatch.setattr(store_worker, "BreakerStore", partial(BreakerStore, clock=lambda: now[0]))
-    rig = make_rig(store)
+    rig = make_rig(store, clock=lambda: now[0])
     calls = []
     for now[0] in (0.0, 1.0, 2.0, 3.0):
         before = store.num_calls
@@ -328,10 +332,10 @@ class FailingStore(FaultyStore):
     """Takes nothing new; removes nothing either, unless `deletes`."""
 
     def __init__(self, store: KvStore, *, deletes: bool) -> None:
-        super().__init__(store, lambda buffers: None)
+        super().__init__(store, lambda objects: None)
         self._deletes = deletes
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
         raise StoreUnavailableError("full of leased objects")
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -350,9 +354,9 @@ def test_what_is_corrupt_is_told_and_removed_where_that_can_be(
 ) -> None:
     inner = open_store(f"memory://{tmp_path.name}")
     make_rig(inner).save(range(4))
-    harmed = bytearray(HEADER_BYTES + LAYOUT.block_bytes)
+    harmed = blank(HEADER_BYTES + LAYOUT.block_bytes)
     inner.delete(keys(1, 2))
-    inner.put_many(keys(1, 2), [memoryview(harmed)])
+    inner.put(keys(1, 2), [harmed])
     rig = make_rig(FailingStore(inner, deletes=deletes))
     rig.start(saves=(SaveJob(7, keys(1, 9), (9,)),))
     assert rig.results(1) == [SaveResult(7, committed=False, error="unavailable")]

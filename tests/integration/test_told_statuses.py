@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
+from kvstore.conformance.objects import filled
 from kvstore.jobs import LoadJob, LoadResult, SaveJob
 from kvstore.mover.backend import Backend
+from kvstore.mover.mover import copier_for
 from kvstore.registry import open_store
-from kvstore.slot import Slot
-from kvstore.store import GetStatus
+from kvstore.store import GetStatus, KvObject
 from tests.support.connector_rig import ConnectorRig, keys
+from tests.support.held_copier import StagedCopier
 
 HIT = GetStatus.HIT
 Tell = Callable[[list[GetStatus]], list[GetStatus]]
@@ -19,31 +21,31 @@ Tell = Callable[[list[GetStatus]], list[GetStatus]]
 class TellingBackend:
     """Wraps a backend and changes the statuses that `fetch` returns."""
 
-    def __init__(self, inner: Backend, takes_frames: bool, tell: Tell) -> None:
+    def __init__(self, inner: Backend, tell: Tell) -> None:
         self._inner, self._tell = inner, tell
-        self.takes_frames = takes_frames
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         return self._inner.num_held(keys)
 
-    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def put(self, job: SaveJob, keys: Sequence[bytes], slots: Sequence[KvObject]) -> None:
         self._inner.put(job, keys, slots)
 
-    def fetch(self, job: LoadJob, keys: Sequence[bytes], slots: Sequence[Slot]) -> list[GetStatus]:
-        return self._tell(list(self._inner.fetch(job, keys, slots)))
+    def fetch(
+        self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
+    ) -> list[GetStatus]:
+        return self._tell(list(self._inner.fetch(job, keys, objects)))
 
     def discard(self, key: bytes) -> None:
         self._inner.discard(key)
 
 
-@pytest.fixture
-def rig(tmp_path) -> Iterator[ConnectorRig]:
-    rig = ConnectorRig(open_store(f"memory://{tmp_path.name}"))
+@pytest.fixture(params=[copier_for, StagedCopier], ids=["in place", "staged"])
+def rig(request, tmp_path) -> Iterator[ConnectorRig]:
+    rig = ConnectorRig(open_store(f"memory://{tmp_path.name}"), request.param)
     yield rig
     rig.worker.close()
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "staged"])
 @pytest.mark.parametrize(
     ("tell", "expected"),
     [
@@ -55,9 +57,9 @@ def rig(tmp_path) -> Iterator[ConnectorRig]:
     ids=["too few", "none", "too many", "missing ones behind"],
 )
 def test_what_nothing_is_told_of_is_missing_and_the_rest_ignored(
-    rig: ConnectorRig, in_place: bool, tell: Tell, expected: LoadResult
+    rig: ConnectorRig, tell: Tell, expected: LoadResult
 ) -> None:
-    rig.worker.wrap_backend(lambda inner: TellingBackend(inner, in_place, tell))
+    rig.worker.wrap_backend(lambda inner: TellingBackend(inner, tell))
     rig.save(range(6))
     before = rig.pool.clone()
     assert rig.load(range(10, 16)) == expected
@@ -67,10 +69,9 @@ def test_what_nothing_is_told_of_is_missing_and_the_rest_ignored(
         assert torch.equal(block, old) or not block.any()
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "staged"])
-def test_hits_behind_a_corrupt_one_do_not_hide_it(rig: ConnectorRig, in_place: bool) -> None:
-    rig.worker.wrap_backend(lambda inner: TellingBackend(inner, in_place, lambda told: 2 * told))
+def test_hits_behind_a_corrupt_one_do_not_hide_it(rig: ConnectorRig) -> None:
+    rig.worker.wrap_backend(lambda inner: TellingBackend(inner, lambda told: 2 * told))
     rig.save(range(6))
     rig.store.delete(keys(1, 3))
-    rig.store.put_many(keys(1, 3), [memoryview(b"\xff" * 10_000)])
+    rig.store.put(keys(1, 3), [filled(0xFF, 10_000)])
     assert rig.load(range(10, 16)) == LoadResult(1, 3, "corrupt")

@@ -1,4 +1,4 @@
-"""`Turns` between real processes: who is next, who dies, who is stopped."""
+"""`Turns` between real processes: order, and processes that die or are stopped."""
 
 import errno
 import itertools
@@ -24,7 +24,7 @@ BOUND_S = 0.05
 
 
 class TurnTaker:
-    """A process that takes turns when told; see `tests.support.turn_taker`."""
+    """A process of `tests.support.turn_taker`, which takes turns on command."""
 
     def __init__(self, folder):
         self.process = subprocess.Popen(
@@ -83,7 +83,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def sleeps(monkeypatch):
-    """The pauses that `Turns` of this process make; they still happen."""
+    """Records the sleeps of this process's `Turns`; they still happen."""
     taken, sleep = [], turns_module.time.sleep
 
     def note(seconds):
@@ -106,12 +106,12 @@ def test_two_that_always_want_a_turn_alternate(start, tmp_path):
 
 
 def test_turns_never_overlap(make):
-    """Many threads, each with a place of its own, count with a race in the middle."""
+    """Many threads, each with its own `Turns`, increment a counter without further locking."""
     count, held, overlaps = 100, [], []
 
     def compute(turns):
         for _ in range(count):
-            with turns.mine():
+            with turns.wait_for_turn():
                 overlaps.extend(held)
                 held.append(turns)
                 os.sched_yield()
@@ -129,7 +129,7 @@ def test_a_turn_that_fails_ends(make, tmp_path):
     turns = make()
 
     def fail():
-        with turns.mine():
+        with turns.wait_for_turn():
             assert is_held(tmp_path / "turn")
             raise ZeroDivisionError
 
@@ -141,12 +141,12 @@ def test_a_turn_that_fails_ends(make, tmp_path):
 def test_one_thread_may_step_two_engines(make, sleeps):
     first, second = make(), make()
     for turns in (first, second, first, first, second):
-        with turns.mine():
+        with turns.wait_for_turn():
             pass
-    assert sleeps == []  # nobody was in the way, so nobody waited
+    assert sleeps == []  # neither engine had to wait
 
 
-def test_a_killed_engine_gives_its_turn_to_who_waits(start, tmp_path):
+def test_the_turn_of_a_killed_engine_passes_to_the_next(start, tmp_path):
     holder, waiter = start(), start()
     assert holder.ask("take") == "taken"
     waiter.tell("take")
@@ -156,13 +156,13 @@ def test_a_killed_engine_gives_its_turn_to_who_waits(start, tmp_path):
     assert is_held(tmp_path / "turn")
 
 
-def test_a_killed_engine_that_was_next_keeps_nobody_out(start, make, tmp_path):
+def test_a_killed_engine_that_was_next_does_not_block_the_others(start, make, tmp_path):
     waiter, turns = start(), make()
-    with turns.mine():
+    with turns.wait_for_turn():
         waiter.tell("take")
         wait_until(lambda: is_held(tmp_path / "next"))
         waiter.kill()
-    with turns.mine():
+    with turns.wait_for_turn():
         assert is_held(tmp_path / "turn")
 
 
@@ -194,12 +194,12 @@ def test_a_folder_whose_files_cannot_be_locked_is_refused(make, monkeypatch):
     turns = make()
     monkeypatch.setattr(turns_module.fcntl, "flock", refuse)
     with pytest.raises(ConfigurationError, match="--turns-folder cannot be locked: No locks"):
-        turns.mine().__enter__()
+        turns.wait_for_turn().__enter__()
 
 
 def test_an_engine_stopped_while_next_delays_the_others_once(start, make, sleeps, caplog, tmp_path):
     stopped, turns = start(), make(longest_turn_s=BOUND_S)
-    with turns.mine():
+    with turns.wait_for_turn():
         stopped.tell("take")
         wait_until(lambda: is_held(tmp_path / "next"))
         stopped.process.send_signal(signal.SIGSTOP)
@@ -209,14 +209,16 @@ def test_an_engine_stopped_while_next_delays_the_others_once(start, make, sleeps
     assert len(caplog.records) == 1
 
 
-def test_turns_go_on_with_who_was_stopped(start, make, sleeps, caplog, tmp_path):
+def test_a_stopped_engine_takes_turns_again_once_it_continues(
+    start, make, sleeps, caplog, tmp_path
+):
     stopped, turns = start(), make(longest_turn_s=BOUND_S)
     assert stopped.ask("take") == "taken"
     stopped.process.send_signal(signal.SIGSTOP)
     count_sleeps_of_steps(turns, sleeps, 2)
     stopped.process.send_signal(signal.SIGCONT)
     assert stopped.ask("give") == "given"
-    with turns.mine():
+    with turns.wait_for_turn():
         assert is_held(tmp_path / "turn")
     assert len(caplog.records) == 1
 
@@ -224,11 +226,11 @@ def test_turns_go_on_with_who_was_stopped(start, make, sleeps, caplog, tmp_path)
     waited = count_sleeps_of_steps(turns, sleeps, 2)
     assert waited[0] > 0
     assert waited[1] == 0
-    assert len(caplog.records) == 2, "another time that it hangs is told again"
+    assert len(caplog.records) == 2, "a second hang is reported again"
 
 
-def test_who_takes_another_turn_is_waited_for_again(start, make, sleeps, caplog):
-    """One that is slow, rather than stopped, is given time in each of its turns."""
+def test_an_engine_that_takes_another_turn_is_waited_for_again(start, make, sleeps, caplog):
+    """A slow engine, unlike a stopped one, gets the full time limit in each turn."""
     slow, turns = start(), make(longest_turn_s=BOUND_S)
     for _ in range(3):
         assert slow.ask("take") == "taken"
@@ -243,15 +245,15 @@ def count_sleeps_of_steps(turns, sleeps, num_steps):
     counts = []
     for _ in range(num_steps):
         sleeps.clear()
-        with turns.mine():
+        with turns.wait_for_turn():
             counts.append(len(sleeps))
     return counts
 
 
-def test_who_waits_looks_less_often_with_time(start, make, sleeps):
+def test_a_waiting_engine_polls_less_often_with_time(start, make, sleeps):
     holder, turns = start(), make(longest_turn_s=BOUND_S)
     assert holder.ask("take") == "taken"
-    with turns.mine():
+    with turns.wait_for_turn():
         pass
     assert sleeps == sorted(sleeps)
     assert sleeps[0] == 0.0002
@@ -261,20 +263,20 @@ def test_who_waits_looks_less_often_with_time(start, make, sleeps):
 def test_without_a_folder_every_step_runs_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     turns = Turns(None)
-    with turns.mine(), turns.mine():
+    with turns.wait_for_turn(), turns.wait_for_turn():
         pass
     turns.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_gives_up_the_place(make, tmp_path):
+def test_a_closed_engine_does_not_wait(make, tmp_path):
     turns = make()
     turns.close()
     turns.close()
-    with turns.mine():
+    with turns.wait_for_turn():
         assert not is_held(tmp_path / "turn")
 
 
-def test_a_folder_that_takes_no_files_is_told(tmp_path):
+def test_an_absent_folder_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError, match=r"--turns-folder is .*/absent'.*No such file"):
         Turns(str(tmp_path / "absent"))

@@ -1,4 +1,4 @@
-"""Weights to a device through two small buffers: here the CPU stands for the device."""
+"""Weights are copied to a device through two small buffers; the CPU stands in for the device."""
 
 import threading
 from typing import ClassVar
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 class StrictBuffer(HostBuffer):
-    """Refuses to be written while the device copies from it."""
+    """A buffer that fails if it is overwritten while the device copies from it."""
 
     made: ClassVar[list] = []
 
@@ -52,7 +52,7 @@ def stored(tmp_path):
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 7, 16, 61, 4096])
-def test_every_byte_arrives_whatever_the_buffers_hold(stored, buffer_bytes):
+def test_every_byte_arrives_for_any_size_of_the_buffers(stored, buffer_bytes):
     tensors, places = stored
     targets = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
     copied = []
@@ -60,10 +60,10 @@ def test_every_byte_arrives_whatever_the_buffers_hold(stored, buffer_bytes):
     upload(weights, _CPU, copied.append, buffer_bytes=buffer_bytes, make_buffer=StrictBuffer)
     for name, target in targets.items():
         assert torch.equal(target, tensors[name]), name
-    assert len(copied) == len(tensors) - 1  # of the empty one there is nothing to copy
+    assert len(copied) == len(tensors) - 1  # the empty tensor needs no copy
 
 
-def test_the_device_changes_types_and_order(stored):
+def test_the_device_converts_types_and_order(stored):
     tensors, places = stored
     narrow, turned = torch.empty(64, dtype=torch.bfloat16), torch.empty(9, 17)
     upload([(places["d"], narrow), (places["c"], turned.t())], _CPU, lambda _: None, buffer_bytes=8)
@@ -71,7 +71,7 @@ def test_the_device_changes_types_and_order(stored):
     assert torch.equal(turned, tensors["c"].float().t())
 
 
-def test_buffers_are_written_again_only_after_the_device_is_done(stored):
+def test_buffers_are_overwritten_only_after_the_device_has_copied_them(stored):
     tensors, places = stored
     StrictBuffer.made.clear()
     target = torch.empty(64, dtype=torch.float64)
@@ -115,7 +115,7 @@ def test_a_file_that_became_shorter(stored):
         upload([(places["d"], target)], _CPU, lambda _: None, buffer_bytes=64)
 
 
-def test_a_file_that_has_gone(stored):
+def test_a_file_that_was_deleted(stored):
     _, places = stored
     places["d"].file.unlink()
     target = torch.empty(64, dtype=torch.float64)

@@ -27,13 +27,13 @@ def run(variant, dtype, asks):
     """Returns the logits of each step's chosen tokens, and the pool."""
     session = PagedSession(loaded(variant, dtype), LENGTHS)
     logits = []
-    for step, asking in STEPS:
+    for step, wanted in STEPS:
         work = [(i, PROMPTS[i][session.done[i] :][:length]) for i, length in step]
         if asks:
-            logits.append(session.step_asking(work, asking))
+            logits.append(session.step_with_logits_of(work, wanted))
         else:
             whole = session.step(work)
-            logits.append(torch.stack([whole[i][-1] for i in asking]) if asking else whole[0][:0])
+            logits.append(torch.stack([whole[i][-1] for i in wanted]) if wanted else whole[0][:0])
     assert session.done == list(LENGTHS)
     return logits, session.pool
 
@@ -60,8 +60,8 @@ def test_logits_of_some_tokens_are_close_to_computing_all(variant):
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2", "opt"])
-@pytest.mark.parametrize("asking", [[], [0], [1, 2]])
-def test_the_last_layer_computes_only_the_chosen_tokens(variant, asking):
+@pytest.mark.parametrize("wanted", [[], [0], [1, 2]])
+def test_the_last_layer_computes_only_the_chosen_tokens(variant, wanted):
     session = PagedSession(loaded(variant, "float32"), LENGTHS)
     counts = []
     hooks = [
@@ -70,9 +70,9 @@ def test_the_last_layer_computes_only_the_chosen_tokens(variant, asking):
         if name.endswith((".mlp", ".fc1"))
     ]
     try:
-        session.step_asking([(0, PROMPTS[0]), (1, PROMPTS[1]), (2, PROMPTS[2])], asking)
+        session.step_with_logits_of([(0, PROMPTS[0]), (1, PROMPTS[1]), (2, PROMPTS[2])], wanted)
     finally:
         for hook in hooks:
             hook.remove()
     num_tokens = sum(LENGTHS[:3])
-    assert counts == [*[num_tokens] * (len(hooks) - 1), len(asking)]
+    assert counts == [*[num_tokens] * (len(hooks) - 1), len(wanted)]

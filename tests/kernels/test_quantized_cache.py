@@ -8,8 +8,8 @@ import torch
 import kernels
 from kernels import reference
 from kernels.reference.cache import quantize_kv
-from kvstore.block_views import view_blocks
 from kvstore.layout import KvLayout
+from kvstore.mover.pool_objects import view_blocks
 from tests.support.kernel_checks import DTYPES, eps_of, normal
 from tests.support.paged_batches import shuffled_tables, step_metadata
 

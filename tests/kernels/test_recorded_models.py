@@ -65,7 +65,7 @@ def decode_work(step, sequences):
 def recorder_of(session):
     model = CountingModel(session.model.model)
     inputs = StepInputs(session.rows(), SEQUENCE_LEN, BLOCK_SIZE, session.pool.device)
-    return model, RecordedSteps(model, session.views, session.groups.slots, inputs)
+    return model, RecordedSteps(model, session.views, session.layer_groups.slots, inputs)
 
 
 def is_recorded(variant):
@@ -73,8 +73,8 @@ def is_recorded(variant):
     return IS_NATIVE and not variant.startswith(("opt", "gpt2"))
 
 
-def run_recorded(steps, session, work, asking=None):
-    steps.inputs.fill(*session.batch(work, asking), decode_rows=np.zeros(0, np.int64))
+def run_recorded(steps, session, work, wanted=None):
+    steps.inputs.fill(*session.batch(work, wanted), decode_rows=np.zeros(0, np.int64))
     scores = steps.scores()
     if len(scores.logits):
         maxima, likeliest = kernels.row_maxima(scores.logits)
@@ -118,9 +118,9 @@ def test_recorded_chunks_equal_chunks(variant, dtype):
     plain, recorded = chunk_session(variant, dtype), chunk_session(variant, dtype)
     model, steps = recorder_of(recorded)
     runs = []
-    for step, asking in CHUNK_STEPS:
-        expected = plain.step_asking(chunk_work(plain, step), asking)
-        logits = run_recorded(steps, recorded, chunk_work(recorded, step), asking)
+    for step, wanted in CHUNK_STEPS:
+        expected = plain.step_with_logits_of(chunk_work(plain, step), wanted)
+        logits = run_recorded(steps, recorded, chunk_work(recorded, step), wanted)
         assert logits.isfinite().all()
         assert torch.equal(logits, expected)
         runs.append(model.num_runs)
@@ -133,7 +133,7 @@ def test_recorded_chunks_equal_chunks(variant, dtype):
 def test_a_layers_kv_is_written_when_its_mark_is_called(variant):
     session = chunk_session(variant, "float32")
     _, steps = recorder_of(session)
-    slots, seen_pools = session.groups.slots, []
+    slots, seen_pools = session.layer_groups.slots, []
     pool = session.pool.view(torch.int32)  # it holds NaN
 
     def see(num_layers):

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.cache import quantize_kv, write_kv
-from kvstore.block_views import view_blocks
 from kvstore.layout import FP8, KvLayout
 from kvstore.mover import staging
-from kvstore.mover.copies import ConvertingCopier, HostCopier, make_copier
-from kvstore.mover.pool_objects import ConvertedObjects
+from kvstore.mover.copies import ConvertingCopier, HostCopier
+from kvstore.mover.mover import copier_for
+from kvstore.mover.pool_objects import ConvertedObjects, view_blocks
 from kvstore.mover.staging import Segment
-from kvstore.transfer_form import HeadShare, PoolCut, RangeError, TransferForm, object_runs
+from kvstore.transfer_form import BlockSlicing, HeadShare, RangeError, TransferForm, object_runs
 
 DTYPES = ("float32", "bfloat16", "float16", FP8)
 NUM_POOL_BLOCKS = 5
@@ -37,7 +37,7 @@ def small_segments() -> Iterator[None]:
 class Pool:
     """One rank's pool."""
 
-    cut: PoolCut
+    cut: BlockSlicing
     blocks: torch.Tensor
 
     @property
@@ -66,7 +66,7 @@ def make_pool(
         narrow, scales = quantize_kv(states)
         views.states.view(torch.uint8).copy_(narrow.view(torch.uint8))
         views.scales.copy_(scales)
-    return Pool(PoolCut(layout, form, share), blocks)
+    return Pool(BlockSlicing(layout, form, share), blocks)
 
 
 def _torch(dtype: str) -> torch.dtype:
@@ -87,7 +87,7 @@ def gather(pool: Pool, block_ids: list[int]) -> dict[bytes, bytes]:
     segment.frames.fill_(0xAA)
     keys = pool.cut.object_keys([bytes([index]) for index in range(len(block_ids))])
     ids = pool.cut.object_ids(block_ids)
-    copy = make_copier(pool.blocks, pool.cut).gather(ids, segment)
+    copy = copier_for(pool.blocks, pool.cut).gather(ids, segment)
     if copy is not None:
         copy.wait()
     return {key: bytes(segment.payload[i].numpy()) for i, key in enumerate(keys)}
@@ -98,7 +98,7 @@ def scatter(pool: Pool, objects: dict[bytes, bytes], block_ids: list[int]) -> No
     keys = pool.cut.object_keys([bytes([index]) for index in range(len(block_ids))])
     for index, key in enumerate(keys):
         segment.payload[index] = torch.frombuffer(bytearray(objects[key]), dtype=torch.uint8)
-    copy = make_copier(pool.blocks, pool.cut).scatter(segment, pool.cut.object_ids(block_ids))
+    copy = copier_for(pool.blocks, pool.cut).scatter(segment, pool.cut.object_ids(block_ids))
     if copy is not None:
         copy.wait()
 
@@ -198,13 +198,13 @@ def test_of_a_tail_nothing_but_its_tokens_leaves(
     pool = make_pool(form, num_parts, HeadShare(), "bfloat16", seed)
     segment = Segment(pool.cut.object_layout, pinned=False)
     ids = pool.cut.object_ids([2])
-    copy = make_copier(pool.blocks, pool.cut).gather(ids, segment)
+    copy = copier_for(pool.blocks, pool.cut).gather(ids, segment)
     if copy is not None:
         copy.wait()
     for slot in range(len(ids)):
         segment.clear_after(slot, num_tokens)
     other = make_pool(form, num_parts, HeadShare(), "float32", seed + 1)
-    copy = make_copier(other.blocks, other.cut).scatter(segment, ids)
+    copy = copier_for(other.blocks, other.cut).scatter(segment, ids)
     if copy is not None:
         copy.wait()
     sent, arrived = (tokens_at([each], [2], 4)[:, :, :, 0] for each in (pool, other))
@@ -282,15 +282,15 @@ def test_what_is_not_finite_is_not_hidden() -> None:
 def test_blocks_that_go_as_they_are_take_one_copy() -> None:
     layout = KvLayout(LAYERS, HEADS, 4, HEAD_DIM, "bfloat16")
     pool = torch.zeros(2, *layout.block_shape, dtype=torch.bfloat16)
-    assert isinstance(make_copier(pool, PoolCut.of(layout)), HostCopier)
-    cut = PoolCut(layout, TransferForm(2, "bfloat16"))
-    assert isinstance(make_copier(pool, cut), ConvertingCopier)
+    assert isinstance(copier_for(pool, BlockSlicing.of(layout)), HostCopier)
+    cut = BlockSlicing(layout, TransferForm(2, "bfloat16"))
+    assert isinstance(copier_for(pool, cut), ConvertingCopier)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 5, 6])
 def test_odd_heads_are_copied_in_narrower_words(head_dim: int) -> None:
     layout = KvLayout(1, 2, 6, head_dim, "bfloat16")
-    cut = PoolCut(layout, TransferForm(2, "bfloat16", 2))
+    cut = BlockSlicing(layout, TransferForm(2, "bfloat16", 2))
     pool = torch.randn(3, *layout.block_shape).to(torch.bfloat16)
     segment = Segment(cut.object_layout, pinned=False)
     objects = ConvertedObjects(pool, cut)

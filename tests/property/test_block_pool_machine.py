@@ -1,4 +1,4 @@
-"""State machine over the block pool, beside a model of sets."""
+"""State machine over the block pool, compared with a model of sets."""
 
 import pytest
 from hypothesis import settings

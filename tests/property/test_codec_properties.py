@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvstore import codec
 from kvstore.codec import HEADER_BYTES, make_headers, seal
-from kvstore.slot import Slot
+from kvstore.store import KvObject
 
 _KEYS = st.binary(min_size=32, max_size=32)
 _PAYLOADS = st.binary(min_size=0, max_size=300)
@@ -14,13 +14,13 @@ _PAYLOADS = st.binary(min_size=0, max_size=300)
 
 def _sealed(payload, key):
     slot = memoryview(bytearray(b"\xee" * HEADER_BYTES + payload))
-    seal([Slot.of(slot).frame], [key])
+    seal([KvObject.split(slot, HEADER_BYTES)], [key])
     return slot
 
 
 def verify(whole, key):
     """Of an object in one run, as long as it may be."""
-    return codec.verify([Slot.of(whole).frame], [key])
+    return codec.verify([KvObject.split(whole, HEADER_BYTES)], [key])
 
 
 @given(_PAYLOADS, _KEYS)

@@ -52,7 +52,7 @@ class Cluster(RuleBasedStateMachine):
         submits=st.sampled_from(["now", "late"]),
         lends=st.booleans(),
         prefetches=st.booleans(),
-        tells_early=st.booleans(),
+        ends_in_steps=st.booleans(),
         config=st.fixed_dictionaries(
             {
                 "max_num_batched_tokens": st.sampled_from([1, 3, 7, 12, 20]),
@@ -80,7 +80,7 @@ class Cluster(RuleBasedStateMachine):
         submits: str,
         lends: bool,
         prefetches: bool,
-        tells_early: bool,
+        ends_in_steps: bool,
         config: dict[str, object],
     ) -> None:
         self.prefetches = prefetches
@@ -99,7 +99,7 @@ class Cluster(RuleBasedStateMachine):
                 num_host_blocks=num_host_blocks,
                 submits=submits,
                 lends=lends,
-                tells_early=tells_early,
+                ends_in_steps=ends_in_steps,
                 role=role,
                 **config,
             )
@@ -269,7 +269,7 @@ class Cluster(RuleBasedStateMachine):
             self._check_full_load(engine)
 
     def _end_leases(self) -> None:
-        """As time does."""
+        """Ends all leases, as their timeouts would."""
         for engine in getattr(self, "engines", ()):
             for lease_id in engine.worker.leases:
                 engine.worker.end_lease(lease_id)
@@ -288,9 +288,9 @@ class Cluster(RuleBasedStateMachine):
         raise AssertionError("this goes on and on")
 
     def _check_full_load(self, engine: CheckedEngine) -> None:
-        """As many sequences as may run do run, at once."""
-        num_groups = len(engine.info.windows)
-        count = min(engine.config.max_running, (engine.core.num_blocks - 1) // num_groups)
+        """Checks that as many sequences run at once as the configuration allows."""
+        num_layer_groups = len(engine.info.windows)
+        count = min(engine.config.max_running, (engine.core.num_blocks - 1) // num_layer_groups)
         if engine.config.role == "prefill":
             return
         requests = [
@@ -299,7 +299,7 @@ class Cluster(RuleBasedStateMachine):
         ]
         for request in requests:
             engine.core.add_request(request)
-        engine.core.step()
+        engine.core.run_step([].extend)
         assert engine.core.load().num_running == count
 
     def _step(self, engine: CheckedEngine) -> None:
@@ -335,7 +335,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 def _blocks_of_largest(info: ModelInfo, config: dict[str, object]) -> int:
-    """As many as one candidate can need."""
+    """Returns how many blocks one candidate needs at most."""
     largest = engine_request(request_id="", prompt_token_ids=(0,), max_tokens=MAX_MODEL_LEN)
     engine_config = fake_config(block_size=info.layout.block_size, **config)
     return num_blocks_needed(largest.spec, engine_config, info)

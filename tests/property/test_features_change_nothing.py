@@ -101,7 +101,7 @@ def run(
 def blocks_of_largest(
     asked: list[EngineRequest], config: dict[str, object], windows: tuple[int | None, ...]
 ) -> int:
-    """As few as let every request run, alone."""
+    """Returns the fewest blocks with which each request can run alone."""
     info = fake_info(4, MAX_MODEL_LEN, windows=windows)
     return max(num_blocks_needed(request.spec, fake_config(**config), info) for request in asked)
 

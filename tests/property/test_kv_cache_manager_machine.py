@@ -1,11 +1,10 @@
-"""State machine over the KV cache manager, beside a simulated pool of contents.
+"""State machine over the KV cache manager, with a simulated pool of contents.
 
-Steps are built, started, executed and reported apart from each other, up to two
-in flight. What a step does to blocks happens as late as it may, when it
-reports; what others do to blocks that they allocate happens at once. So a
-block that is handed on too early shows as a wrong token: every chunk checks
-all positions that its windows see, through a row table that only knows the
-changes it was told.
+Steps are built, started, executed and reported in separate rules, with up to two
+in flight. A step reads and writes blocks as late as possible, when it reports;
+other owners write to blocks that they allocate at once. A block that is released
+too early therefore shows as a wrong token: every chunk checks all positions that
+its windows see, through a row table built from the reported table changes alone.
 """
 
 from collections import Counter
@@ -42,9 +41,9 @@ ACTIONS = (
 class Seq:
     tokens: list[int]
     table: BlockTable
-    rows: list[list[int]]  # what a runner knows of `table`
+    rows: list[list[int]]  # `table` as a runner knows it
     computed: int
-    scheduled: int  # where the next chunk starts
+    scheduled: int  # start of the next chunk
     is_stale: bool = False  # the prefix cache was reset since it got its blocks
 
     def keys(self, block_size: int) -> list[bytes]:
@@ -54,7 +53,7 @@ class Seq:
 
 @dataclass(eq=False)
 class Write:
-    """A chunk on its way: what it reads and writes, through the row tables of its step."""
+    """A chunk in flight, with the row tables of its step, through which it reads and writes."""
 
     seq: Seq
     start: int
@@ -135,7 +134,7 @@ class ManagerMachine(RuleBasedStateMachine):
         seq.table = self.kv.admit(len(tokens), match, num_loaded=num_loaded)
         seq.rows = [list(blocks) for blocks in seq.table.blocks]
         seq.computed = seq.scheduled = max(start, num_loaded)
-        # A load writes at once, whatever is in flight.
+        # A load writes at once, even while steps are in flight.
         self._write(seq.rows, tokens, start, num_loaded)
         self.seqs.append(seq)
 
@@ -174,12 +173,12 @@ class ManagerMachine(RuleBasedStateMachine):
         num_cached = len(self._cached_blocks())
         assert self.kv.reset_prefix_cache() == num_cached
         assert not self._cached_blocks()
-        for seq in (*self.seqs, *(seq for group, _ in self.swapped for seq in group)):
+        for seq in (*self.seqs, *(seq for members, _ in self.swapped for seq in members)):
             seq.is_stale = True
 
     @rule(count=st.integers(1, 4))
     def take_foreign(self, count: int) -> None:
-        """Somebody else, a load say, takes blocks and writes to them at once."""
+        """Another owner, such as a load, allocates blocks and writes to them at once."""
         if self.kv.pool.can_allocate(count) is Allocation.OK:
             taken = self.kv.pool.allocate(count)
             self.foreign += taken
@@ -194,7 +193,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(index=MANY)
     def start_save(self, index: int) -> None:
-        """Somebody else reads full computed blocks for as long as they like."""
+        """Another owner, such as a save, reads full computed blocks for any length of time."""
         if self.seqs and not self.flying:
             seq = self.seqs[index % len(self.seqs)]
             end = seq.computed // self.spec.block_size
@@ -267,7 +266,7 @@ class ManagerMachine(RuleBasedStateMachine):
         seq.scheduled = end
 
     def _do_branch(self, index: int, amount: int) -> None:
-        """Forks, and lets both go on, in either order."""
+        """Forks a sequence; both continue, in either order."""
         self.fork(index)
         for turn in range(2):
             self._do_chunk(index if (turn + amount) % 2 else len(self.seqs) - 1, amount)
@@ -310,39 +309,41 @@ class ManagerMachine(RuleBasedStateMachine):
         self.seqs += group
 
     def _do_return(self, index: int, amount: int) -> None:
-        """What comes back branches, and some of it ends before the step starts."""
+        """Swapped-in sequences branch, and some of them end before the step starts."""
         self._do_swap_in(index, amount)
         self._do_branch(-1, amount)
         for turn in range(amount % 3):
             self.free(-1 - turn)
 
     def _append(self, seq: Seq, start: int, end: int) -> list[TableChange]:
-        """Appends; nothing is taken beyond what `num_missing` says, no change is idle."""
+        """Appends; checks the number of blocks taken, and that no change is redundant."""
         missing = self.kv.num_missing(seq.table, start, end)
         before = [list(blocks) for blocks in seq.table.blocks]
         changes = self.kv.append(seq.table, start, end)
         taken = 0
         for change in changes:
-            old = before[change.group][change.first_index :]
+            old = before[change.layer_group][change.first_index :]
             assert all(a != b for a, b in zip(old, change.block_ids, strict=False))
             taken += len(change.block_ids)
         assert taken == missing
-        places = [(c.group, c.first_index + len(c.block_ids)) for c in changes]
-        assert not set(places) & {(c.group, c.first_index) for c in changes}, "runs are merged"
+        places = [(c.layer_group, c.first_index + len(c.block_ids)) for c in changes]
+        assert not set(places) & {(c.layer_group, c.first_index) for c in changes}, (
+            "runs are merged"
+        )
         return changes
 
     def _could_append(self, seq: Seq, start: int, end: int) -> bool:
-        """Whether there are blocks, as far as those free now tell."""
+        """Whether enough blocks are free."""
         return self.kv.num_missing(seq.table, start, end) <= self.kv.pool.num_free
 
     def _commit(self, seq: Seq) -> None:
-        """What is computed is offered, and then released where no window sees it."""
+        """Offers computed blocks, then releases those that no window sees."""
         self._register(seq)
         before = list(seq.table.first_live)
         self.kv.release_behind(seq.table, seq.computed)
-        for group, blocks in enumerate(seq.table.blocks):
-            first = max(before[group], self.spec.first_live(group, seq.computed))
-            assert seq.table.first_live[group] == first
+        for layer_group, blocks in enumerate(seq.table.blocks):
+            first = max(before[layer_group], self.spec.first_live(layer_group, seq.computed))
+            assert seq.table.first_live[layer_group] == first
             assert set(blocks[:first]) <= {NO_BLOCK}
 
     def _register(self, seq: Seq) -> None:
@@ -366,54 +367,54 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _write(self, rows: list[list[int]], tokens: list[int], start: int, end: int) -> None:
         size = self.spec.block_size
-        for group, row in enumerate(rows):
+        for layer_group, row in enumerate(rows):
             for position in range(start, end):
                 if row[position // size] != NO_BLOCK:
-                    value = (group, tuple(tokens[: position + 1]))
+                    value = (layer_group, tuple(tokens[: position + 1]))
                     self.content[row[position // size]][position % size] = value
 
     def _check_reads(self, write: Write) -> None:
         size = self.spec.block_size
-        for group, window in enumerate(self.spec.windows):
+        for layer_group, window in enumerate(self.spec.windows):
             first = 0 if window is None else max(0, write.start - window + 1)
             for position in range(first, write.start):
-                found = self.content[write.rows[group][position // size]][position % size]
-                assert found == (group, tuple(write.tokens[: position + 1]))
+                found = self.content[write.rows[layer_group][position // size]][position % size]
+                assert found == (layer_group, tuple(write.tokens[: position + 1]))
 
-    # What must hold.
+    # Invariants.
 
     def _check_span(self, seq: Seq, start: int, end: int) -> None:
-        """Rows and table agree where it matters; nobody else owns what is to be written."""
+        """Checks that rows and table agree on live blocks, and blocks to write are unshared."""
         size, owners = self.spec.block_size, self._owners()
-        for group, row in enumerate(seq.rows):
-            first = self.spec.first_live(group, start)
-            blocks = seq.table.blocks[group]
+        for layer_group, row in enumerate(seq.rows):
+            first = self.spec.first_live(layer_group, start)
+            blocks = seq.table.blocks[layer_group]
             assert row[first : -(-end // size)] == blocks[first : -(-end // size)]
-            assert NO_BLOCK not in blocks[seq.table.first_live[group] :]
-            num_held = len(blocks) - seq.table.first_live[group]
-            assert num_held <= self.spec.max_live(group, MAX_TOKENS)
+            assert NO_BLOCK not in blocks[seq.table.first_live[layer_group] :]
+            num_held = len(blocks) - seq.table.first_live[layer_group]
+            assert num_held <= self.spec.max_live(layer_group, MAX_TOKENS)
             for index in range(start // size, -(-end // size)):
                 assert owners[row[index]] == 1
                 assert row[index] not in self._cached_blocks()
 
     def _check_match(self, match, keys: list[bytes], num_tokens: int) -> None:
-        """It is the longest valid prefix, and its blocks hold what they should."""
+        """Checks that the match is the longest valid prefix, with the right content."""
         size, lookup = self.spec.block_size, self.kv.pool.lookup
 
-        def blocks_of(length: int, group: int) -> list[int | None]:
-            first = self.spec.first_live(group, length * size)
-            return [lookup(key, group) for key in keys[first:length]]
+        def blocks_of(length: int, layer_group: int) -> list[int | None]:
+            first = self.spec.first_live(layer_group, length * size)
+            return [lookup(key, layer_group) for key in keys[first:length]]
 
-        groups = range(self.spec.num_groups)
+        layer_groups = range(self.spec.num_layer_groups)
         lengths = range((num_tokens - 1) // size, -1, -1)
-        best = next(n for n in lengths if not any(None in blocks_of(n, g) for g in groups))
+        best = next(n for n in lengths if not any(None in blocks_of(n, g) for g in layer_groups))
         assert match.num_blocks == best
-        for group in groups:
-            assert list(match.blocks[group]) == blocks_of(best, group)
-            assert match.first_live[group] == self.spec.first_live(group, best * size)
-            for index, block in enumerate(match.blocks[group], match.first_live[group]):
+        for layer_group in layer_groups:
+            assert list(match.blocks[layer_group]) == blocks_of(best, layer_group)
+            assert match.first_live[layer_group] == self.spec.first_live(layer_group, best * size)
+            for index, block in enumerate(match.blocks[layer_group], match.first_live[layer_group]):
                 tokens = tuple(keys[index])
-                values = [(group, tokens[: index * size + slot + 1]) for slot in range(size)]
+                values = [(layer_group, tokens[: index * size + slot + 1]) for slot in range(size)]
                 assert self.content[block] == values
 
     def _cached_blocks(self) -> list[int]:
@@ -461,11 +462,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def a_follower_knows_what_is_cached(self) -> None:
         if hasattr(self, "kv"):
-            self._follow(self.kv.events.take())
+            self._follow(self.kv.events.take_events())
             assert self.cached == set(self.kv.pool.cached_keys())
 
     def teardown(self) -> None:
-        """With all told, everything is free."""
+        """Ends everything; then all blocks are free."""
         if not hasattr(self, "kv"):
             return
         while self.flying:
@@ -483,7 +484,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 def _apply(rows: list[list[int]], changes: list[TableChange]) -> None:
     for change in changes:
-        row, end = rows[change.group], change.first_index + len(change.block_ids)
+        row, end = rows[change.layer_group], change.first_index + len(change.block_ids)
         row += [NO_BLOCK] * (end - len(row))
         row[change.first_index : end] = change.block_ids
 

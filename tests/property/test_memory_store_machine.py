@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvstore.conformance.objects import as_object, blank
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores import memory
 
@@ -61,9 +62,9 @@ class MemoryStoreMachine(RuleBasedStateMachine):
         in_the_way = [] if key in self.model else self.oldest_in_the_way(size)
         if any(self.now_s - self.model[k][1] < _LEASE_S for k in in_the_way):
             with pytest.raises(StoreUnavailableError, match="full of leased objects"):
-                self.store.put_many([key], [memoryview(value)])
+                self.store.put([key], [as_object(value)])
         else:
-            self.store.put_many([key], [memoryview(value)])
+            self.store.put([key], [as_object(value)])
             self.num_evicted += len(in_the_way)
             for evicted_key in in_the_way:
                 del self.model[evicted_key]
@@ -74,15 +75,15 @@ class MemoryStoreMachine(RuleBasedStateMachine):
 
     @rule(key=_KEYS, size=_SIZES)
     def get(self, key, size):
-        buffer = memoryview(bytearray(size))
-        (status,) = self.store.get_many_into([key], [buffer])
+        found = blank(size)
+        (status,) = self.store.get_into([key], [found])
         if key not in self.model:
             assert status is GetStatus.MISSING
         elif len(value := self.touch(key)) != size:
             assert status is GetStatus.WRONG_SIZE
         else:
             assert status is GetStatus.HIT
-            assert bytes(buffer) == value
+            assert found.to_bytes() == value
 
     @rule(keys=_KEY_LISTS)
     def delete(self, keys):

@@ -1,4 +1,4 @@
-"""K and V as 8-bit floats and a factor: how far off they may be."""
+"""Rounding errors of K and V as 8-bit floats with a factor."""
 
 import math
 
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from kernels.reference.cache import quantize_kv
 
 _TINY = torch.finfo(torch.float32).tiny
-# Half the distance between neighbours: of an element of 3 bits behind its first, and of the
-# smallest ones, which all have that of 2**-9.
+# Half the distance between neighbouring values: relative for elements with a mantissa of 3 bits,
+# absolute for the smallest elements, which are 2**-9 apart.
 _RELATIVE, _SMALLEST = 2.0**-4, 2.0**-10
 _LARGE = 2.0**100
-_ROUNDINGS = 1e-6  # of the division, and of the product
+_ROUNDINGS = 1e-6  # rounding of the division and of the product
 
 vectors = st.lists(st.floats(-_LARGE, _LARGE, width=32), min_size=1, max_size=40)
 
@@ -66,7 +66,7 @@ def test_zeros_come_back_as_zeros(dtype):
     assert scales.shape == (2, 3)
 
 
-def test_what_is_too_small_for_a_factor_of_its_own_stays_small():
+def test_values_too_small_for_their_own_factor_stay_small():
     smallest = torch.tensor([[1e-45, -1e-45, 0.0], [_TINY, -_TINY / 2, 0.0]])
     narrow, scales = quantize_kv(smallest)
     assert scales.isfinite().all()
@@ -75,7 +75,7 @@ def test_what_is_too_small_for_a_factor_of_its_own_stays_small():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_does_not_come_back_finite(bad):
+def test_non_finite_values_do_not_come_back_finite(bad):
     states = torch.tensor([[1.0, 2.0, 3.0], [1.0, bad, 3.0]])
     restored = _restored(*quantize_kv(states))
     assert restored[0].isfinite().all()

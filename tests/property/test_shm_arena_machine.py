@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvstore.conformance.objects import as_object, blank
 from kvstore.store import GetStatus, StoreUnavailableError
 from kvstore.stores.shm import arena_space
 from kvstore.stores.shm.arena import Arena
@@ -138,9 +139,9 @@ class ShmArenaMachine(RuleBasedStateMachine):
     def put(self, arena, keys, sizes):
         before, alive = self.touched(), self.alive()
         values = [self.new_value(num_bytes) for num_bytes in sizes[: len(keys)]]
-        parts = [(memoryview(value[:64]), memoryview(value[64:])) for value in values]
+        objects = [as_object(value) for value in values]
         try:
-            self.arenas[arena].put_many(keys, parts)
+            self.arenas[arena].put(keys, objects)
             was_refused = False
         except StoreUnavailableError:  # of leased objects; `settle` looks
             was_refused = True
@@ -167,8 +168,8 @@ class ShmArenaMachine(RuleBasedStateMachine):
         sizes = [len(expected.get(key, b"")) for key in keys]
         if wrong < len(keys):
             sizes[wrong] += 1
-        frames = [(memoryview(bytearray(size)),) for size in sizes]
-        statuses = self.arenas[arena].read_many(keys, frames)
+        found = [blank(size) for size in sizes]
+        statuses = self.arenas[arena].get_into(keys, found)
         for index, (key, status) in enumerate(zip(keys, statuses, strict=True)):
             if key not in alive:
                 assert status is GetStatus.MISSING
@@ -176,7 +177,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
                 assert status is GetStatus.WRONG_SIZE
             else:
                 assert status is GetStatus.HIT
-                assert bytes(frames[index][0]) == expected[key]
+                assert found[index].to_bytes() == expected[key]
 
     @rule(arena=ARENAS, keys=SOME_KEYS)
     def look_up(self, arena, keys):
@@ -211,8 +212,8 @@ class ShmArenaMachine(RuleBasedStateMachine):
     def die_while_putting(self, arena, keys, size, num_writes):
         before, alive = self.touched(), self.alive()
         values = [self.new_value(size) for _ in keys]
-        put = self.arenas[arena].put_many
-        self.die(arena, num_writes, put, keys, [(memoryview(value),) for value in values])
+        put = self.arenas[arena].put
+        self.die(arena, num_writes, put, keys, [as_object(value) for value in values])
         self.take_in(keys, values, alive)
         self.settle(before, keys)
 

@@ -31,8 +31,8 @@ __all__ = ["CheckedEngine", "CheckedRequest"]
 class CheckedRequest:
     """A request, what it must get, and what it has got so far on all tiers.
 
-    `told` has each candidate's tokens, or each returned hypothesis' where candidates are
-    ranked; `ended` the numbers of those of which nothing more may come.
+    `told` has the tokens so far of each candidate, or of each returned hypothesis of a ranked
+    request. `ended` has the numbers of those that have ended.
     """
 
     request: EngineRequest
@@ -86,13 +86,13 @@ class CheckedEngine:
     Args:
         info: the fake model's facts.
         num_blocks: KV blocks in the pool.
-        store: what the connector's worker saves to; None runs without a connector.
-        clock: what the engine takes for time.
+        store: the connector's store; None runs without a connector.
+        clock: the engine's clock.
         num_host_blocks: KV blocks in the host pool.
         submits: see `FakeRunner`.
         lends: see `FakeWorker`.
-        tells_early: whether transfers end while steps compute, and it hears of that at once.
-        config: of the engine.
+        ends_in_steps: whether transfers end while steps compute.
+        config: fields of the engine's configuration.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CheckedEngine:
         num_host_blocks: int = 0,
         submits: str = "late",
         lends: bool = False,
-        tells_early: bool = False,
+        ends_in_steps: bool = False,
         **config: object,
     ) -> None:
         if store is not None:
@@ -114,7 +114,7 @@ class CheckedEngine:
         self.info = info
         self.clock = clock
         self.worker = FakeWorker(
-            store if store is not None else {}, lends=lends, ends_in_steps=tells_early
+            store if store is not None else {}, lends=lends, ends_in_steps=ends_in_steps
         )
         self.runner = FakeRunner(
             info,
@@ -130,8 +130,6 @@ class CheckedEngine:
         self.core = EngineCore(
             self.config, self.runner, connector if store is not None else None, clock
         )
-        if tells_early:
-            self.core.tell_early(self._take_early)
         self.live: dict[str, CheckedRequest] = {}
         self.finished: dict[str, CheckedRequest] = {}
         self.handed_over: list[tuple[CheckedRequest, RequestOutput, KvHandoff | None]] = []
@@ -164,7 +162,7 @@ class CheckedEngine:
         self._first_tokens.pop(request_id, None)
 
     def finish_candidate(self, request_id: str, index: int) -> None:
-        """As a router does that has found a stop text in what it was told."""
+        """Ends a candidate, as a router does that has found a stop text."""
         checked = self.live[request_id]
         outputs = self.core.finish_candidate(request_id, index)
         checked.ended.add(index)
@@ -183,15 +181,8 @@ class CheckedEngine:
         if self.runner.fault is not None:
             # With overlap the outcome comes later, and the next batch may be in flight too.
             self._num_shaky_steps = 4
-        told = Counter[tuple[str, int]]()
-        outputs = self.core.step()
-        self.core.start_transfers()
+        self.core.run_step(self._take_all)
         self._check_runner()
-        for output in outputs:
-            if output.finish_reason is not FinishReason.ERROR and output.token_ids:
-                told[output.request_id, output.index] += 1
-            self._take(output)
-        assert max(told.values(), default=1) == 1, "a candidate has two outputs in a step"
         if not self.core.is_stalled and self.runner.fault is None:
             self._num_shaky_steps = max(0, self._num_shaky_steps - 1)
         self._check_batches()
@@ -250,11 +241,15 @@ class CheckedEngine:
                 case _:
                     self.followed_keys.clear()
 
-    def _take_early(self, outputs: list[RequestOutput]) -> None:
+    def _take_all(self, outputs: list[RequestOutput]) -> None:
         assert outputs
+        self._check_runner()
+        told = Counter[tuple[str, int]]()
         for output in outputs:
+            if output.finish_reason is not FinishReason.ERROR and output.token_ids:
+                told[output.request_id, output.index] += 1
             self._take(output)
-        self.counts["told early"] += len(outputs)
+        assert max(told.values(), default=1) == 1, "a candidate has two outputs in a step"
 
     def _take(self, output: RequestOutput) -> None:
         checked = self.live[output.request_id]
@@ -282,7 +277,7 @@ class CheckedEngine:
             self.finished[output.request_id] = self.live.pop(output.request_id)
 
     def _take_saved(self, request: EngineRequest, saved: KvHandoff) -> None:
-        """Full blocks of the prompt, each once and in order; once more if it had to give way."""
+        """Checks a report of saved blocks: full ones, in order, each once per handoff id."""
         self._num_saved[saved.handoff_id] += len(saved.block_keys)
         num_tokens = self._num_saved[saved.handoff_id] * self.config.transfer_block_size
         assert saved.block_keys

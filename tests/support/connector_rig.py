@@ -1,5 +1,6 @@
 """A store connector's worker with a pool of random blocks, given jobs that tests number."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,11 @@ from kvstore.connector import KvConnectorScheduler
 from kvstore.driver import ConnectorDriver
 from kvstore.jobs import ConnectorWork, LoadJob, LoadResult, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
-from kvstore.mover.copies import BlockCopier, make_copier
+from kvstore.mover.copies import BlockCopier
+from kvstore.mover.mover import copier_for
 from kvstore.store import KvStore
 from kvstore.store_connector import StoreConnectorWorker
-from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
 
 __all__ = ["LAYOUT", "TIMEOUT_S", "ConnectorRig", "keys"]
 
@@ -36,6 +38,7 @@ class ConnectorRig:
         layout: the shape and type of the given pool's blocks.
         form: see `KvConnectorWorker.register_pool`.
         share: see there.
+        clock: of the breakers.
 
     Attributes:
         woken: set whenever the worker half reports that it has results.
@@ -44,16 +47,17 @@ class ConnectorRig:
     def __init__(
         self,
         store: KvStore,
-        copier_of: Callable[[torch.Tensor, PoolCut], BlockCopier] = make_copier,
+        copier_of: Callable[[torch.Tensor, BlockSlicing], BlockCopier] = copier_for,
         device: str = "cpu",
         *,
         pool: torch.Tensor | None = None,
         layout: KvLayout = LAYOUT,
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
-        self.worker = StoreConnectorWorker(store, copier_of)
+        self.worker = StoreConnectorWorker(store, copier_of, clock)
         if pool is None:
             pool = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(device)
         self.pool = pool

@@ -43,7 +43,8 @@ class DrivenRequest:
 
     def table_updates(self) -> tuple[TableUpdate, ...]:
         return tuple(
-            TableUpdate(self.row, group, 0, table) for group, table in enumerate(self.tables)
+            TableUpdate(self.row, layer_group, 0, table)
+            for layer_group, table in enumerate(self.tables)
         )
 
     def take_chunk(self, chunk: ScheduledChunk, output: ChunkOutput | None) -> None:
@@ -100,15 +101,15 @@ def generate(
 def scattered_tables(
     num_sequences: int,
     blocks_each: int = 8,
-    num_groups: int = 1,
+    num_layer_groups: int = 1,
     num_blocks: int = 64,
     seed: int = 0,
 ) -> list[list[tuple[int, ...]]]:
     """Disjoint block tables over the pool, by sequence and group."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
-    assert num_sequences * num_groups * blocks_each <= num_blocks
+    assert num_sequences * num_layer_groups * blocks_each <= num_blocks
     taken = iter(order)
     return [
-        [tuple(next(taken) for _ in range(blocks_each)) for _ in range(num_groups)]
+        [tuple(next(taken) for _ in range(blocks_each)) for _ in range(num_layer_groups)]
         for _ in range(num_sequences)
     ]

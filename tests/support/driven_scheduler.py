@@ -8,7 +8,7 @@ from engine.batch import ScheduledBatch
 from engine.request import EngineRequest, RequestOutput
 from engine.schedule.scheduler import Scheduler
 from kvstore.block_key import BlockKeyChain
-from kvstore.connector import KvConnectorScheduler
+from kvstore.connector import KvConnectorScheduler, null_connector
 from kvstore.handoff import KvHandoff
 from kvstore.jobs import (
     ConnectorWork,
@@ -63,14 +63,14 @@ class DrivenScheduler:
     Args:
         num_blocks: KV blocks in the pool.
         num_host_blocks: KV blocks in the host pool.
-        windows: of the layer groups.
-        with_connector: whether there is a connector, whose jobs end as told here.
-        config: of the engine.
+        windows: one per layer group.
+        with_connector: whether there is a connector, whose jobs end when the test says.
+        config: fields of the engine's configuration.
 
     Attributes:
-        now: what the scheduler takes for time.
-        metrics: where its transfers are counted.
-        shares: how many tokens each request got in the last step that was begun.
+        now: the scheduler's clock.
+        metrics: counts its transfers.
+        shares: tokens per request in the last step that was scheduled.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class DrivenScheduler:
         self.metrics = TransferMetrics()
         self.shares: dict[str, int] = {}
         self.runner = FakeRunner(info, num_blocks, num_host_blocks=num_host_blocks)
+        connector = KvConnectorScheduler("fake", lease_s=60)
         self.scheduler = Scheduler(
             fake_config(kv_connector="fake://" if with_connector else None, **config),
             info,
@@ -94,7 +95,7 @@ class DrivenScheduler:
             num_host_blocks=num_host_blocks,
             costs=self.runner.costs,
             namespace=NAMESPACE,
-            connector=KvConnectorScheduler("fake", lease_s=60) if with_connector else None,
+            connector=connector if with_connector else null_connector()[0],
             metrics=self.metrics,
             clock=lambda: self.now,
         )

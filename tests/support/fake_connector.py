@@ -22,7 +22,7 @@ from kvstore.jobs import (
     TransferResults,
 )
 from kvstore.layout import KvLayout
-from kvstore.transfer_form import WHOLE, HeadShare, PoolCut, TransferForm
+from kvstore.transfer_form import WHOLE, BlockSlicing, HeadShare, TransferForm
 
 Job = LookupJob | LoadJob | SaveJob
 
@@ -95,7 +95,7 @@ class FakeWorker(KvConnectorWorker):
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
     ) -> None:
-        self._pool = CutPool(pool, PoolCut.of(layout, form, share).form.block_size)
+        self._pool = CutPool(pool, BlockSlicing.of(layout, form, share).form.block_size)
         self._num_layers = layout.num_layers
 
     def set_waker(self, wake: Callable[[], None]) -> None:

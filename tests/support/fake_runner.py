@@ -1,10 +1,10 @@
 """A runner without a model, so that scheduling can be tested in milliseconds.
 
-The "KV cache" is a table of slots that remembers for which layer group and
-which token prefix each was written. A step reads back every slot that its
-windows let it see, before anything is written and after, so a wrong, stale or
-foreign block is seen at once. What is drawn is a function of the whole
-sequence and, where it is not greedy, the seed.
+The "KV cache" is a table of slots that records for which layer group and which
+token prefix each was written. A step reads every slot that its windows see,
+before it writes and after, so a wrong, stale or foreign block is found at once.
+The token drawn is a function of the whole sequence and, unless the draw is greedy,
+of the seed.
 """
 
 import math
@@ -51,11 +51,11 @@ Slot = tuple[int, Prefix]  # layer group, and the tokens up to the slot's own
 
 @dataclass(slots=True)
 class FakeRow:
-    """What the runner remembers of one row; `tables[group][block index]` is a block id."""
+    """The runner's state of one row; `tables[layer_group][block index]` is a block id."""
 
     tables: list[dict[int, int]]
     position: int = 0
-    last_token: int | None = None  # None: it has drawn nothing that it could run
+    last_token: int | None = None  # None if it has not drawn a token that it could run
     draw: DrawParams = GREEDY
     wants_logprobs: bool = False
 
@@ -64,9 +64,9 @@ class FakeRow:
 class _Work:
     """One row's share of a step: tokens to run, from `start` on.
 
-    What is broken follows a step that failed, as an overlapped step may: it runs
-    on whatever is in its row's own blocks, draws nothing of use, and must not
-    hurt others.
+    A share is broken if it follows a failed step, as an overlapped step may: it runs on
+    the content of its row's own blocks, its token is unused, and it must not affect
+    other rows.
     """
 
     row_id: int
@@ -85,7 +85,7 @@ class FakeRunner:
     """Executes batches on a table of slots; raises AssertionError on any wrong read.
 
     `submits` says when a submitted batch runs: "now", in `submit`; "late", when
-    its future's result is asked for; or in a "thread".
+    its future's `result` is called; or in a "thread".
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class FakeRunner:
         self.costs = StepCosts(prompt_token_s=1e-3, swapped_block_s=1e-3)
         self.failures: list[Exception] = []
         self.batches: list[ScheduledBatch] = []
-        # What the next forward pass does: "raise", or "not finite" logits for its first row.
+        # A fault of the next forward pass: "raise", or "not finite" logits for its first row.
         self.fault: str | None = None
         self.num_raised_in_row = 0
-        # kv_pool[block][offset]: what was written there last.
+        # kv_pool[block][offset] is the slot that was written there last.
         self.kv_pool: list[list[Slot | None]] = [self._empty_block() for _ in range(num_blocks)]
         self.host_pool: list[list[Slot | None] | None] = [None] * num_host_blocks
         self.rows: dict[int, FakeRow] = {}
-        self.tell_layers: LayersComputed | None = None
+        self.on_layers: LayersComputed | None = None
         self._max_rows = max_rows
         self._submits = submits
         self._thread: ThreadPoolExecutor | None = None
@@ -129,10 +129,10 @@ class FakeRunner:
         self._broken_rows = {work.row_id for work in (*chunks, *decodes)}
         fault, self.fault = (self.fault, None) if batch.num_tokens else (None, self.fault)
         self._raise_if(fault == "raise")
-        self._tell_layers(batch, 1)
+        self._report_layers(batch, 1)
         self._run([*chunks, *decodes])
         self._broken_rows = set()
-        self._tell_layers(batch, self.info.layout.num_layers)
+        self._report_layers(batch, self.info.layout.num_layers)
         if fault == "not finite":
             (chunks + decodes)[0].is_broken = True
         return StepOutput(
@@ -160,12 +160,12 @@ class FakeRunner:
         while not last.done():
             self._late.pop(0).run()
 
-    def watch_layers(self, tell: LayersComputed) -> None:
-        self.tell_layers = tell
+    def watch_layers(self, on_layers: LayersComputed) -> None:
+        self.on_layers = on_layers
 
-    def _tell_layers(self, batch: ScheduledBatch, num_layers: int) -> None:
-        if self.tell_layers is not None and batch.chunks:
-            self.tell_layers(batch.step, num_layers)
+    def _report_layers(self, batch: ScheduledBatch, num_layers: int) -> None:
+        if self.on_layers is not None and batch.chunks:
+            self.on_layers(batch.step, num_layers)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -191,7 +191,7 @@ class FakeRunner:
         limit = -(-self.info.max_model_len // self.info.layout.block_size)
         self._check(0 <= update.first_index <= end <= limit, "a table is longer than the model")
         self._check(0 <= update.row < self._max_rows, "there is no such row")
-        table = self._row(update.row).tables[update.group]
+        table = self._row(update.row).tables[update.layer_group]
         for index, block in enumerate(update.block_ids, update.first_index):
             self._check(0 <= block < self.num_blocks, "there is no such block")
             table[index] = block
@@ -204,12 +204,12 @@ class FakeRunner:
         row.wants_logprobs = chunk.wants_logprobs
         if len(chunk.draws) == 1:
             (row.draw,) = chunk.draws
-            row.last_token = INVALID_TOKEN  # until the draw, which may never come
+            row.last_token = INVALID_TOKEN  # until the draw, which may not happen
         return _Work(chunk.row, row, chunk.start_position, chunk.token_ids, is_broken)
 
     def _goes_on(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> bool:
-        """Whether the row is still that of the batch before: in new hands it gets a
-        table that begins before the chunk.
+        """Whether the row still belongs to the sequence of the previous batch. A new one gets
+        a table that begins before the chunk.
         """
         start, block_size = chunk.start_position, self.info.layout.block_size
         own = (update for update in batch.table_updates if update.row == chunk.row)
@@ -245,7 +245,7 @@ class FakeRunner:
             self._check(len(targets) == len(pairs), "a block is the target of two copies")
 
     def _run(self, works: Sequence[_Work]) -> None:
-        """Reads all contexts, writes all tokens, and reads again what each row sees."""
+        """Reads all contexts, writes all tokens, and reads the slots that each row sees again."""
         sound = [work for work in works if not work.is_broken]
         for work in sound:
             work.context = self._context(work)
@@ -256,47 +256,47 @@ class FakeRunner:
             self._check_seen(work, work.sequence)
 
     def _context(self, work: _Work) -> Prefix:
-        """The tokens before a row's share, as the cache has them, each slot seen checked."""
+        """Returns the tokens before a row's share from the cache, and checks the slots it sees."""
         if work.start == 0:
             return ()
-        group = max(range(len(self.info.windows)), key=self._window)
-        _, context = self._read(work.row, group, work.start - 1)
+        layer_group = max(range(len(self.info.windows)), key=self._window)
+        _, context = self._read(work.row, layer_group, work.start - 1)
         self._check(len(context) == work.start, "a foreign or stale slot is read")
         self._check_seen(work, context)
         return context
 
     def _check_seen(self, work: _Work, sequence: Prefix) -> None:
-        """Checks all slots that the share's queries see, as far as `sequence` goes."""
-        for group in range(len(self.info.windows)):
-            first = max(0, work.start - self._window(group) + 1)
+        """Checks all slots that the share's queries see, up to the end of `sequence`."""
+        for layer_group in range(len(self.info.windows)):
+            first = max(0, work.start - self._window(layer_group) + 1)
             for position in range(first, len(sequence)):
-                slot = self._read(work.row, group, position)
-                is_right = slot == (group, sequence[: position + 1])
+                slot = self._read(work.row, layer_group, position)
+                is_right = slot == (layer_group, sequence[: position + 1])
                 self._check(is_right, "a foreign or stale slot is read")
 
     def _write(self, work: _Work, written: set[tuple[int, int]]) -> None:
-        for group in range(len(self.info.windows)):
+        for layer_group in range(len(self.info.windows)):
             for position in range(work.start, work.start + len(work.token_ids)):
-                block, offset = self._place(work.row, group, position)
+                block, offset = self._place(work.row, layer_group, position)
                 self._check((block, offset) not in written, "two sequences write one slot")
                 written.add((block, offset))
                 prefix = (INVALID_TOKEN,) if work.is_broken else work.sequence[: position + 1]
-                self.kv_pool[block][offset] = (group, prefix)
+                self.kv_pool[block][offset] = (layer_group, prefix)
 
-    def _read(self, row: FakeRow, group: int, position: int) -> Slot:
-        block, offset = self._place(row, group, position)
+    def _read(self, row: FakeRow, layer_group: int, position: int) -> Slot:
+        block, offset = self._place(row, layer_group, position)
         slot = self.kv_pool[block][offset]
         self._check(slot is not None, "an unwritten slot is read")
         return slot
 
-    def _place(self, row: FakeRow, group: int, position: int) -> tuple[int, int]:
+    def _place(self, row: FakeRow, layer_group: int, position: int) -> tuple[int, int]:
         self._check(position < self.info.max_model_len, "a position is beyond the model's length")
         index, offset = divmod(position, self.info.layout.block_size)
-        self._check(index in row.tables[group], "a block is read that the table lacks")
-        return row.tables[group][index], offset
+        self._check(index in row.tables[layer_group], "a block is read that the table lacks")
+        return row.tables[layer_group][index], offset
 
-    def _window(self, group: int) -> int:
-        window = self.info.windows[group]
+    def _window(self, layer_group: int) -> int:
+        window = self.info.windows[layer_group]
         return self.info.max_model_len if window is None else window
 
     # -- draws
@@ -331,7 +331,7 @@ class FakeRunner:
         return tuple(self._logprob(work) for work in decodes)
 
     def _logprob(self, work: _Work) -> float:
-        """NaN where nobody asked."""
+        """Returns NaN if the request needs no log-probabilities."""
         token = work.row.last_token
         if token == INVALID_TOKEN or not work.row.wants_logprobs:
             return math.nan
@@ -346,8 +346,8 @@ class FakeRunner:
         self.num_raised_in_row = 0
 
     def _check(self, holds: bool, message: str) -> None:
-        """Remembers what is wrong: the engine turns a runner's exception into a
-        failed request, and tests must see the cause.
+        """Records an error: the engine turns a runner's exception into a failed request,
+        and tests must see the cause.
         """
         if not holds:
             self.failures.append(AssertionError(message))
@@ -355,7 +355,7 @@ class FakeRunner:
 
 
 class _LateFuture(Future[StepOutput]):
-    """Runs its batch, and those before it, when its result or exception is asked for."""
+    """A future that runs its batch, and earlier ones, when its result or exception is read."""
 
     def __init__(self, runner: FakeRunner, batch: ScheduledBatch) -> None:
         super().__init__()

@@ -6,11 +6,22 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvstore.mover.copies import BlockCopier, HostCopier
+from kvstore.mover.pool_objects import as_objects
 from kvstore.mover.staging import Segment
-from kvstore.transfer_form import PoolCut
+from kvstore.transfer_form import BlockSlicing
 from tests.support.connector_rig import TIMEOUT_S
 
-__all__ = ["HeldCopier", "HeldCopy"]
+__all__ = ["HeldCopier", "HeldCopy", "StagedCopier"]
+
+
+class StagedCopier(HostCopier):
+    """Copies as in memory, and shows no rows of the pool: blocks go by way of segments."""
+
+    def __init__(self, pool: torch.Tensor, slicing: BlockSlicing) -> None:
+        super().__init__(as_objects(pool, slicing))
+
+    def rows(self, object_ids: Sequence[int]) -> None:
+        return None
 
 
 class HeldCopy:
@@ -39,7 +50,7 @@ class HeldCopy:
 class HeldCopier(BlockCopier):
     """Holds every copy in `copies`, the oldest first; raises `refusal` instead if it is set."""
 
-    def __init__(self, pool: torch.Tensor, cut: PoolCut) -> None:
+    def __init__(self, pool: torch.Tensor, cut: BlockSlicing) -> None:
         self.copies: list[HeldCopy] = []
         self.refusal: Exception | None = None
         self.is_closed = False

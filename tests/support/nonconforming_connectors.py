@@ -9,9 +9,9 @@ import uuid
 
 import torch
 
-from kvstore.block_views import view_blocks
 from kvstore.connector import ConnectorCapabilities, KvConnectorScheduler, KvConnectorWorker
 from kvstore.jobs import LoadResult, LookupResult, SaveResult, TransferResults
+from kvstore.mover.pool_objects import view_blocks
 from kvstore.url import StoreUrl, scheme_of
 
 _lenders = {}  # open workers, by what their handoffs carry

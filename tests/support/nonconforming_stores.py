@@ -2,7 +2,7 @@
 
 import time
 
-from kvstore.store import KvStore
+from kvstore.store import KvObject, KvStore
 from kvstore.stores.memory import MemoryStore
 
 
@@ -13,23 +13,21 @@ class GoodStore(MemoryStore):
 class OverwritingStore(MemoryStore):
     """Replaces what exists."""
 
-    def put_many(self, keys, values):
+    def put(self, keys, objects):
         self.delete(keys)
-        super().put_many(keys, values)
+        super().put(keys, objects)
 
 
 class TornStore(MemoryStore):
     """Shows a blank object of the right size while the real one is on its way."""
 
-    def put_many(self, keys, values):
-        blanks = [
-            memoryview(bytes(value.nbytes // 2) + value[value.nbytes // 2 :]) for value in values
-        ]
+    def put(self, keys, objects):
+        blanks = [KvObject(each.header, memoryview(bytes(len(each.payload)))) for each in objects]
         absent = [key for key in keys if not self.contains_prefix([key])]
-        super().put_many(keys, blanks)
+        super().put(keys, blanks)
         time.sleep(0.02)
         self.delete(absent)
-        super().put_many(keys, values)
+        super().put(keys, objects)
 
 
 class CountingStore(MemoryStore):
@@ -42,23 +40,23 @@ class CountingStore(MemoryStore):
 class ImmortalStore(MemoryStore):
     """Forgets the TTL on reading."""
 
-    def put_many(self, keys, values):
-        super().put_many(keys, values)
-        self._ever_put = {**getattr(self, "_ever_put", {}), **dict(zip(keys, values, strict=True))}
+    def put(self, keys, objects):
+        super().put(keys, objects)
+        self._ever_put = {**getattr(self, "_ever_put", {}), **dict(zip(keys, objects, strict=True))}
 
-    def get_many_into(self, keys, buffers):
+    def get_into(self, keys, objects):
         for key in keys:
-            super().put_many([key], [self._ever_put[key]])
-        return super().get_many_into(keys, buffers)
+            super().put([key], [self._ever_put[key]])
+        return super().get_into(keys, objects)
 
 
 class UntouchedStore(MemoryStore):
     """Does not touch what is read."""
 
-    def get_many_into(self, keys, buffers):
+    def get_into(self, keys, objects):
         entries = [self._objects.find(key) for key in keys]
         ages = [entry.touched_s if entry else 0.0 for entry in entries]
-        statuses = super().get_many_into(keys, buffers)
+        statuses = super().get_into(keys, objects)
         for entry, touched_s in zip(entries, ages, strict=True):
             if entry:
                 entry.touched_s = touched_s
@@ -87,17 +85,17 @@ class RevivingStore(MemoryStore):
 class UnboundedStore(MemoryStore):
     """Takes `max_bytes` and does not keep to it."""
 
-    def put_many(self, keys, values):
+    def put(self, keys, objects):
         self._objects.max_bytes = 1 << 40
-        super().put_many(keys, values)
+        super().put(keys, objects)
 
 
 class EvictingStore(MemoryStore):
     """Takes `lease_s` and evicts what is leased."""
 
-    def put_many(self, keys, values):
+    def put(self, keys, objects):
         self._objects.lease_s = 0.0
-        super().put_many(keys, values)
+        super().put(keys, objects)
 
 
 class ForgetfulStore(MemoryStore):

@@ -1,4 +1,4 @@
-"""`PagedSession`: sequences of one model over a pool of their own, run step by step."""
+"""`PagedSession`: sequences of one model over their own pool, run step by step."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,8 +12,8 @@ from engine.runtime.batch_inputs import BatchInputs
 from engine.runtime.loader import LoadedModel, load_model
 from engine.runtime.rows import Rows
 from kernels.paged_kv import LogitRows, PagedKv
-from kvstore.block_views import view_blocks
 from kvstore.layout import KvLayout
+from kvstore.mover.pool_objects import view_blocks
 from tests.support.checkpoints import tiny_checkpoint
 from tests.support.driven_requests import GREEDY
 from tests.support.paged_batches import shuffled_tables, step_metadata
@@ -33,10 +33,10 @@ class PagedSession:
     """Sequences whose cache starts full of NaN, in shuffled blocks.
 
     Args:
-        model: what runs.
-        context_lens: how long each sequence may become.
-        seed: of the shuffling.
-        kv_dtype: as in `KvLayout`; None: the model's.
+        model: the model.
+        context_lens: maximum length of each sequence.
+        seed: seed of the shuffling.
+        kv_dtype: `KvLayout.dtype`; None for the model's.
     """
 
     def __init__(
@@ -47,14 +47,15 @@ class PagedSession:
         kv_dtype: str | None = None,
     ) -> None:
         self.model = model
-        self.groups = group_layers(model.sliding_windows)
-        num_groups = len(self.groups.windows)
-        tables, num_blocks = shuffled_tables([*context_lens] * num_groups, BLOCK_SIZE, seed)
+        self.layer_groups = group_layers(model.sliding_windows)
+        num_layer_groups = len(self.layer_groups.windows)
+        tables, num_blocks = shuffled_tables([*context_lens] * num_layer_groups, BLOCK_SIZE, seed)
         self.tables = [
-            tables[group * len(context_lens) :][: len(context_lens)] for group in range(num_groups)
+            tables[layer_group * len(context_lens) :][: len(context_lens)]
+            for layer_group in range(num_layer_groups)
         ]
         layout = KvLayout(
-            num_layers=self.groups.layers_per_block,
+            num_layers=self.layer_groups.layers_per_block,
             num_kv_heads=model.num_kv_heads,
             block_size=BLOCK_SIZE,
             head_dim=model.head_dim,
@@ -69,29 +70,29 @@ class PagedSession:
 
     @torch.inference_mode()
     def step(self, work: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
-        """Runs (sequence, its next tokens); gives each one's logits `[tokens, vocab]`."""
+        """Runs (sequence, its next tokens); returns each one's logits `[tokens, vocab]`."""
         logits = self._run(self.inputs(work))
         return list(logits.split([len(tokens) for _, tokens in work]))
 
     @torch.inference_mode()
-    def step_asking(
-        self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int]
+    def step_with_logits_of(
+        self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int]
     ) -> torch.Tensor:
-        """As `step`, asked for what follows those of `work` at the indices `asking` alone.
+        """Runs a step in which only the sequences at the indices `wanted` of `work` need logits.
 
         Returns:
-            `[num_asking, vocab]`.
+            `[num_logit_rows, vocab]`.
         """
-        return self._run(self.inputs(work, asking))
+        return self._run(self.inputs(work, wanted))
 
     def inputs(
-        self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int] | None = None
+        self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None
     ) -> BatchInputs:
-        """What a step of `work` feeds the model, which then counts as done.
+        """Returns the inputs of a step of `work`, which then counts as done.
 
         Args:
             work: (sequence, its next tokens).
-            asking: indices of those whose last token asks; None: all tokens ask.
+            wanted: indices of the sequences whose last token needs logits; None for all tokens.
         """
         spans = [(self.done[sequence], len(tokens)) for sequence, tokens in work]
         steps = [
@@ -104,17 +105,17 @@ class PagedSession:
         return BatchInputs(
             token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
             positions=positions,
-            groups=tuple(meta for _, meta in steps),
-            asking=None if asking is None else self._asking(work, asking),
+            layer_groups=tuple(meta for _, meta in steps),
+            logit_rows=None if wanted is None else self._logit_rows(work, wanted),
         )
 
     def batch(
-        self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int] | None = None
+        self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] | None = None
     ) -> tuple[ScheduledBatch, Rows]:
-        """As `inputs`: the step in chunks, and the tables of all sequences."""
+        """Returns the same step as a batch of chunks, and the rows of all sequences."""
         chunks = []
         for index, (sequence, tokens) in enumerate(work):
-            draws = (GREEDY,) if asking is None or index in asking else ()
+            draws = (GREEDY,) if wanted is None or index in wanted else ()
             chunks.append(ScheduledChunk(sequence, tuple(tokens), self.done[sequence], draws))
             self.done[sequence] += len(tokens)
         return ScheduledBatch(1, tuple(chunks)), self.rows()
@@ -123,25 +124,31 @@ class PagedSession:
         """A row per sequence, with its tables."""
         max_blocks = max(len(table) for tables in self.tables for table in tables)
         rows = Rows(len(self.tables), len(self.done), max_blocks)
-        for group, tables in enumerate(self.tables):
+        for layer_group, tables in enumerate(self.tables):
             for row, table in enumerate(tables):
-                rows.tables[group, row, : len(table)] = table
+                rows.tables[layer_group, row, : len(table)] = table
         return rows
 
-    def _asking(
-        self, work: Sequence[tuple[int, Sequence[int]]], asking: Sequence[int]
+    def _logit_rows(
+        self, work: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int]
     ) -> LogitRows:
         ends = list(accumulate(len(tokens) for _, tokens in work))
-        chosen = [work[index][0] for index in asking]
+        chosen = [work[index][0] for index in wanted]
         spans = [(self.done[sequence] - 1, 1) for sequence in chosen]
         steps = [
             step_metadata(spans, [tables[sequence] for sequence in chosen], BLOCK_SIZE)
             for tables in self.tables
         ]
-        rows = torch.tensor([ends[index] - 1 for index in asking], dtype=torch.int64)
+        rows = torch.tensor([ends[index] - 1 for index in wanted], dtype=torch.int64)
         return LogitRows(rows, tuple(meta for _, meta in steps))
 
     def _run(self, inputs: BatchInputs) -> torch.Tensor:
-        kv = PagedKv(self.pool, inputs.groups, self.groups.slots, inputs.asking, scales=self.scales)
+        kv = PagedKv(
+            self.pool,
+            inputs.layer_groups,
+            self.layer_groups.slots,
+            inputs.logit_rows,
+            scales=self.scales,
+        )
         model = self.model.model
         return model.logits(model(inputs.token_ids, inputs.positions, kv))

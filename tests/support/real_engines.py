@@ -42,7 +42,7 @@ def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
         take(core.add_request(request))
     while core.has_work:
         core.wait()
-        take(core.step())
+        core.run_step(take)
     core.scheduler.check()
     load = core.load()
     assert load.num_free_blocks == core.num_blocks
@@ -56,7 +56,7 @@ def tokens_of(outputs: Sequence[RequestOutput], index: int = 0) -> list[int]:
 
 
 def hand_over(request: EngineRequest, outputs: Sequence[RequestOutput]) -> EngineRequest:
-    """What the router makes of all that a prefill engine told of a request."""
+    """Returns the request that the router makes from a prefill engine's outputs."""
     answer = outputs[-1]
     assert answer.finish_reason is FinishReason.HANDOFF
     assert answer.handoff is not None
@@ -75,18 +75,18 @@ def hand_over(request: EngineRequest, outputs: Sequence[RequestOutput]) -> Engin
 class SplitRun:
     """A prefill and a decode engine, stepped in turn as router and services would have them.
 
-    Saved blocks are told to decode while prefill computes, handoffs follow, and a handoff is
-    released once decode has its first output.
+    Decode prefetches saved blocks while prefill computes. Handoffs follow; each is released with
+    decode's first output.
 
     Args:
-        prefill: an engine of that role.
-        decode: an engine of that role.
-        tells_saved: whether decode hears of blocks before the handoff.
+        prefill: a prefill engine.
+        decode: a decode engine.
+        tells_saved: whether decode prefetches saved blocks.
 
     Attributes:
-        handed: requests as decode got them, by id.
-        outputs: what decode told, by id; of a prompt that failed in prefill, what that told.
-        num_told: blocks that decode was told of before the handoff.
+        handed: requests as decode received them, by id.
+        outputs: decode's outputs by id; prefill's for a prompt that failed there.
+        num_told: blocks reported before the handoff.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class SplitRun:
             self._take_prefilled(self._prefill.add_request(request))
         while not self._is_over():
             self._news.clear()
-            self._take_prefilled(self._prefill.step())
-            self._take_decoded(self._decode.step())
+            self._prefill.run_step(self._take_prefilled)
+            self._decode.run_step(self._take_decoded)
             if self._prefill.is_stalled and self._decode.is_stalled and not self._is_over():
                 assert self._news.wait(30), "nothing moves any more"
         for core in (self._prefill, self._decode):

@@ -1,4 +1,4 @@
-"""Rows' state and inputs of decode steps, with a plain-Python reading of what is asked of them."""
+"""Rows' state and inputs of decode steps, and their expected values in plain Python."""
 
 from dataclasses import dataclass, fields
 
@@ -20,13 +20,13 @@ class RowCase:
     device: torch.device
 
     @classmethod
-    def make(cls, device, *, num_groups=2, num_rows=6, max_blocks=9, block_size=4, seed=0):
+    def make(cls, device, *, num_layer_groups=2, num_rows=6, max_blocks=9, block_size=4, seed=0):
         generator = torch.Generator().manual_seed(seed)
 
         def integers(*shape, below):
             return torch.randint(below, shape, generator=generator)
 
-        tables = integers(num_groups, num_rows, max_blocks, below=2**31 - 1).int()
+        tables = integers(num_layer_groups, num_rows, max_blocks, below=2**31 - 1).int()
         positions = integers(num_rows, below=max_blocks * block_size)
         positions[0] = max_blocks * block_size - 1  # the last slot of the last block
         positions[-1] = 0
@@ -41,7 +41,7 @@ class RowCase:
 
     def new_inputs(self, count, spare=0):
         """Inputs of `count` sequences, the first of memory for `spare` more; none is written."""
-        num_groups, _, max_blocks = self.rows.tables.shape
+        num_layer_groups, _, max_blocks = self.rows.tables.shape
 
         def unwritten(*shape, dtype=torch.int64):
             return torch.full(shape, _UNWRITTEN, dtype=dtype, device=self.device)
@@ -53,8 +53,8 @@ class RowCase:
             draw_positions=unwritten(size)[:count],
             query_starts=torch.arange(count + 1, dtype=torch.int32, device=self.device),
             context_lens=unwritten(size, dtype=torch.int32)[:count],
-            tables=unwritten(num_groups, size, max_blocks, dtype=torch.int32)[:, :count],
-            slots=unwritten(num_groups, size)[:, :count],
+            tables=unwritten(num_layer_groups, size, max_blocks, dtype=torch.int32)[:, :count],
+            slots=unwritten(num_layer_groups, size)[:, :count],
         )
 
     def check_laid_out(self, row_ids, inputs):
@@ -65,13 +65,13 @@ class RowCase:
         assert inputs.draw_positions.tolist() == [position + 1 for position in positions]
         assert inputs.context_lens.tolist() == [position + 1 for position in positions]
         assert inputs.query_starts.tolist() == list(range(len(row_ids) + 1))
-        for group, tables in enumerate(self.rows.tables.tolist()):
+        for layer_group, tables in enumerate(self.rows.tables.tolist()):
             for index, (row, position) in enumerate(zip(row_ids, positions, strict=True)):
                 block, offset = divmod(position, self.block_size)
                 used = slice(block + 1)
-                assert inputs.tables[group, index, used].tolist() == tables[row][used]
+                assert inputs.tables[layer_group, index, used].tolist() == tables[row][used]
                 expected = tables[row][block] * self.block_size + offset
-                assert int(inputs.slots[group, index]) == expected
+                assert int(inputs.slots[layer_group, index]) == expected
 
     def state(self):
         """All that the rows hold, as plain lists."""

@@ -19,25 +19,25 @@ _DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class RunnerKind:
-    """How steps are computed, and by which kernels.
+    """A way to compute steps.
 
     Attributes:
-        steps: what computes them.
-        kernels: None: what serves the CPU; "torch" or "triton".
+        steps: the class that computes them.
+        kernels: "torch" or "triton" kernels; None for those that the CPU uses anyway.
     """
 
     steps: type[Steps] = HostSteps
     kernels: str | None = None
 
     def enter(self, monkeypatch) -> None:
-        """Makes runners compute so until the test ends."""
+        """Makes runners of this kind until the test ends."""
         monkeypatch.setattr(model_runner, "HostSteps", self.steps)
         if self.kernels is not None:
             use_kernels(self.kernels, monkeypatch)
 
 
 def use_kernels(name: str, monkeypatch) -> None:
-    """Makes the kernels of "torch" or "triton" serve the CPU until the test ends."""
+    """Makes the CPU use the kernels of "torch" or "triton" until the test ends."""
     implementations = dispatch.TRITON.implementations if name == "triton" else {}
     for kernel_name, kernel in dispatch.KERNELS.items():
         for dtype in _DTYPES:
@@ -63,10 +63,10 @@ def use_kind(name: str, monkeypatch) -> None:
 
 
 def current_kind() -> str:
-    """The kind of runners that are made."""
+    """Returns the current kind of runners."""
     return _current["kind"]
 
 
 def make_runner(config: EngineConfig) -> ModelRunner:
-    """A runner of the current kind."""
+    """Makes a runner of the current kind."""
     return ModelRunner(config, progress=False)

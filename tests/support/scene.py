@@ -35,7 +35,7 @@ class Scene:
     seeds: itertools.count = field(default_factory=lambda: itertools.count(100))
 
     def make_jobs(self, count: int) -> list[Job]:
-        """Prompts that nobody has seen."""
+        """Returns jobs with new prompts."""
         return [
             Job(next(self.seeds), _NUM_TOKENS, num_prompt_tokens=_NUM_PROMPT_TOKENS)
             for _ in range(count)
@@ -65,9 +65,7 @@ class Scene:
         return tasks
 
     async def check_recovered(self, *restarted: ServerProcess) -> None:
-        """What was killed comes back at its address; KV is loaded again; and nobody holds a
-        block.
-        """
+        """Restarts servers, and checks that KV is loaded again and that no block leaks."""
         for server in restarted:
             await server.restart()
         (job,) = self.make_jobs(1)
@@ -115,11 +113,11 @@ async def running_scene(
     """A running cluster whose tiers meet over a route.
 
     Args:
-        route: see there.
-        folder: for logs.
-        decode_url: of decode's end, if not the route's.
-        decode_flags: of that tier.
-        places: of the tiers' processes, by tier.
+        route: the way of the KV between the tiers.
+        folder: the folder for logs.
+        decode_url: connector URL of the decode tier; the route's by default.
+        decode_flags: further flags of the decode tier.
+        places: where the processes of each tier run.
     """
     host = (places or {}).get("decode", HERE).host
     flags = ["--max-local-prefill-tokens=0", "--resume-timeout-s=90", "--log-level=debug"]

@@ -7,12 +7,14 @@ import uuid
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from kvstore.conformance.objects import filled
+import pytest
+
+from kvstore.conformance.objects import blank, filled
 from kvstore.registry import open_store
 from kvstore.stores.shm.extent_table import ExtentTable, State
 from kvstore.stores.shm.mapped_memory import MappedMemory
 
-__all__ = ["ArenaContents", "interposed", "opened", "put", "refusing"]
+__all__ = ["ArenaContents", "interposed", "needs_shared_memory", "opened", "put", "refusing"]
 
 
 class ArenaContents:
@@ -43,9 +45,9 @@ class ArenaContents:
 
     def bytes_at(self, extent):
         """An object's."""
-        value = memoryview(bytearray(extent.num_bytes))
-        self.memory.read([(extent.offset, [value])])
-        return bytes(value)
+        found = blank(extent.num_bytes)
+        self.memory.read([(extent.offset, found)])
+        return found.to_bytes()
 
     def memory_bytes(self):
         """What the objects' file really takes."""
@@ -96,9 +98,17 @@ def opened(**options):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def needs_shared_memory(num_bytes):
+    """Skips a test where /dev/shm has less left, as in a container with Docker's default."""
+    free_bytes = shutil.disk_usage("/dev/shm").free
+    if free_bytes < num_bytes:
+        left, needed = free_bytes >> 20, num_bytes >> 20
+        pytest.skip(f"/dev/shm has {left} MiB left, and the test needs {needed} MiB")
+
+
 def put(store, key, byte, num_bytes):
     """An object of one byte."""
-    store.put_many([key], [filled(byte, num_bytes)])
+    store.put([key], [filled(byte, num_bytes)])
 
 
 def interposed(monkeypatch, name, act):

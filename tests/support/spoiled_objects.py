@@ -8,7 +8,7 @@ from typing import Protocol
 from redis import Redis
 
 from kvstore.codec import HEADER_BYTES, seal
-from kvstore.slot import Slot
+from kvstore.store import KvObject
 from kvstore.stores import memory
 from kvstore.stores.redis.objects import object_name
 from tests.support.shm_arena import ArenaContents
@@ -73,10 +73,10 @@ def spoil(value: bytes, lots: random.Random, others: Sequence[bytes]) -> bytes:
 
 
 def _sealed_for_another_key(value: bytes, lots: random.Random) -> bytes:
-    slot = memoryview(bytearray(value))
-    seal([Slot.of(slot).frame], [lots.randbytes(32)])
-    assert bytes(slot[HEADER_BYTES:]) == value[HEADER_BYTES:]
-    return bytes(slot)
+    resealed = KvObject.split(memoryview(bytearray(value)), HEADER_BYTES)
+    seal([resealed], [lots.randbytes(32)])
+    assert resealed.payload == value[HEADER_BYTES:]
+    return resealed.to_bytes()
 
 
 class Shelf(Protocol):
@@ -101,8 +101,8 @@ class ArenaShelf:
 
     def write(self, key: bytes, value: bytes) -> None:
         extent = self._contents.objects()[key]
-        lying = memoryview(value)[: extent.room]
-        self._contents.memory.write([(extent.offset, [lying])])
+        lying = KvObject.split(memoryview(value)[: extent.room], HEADER_BYTES)
+        self._contents.memory.write([(extent.offset, lying)])
         self._contents.header.object_bytes += lying.nbytes - extent.num_bytes
         extent.num_bytes = lying.nbytes
 

@@ -1,10 +1,10 @@
-"""`python -m tests.support.turn_taker FOLDER`: takes turns as an engine does, as told on stdin.
+"""`python -m tests.support.turn_taker FOLDER`: takes turns as an engine, on commands from stdin.
 
 take            waits for a turn and says "taken"
 give            ends the turn and says "given"
 steps N FILE    takes N turns, writes its pid to FILE in each, and says "done". A turn lasts
-                until someone else is next, or has had all of theirs.
-fork            leaves a child behind that lives until stdin ends; says its pid
+                until another process is next, or has had all of its turns.
+fork            starts a child that lives until stdin ends; says its pid
 """
 
 import fcntl
@@ -24,7 +24,7 @@ _DEADLINE_S = 60
 
 def is_held(path: Path) -> bool:
     """Whether any process has locked the file."""
-    with path.open("rb") as file:  # closing it ends the lock that this may get
+    with path.open("rb") as file:  # closing the file releases the lock if this got it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -44,7 +44,7 @@ def _main(folder: Path) -> None:
     for line in sys.stdin:
         command, *arguments = line.split()
         if command == "take":
-            turn.enter_context(turns.mine())
+            turn.enter_context(turns.wait_for_turn())
             _say("taken")
         elif command == "give":
             turn.close()
@@ -62,7 +62,7 @@ def _main(folder: Path) -> None:
 
 def _take_steps(turns: Turns, folder: Path, count: int, order: Path) -> None:
     for _ in range(count):
-        with turns.mine():
+        with turns.wait_for_turn():
             with order.open("a") as file:
                 file.write(f"{os.getpid()}\n")
             wait_until(lambda: is_held(folder / "next") or _others_are_done(order, count))

@@ -47,7 +47,7 @@ def test_padding_refers_to_the_spare_row_many_times(module):
 @by_both
 def test_tables_of_several_programs(module):
     columns = 2 * row_state._COLUMNS + 5
-    case = RowCase.make(DEVICE, num_groups=1, num_rows=4, max_blocks=columns, block_size=2)
+    case = RowCase.make(DEVICE, num_layer_groups=1, num_rows=4, max_blocks=columns, block_size=2)
     _check_layout(module, case, [0, 3, 1, 2])
 
 
@@ -91,9 +91,9 @@ def test_table_entries_are_written_at_their_indices():
     case = RowCase.make(DEVICE)
     expected = case.rows.tables.clone()
     entries = [(0, 0, 0, 5), (1, 5, 8, 2**31 - 1), (1, 2, 3, 7)]
-    for group, row, column, block_id in entries:
-        expected[group, row, column] = block_id
-    indices = [(group * 6 + row) * 9 + column for group, row, column, _ in entries]
+    for layer_group, row, column, block_id in entries:
+        expected[layer_group, row, column] = block_id
+    indices = [(layer_group * 6 + row) * 9 + column for layer_group, row, column, _ in entries]
     block_ids = torch.tensor([entry[-1] for entry in entries], dtype=torch.int32, device=DEVICE)
     reference.write_table_entries(case.rows.tables, _ids(indices), block_ids)
     assert torch.equal(case.rows.tables, expected)

@@ -1,4 +1,4 @@
-"""Scheduled batches as tensors, against a token-by-token reading of the contract."""
+"""Inputs of scheduled batches, compared with ones computed token by token."""
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def _chunks(draw, row):
 
 @st.composite
 def _batches(draw, rows):
-    """A batch over `rows`, which are given random tables, positions and last tokens."""
+    """Draws a batch, and random tables, positions and last tokens for `rows`."""
     order = draw(st.permutations(range(_NUM_ROWS)))
     num_chunks = draw(st.integers(0, 3))
     num_decodes = draw(st.integers(0 if num_chunks else 1, 4))
@@ -54,8 +54,8 @@ def _batches(draw, rows):
 
 
 @given(st.data(), st.sampled_from([1, 8, 16]), st.integers(1, 3))
-def test_tokens_follow_the_contract_one_by_one(data, block_size, num_groups):
-    rows = Rows(num_groups, _NUM_ROWS, -(-_MAX_LEN // block_size))
+def test_inputs_equal_ones_computed_token_by_token(data, block_size, num_layer_groups):
+    rows = Rows(num_layer_groups, _NUM_ROWS, -(-_MAX_LEN // block_size))
     step_inputs = _step_inputs(rows, block_size)
     for _ in range(2):  # nothing of the first step is in the second
         batch = data.draw(_batches(rows))
@@ -76,37 +76,40 @@ def _check(inputs, batch, rows, block_size):
     ]
     assert inputs.token_ids.tolist() == [token_id for _, token_id, _ in tokens]
     assert inputs.positions.tolist() == [position for _, _, position in tokens]
-    assert len(inputs.groups) == len(rows.tables)
-    for group, meta in enumerate(inputs.groups):
+    assert len(inputs.layer_groups) == len(rows.tables)
+    for layer_group, meta in enumerate(inputs.layer_groups):
         slots = [
-            rows.tables[group, row, position // block_size] * block_size + position % block_size
+            rows.tables[layer_group, row, position // block_size] * block_size
+            + position % block_size
             for row, _, position in tokens
         ]
         assert meta.slot_mapping.tolist() == slots
-        _check_sequences(meta, sequences, rows.tables[group], block_size)
+        _check_sequences(meta, sequences, rows.tables[layer_group], block_size)
         assert meta.block_tables.shape[1] == -(-meta.max_context_len // block_size)
-    asking = [index for index, chunk in enumerate(batch.chunks) if chunk.draws or chunk.num_top]
-    asking += range(len(batch.chunks), len(sequences))
-    _check_asking(inputs, asking, sequences, rows, block_size)
+    wanted = [index for index, chunk in enumerate(batch.chunks) if chunk.draws or chunk.num_top]
+    wanted += range(len(batch.chunks), len(sequences))
+    _check_logit_rows(inputs, wanted, sequences, rows, block_size)
 
 
-def _check_asking(inputs, asking, sequences, rows, block_size):
-    """Each asks as a sequence of its last token alone."""
-    if len(asking) == len(inputs.token_ids):
-        assert inputs.asking is None
+def _check_logit_rows(inputs, wanted, sequences, rows, block_size):
+    """Checks that each wanted token is a sequence of one token."""
+    if len(wanted) == len(inputs.token_ids):
+        assert inputs.logit_rows is None
         return
-    ends = inputs.groups[0].query_starts.tolist()[1:]
-    token_rows = inputs.asking.rows
-    assert token_rows.tolist() == [ends[index] - 1 for index in asking]
+    ends = inputs.layer_groups[0].query_starts.tolist()[1:]
+    token_rows = inputs.logit_rows.rows
+    assert token_rows.tolist() == [ends[index] - 1 for index in wanted]
     alone = [
         (row, start + len(token_ids) - 1, token_ids[-1:])
-        for row, start, token_ids in (sequences[index] for index in asking)
+        for row, start, token_ids in (sequences[index] for index in wanted)
     ]
-    assert len(inputs.asking.groups) == len(inputs.groups)
-    for group, (meta, whole) in enumerate(zip(inputs.asking.groups, inputs.groups, strict=True)):
+    assert len(inputs.logit_rows.layer_groups) == len(inputs.layer_groups)
+    for layer_group, (meta, whole) in enumerate(
+        zip(inputs.logit_rows.layer_groups, inputs.layer_groups, strict=True)
+    ):
         assert torch.equal(meta.slot_mapping, whole.slot_mapping[token_rows])
         if alone:
-            _check_sequences(meta, alone, rows.tables[group], block_size)
+            _check_sequences(meta, alone, rows.tables[layer_group], block_size)
 
 
 def _check_sequences(meta, sequences, tables, block_size):
@@ -123,34 +126,35 @@ def _check_sequences(meta, sequences, tables, block_size):
     assert meta.max_context_len == int(meta.context_lens.max())
 
 
-def test_table_updates_change_what_they_name_and_no_more():
-    rows = Rows(num_groups=2, num_rows=3, max_blocks=5)
+def test_table_updates_change_only_the_entries_that_they_name():
+    rows = Rows(num_layer_groups=2, num_rows=3, max_blocks=5)
     rows.update_tables([TableUpdate(1, 0, 0, (7, 8, 9)), TableUpdate(1, 1, 2, (4,))])
     rows.update_tables([TableUpdate(1, 0, 1, (5, 6, 3)), TableUpdate(0, 1, 0, ())])
     assert rows.tables[0].tolist() == [[0] * 5, [7, 5, 6, 3, 0], [0] * 5]
     assert rows.tables[1].tolist() == [[0] * 5, [0, 0, 4, 0, 0], [0] * 5]
 
 
-def test_element_types_are_those_the_kernels_take():
-    rows = Rows(num_groups=1, num_rows=2, max_blocks=4)
+def test_element_types_are_those_of_the_kernels():
+    rows = Rows(num_layer_groups=1, num_rows=2, max_blocks=4)
     for batch in (
         ScheduledBatch(1, (_chunk(0, [1, 2]),)),
         ScheduledBatch(1, decode_rows=(1,)),
         ScheduledBatch(1, (_chunk(0, [1, 2], draws=(GREEDY,)),), decode_rows=(1,)),
     ):
         inputs = _filled(_step_inputs(rows), batch, rows)
-        asking_rows = [] if inputs.asking is None else [inputs.asking.rows]
-        for tensor in (inputs.token_ids, inputs.positions, *asking_rows):
+        logit_rows = [] if inputs.logit_rows is None else [inputs.logit_rows.rows]
+        for tensor in (inputs.token_ids, inputs.positions, *logit_rows):
             assert tensor.dtype is torch.int64
-        for meta in (*inputs.groups, *(inputs.asking.groups if inputs.asking else ())):
+        of_logit_rows = inputs.logit_rows.layer_groups if inputs.logit_rows else ()
+        for meta in (*inputs.layer_groups, *of_logit_rows):
             assert meta.slot_mapping.dtype is torch.int64
             for tensor in (meta.block_tables[:1], meta.query_starts, meta.context_lens):
                 assert tensor.dtype is torch.int32
                 assert tensor.is_contiguous()
 
 
-def test_every_step_lies_where_the_one_before_it_lay():
-    rows = Rows(num_groups=2, num_rows=4, max_blocks=6)
+def test_all_steps_use_the_same_memory():
+    rows = Rows(num_layer_groups=2, num_rows=4, max_blocks=6)
     step_inputs = _step_inputs(rows)
     places = set()
     for batch in (
@@ -160,7 +164,7 @@ def test_every_step_lies_where_the_one_before_it_lay():
     ):
         inputs = _filled(step_inputs, batch, rows)
         addresses = [inputs.token_ids.data_ptr(), inputs.positions.data_ptr()]
-        for meta in inputs.groups:
+        for meta in inputs.layer_groups:
             tensors = (meta.block_tables, meta.query_starts, meta.context_lens, meta.slot_mapping)
             addresses += [tensor.data_ptr() for tensor in tensors]
             addresses.append(meta.block_tables.stride(0))

@@ -42,7 +42,7 @@ def test_a_hit_revives_a_free_block() -> None:
     pool.check()
 
 
-def test_a_key_that_is_indexed_stays_where_it_is() -> None:
+def test_an_indexed_key_keeps_its_block() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.register(first, b"a")
@@ -52,8 +52,8 @@ def test_a_key_that_is_indexed_stays_where_it_is() -> None:
     pool.check()
 
 
-def test_groups_are_indexed_apart() -> None:
-    pool = BlockPool(4, num_groups=2)
+def test_each_layer_group_has_its_own_index() -> None:
+    pool = BlockPool(4, num_layer_groups=2)
     first, second = pool.allocate(2)
     assert pool.register(first, b"a", 0)
     assert pool.register(second, b"a", 1)
@@ -68,7 +68,7 @@ def test_groups_are_indexed_apart() -> None:
     pool.check()
 
 
-def test_forgetting_all_leaves_owners_their_blocks() -> None:
+def test_owners_keep_their_blocks_when_the_index_is_emptied() -> None:
     pool = BlockPool(3)
     held, freed = pool.allocate(2)
     pool.register(held, b"a")

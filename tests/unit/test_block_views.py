@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvstore.block_views import view_blocks
 from kvstore.layout import KvLayout
+from kvstore.mover.pool_objects import view_blocks
 
 _SIZES = {"num_layers": 3, "num_kv_heads": 2, "block_size": 8, "head_dim": 6}
 

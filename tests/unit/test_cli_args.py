@@ -127,7 +127,7 @@ def test_turns_need_a_folder_to_write_to(path, tmp_path, monkeypatch):
     (tmp_path / "read-only").mkdir(mode=0o500)
     if path == "read-only" and os.access(tmp_path / path, os.W_OK):
         pytest.skip("this user may write everywhere")
-    message = f"--turns-folder is '{path}'; it must be a folder"
+    message = f"--turns-folder is '{path}'; it must be an existing folder"
     with pytest.raises(ConfigurationError, match=message):
         _parse("--model", "m", "--turns-folder", path)
 

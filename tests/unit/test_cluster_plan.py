@@ -2,11 +2,14 @@
 
 import argparse
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -153,6 +156,18 @@ def test_the_embedded_store_goes_with_the_cluster(shared_memory):
         folder = shared_memory / f"baton-{url.removeprefix('shm://')}"
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (folder / "objects").mkdir()
+    assert not folder.exists()
+
+
+def test_the_embedded_store_lies_in_a_temporary_folder_if_shared_memory_is_small(
+    shared_memory, monkeypatch
+):
+    usage = shutil._ntuple_diskusage(64 << 20, 60 << 20, 4 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with embedded_store() as url:
+        folder = Path(url.removeprefix("file://"))
+        assert folder.is_dir()
+        assert folder.parent == Path(tempfile.gettempdir())
     assert not folder.exists()
 
 

@@ -1,4 +1,4 @@
-"""Which graphs there are, and which one runs."""
+"""Sizes of CUDA graphs, and the graph that runs a step."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_the_largest_is_captured_first_each_after_a_run_and_runs_alone():
 
 
 class TestTracedStep:
-    """What stands for CUDA graphs in tests can fail as they do."""
+    """The stand-in for CUDA graphs in tests has their limitations."""
 
     def test_runs_on_what_the_memory_holds_now(self):
         values, sums = torch.arange(4.0), torch.zeros(())

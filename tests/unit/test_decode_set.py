@@ -1,4 +1,4 @@
-"""Who is looked at in which step."""
+"""Which sequences are due in which step."""
 
 from engine.group import Sequence, SequenceGroup
 from engine.schedule.decode_set import DecodeSet
@@ -11,7 +11,6 @@ def sequence(num_tokens: int, *, limit: int = 100, row: int = 0) -> Sequence:
     asked = engine_request(request_id="a", prompt_token_ids=(0,) * num_tokens, max_tokens=1)
     group = SequenceGroup(
         request=asked,
-        arrival=0,
         order=(0.0, 0),
         keys=BlockKeyChain(b"", 4),
         max_len=limit,

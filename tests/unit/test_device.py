@@ -1,4 +1,4 @@
-"""The device that a flag names, and what follows from it."""
+"""The device that a flag names, and the defaults that depend on it."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """A machine with a GPU, as far as asking torch goes."""
+    """Makes torch report a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -31,7 +31,7 @@ def test_a_gpu_without_triton_is_refused_with_the_command_that_installs_it(monke
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_steps_overlap_on_a_gpu_unless_a_flag_says_otherwise():
+def test_steps_overlap_on_a_gpu_unless_a_flag_changes_it():
     assert with_device_defaults(EngineConfig(model="m")).async_scheduling is True
     assert with_device_defaults(EngineConfig(model="m", device="cpu")).async_scheduling is False
     for chosen in (False, True):
@@ -39,7 +39,7 @@ def test_steps_overlap_on_a_gpu_unless_a_flag_says_otherwise():
         assert with_device_defaults(config).async_scheduling is chosen
 
 
-def test_what_is_fetched_is_a_copy():
+def test_fetched_tensors_are_copies():
     tensor = torch.arange(3)
     fetched = fetch(CPU, [tensor])
     tensor.zero_()

@@ -1,4 +1,4 @@
-"""The rows' state on the device is what the host's rows say, changed by small messages."""
+"""The rows' state on the device equals the host's after any updates."""
 
 import numpy as np
 import torch
@@ -22,13 +22,13 @@ def _rows():
 def _updates(draw):
     first = draw(st.integers(0, _BLOCKS - 1))
     block_ids = draw(st.lists(st.integers(0, 999), max_size=_BLOCKS - first))
-    row, group = draw(st.integers(0, _ROWS - 1)), draw(st.integers(0, _GROUPS - 1))
-    return TableUpdate(row, group, first, tuple(block_ids))
+    row, layer_group = draw(st.integers(0, _ROWS - 1)), draw(st.integers(0, _GROUPS - 1))
+    return TableUpdate(row, layer_group, first, tuple(block_ids))
 
 
 @given(st.lists(st.lists(_updates(), max_size=8), max_size=4))
 def test_tables_are_the_hosts_after_any_updates(steps):
-    """Of several updates of one entry the last one counts, as on the host."""
+    """If several updates change an entry, the last one counts, as on the host."""
     rows = _rows()
     for updates in steps:
         rows.update_tables(updates)
@@ -43,7 +43,7 @@ def test_chunks_set_positions_and_decoding_rows_are_the_devices_own():
     assert rows.host.positions.tolist() == [5, 0, 1, 13, 0]
 
 
-def test_rows_go_on_as_their_chunks_drew():
+def test_rows_keep_their_chunks_tokens_and_draw_parameters():
     draws = (DrawParams(0.5, 7, 0.9, 2**64 - 3), DrawParams(1.5, 0, 1.0, 11))
     chunks = (ScheduledChunk(4, (1, 2), 0, draws[:1]), ScheduledChunk(1, (3,), 0, draws[1:]))
     rows = _rows()

@@ -1,13 +1,11 @@
-"""What transfers bring is told before the forward pass that comes next, not after it."""
+"""Outputs are delivered before the next forward pass, and before saves start."""
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from engine.batch import DrawParams, ScheduledBatch, StepOutput
 from engine.core import EngineCore
-from engine.engine_thread import EngineThread
 from engine.request import FinishReason, RequestOutput
 from kvstore.connector import KvConnectorScheduler
 from kvstore.jobs import SaveJob
@@ -50,12 +48,19 @@ class Prefill:
             engine_request(request_id=request_id, prompt_token_ids=prompt, max_tokens=4)
         )
 
+    def num_computed(self, request_id: str) -> int:
+        return self.core.scheduler._groups[request_id].lead.num_computed
+
+    def step(self) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        self.core.run_step(outputs.extend)
+        return outputs
+
     def step_after_transfers(self) -> tuple[list[RequestOutput], int]:
-        """Ends what is under way, and steps: what is told, and how many batches ran."""
-        self.core.start_transfers()
+        """Ends all transfers, and steps. Returns the outputs, and how many batches ran."""
         self.worker.end_all()
         before = self.runner.num_executed
-        outputs = self.core.step()
+        outputs = self.step()
         return outputs, self.runner.num_executed - before
 
 
@@ -64,24 +69,24 @@ def prefill() -> Prefill:
     return Prefill()
 
 
-def test_saved_blocks_are_told_before_the_next_chunk_is_computed(prefill: Prefill) -> None:
+def test_saved_blocks_are_reported_before_the_next_chunk_is_computed(prefill: Prefill) -> None:
     prefill.add("a", (0,) * 3 * BLOCK_SIZE)
-    assert prefill.core.step() == []  # the first chunk
+    assert prefill.step() == []  # the first chunk
 
-    (told,), num_executed = prefill.step_after_transfers()
+    (output,), num_executed = prefill.step_after_transfers()
 
-    assert told.saved is not None
-    assert len(told.saved.block_keys) == 1
+    assert output.saved is not None
+    assert len(output.saved.block_keys) == 1
     assert num_executed == 0
     assert not prefill.core.is_stalled  # the caller steps on at once
-    prefill.core.step()
+    prefill.step()
     assert prefill.runner.num_executed == 2
 
 
 def test_a_handoff_does_not_wait_for_another_prompts_chunk(prefill: Prefill) -> None:
     prefill.add("a", (0,) * BLOCK_SIZE)
     prefill.add("b", (1,) * 3 * BLOCK_SIZE)
-    (first,) = prefill.core.step()
+    (first,) = prefill.step()
     assert first.token_ids
 
     outputs, num_executed = prefill.step_after_transfers()
@@ -91,89 +96,49 @@ def test_a_handoff_does_not_wait_for_another_prompts_chunk(prefill: Prefill) -> 
     assert num_executed == 0
 
 
-def test_first_tokens_are_told_before_what_is_saved_is_copied(prefill: Prefill) -> None:
+def test_first_tokens_are_delivered_before_their_saves_start(prefill: Prefill) -> None:
+    pending: list[list[object]] = []
     prefill.add("a", (0,) * BLOCK_SIZE)
-    (first,) = prefill.core.step()
-    assert first.token_ids
-    assert prefill.worker.pending == []
-    prefill.core.start_transfers()
+
+    def on_outputs(outputs: Sequence[RequestOutput]) -> None:
+        assert outputs[0].token_ids
+        pending.append([*prefill.worker.pending])
+
+    prefill.core.run_step(on_outputs)
+    assert pending == [[]]
     assert [type(job) for job in prefill.worker.pending] == [SaveJob]
 
 
-def test_blocks_are_told_that_are_saved_while_a_chunk_is_computed(prefill: Prefill) -> None:
-    told: list[RequestOutput] = []
-    prefill.core.tell_early(told.extend)
+def test_blocks_saved_while_a_chunk_is_computed_are_reported_meanwhile(prefill: Prefill) -> None:
+    num_committed: list[int] = []
+    outputs: list[RequestOutput] = []
+
+    def on_outputs(early: Sequence[RequestOutput]) -> None:
+        outputs.extend(early)
+        num_committed.append(prefill.num_computed("a"))
+
     prefill.add("a", (0,) * 3 * BLOCK_SIZE)
-    assert prefill.core.step() == []  # the first chunk
-    prefill.core.start_transfers()
+    prefill.step()  # the first chunk
     prefill.worker.ends_in_steps = True
 
-    outputs = prefill.core.step()
+    prefill.core.run_step(on_outputs)
 
-    assert outputs == []
-    (early,) = told
+    (early,) = outputs
     assert early.saved is not None
     assert len(early.saved.block_keys) == 1
     assert prefill.runner.num_executed == 2
+    assert num_committed == [BLOCK_SIZE], "the second chunk is not committed yet"
+    assert prefill.num_computed("a") == 2 * BLOCK_SIZE
 
 
-def test_news_that_cannot_be_taken_in_end_the_engine_and_not_the_step(prefill: Prefill) -> None:
-    def fail(outputs: list[RequestOutput]) -> None:
+def test_an_error_in_early_delivery_ends_the_engine_and_not_the_step(prefill: Prefill) -> None:
+    def fail(outputs: Sequence[RequestOutput]) -> None:
         raise ValueError("a bug")
 
-    prefill.core.tell_early(fail)
     prefill.add("a", (0,) * 3 * BLOCK_SIZE)
-    prefill.core.step()
-    prefill.core.start_transfers()
+    prefill.step()
     prefill.worker.ends_in_steps = True
     with pytest.raises(ValueError, match="a bug"):
-        prefill.core.step()
-    assert prefill.core.has_unfinished, "no request is blamed"
-
-
-class Told:
-    """A core of one step that hears, and a listener that says, what comes when."""
-
-    is_stalled = True
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-        self._over = threading.Event()
-
-    def step(self) -> list[RequestOutput]:
-        return [] if self.order else [RequestOutput("a", token_ids=(1,))]
-
-    def tell_early(self, tell: Callable[[list[RequestOutput]], None]) -> None:
-        """Nothing comes while it steps."""
-
-    def start_transfers(self) -> None:
-        self.order.append("transfers")
-
-    def wait(self) -> None:
-        self._over.wait(20)
-
-    def wake(self) -> None:
-        self._over.set()
-
-    def load(self) -> None:
-        """Nobody asks."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def call_soon_threadsafe(self, handler: Callable[..., None], *arguments: object) -> None:
-        self.order.append("outputs")
-        self._over.set()
-
-    def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """The loop above calls nobody."""
-
-
-def test_the_engines_thread_tells_outputs_before_it_starts_transfers() -> None:
-    told = Told()
-    thread = EngineThread(told, told, told)  # type: ignore[arg-type]
-    thread.start()
-    assert told._over.wait(20)
-    thread.stop()
-    thread.join(20)
-    assert told.order[:2] == ["outputs", "transfers"]
+        prefill.core.run_step(fail)
+    assert prefill.num_computed("a") == 2 * BLOCK_SIZE, "the step itself has not failed"
+    assert prefill.core.has_unfinished

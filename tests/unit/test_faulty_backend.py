@@ -8,8 +8,7 @@ from baton.errors import ConfigurationError
 from kvstore.codec import HEADER_BYTES, seal, verify
 from kvstore.faults import FAULTS, FaultPlan, FaultyBackend, take_fault_options
 from kvstore.registry import open_connector
-from kvstore.slot import Slot
-from kvstore.store import GetStatus, StoreUnavailableError
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
 
 KEYS = tuple(bytes([number]) * 32 for number in range(8))
 SLOT_BYTES = HEADER_BYTES + 200
@@ -17,8 +16,6 @@ SLOT_BYTES = HEADER_BYTES + 200
 
 class DictBackend:
     """Keeps objects by key, and records each call of `put`."""
-
-    takes_frames = True
 
     def __init__(self):
         self.objects = {}
@@ -51,8 +48,8 @@ class DictBackend:
 
 def new_slot(*, is_whole):
     if is_whole:
-        return Slot.of(memoryview(bytearray(SLOT_BYTES)))
-    return Slot(memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(200)))
+        return KvObject.split(memoryview(bytearray(SLOT_BYTES)), HEADER_BYTES)
+    return KvObject(memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(200)))
 
 
 def sealed(*, are_whole=True):
@@ -60,7 +57,7 @@ def sealed(*, are_whole=True):
     for number, key in enumerate(KEYS):
         slot = new_slot(is_whole=are_whole)
         slot.payload[:] = bytes([number + 1]) * 200
-        seal([slot.frame], [key])
+        seal([slot], [key])
         slots.append(slot)
     return slots
 
@@ -75,7 +72,7 @@ def fetched(backend, *, are_whole=True):
     statuses = backend.fetch(None, KEYS, slots)
     states = {GetStatus.MISSING: "missing", GetStatus.WRONG_SIZE: "size"}
     return [
-        states.get(status, "good" if verify([slot.frame], [key]) else "bad")
+        states.get(status, "good" if verify([slot], [key]) else "bad")
         for status, slot, key in zip(statuses, slots, KEYS, strict=True)
     ]
 
@@ -95,12 +92,6 @@ def test_without_faults_everything_passes():
     assert inner.puts == [list(KEYS)]
     backend.discard(KEYS[0])
     assert KEYS[0] not in inner.objects
-
-
-def test_whether_slots_may_be_in_two_parts_is_passed_on():
-    inner = DictBackend()
-    for inner.takes_frames in (True, False):
-        assert faulty(inner).takes_frames == inner.takes_frames
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def admit(kv: KvCacheManager, num_tokens: int, **options) -> BlockTable:
 
 
 def compute(kv: KvCacheManager, num_tokens: int) -> BlockTable:
-    """A sequence that is computed and offered, at once."""
+    """Admits a sequence and registers all its blocks as computed."""
     table = admit(kv, num_tokens)
     kv.register(table, KEYS, num_tokens)
     return table
@@ -50,7 +50,7 @@ def test_a_partial_block_is_not_offered():
     assert kv.match_prefix(KEYS, 10 * SIZE).num_blocks == 1
 
 
-def test_what_decode_computes_is_offered_too():
+def test_blocks_that_decoding_fills_are_offered_too():
     kv = manager()
     table = compute(kv, SIZE)
     kv.append(table, SIZE, 2 * SIZE)
@@ -91,7 +91,9 @@ def test_blocks_behind_a_window_and_free_ones_are_discarded_too():
     kv.release_behind(table, 20)
     kv.free(compute(kv, 24))
     kv.discard(KEYS[:6])
-    assert [kv.pool.lookup(key, group) for key in KEYS for group in range(2)] == [None] * 64
+    assert [kv.pool.lookup(key, layer_group) for key in KEYS for layer_group in range(2)] == [
+        None
+    ] * 64
     kv.check()
 
 
@@ -105,8 +107,8 @@ def test_a_reset_leaves_held_blocks_to_their_owners():
     kv.check()
 
 
-def test_after_a_reset_nothing_is_offered_of_what_had_blocks_before():
-    """Not its older blocks, computed by weights that were replaced, nor what follows them."""
+def test_tables_from_before_a_reset_are_not_offered_after_it():
+    """Their old blocks were computed with the replaced weights, and later ones depend on them."""
     kv = manager(num_host_blocks=8)
     running, leaving = compute(kv, 9), compute(kv, 9)
     swapped = kv.swap_out([leaving], 1)
@@ -131,7 +133,7 @@ def test_a_window_hits_without_the_blocks_behind_it():
     kv.release_behind(table, 20)  # sees positions from 15 on: block 3
     assert table.blocks[0][:3] == [NO_BLOCK] * 3
     held = set(table.held())
-    kv.pool.forget([b for b in range(32) if b not in held])  # all behind the window is evicted
+    kv.pool.forget([b for b in range(32) if b not in held])  # evicts the blocks behind the window
 
     match = kv.match_prefix(KEYS, 21)
 
@@ -140,12 +142,12 @@ def test_a_window_hits_without_the_blocks_behind_it():
     assert match.blocks == (tuple(table.blocks[0][3:5]),)
 
 
-def test_the_longest_prefix_that_all_groups_have_is_found():
+def test_the_longest_prefix_of_all_layer_groups_is_found():
     kv = manager(64, windows=(None, 5, 9))
     table = compute(kv, 6 * SIZE)
     full, narrow, wide = table.blocks
     kv.pool.forget([wide[4]])
-    # Without the wide window's block 4, prefixes of 5 and 6 blocks lack it.
+    # Without the wide window's block 4, there is no prefix of 5 or 6 blocks.
     assert kv.match_prefix(KEYS, 100).num_blocks == 4
     kv.pool.forget([narrow[3]])
     assert kv.match_prefix(KEYS, 100).num_blocks == 3
@@ -153,7 +155,7 @@ def test_the_longest_prefix_that_all_groups_have_is_found():
     assert kv.match_prefix(KEYS, 100).num_blocks == 1
 
 
-def test_a_group_that_had_a_longer_prefix_is_asked_for_the_shorter():
+def test_a_layer_group_with_a_longer_prefix_is_searched_again_for_the_shorter_one():
     kv = manager(64, windows=(9, 5))
     wide, narrow = compute(kv, 6 * SIZE).blocks
     kv.pool.forget([narrow[3]])
@@ -191,7 +193,7 @@ def test_a_window_takes_no_more_than_it_ever_holds():
     assert [len(list(filter(lambda b: b >= 0, blocks))) for blocks in table.blocks] == [10, 3]
 
 
-def test_a_load_fills_what_the_token_after_it_sees():
+def test_a_load_gets_the_blocks_that_the_token_after_it_sees():
     kv = manager(32, windows=(None, 5), max_chunk=4)
     table = admit(kv, 21, num_loaded=20)
     assert table.first_live == [0, 4]
@@ -199,7 +201,7 @@ def test_a_load_fills_what_the_token_after_it_sees():
     assert table.blocks[1][:4] == [NO_BLOCK] * 4
 
 
-def test_a_load_goes_on_from_the_cached_prefix():
+def test_a_load_continues_the_cached_prefix():
     kv = manager(32, windows=(None, 9), max_chunk=4)
     first = compute(kv, 9)
     table = admit(kv, 17, num_loaded=16)
@@ -219,7 +221,7 @@ def test_growing_within_a_block_changes_nothing():
     assert kv.append(table, 5, 8) == []
 
 
-def test_new_blocks_come_as_one_change():
+def test_new_blocks_are_one_table_change():
     kv = manager()
     table = admit(kv, 5)
     (change,) = kv.append(table, 5, 17)
@@ -228,13 +230,13 @@ def test_new_blocks_come_as_one_change():
 
 
 @given(st.sets(st.integers(0, 20)).map(sorted))
-def test_runs_are_all_indices_and_as_long_as_can_be(indices):
+def test_runs_cover_all_indices_and_are_as_long_as_possible(indices):
     runs = runs_of(indices)
     assert [index for run in runs for index in run] == indices
     assert all(one.stop < other.start for one, other in itertools.pairwise(runs))
 
 
-def test_a_span_before_the_end_of_the_table_lacks_nothing():
+def test_a_span_before_the_end_of_the_table_misses_no_block():
     kv = manager()
     table = admit(kv, 20)
     assert kv.num_missing(table, 4, 8) == 0
@@ -267,7 +269,7 @@ def test_a_shared_block_without_tokens_is_replaced_and_not_copied():
 
 
 def test_a_cached_block_is_never_written():
-    """Forked while its last owner was computing: that owner's end leaves a cached block."""
+    """The block is forked while its last owner computes, and cached once that owner ends."""
     kv = manager()
     table = admit(kv, 4)
     kv.append(table, 0, 4)
@@ -306,7 +308,7 @@ def test_a_copy_whose_target_is_freed_is_not_made():
 
 
 def test_a_copy_into_a_block_that_only_an_earlier_step_holds_is_not_made():
-    """It is free when that step reports, and written by somebody else then."""
+    """The block is free when that step reports, and another owner may write to it then."""
     kv = manager()
     table = admit(kv, 6)
     kv.step_started(1)
@@ -339,7 +341,7 @@ def test_a_copys_source_is_held_until_its_step_reports():
 
 
 def test_growing_releases_nothing():
-    """A step in flight may still read what the next one does not."""
+    """A step in flight may still read blocks that the next step does not."""
     kv = manager(32, windows=(None, 4), max_chunk=5)
     table = admit(kv, 12)
     held = list(table.held())
@@ -347,7 +349,7 @@ def test_growing_releases_nothing():
     assert set(table.held()) > set(held)
 
 
-def test_what_lies_behind_every_window_is_released():
+def test_blocks_behind_every_window_are_released():
     kv = manager(32, windows=(None, 4, 9), max_chunk=24)
     table = compute(kv, 20)
     kv.append(table, 20, 21)
@@ -365,7 +367,7 @@ def test_what_lies_behind_every_window_is_released():
     kv.check()
 
 
-def test_what_others_hold_is_not_freed_behind_a_window():
+def test_shared_blocks_behind_a_window_are_not_freed():
     kv = manager(windows=(4,))
     table = admit(kv, 12)
     fork = kv.fork(table)
@@ -374,7 +376,7 @@ def test_what_others_hold_is_not_freed_behind_a_window():
     assert fork.first_live == [0]
 
 
-def test_what_a_step_in_flight_sees_is_fenced():
+def test_blocks_that_a_step_in_flight_sees_are_fenced():
     kv = manager(4, windows=(4,), max_chunk=4)
     table = admit(kv, 8)
     kv.step_started(1)
@@ -385,7 +387,7 @@ def test_what_a_step_in_flight_sees_is_fenced():
 
 
 def test_blocks_are_offered_before_they_leave_their_window():
-    """Overlapped, the next step has its blocks before the one that computes them reports."""
+    """With overlapped steps, the next one is built before the one that fills a block reports."""
     kv = manager(32, windows=(6,), max_chunk=20)
     table = admit(kv, 20)
     kv.step_started(1)
@@ -408,10 +410,10 @@ def test_blocks_are_offered_before_they_leave_their_window():
     num_output=st.integers(0, 12),
     num_branches=st.integers(1, 3),
 )
-def test_branches_that_fit_alone_never_lack_a_block(
+def test_branches_that_fit_alone_always_get_their_blocks(
     block_size, windows, max_chunk, num_open_steps, num_prompt, num_output, num_branches
 ):
-    """Nor do they where a step is in flight: then what that reads has not been released."""
+    """The blocks that a step in flight reads are not released, so they count too."""
     spec = KvCacheSpec(block_size, tuple(windows), max_chunk * num_open_steps)
     num_tokens = num_prompt + num_output
     num_blocks = spec.blocks_for_branches(num_prompt, num_tokens, num_branches)
@@ -478,7 +480,7 @@ def test_fenced_tables_are_evicted_in_the_order_in_which_they_were_freed():
     assert kv.pool.allocate(3) == blocks[::-1]
 
 
-def test_groups_are_evicted_tail_before_head():
+def test_tails_are_evicted_before_heads_in_all_layer_groups():
     kv = manager(8, windows=(None, 99))
     table = compute(kv, 16)
     heads = {blocks[0] for blocks in table.blocks}
@@ -559,7 +561,7 @@ def test_a_copys_target_is_swapped_out_from_its_source():
     assert kv.pool.num_held(source) == 2, "until it is swapped out"
 
 
-def test_what_comes_back_and_is_copied_on_comes_back_though_its_owners_end():
+def test_a_swapped_in_block_that_is_copied_is_swapped_in_though_its_owners_end():
     kv = manager(num_host_blocks=4)
     swapped = kv.swap_out([admit(kv, 3)], 1)
     kv.take_swaps()
@@ -583,7 +585,7 @@ def test_a_step_in_flight_does_not_let_a_freed_block_be_swapped_into():
     assert kv.take_swaps() == ((), ())
 
 
-def test_what_is_freed_before_it_came_back_is_not_copied_in():
+def test_a_block_freed_before_its_swap_in_is_not_copied_in():
     kv = manager(num_host_blocks=4)
     swapped = kv.swap_out([admit(kv, 8)], 1)
     kv.take_swaps()
@@ -594,7 +596,7 @@ def test_what_is_freed_before_it_came_back_is_not_copied_in():
     assert kv.take_swaps() == ((), ())
 
 
-def test_what_comes_back_is_offered_when_it_is_there():
+def test_swapped_in_blocks_are_offered_once_their_step_has_reported():
     kv = manager(num_host_blocks=4)
     swapped = kv.swap_out([compute(kv, 8)], 1)
     kv.step_started(1)
@@ -613,24 +615,24 @@ def test_what_comes_back_is_offered_when_it_is_there():
 # Events.
 
 
-def test_events_say_what_is_cached():
+def test_events_report_what_is_cached():
     kv = manager(4)
     assert kv.events.start_recording() == (CacheCleared(1),)
     kv.free(compute(kv, 13))
-    assert kv.events.take() == (BlocksStored(2, tuple(KEYS[:3]), None),)
+    assert kv.events.take_events() == (BlocksStored(2, tuple(KEYS[:3]), None),)
     table = kv.admit(13, kv.match_prefix(KEYS, 9))
-    assert kv.events.take() == (BlocksRemoved(3, (KEYS[2],)),)
+    assert kv.events.take_events() == (BlocksRemoved(3, (KEYS[2],)),)
     kv.register(table, KEYS, 13)
     kv.reset_prefix_cache()
-    assert kv.events.take() == (BlocksStored(4, (KEYS[2],), KEYS[1]), CacheCleared(5))
+    assert kv.events.take_events() == (BlocksStored(4, (KEYS[2],), KEYS[1]), CacheCleared(5))
 
 
-def test_events_tell_of_one_group():
+def test_events_report_one_layer_group():
     kv = manager(windows=(None, 5))
     kv.events.start_recording()
     kv.free(compute(kv, 9))
     kv.pool.allocate(16)
-    assert kv.events.take() == (
+    assert kv.events.take_events() == (
         BlocksStored(2, tuple(KEYS[:2]), None),
         BlocksRemoved(3, (KEYS[1], KEYS[0])),
     )
@@ -639,13 +641,13 @@ def test_events_tell_of_one_group():
 def test_late_followers_get_a_snapshot():
     kv = manager()
     compute(kv, 9)
-    assert kv.events.take() == (), "nobody records"
+    assert kv.events.take_events() == (), "recording has not started"
     snapshot = (CacheCleared(1), BlocksStored(2, tuple(KEYS[:2]), None))
     assert kv.events.start_recording() == snapshot
-    assert kv.events.take() == ()
+    assert kv.events.take_events() == ()
     kv.events.stop_recording()
     kv.reset_prefix_cache()
-    assert kv.events.take() == ()
+    assert kv.events.take_events() == ()
 
 
 def test_a_step_cannot_start_twice():

@@ -1,4 +1,4 @@
-"""Block counts of layer groups, against counting one by one."""
+"""Block counts of layer groups, compared with counting one by one."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +15,9 @@ SPECS = st.builds(
 )
 
 
-def seen_blocks(spec: KvCacheSpec, group: int, start: int, end: int) -> set[int]:
+def seen_blocks(spec: KvCacheSpec, layer_group: int, start: int, end: int) -> set[int]:
     """Blocks that queries at positions `start` to `end - 1` read or write."""
-    window = spec.windows[group]
+    window = spec.windows[layer_group]
     positions = {
         key
         for query in range(start, end)
@@ -28,22 +28,22 @@ def seen_blocks(spec: KvCacheSpec, group: int, start: int, end: int) -> set[int]
 
 @given(st.lists(st.sampled_from([None, 4, 8]), min_size=1, max_size=12))
 def test_layers_are_grouped_by_window(windows: list[int | None]) -> None:
-    groups = group_layers(windows)
+    layer_groups = group_layers(windows)
     kinds = set(windows)
-    assert groups.layers_per_block == min(windows.count(kind) for kind in kinds)
-    assert len(set(groups.slots)) == len(windows) == len(groups.slots)
-    for window, (group, index) in zip(windows, groups.slots, strict=True):
-        assert groups.windows[group] == window
-        assert 0 <= index < groups.layers_per_block
+    assert layer_groups.layers_per_block == min(windows.count(kind) for kind in kinds)
+    assert len(set(layer_groups.slots)) == len(windows) == len(layer_groups.slots)
+    for window, (layer_group, index) in zip(windows, layer_groups.slots, strict=True):
+        assert layer_groups.windows[layer_group] == window
+        assert 0 <= index < layer_groups.layers_per_block
     for kind in kinds:
-        needed = -(-windows.count(kind) // groups.layers_per_block)
-        assert groups.windows.count(kind) == needed
+        needed = -(-windows.count(kind) // layer_groups.layers_per_block)
+        assert layer_groups.windows.count(kind) == needed
 
 
-def test_one_kind_of_layer_is_one_group() -> None:
-    groups = group_layers([None] * 4)
-    assert groups.windows == (None,)
-    assert groups.slots == ((0, 0), (0, 1), (0, 2), (0, 3))
+def test_layers_with_one_window_are_one_layer_group() -> None:
+    layer_groups = group_layers([None] * 4)
+    assert layer_groups.windows == (None,)
+    assert layer_groups.slots == ((0, 0), (0, 1), (0, 2), (0, 3))
 
 
 def test_overlapped_steps_leave_a_chunk_more_unreleased() -> None:
@@ -53,18 +53,18 @@ def test_overlapped_steps_leave_a_chunk_more_unreleased() -> None:
     assert spec_of(config, (None,)) == KvCacheSpec(8, (None,), 60)
 
 
-def test_groups_of_a_real_pattern() -> None:
+def test_layer_groups_of_a_real_pattern() -> None:
     """Gemma 3: five layers with a window, one without."""
-    groups = group_layers(([512] * 5 + [None]) * 2)
-    assert groups.windows == (512,) * 5 + (None,)
-    assert groups.layers_per_block == 2
+    layer_groups = group_layers(([512] * 5 + [None]) * 2)
+    assert layer_groups.windows == (512,) * 5 + (None,)
+    assert layer_groups.layers_per_block == 2
 
 
 @given(spec=SPECS, position=st.integers(0, 40))
 def test_the_first_live_block_is_the_first_that_is_read(spec: KvCacheSpec, position: int) -> None:
-    for group in range(spec.num_groups):
-        later = seen_blocks(spec, group, position, position + 10)
-        assert spec.first_live(group, position) == min(later)
+    for layer_group in range(spec.num_layer_groups):
+        later = seen_blocks(spec, layer_group, position, position + 10)
+        assert spec.first_live(layer_group, position) == min(later)
 
 
 @given(spec=SPECS, num_tokens=st.integers(1, 40))
@@ -72,18 +72,18 @@ def test_the_most_live_blocks_are_those_of_the_worst_chunk(
     spec: KvCacheSpec, num_tokens: int
 ) -> None:
     total = 0
-    for group in range(spec.num_groups):
+    for layer_group in range(spec.num_layer_groups):
         chunks = [
             (start, min(start + length, num_tokens))
             for start in range(num_tokens)
             for length in range(1, spec.max_chunk + 1)
         ]
-        worst = max(len(seen_blocks(spec, group, *chunk)) for chunk in chunks)
-        most = spec.max_live(group, num_tokens)
+        worst = max(len(seen_blocks(spec, layer_group, *chunk)) for chunk in chunks)
+        most = spec.max_live(layer_group, num_tokens)
         assert most >= worst
-        # Exact where the sequence is long enough for the worst offset to occur.
-        span = (spec.windows[group] or 0) + spec.max_chunk + spec.block_size
-        if spec.windows[group] is None or num_tokens >= span:
+        # The count is exact if the sequence is long enough for the worst offset to occur.
+        span = (spec.windows[layer_group] or 0) + spec.max_chunk + spec.block_size
+        if spec.windows[layer_group] is None or num_tokens >= span:
             assert most == worst
         total += most
     assert spec.blocks_for(num_tokens) == total
@@ -129,17 +129,17 @@ def test_the_longest_sequence_that_fits(spec: KvCacheSpec, num_blocks: int, limi
 @given(
     spec=SPECS, num_shared=st.integers(0, 12), num_more=st.integers(0, 12), num=st.integers(1, 4)
 )
-def test_branches_need_no_more_than_is_said(
+def test_branches_need_no_more_blocks_than_computed(
     spec: KvCacheSpec, num_shared: int, num_more: int, num: int
 ) -> None:
-    """Each branch with blocks of its own from the first token that it does not share."""
+    """Each branch has its own blocks from the first token that it does not share."""
     num_tokens = num_shared + num_more
     bound = spec.blocks_for_branches(num_shared, num_tokens, num)
     num_common = num_shared // spec.block_size
     for start in range(num_shared, num_tokens):
         blocks = set()
-        for group in range(spec.num_groups):
-            for index in seen_blocks(spec, group, start, start + 1):
+        for layer_group in range(spec.num_layer_groups):
+            for index in seen_blocks(spec, layer_group, start, start + 1):
                 owners = [0] if index < num_common else range(num)
-                blocks |= {(group, index, owner) for owner in owners}
+                blocks |= {(layer_group, index, owner) for owner in owners}
         assert len(blocks) <= bound

@@ -13,29 +13,32 @@ def test_too_many_events_become_a_snapshot():
     cached.remove(b"\x01")
     log.record_removed([b"\x01"])
 
-    assert log.take() == (CacheCleared(2), BlocksStored(3, (b"\0", b"\2", b"\3", b"\4"), None))
+    assert log.take_events() == (
+        CacheCleared(2),
+        BlocksStored(3, (b"\0", b"\2", b"\3", b"\4"), None),
+    )
     log.record_removed([b"\0"])
-    assert log.take() == (BlocksRemoved(4, (b"\0",)),)
+    assert log.take_events() == (BlocksRemoved(4, (b"\0",)),)
 
 
-def test_events_that_fit_are_kept_as_they_are():
+def test_events_within_the_limit_are_kept():
     log = KvEventLog(tuple, max_pending=3)
     log.start_recording()
     log.record_stored([b"a"], None)
     log.record_stored([b"b"], b"a")
     log.record_cleared()
-    assert log.take() == (
+    assert log.take_events() == (
         BlocksStored(2, (b"a",), None),
         BlocksStored(3, (b"b",), b"a"),
         CacheCleared(4),
     )
 
 
-def test_numbers_go_on_after_a_pause():
+def test_sequence_numbers_continue_after_a_pause():
     log = KvEventLog(tuple)
     log.start_recording()
     log.record_cleared()
     log.stop_recording()
     log.record_cleared()
-    assert log.take() == ()
+    assert log.take_events() == ()
     assert log.start_recording() == (CacheCleared(2),)

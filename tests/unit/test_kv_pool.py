@@ -1,4 +1,4 @@
-"""How large the KV pool becomes, and what is said when it is too small."""
+"""Sizes of the KV pool, and the errors if it is too small."""
 
 import logging
 import re
@@ -70,11 +70,11 @@ def test_a_pool_too_small_for_one_request_says_what_to_change(flags, size_flag):
     message = caught.value.message
     assert "holds 96 tokens" in message
     assert size_flag in message
-    # Both remedies work as told.
+    # Both flags that the message names work.
     assert re.search(r"--max-model-len (\d+)", message)[1] == "96"
     assert _decide(max_model_len=96, **flags) == 6
-    told = re.search(rf"{size_flag} (\d+)(MiB)?", message)
-    remedy = int(told[1]) * (2**20 if told[2] else 1)
+    advised = re.search(rf"{size_flag} (\d+)(MiB)?", message)
+    remedy = int(advised[1]) * (2**20 if advised[2] else 1)
     field = size_flag.removeprefix("--").replace("-", "_")
     assert _decide(**{field: remedy}) >= 7
 
@@ -85,7 +85,7 @@ def test_a_pool_too_small_for_the_flag_names_the_flag():
         decide_num_blocks(config, _LAYOUT, _SPEC, 100, None)
 
 
-def test_a_pool_of_nothing_does_not_advise_a_length_of_zero():
+def test_an_empty_pool_does_not_suggest_a_length_of_zero():
     with pytest.raises(ConfigurationError) as caught:
         _decide(kv_cache_memory=1)
     assert "--max-model-len" not in caught.value.message
@@ -124,7 +124,7 @@ def _layout(head_dim=16, **flags):
     return decide_layout(EngineConfig(model="m", **flags), model, 3)
 
 
-def test_blocks_are_of_the_models_type_unless_a_flag_says_otherwise():
+def test_blocks_have_the_models_type_unless_a_flag_changes_it():
     assert _layout(block_size=8) == KvLayout(3, 2, 8, 16, "bfloat16")
     assert _layout(block_size=8, kv_cache_dtype="fp8_e4m3") == KvLayout(3, 2, 8, 16, "fp8_e4m3")
 
@@ -136,7 +136,7 @@ def test_an_unknown_type_of_kv_is_refused():
 
 @pytest.mark.parametrize(("head_dim", "block_size", "multiple"), [(6, 3, 2), (5, 6, 4)])
 def test_8_bit_heads_fill_whole_words(head_dim, block_size, multiple):
-    with pytest.raises(ConfigurationError, match=f"--block-size to a multiple of {multiple}$"):
+    with pytest.raises(ConfigurationError, match=f"it must be a multiple of {multiple}$"):
         _layout(head_dim, kv_cache_dtype="fp8_e4m3", block_size=block_size)
     layout = _layout(head_dim, kv_cache_dtype="fp8_e4m3", block_size=3 * multiple)
     assert layout.block_size * layout.head_dim % 4 == 0
@@ -183,14 +183,14 @@ def test_the_host_pool_is_4_gib_beside_a_gpu():
 
 
 @pytest.mark.parametrize("space", [None, 0, 100])
-def test_swapping_to_nowhere_is_refused_and_says_how_much_space_to_give(space):
+def test_swapping_without_a_host_pool_is_an_error_that_names_the_space_needed(space):
     config = EngineConfig(model="m", swap_space=space, preemption_mode="swap")
     with pytest.raises(
         ConfigurationError, match=r"--swap-space (\d+)MiB holds the whole"
     ) as caught:
         decide_num_host_blocks(config, _LAYOUT, 99, _CPU)
-    told = int(re.search(r"--swap-space (\d+)MiB", caught.value.message)[1])
-    config = EngineConfig(model="m", swap_space=told * 2**20, preemption_mode="swap")
+    advised = int(re.search(r"--swap-space (\d+)MiB", caught.value.message)[1])
+    config = EngineConfig(model="m", swap_space=advised * 2**20, preemption_mode="swap")
     assert decide_num_host_blocks(config, _LAYOUT, 99, _CPU) == 99
 
 
@@ -205,14 +205,14 @@ def _logged(caplog, *args):
     return caplog.text
 
 
-def test_the_log_tells_blocks_tokens_and_concurrency(caplog):
+def test_the_log_reports_blocks_tokens_and_concurrency(caplog):
     text = _logged(caplog, 10, 0, _LAYOUT, _SPEC, 64)
     assert "10 blocks of 16 tokens, 160 tokens" in text
     assert "maximum concurrency at 64 tokens per request: 2.50" in text
     assert "host" not in text
 
 
-def test_the_log_tells_of_windows_and_the_host_pool(caplog):
+def test_the_log_reports_windows_and_the_host_pool(caplog):
     spec = KvCacheSpec(block_size=16, windows=(None, 16), max_chunk=1)
     text = _logged(caplog, 30, 7, _LAYOUT, spec, 160)
     assert "30 blocks of 16 tokens, 240 tokens" in text
@@ -235,7 +235,7 @@ def test_memory_left_for_the_pool_is_the_share_less_all_else():
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (7, 5)])
-def test_a_gpu_without_8_bit_floats_is_told_before_the_model_is_loaded(monkeypatch, capability):
+def test_a_gpu_without_8_bit_floats_is_an_error_before_the_model_is_loaded(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of old")
     message = rf"--kv-cache-dtype fp8_e4m3 needs .* 8\.9 or newer; GPU of old has {capability[0]}"
@@ -245,6 +245,6 @@ def test_a_gpu_without_8_bit_floats_is_told_before_the_model_is_loaded(monkeypat
     check_kv_cache_dtype("fp8_e4m3", torch.device("cpu"))
 
 
-def test_a_gpu_with_8_bit_floats_takes_them(monkeypatch):
+def test_a_gpu_with_8_bit_floats_may_use_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_kv_cache_dtype("fp8_e4m3", torch.device("cuda"))

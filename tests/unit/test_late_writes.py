@@ -10,9 +10,10 @@ from kvstore.codec import make_headers
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover.backend import InDoubtError
-from kvstore.mover.mover import StagedMover
+from kvstore.mover.mover import BlockMover, copier_for
 from kvstore.store import GetStatus
 from tests.support.connector_rig import keys
+from tests.support.held_copier import StagedCopier
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype="float32")
 TIMEOUT_S = 10.0
@@ -21,8 +22,6 @@ NUM_SEGMENTS = 2
 
 class Peer:
     """Lends blocks of ones, twos and so on; fetches are in doubt while it `is_silent`."""
-
-    takes_frames = False
 
     def __init__(self):
         self.is_silent = self.has_settled = False
@@ -59,10 +58,10 @@ def sealed(key):
 class Rig:
     """A mover that is polled only when the test says so."""
 
-    def __init__(self, num_threads=2):
+    def __init__(self, copier_of=StagedCopier, num_threads=2):
         self.peer = Peer()
         self.woken = threading.Event()
-        self.mover = StagedMover(self.peer, self.woken.set, num_threads=num_threads)
+        self.mover = BlockMover(self.peer, self.woken.set, copier_of, num_threads)
         self.pool = torch.zeros(16, *LAYOUT.block_shape)
         self.mover.register_pool(self.pool, LAYOUT)
         self.results = []
@@ -157,8 +156,8 @@ def test_one_segment_in_doubt_holds_up_no_other_load(make_rig):
 def in_place(make_rig, monkeypatch):
     """A rig whose one thread fetches two blocks at a time straight into the pool."""
     monkeypatch.setattr("kvstore.mover.mover._LEAST_PIECE_BYTES", 2 * LAYOUT.block_bytes)
-    rig = make_rig(num_threads=1)
-    rig.peer.takes_frames = rig.peer.is_silent = True
+    rig = make_rig(copier_for, num_threads=1)
+    rig.peer.is_silent = True
     return rig
 
 
@@ -177,7 +176,7 @@ def test_a_pools_blocks_stay_held_while_a_read_may_write_there(in_place):
     assert in_place.mover.take_doubted() == [1], "the engine gives the load up"
     is_known.set()
     [job] = in_place.mover._jobs.values()
-    while job.num_open > len(in_place.mover._in_doubt):
+    while job.num_open > len(in_place.mover._doubtful._ends):
         in_place.woken.wait(0.01)
         assert in_place.mover.poll() == ([], [])
     assert in_place.mover.num_in_doubt == 2 * in_place.peer.num_fetches

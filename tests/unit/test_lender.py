@@ -9,7 +9,7 @@ from kvstore.jobs import SaveJob
 from kvstore.peer.leases import LeaseTable
 from kvstore.peer.lender import Lender
 from kvstore.peer.lent_memory import HostMemory, TailSlots
-from kvstore.transfer_form import PoolCut
+from kvstore.transfer_form import BlockSlicing
 from tests.support.peer_rig import LAYOUT, random_pool
 
 TIMEOUT_S = 10.0
@@ -40,7 +40,7 @@ def leases():
 @pytest.fixture
 def lender(leases):
     lender = Lender(leases, lambda: None)
-    pool, cut = random_pool(4, LAYOUT), PoolCut.of(LAYOUT)
+    pool, cut = random_pool(4, LAYOUT), BlockSlicing.of(LAYOUT)
     lender.register(HostMemory(pool, TailSlots(cut.object_layout, len(pool))), cut)
     yield lender
     lender.close()

@@ -1,3 +1,5 @@
+"""The cost model of loads: what it learns, predicts and gives up."""
+
 import math
 
 import pytest
@@ -17,13 +19,11 @@ class Store:
         self.latency_s = latency_s
         self.token_s = token_s
         self.now = 100.0
-        self._num_jobs = 0
 
     def load(self, num_tokens: int) -> None:
-        self._num_jobs += 1
-        self.costs.start(self._num_jobs, num_tokens, 0, self.now)
+        load = self.costs.start(num_tokens, 0, self.now)
         self.now += self.latency_s + num_tokens * self.token_s
-        self.costs.end(self._num_jobs, self.now)
+        self.costs.end(load, self.now)
 
     def may_load(self, num_tokens: int, num_queued_tokens: int = 0) -> bool:
         return self.costs.may_load(num_tokens, num_queued_tokens, self.now)
@@ -89,20 +89,18 @@ def test_only_one_load_is_tried_at_a_time():
         store.load(10)
     store.now += 5
     assert store.may_load(10)
-    store.costs.start(99, 10, 0, store.now)
+    store.costs.start(10, 0, store.now)
     assert not store.may_load(10)
 
 
-def test_a_load_that_is_given_up_tells_that_loads_take_long():
+def test_a_load_that_is_given_up_shows_that_loads_take_long():
     store = Store(latency_s=0.001)
     for _ in range(5):
         store.load(10)
-    for job in range(100, 105):
-        store.costs.start(job, 10, 0, store.now)
-        store.costs.wait(job, store.now)
-        store.now = store.costs.next_give_up
-        assert store.costs.give_up(store.now) == [job]
-        store.costs.end(job, store.now + 100)  # that it ends at last tells nothing more
+    for _ in range(5):
+        load = store.costs.start(10, 0, store.now)
+        store.now += load.patience_s
+        store.costs.give_up(load, store.now)
     assert not store.may_load(10)
 
 
@@ -113,27 +111,21 @@ def test_loads_given_up_together_count_in_full_each():
         running = []
         for _ in range(50):
             if costs.may_load(8, 0, now):
-                running.append(num_tried)
-                costs.start(num_tried, 8, 0, now)
-                costs.wait(num_tried, now)
+                running.append(costs.start(8, 0, now))
                 num_tried += 1
         now += 0.4
-        assert costs.give_up(now) == running
+        for load in running:
+            costs.give_up(load, now)
     assert num_tried < 50 + 10, "all once, and then one in five seconds"
     assert costs.predict_s(8) == pytest.approx(0.4)
 
 
 def test_patience_is_some_times_what_computing_takes():
     costs = LoadCosts(TOKEN_S)
-    for job, (num_tokens, num_queued) in enumerate([(1, 0), (100, 0), (100, 100)]):
-        costs.start(job, num_tokens, num_queued, now=50.0)
-        assert costs.next_give_up is None, "nobody waits for it"
-        costs.wait(job, now=60.0)
+    for num_tokens, num_queued in [(1, 0), (100, 0), (100, 100)]:
+        load = costs.start(num_tokens, num_queued, now=50.0)
         patience_s = max(0.25, 3 * (num_tokens + num_queued) * TOKEN_S)
-        assert costs.next_give_up == pytest.approx(60.0 + patience_s)
-        assert costs.give_up(60.0 + patience_s - 0.01) == []
-        assert costs.give_up(60.0 + patience_s + 0.01) == [job]
-        assert costs.next_give_up is None
+        assert load.patience_s == pytest.approx(patience_s)
 
 
 def test_where_nothing_may_be_computed_nothing_is_given_up():
@@ -142,38 +134,32 @@ def test_where_nothing_may_be_computed_nothing_is_given_up():
     for _ in range(10):
         store.load(10)
     assert store.may_load(10)
-    store.costs.start(99, 10, 0, store.now)
-    store.costs.wait(99, store.now)
-    assert store.costs.next_give_up is None
-    assert store.costs.give_up(1e9) == []
+    assert store.costs.start(10, 0, store.now).patience_s == math.inf
 
 
 def test_what_a_load_took_counts_and_not_when_it_was_asked_for():
     costs = LoadCosts(TOKEN_S)
-    costs.start(1, 10, 0, now=0.0)
-    costs.end(1, now=5.0, seconds=0.2)
+    load = costs.start(10, 0, now=0.0)
+    costs.end(load, now=5.0, seconds=0.2)
     assert costs.predict_s(10) == pytest.approx(0.2)
 
 
 def test_loads_that_run_side_by_side_share_their_time():
     costs = LoadCosts(TOKEN_S)
-    for job in range(8):
-        costs.start(job, 10, 0, now=0.0)
-    for job in range(8):
-        costs.end(job, 0.1 * (job + 1))
+    loads = [costs.start(10, 0, now=0.0) for _ in range(8)]
+    for index, load in enumerate(loads):
+        costs.end(load, 0.1 * (index + 1))
     assert costs.predict_s(10) == pytest.approx(0.1)
-    costs.start(8, 10, 0, now=1.0)
+    costs.start(10, 0, now=1.0)
     assert costs.predict_s(10) == pytest.approx(0.2)  # behind the one that runs
 
 
-def test_what_ended_otherwise_tells_nothing():
+def test_a_load_that_is_dropped_changes_nothing():
     costs = LoadCosts(TOKEN_S)
-    costs.start(1, 10, 0, now=0.0)
-    costs.drop(1)
-    costs.end(1, 100.0)
-    costs.drop(2)
-    costs.wait(2, 100.0)
-    assert costs.predict_s(10) == 0
+    before = costs.start(10, 0, now=0.0)
+    costs.end(before, 0.5)
+    costs.drop(costs.start(10, 0, now=1.0))
+    assert costs.predict_s(10) == pytest.approx(0.5)
 
 
 @given(
@@ -182,10 +168,10 @@ def test_what_ended_otherwise_tells_nothing():
 )
 def test_predictions_neither_fall_nor_pass_below_zero(loads, num_tokens):
     costs, now = LoadCosts(TOKEN_S), 0.0
-    for job, (size, seconds) in enumerate(loads):
-        costs.start(job, size, 0, now)
+    for size, seconds in loads:
+        load = costs.start(size, 0, now)
         now += seconds
-        costs.end(job, now)
+        costs.end(load, now)
     assert 0 <= costs.predict_s(num_tokens) <= costs.predict_s(num_tokens + 1) + 1e-9
 
 

@@ -1,4 +1,4 @@
-"""Reading config.json: what is understood, what is refused by name, and rotary scaling."""
+"""Reading config.json: supported fields, errors for unsupported ones, rotary scaling."""
 
 import dataclasses
 

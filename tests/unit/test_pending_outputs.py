@@ -1,6 +1,6 @@
 """Outputs that wait for a reader merge without loss."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import common_pb2, request_pb2
@@ -24,6 +24,7 @@ def all_of(*outputs):
     return [(o.index, list(o.token_ids), o.finish_reason, o.is_last) for o in taken]
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6))
 def test_merging_keeps_every_token_in_order(steps):
     pending = PendingOutputs()

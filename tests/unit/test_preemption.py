@@ -1,4 +1,4 @@
-"""Who gives way, how, and how it comes back."""
+"""Which group is preempted, how, and how it returns."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SWAP = {"preemption_mode": "swap", "enable_prefix_caching": False}
 
 
 def step_until_preempted(driven: DrivenScheduler) -> list[str]:
-    """Steps until somebody gives way; returns who still runs."""
+    """Steps until a group is preempted; returns the ids of those that still run."""
     for _ in range(100):
         driven.step()
         if driven.scheduler.load().num_preemptions:
@@ -113,7 +113,7 @@ def test_auto_does_what_is_quicker(block_s: float, swaps: bool) -> None:
 
 
 def test_what_beams_have_reported_is_kept_over_a_swap() -> None:
-    """The third gives way; its fenced blocks delay one beam of the second, which has to go
+    """The third is preempted; its fenced blocks delay one beam of the second, which is preempted
     too when the first needs a block, though its other beams have reported.
     """
     driven = DrivenScheduler(num_blocks=14, num_host_blocks=50, max_num_seqs=8, **SWAP)

@@ -188,7 +188,7 @@ def test_followers_hear_what_came_before_each_block() -> None:
     driven.scheduler.prefetch(rest)
     (load,) = driven.work().loads
     driven.scheduler.apply(TransferResults(loads=(LoadResult(load.job_id, 3),)))
-    (stored,) = driven.scheduler.kv.events.take()
+    (stored,) = driven.scheduler.kv.events.take_events()
     assert isinstance(stored, BlocksStored)
     assert (stored.keys, stored.parent) == ((second, third, fourth), first)
 

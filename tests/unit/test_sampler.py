@@ -1,4 +1,4 @@
-"""Draws: distribution, filters, and that nothing but a row's own input matters."""
+"""Draws: their distribution, filters, and independence of other rows."""
 
 import math
 
@@ -41,7 +41,7 @@ def _random_logits(rows, vocab, seed=0, scale=3.0):
 
 
 def _counts(logits, draw, num_draws):
-    """How often each token is drawn over `num_draws` positions: `[vocab]`."""
+    """Counts how often each token is drawn over `num_draws` positions: `[vocab]`."""
     rows = logits.expand(num_draws, -1)
     tokens = _draw_tokens(rows, [draw] * num_draws, list(range(num_draws)))
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
@@ -128,7 +128,7 @@ def test_tokens_that_tie_with_the_last_kept_are_kept():
 
 
 def _kept(logits, draws):
-    """Which tokens the filters leave: `[rows, vocab]` bool."""
+    """Returns which tokens remain after the filters: `[rows, vocab]` bool."""
     (chunk,) = _prepare(draws).random
     distance = (logits - logits.amax(-1, keepdim=True)).double()
     scaled = distance / chunk.table.temperature.unsqueeze(-1)

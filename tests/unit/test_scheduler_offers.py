@@ -10,11 +10,11 @@ class Lender:
     """A prefill engine whose blocks are lent.
 
     Args:
-        num_blocks: of its pool.
-        failing: which of its saves fail, as they come.
+        num_blocks: KV blocks in its pool.
+        failing: whether each save fails, in order.
 
     Attributes:
-        handoffs: those that were told; None for a prompt without.
+        handoffs: handoffs that were sent; None for a prompt without one.
         offered: leases, in order.
         ended: leases, in order.
         late: leases that something was saved for after their end.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.request import RequestOutput
 from kvstore.jobs import SaveJob
 from tests.support.checked_engine import CheckedEngine, CheckedRequest
 from tests.support.driven_scheduler import DrivenScheduler, request
@@ -113,7 +114,9 @@ def test_overlapped_steps_publish_what_the_readable_loop_does(windows: Windows) 
     other = engine_with(stores[1], windows)
     add(other, 40)
     step_and_end_jobs(other, 2)
-    (output,) = other.core.step()
+    outputs: list[RequestOutput] = []
+    other.core.run_step(outputs.extend)
+    (output,) = outputs
     assert output.cached_tokens == 36
 
 

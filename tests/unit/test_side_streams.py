@@ -10,10 +10,10 @@ import torch
 
 from kvstore.mover.side_streams import SideStreamCopier
 from kvstore.mover.staging import Segment
-from kvstore.transfer_form import PoolCut
+from kvstore.transfer_form import BlockSlicing
 from tests.support.connector_rig import LAYOUT
 
-CUT = PoolCut.of(LAYOUT)
+CUT = BlockSlicing.of(LAYOUT)
 
 
 class Stream:

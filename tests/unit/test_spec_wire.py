@@ -4,7 +4,7 @@ import time
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
@@ -52,6 +52,7 @@ SPEC = RequestSpec(
 )
 
 
+@settings(deadline=None)
 @given(PARAMS)
 def test_params_come_back(params):
     assert params_from_proto(sampling_to_proto(params), stopping_to_proto(params)) == params

@@ -5,10 +5,11 @@ from itertools import permutations
 import pytest
 import torch
 
-from kvstore.block_views import view_blocks
 from kvstore.codec import seal, verify
 from kvstore.layout import KvLayout
+from kvstore.mover.pool_objects import view_blocks
 from kvstore.mover.staging import StagingBuffers, slots_per_segment
+from kvstore.store import KvObject
 
 _LAYOUTS = [
     KvLayout(num_layers=2, num_kv_heads=3, block_size=4, head_dim=5, dtype=dtype)
@@ -58,16 +59,16 @@ def test_what_lies_behind_a_tail_does_not_leave_the_process(layout):
 def test_a_block_of_another_type_is_refused_under_its_own_key(ours, theirs):
     """Should one ever lie there, which namespaces prevent."""
     written = _segment(theirs).slots[0]
-    seal([written.frame], [b"key"])
-    assert verify([written.frame], [b"key"])
+    seal([written], [b"key"])
+    assert verify([written], [b"key"])
     read = bytes(written.payload)[: ours.block_bytes].ljust(ours.block_bytes, b"\0")
-    assert not verify([(written.header, memoryview(read))], [b"key"])
+    assert not verify([KvObject(written.header, memoryview(read))], [b"key"])
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS, ids=lambda layout: layout.dtype)
 def test_a_changed_last_byte_is_found(layout):
     """In 8 bits, a factor's."""
     slot = _segment(layout).slots[0]
-    seal([slot.frame], [b"key"])
+    seal([slot], [b"key"])
     slot.payload[-1] ^= 1
-    assert not verify([slot.frame], [b"key"])
+    assert not verify([slot], [b"key"])

@@ -7,6 +7,7 @@ import pytest
 
 from baton.errors import ConfigurationError
 from kvstore import registry
+from kvstore.conformance.objects import as_object
 from kvstore.connector import ConnectorCapabilities
 from kvstore.handoff import connector_name
 from kvstore.registry import connector_capabilities, open_connector, open_store
@@ -89,7 +90,7 @@ def test_a_memory_name_has_one_set_of_options_and_lives_as_long_as_its_users():
     second = open_store("memory://unit?max_bytes=1MiB")
     with pytest.raises(ConfigurationError, match="max_bytes=1048576"):
         open_store("memory://unit")
-    first.put_many([b"k" * 32], [memoryview(b"value")])
+    first.put([b"k" * 32], [as_object(b"value")])
     first.close()
     first.close()
     assert second.contains_prefix([b"k" * 32]) == 1

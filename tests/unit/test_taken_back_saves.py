@@ -1,4 +1,4 @@
-"""What a request has published and nobody may load, or nobody will, leaves the store."""
+"""Saved blocks that no request may or will load are deleted from the store."""
 
 from kvstore.jobs import ConnectorWork, SaveJob
 from tests.support.driven_scheduler import DrivenScheduler, handed_over
@@ -7,11 +7,11 @@ PUBLISHES = {"with_connector": True, "role": "decode", "kv_publish": "1"}
 
 
 class Published:
-    """What a scheduler has published and taken back so far.
+    """What a scheduler has saved and deleted so far.
 
     Attributes:
-        keys: of all saves.
-        open: saves whose result is not in.
+        keys: keys of all saves.
+        open: save jobs whose result is not in.
         deleted: keys that were deleted.
     """
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_cache.spec import KvCacheSpec
-from engine.kv_transfer.blocks import TransferBlocks, TransferItem, held_by
-from engine.kv_transfer.prefetches import PromptBlock, PromptParts
+from engine.kv_transfer.blocks import PromptBlock, TransferBlocks, TransferItem, held_by
+from engine.kv_transfer.prefetches import PromptParts
 from kvstore.block_key import BlockKeyChain, layer_group_key
 from kvstore.handoff import KvHandoff
 

@@ -5,7 +5,7 @@ import pytest
 from baton.errors import ConfigurationError
 from kvstore.block_key import BlockKeyChain, derive_namespace
 from kvstore.layout import KvLayout
-from kvstore.transfer_form import HeadShare, PoolCut, TransferForm, object_runs
+from kvstore.transfer_form import BlockSlicing, HeadShare, TransferForm, object_runs
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=4, block_size=16, head_dim=6, dtype="bfloat16")
 
@@ -32,7 +32,7 @@ def test_a_form_is_told_in_words() -> None:
 
 
 def test_without_a_form_blocks_go_as_they_are() -> None:
-    cut = PoolCut.of(LAYOUT)
+    cut = BlockSlicing.of(LAYOUT)
     assert cut.is_native
     assert cut.object_layout == LAYOUT
     assert cut.object_keys([b"a", b"b"]) == (b"a", b"b")
@@ -40,7 +40,7 @@ def test_without_a_form_blocks_go_as_they_are() -> None:
 
 
 def test_a_share_of_the_heads_alone_is_one_slice() -> None:
-    first, second = (PoolCut.of(LAYOUT, share=HeadShare(rank, 2)) for rank in (0, 1))
+    first, second = (BlockSlicing.of(LAYOUT, share=HeadShare(rank, 2)) for rank in (0, 1))
     assert first.is_native
     assert second.is_native
     assert first.form == second.form == TransferForm(16, "bfloat16", 2)
@@ -52,9 +52,9 @@ def test_a_share_of_the_heads_alone_is_one_slice() -> None:
 def test_shares_of_one_model_name_the_slices_of_the_whole() -> None:
     form = TransferForm(16, "bfloat16", 4)
     keys = [b"a", b"b", b"c"]
-    whole = PoolCut(LAYOUT, form)
+    whole = BlockSlicing(LAYOUT, form)
     half = KvLayout(2, 2, 16, 6, "bfloat16")
-    parts = [PoolCut(half, form, HeadShare(rank, 2)) for rank in (0, 1)]
+    parts = [BlockSlicing(half, form, HeadShare(rank, 2)) for rank in (0, 1)]
     assert whole.object_layout == parts[0].object_layout == parts[1].object_layout
     assert len(set(whole.object_keys(keys))) == 12
     for index in range(len(keys)):
@@ -67,10 +67,10 @@ def test_shares_of_one_model_name_the_slices_of_the_whole() -> None:
 
 def test_slices_of_layers_are_numbered_before_those_of_heads() -> None:
     form = TransferForm(16, "bfloat16", num_head_slices=2, num_layer_slices=2)
-    whole = PoolCut(LAYOUT, form)
+    whole = BlockSlicing(LAYOUT, form)
     assert whole.objects_per_block == 4
     half = KvLayout(2, 2, 16, 6, "bfloat16")
-    parts = [PoolCut(half, form, HeadShare(rank, 2)) for rank in (0, 1)]
+    parts = [BlockSlicing(half, form, HeadShare(rank, 2)) for rank in (0, 1)]
     assert all(part.is_native for part in parts)
     assert whole.object_layout == parts[0].object_layout == KvLayout(1, 2, 16, 6, "bfloat16")
     first, second, third, fourth = whole.object_keys([b"a"])
@@ -80,7 +80,7 @@ def test_slices_of_layers_are_numbered_before_those_of_heads() -> None:
 
 
 def test_layers_of_a_block_lie_in_their_order() -> None:
-    cut = PoolCut(LAYOUT, TransferForm(16, "bfloat16", num_layer_slices=2))
+    cut = BlockSlicing(LAYOUT, TransferForm(16, "bfloat16", num_layer_slices=2))
     assert cut.is_native
     half = LAYOUT.block_bytes // 2
     assert object_runs(cut, 6) == (3, ((0, half),))
@@ -103,21 +103,21 @@ def test_layers_of_a_block_lie_in_their_order() -> None:
 )
 def test_what_cannot_be_cut_is_refused(form: TransferForm, share: HeadShare, told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
-        PoolCut(LAYOUT, form, share)
+        BlockSlicing(LAYOUT, form, share)
 
 
 def test_a_whole_block_is_one_run() -> None:
-    assert object_runs(PoolCut.of(LAYOUT), 5) == (5, ((0, LAYOUT.block_bytes),))
+    assert object_runs(BlockSlicing.of(LAYOUT), 5) == (5, ((0, LAYOUT.block_bytes),))
     narrow = KvLayout(2, 4, 16, 6, "fp8_e4m3")
-    assert object_runs(PoolCut.of(narrow), 2) == (2, ((0, narrow.block_bytes),))
+    assert object_runs(BlockSlicing.of(narrow), 2) == (2, ((0, narrow.block_bytes),))
 
 
 def test_bytes_of_another_type_lie_nowhere() -> None:
-    assert object_runs(PoolCut(LAYOUT, TransferForm(16, "float16")), 0) is None
+    assert object_runs(BlockSlicing(LAYOUT, TransferForm(16, "float16")), 0) is None
 
 
 def test_slices_of_whole_blocks_are_a_run_per_layer_k_and_v() -> None:
-    cut = PoolCut(LAYOUT, TransferForm(16, "bfloat16", 2))
+    cut = BlockSlicing(LAYOUT, TransferForm(16, "bfloat16", 2))
     half = 2 * 16 * 6 * 2
     expected = tuple((half * index, half) for index in (1, 3, 5, 7))
     assert object_runs(cut, 7) == (3, expected)

@@ -1,4 +1,4 @@
-"""What lies in an `ObjectFolder`: its objects by age, and the files that have no name."""
+"""Lists an `ObjectFolder`: its objects by age, and the files that are not objects yet."""
 
 import os
 import re
@@ -16,7 +16,7 @@ _SWEEP_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True, order=True)
 class FoundObject:
-    """One object as a listing saw it; the least recently touched sorts first."""
+    """An object as a listing found it; the least recently touched sorts first."""
 
     touched_ns: int
     num_bytes: int
@@ -25,12 +25,12 @@ class FoundObject:
 
 @dataclass(frozen=True, slots=True)
 class UnnamedFile:
-    """A file without an object's name.
+    """A file that does not have an object's name.
 
     Attributes:
-        path: where it is.
+        path: of the file.
         num_bytes: its size.
-        is_held: whether a writer lives who has locked it.
+        is_held: whether a living writer has locked it.
     """
 
     path: str
@@ -39,7 +39,7 @@ class UnnamedFile:
 
 
 def list_objects(folder: str) -> list[FoundObject]:
-    """The objects in a folder's shards, the least recently touched first."""
+    """Returns the objects in a folder's shards, the least recently touched first."""
     return sorted(_walk(folder))
 
 
@@ -51,14 +51,14 @@ def _walk(folder: str) -> Iterator[FoundObject]:
             for file in files:
                 try:
                     status = file.stat(follow_symlinks=False)
-                except FileNotFoundError:  # not by one of us, who hold the lock
+                except FileNotFoundError:  # removed by another program: this process holds the lock
                     continue
                 if stat.S_ISREG(status.st_mode) and _OBJECT_NAME.fullmatch(file.name):
                     yield FoundObject(status.st_mtime_ns, status.st_size, file.path)
 
 
 def list_unnamed(folder: str) -> list[UnnamedFile]:
-    """The files that have no object's name, at least not yet."""
+    """Returns the files in a folder that are not objects, or not yet."""
     with os.scandir(folder) as files:
         paths = [file.path for file in files]
     return [found for path in paths if (found := _look_at(path)) is not None]
@@ -67,7 +67,7 @@ def list_unnamed(folder: str) -> list[UnnamedFile]:
 def _look_at(path: str) -> UnnamedFile | None:
     try:
         fd = os.open(path, _SWEEP_FLAGS)
-    except OSError:  # gone, or foreign
+    except OSError:  # removed meanwhile, or not a writer's
         return None
     try:
         return UnnamedFile(path, os.fstat(fd).st_size, is_held=not try_lock(fd))

@@ -1,46 +1,51 @@
-"""`FolderSpace`: the bound of an `ObjectFolder`, and what goes to keep it.
+"""`FolderSpace`: the bound of a folder of objects, and what is removed to keep it.
 
-    folder/objects/ab/ab12…   an object; the name is its key in hex
+    folder/objects/ab/ab12…   an object; the file name is its key in hex
     folder/temporary/…        a file reserved for a new object, locked by its writer
-    folder/ledger             bytes in use, and the lock of whoever changes them
+    folder/ledger             bytes in use; also the folder's lock (`SpaceLedger`)
 
-- Lock: names come and go only under the ledger's lock, so that two writers
+- Lock: names are made and removed only under the ledger's lock, so that two writers
   cannot both find a name free, and the ledger stays exact.
 - Age: a file's modification time is its last touch.
-- Bound: every writer reserves its bytes in the ledger first. When they would
-  exceed the bound, the writer removes the oldest objects; see `BoundedSpace`.
-- Leases: no lock keeps a touch from coming between a look at an object and its
-  removal. So it first loses its name, which makes touches fail, and gets it back
-  if it was touched meanwhile.
-- Readers: the memory of an object that is removed while it is read counts as
-  free. It is so a moment later, when the last reader closes it.
-- Crashes: a writer holds `flock` on its temporary file. One that nobody holds
-  is a dead writer's, and the next listing removes it.
+- Bound: every writer reserves its bytes in the ledger first. If they would exceed the
+  bound, the writer removes the oldest objects; see `BoundedSpace`.
+- Leases: a touch takes no lock, so it may come between a look at an object and its
+  removal. So the object first loses its name, which makes touches fail, and gets it
+  back if it was touched meanwhile.
+- Readers: the memory of an object that is removed while it is read counts as free. It is
+  free a moment later, when the last reader closes the file.
+- Crashes: a writer holds `flock` on its temporary file. If the lock is free, the writer
+  is dead, and the next listing removes the file.
 """
 # ruff: noqa: PTH104, PTH108  paths are strings: making a `Path` costs as much as the call
 
 import os
 import stat
+import struct
 import time
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
+from typing_extensions import override
+
 from kvstore.store import StoreUnavailableError
 from kvstore.stores.bounded_space import BoundedSpace
 from kvstore.stores.file.folder_listing import FoundObject, list_objects, list_unnamed
-from kvstore.stores.file.space_ledger import SpaceLedger
-from kvstore.stores.files import create_locked, status_of
+from kvstore.stores.files import FileLock, create_locked, status_of
 from kvstore.url import StoreLimits
 
 __all__ = ["FolderSpace", "ReservedFile"]
 
+_NUMBER = struct.Struct("<Q")
+
 
 @dataclass(frozen=True, slots=True)
 class ReservedFile:
-    """A file of the full size of a new object; open and locked."""
+    """An open and locked file of the full size of a new object."""
 
     path: str
     fd: int
@@ -48,12 +53,13 @@ class ReservedFile:
 
 
 class FolderSpace(BoundedSpace[FoundObject]):
-    """One process's share in keeping a folder's bound. Methods raise `OSError` where the
-    file system refuses.
+    """One process's access to a bounded folder.
+
+    Methods raise `OSError` if the file system refuses.
 
     Args:
         folder: the folder, which exists.
-        limits: as the URL says.
+        limits: the URL's.
 
     Attributes:
         objects_folder: the folder of the objects' shards.
@@ -85,15 +91,15 @@ class FolderSpace(BoundedSpace[FoundObject]):
         )
 
     def num_bytes(self) -> int:
-        """Bytes in use; counts expired objects until a listing removes them."""
+        """Returns the bytes in use; counts expired objects until a listing removes them."""
         return self._ledger.peek_object_bytes()
 
     def close(self) -> None:
-        """Closes the ledger. Once."""
+        """Closes the ledger. Called once."""
         self._ledger.close()
 
     def locked(self) -> AbstractContextManager[None]:
-        """Holds the folder's lock, which all that changes it needs; see `SpaceLedger.locked`."""
+        """Holds the folder's lock, which every change needs; see `FileLock.locked`."""
         return self._ledger.locked()
 
     def reserve(self, num_bytes: int) -> ReservedFile:
@@ -104,7 +110,7 @@ class FolderSpace(BoundedSpace[FoundObject]):
         return ReservedFile(path, fd, num_bytes)
 
     def commit(self, reserved: ReservedFile, path: str) -> bool:
-        """Makes a written file an object; False if another writer was first."""
+        """Makes a written file an object; returns False if another writer was first."""
         status = status_of(path)
         if status is not None and not self.is_alive(status):
             self.remove(path)
@@ -116,13 +122,13 @@ class FolderSpace(BoundedSpace[FoundObject]):
         return True
 
     def give_back(self, reserved: ReservedFile) -> None:
-        """Undoes a reservation, unless the file became an object."""
+        """Removes a reserved file, unless it became an object."""
         with suppress(FileNotFoundError):
             os.unlink(reserved.path)
             self._ledger.object_bytes -= reserved.num_bytes
 
     def remove(self, path: str) -> bool:
-        """Removes an object; whether it was there and alive."""
+        """Removes an object; returns whether it was there and alive."""
         status = status_of(path)
         if status is None or not stat.S_ISREG(status.st_mode):
             return False
@@ -134,41 +140,47 @@ class FolderSpace(BoundedSpace[FoundObject]):
         return is_alive
 
     def _discard(self, path: str, num_bytes: int) -> None:
-        """Removes the file that an object left."""
+        """Removes the renamed file of an object."""
         os.unlink(path)
         self._ledger.object_bytes -= num_bytes
 
+    @override
     def _now_ns(self) -> int:
         return time.time_ns()
 
+    @override
     def _object_bytes(self) -> int:
         return self._ledger.object_bytes
 
+    @override
     def _find_objects(self) -> list[FoundObject]:
-        """Corrects the ledger too."""
+        """Corrects the ledger, too."""
         objects = list_objects(self.objects_folder)
         self._ledger.object_bytes = sum(found.num_bytes for found in objects)
         self._sweep()
         return objects
 
+    @override
     def _expire(self, listed: FoundObject) -> None:
         self.remove(listed.path)
 
     def _sweep(self) -> None:
-        """Counts the unnamed files that are held; the others go."""
+        """Counts the reserved files of living writers; removes those of dead ones."""
         for file in list_unnamed(self._temporary_folder):
             if file.is_held:
                 self._ledger.object_bytes += file.num_bytes
             else:
                 os.unlink(file.path)
 
+    @override
     def _bytes_if_untouched(self, listed: FoundObject) -> int | None:
         status = status_of(listed.path)
         is_as_listed = status is not None and status.st_mtime_ns == listed.touched_ns
         return listed.num_bytes if is_as_listed else None
 
+    @override
     def _evict(self, listed: FoundObject) -> None:
-        """But not if it was touched after it was looked at: a touch needs no lock."""
+        """Keeps the object if it was touched since it was looked at: a touch needs no lock."""
         aside = next(self._unnamed_paths)
         os.rename(listed.path, aside)
         if os.lstat(aside).st_mtime_ns != listed.touched_ns:
@@ -177,3 +189,48 @@ class FolderSpace(BoundedSpace[FoundObject]):
         self._discard(aside, listed.num_bytes)
         is_expired = listed.touched_ns < time.time_ns() - self._ttl_ns
         self.counters.count_removals(evictions=not is_expired, expirations=is_expired)
+
+
+class SpaceLedger:
+    """How many bytes a folder's objects take, in a small file that is also the folder's lock.
+
+    The number is little-endian and changes only under an exclusive `flock`, so that all writers
+    together keep to one bound without listing the folder. A crash can leave it wrong; the next
+    listing corrects it.
+
+    Args:
+        path: the ledger's file; made if absent.
+        timeout_s: longest that `locked` waits.
+
+    Attributes:
+        object_bytes: bytes of objects, including those being written. Read and changed only under
+            `locked`, which writes it to the file at its end.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self._lock = FileLock(path, timeout_s)
+        self.object_bytes = 0
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the folder's lock; see `FileLock.locked`."""
+        with self._lock.locked():
+            self.object_bytes = self.peek_object_bytes()
+            try:
+                yield
+            finally:
+                number = _NUMBER.pack(max(0, self.object_bytes))
+                os.pwrite(self._lock.fd, number, 0)
+
+    def peek_object_bytes(self) -> int:
+        """Returns the number in the file, 0 if a crash left less than a number; needs no lock."""
+        written = os.pread(self._lock.fd, _NUMBER.size, 0)
+        number: int = _NUMBER.unpack(written.ljust(_NUMBER.size, b"\0"))[0]
+        return number
+
+    def close(self) -> None:
+        """Closes the file, after the lock was released."""
+        self._lock.close()

@@ -1,24 +1,40 @@
-"""`file:///path`: one file per object, shared by whoever mounts the folder.
+"""`file:///path`: one file per object, shared by the processes that mount the folder.
 
-`kvstore.stores.file.object_folder` says how objects lie there.
+`kvstore.stores.file.folder_space` describes how the folder is laid out, locked and bounded. An
+object is written whole to a reserved file, which is then renamed to the object's name unless that
+exists. So an object appears whole or not at all, and is never replaced. With `fsync=commit` it is
+on the disk before it gets its name; without, the codec's digest detects what a power cut tore.
+
+Bytes are written and read without the folder's lock. A batch of new objects takes the lock twice,
+reads and look-ups do not take it. Files that are not regular or do not have an object's name are
+never read, and left alone.
 """
 
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from kvstore.store import StoreCapabilities
-from kvstore.stores.base import PartsStore
-from kvstore.stores.file.folder_space import FolderSpace
-from kvstore.stores.file.object_folder import ObjectFolder
+from typing_extensions import override
+
+from kvstore.store import GetStatus, KvObject, StoreCapabilities
+from kvstore.stores.base import SharedStore, batches
+from kvstore.stores.file.folder_space import FolderSpace, ReservedFile
+from kvstore.stores.files import read_all, status_of, sync_folder, touch, write_all
 from kvstore.url import LIMIT_OPTIONS, StoreUrl, usable_folder
 
-__all__ = ["FileStore"]
+__all__ = ["FileStore", "ObjectFolder"]
 
 _DEFAULT_MAX_BYTES = 16 << 30
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NOT_AN_OBJECT = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES)
 
 
-class FileStore(PartsStore):
-    """`file:///path`: objects on a disk."""
+class FileStore(SharedStore):
+    """A store on a disk; made by `from_url`."""
 
     capabilities = StoreCapabilities(
         shared_between_processes=True,
@@ -26,18 +42,19 @@ class FileStore(PartsStore):
         survives_restart=True,
         takes_max_bytes=True,
         keeps_leases=True,
-        takes_frames=True,
     )
 
     @classmethod
+    @override
     def from_url(cls, url: str) -> Self:
-        """Opens `file:///path?ttl_s=&lease_s=&max_bytes=&timeout_s=&fsync=`, making the folder
-        if absent.
+        """Opens `file:///path?ttl_s=&lease_s=&max_bytes=&timeout_s=&fsync=`; makes the folder.
 
-        `fsync` is "never" or "commit": then a put returns once its objects are on the disk.
+        `fsync` is "never" or "commit". With "commit", a put returns once its objects are on the
+        disk.
 
         Raises:
-            ConfigurationError: no absolute path; a bad option; an unusable folder.
+            ConfigurationError: the path is not absolute; an option is wrong; the folder cannot be
+                used.
         """
         parts = StoreUrl.parse(url, (*LIMIT_OPTIONS, "fsync"))
         syncs = parts.choice("fsync", "never", "commit") == "commit"
@@ -47,3 +64,140 @@ class FileStore(PartsStore):
         with usable_folder(parts, Path(parts.path)) as path:
             space = FolderSpace(path, limits)
         return cls(ObjectFolder(space, syncs=syncs), limits)
+
+
+@dataclass(frozen=True, slots=True)
+class _NewObject:
+    """An object that is being put: its final path, its bytes, and its file until then."""
+
+    path: str
+    content: KvObject
+    file: ReservedFile
+
+
+class ObjectFolder:
+    """The objects of one folder; implements `StoredObjects`.
+
+    Args:
+        space: the folder, its bound and its lock.
+        syncs: whether a put returns only once its objects are on the disk.
+    """
+
+    def __init__(self, space: FolderSpace, *, syncs: bool) -> None:
+        self._space = space
+        self._syncs = syncs
+        self.counters = space.counters
+
+    @property
+    def oldest_age_s(self) -> float | None:
+        """Seconds since the oldest object was touched; see `BoundedSpace.oldest_age_s`."""
+        return self._space.oldest_age_s
+
+    def count_prefix(self, keys: Sequence[bytes]) -> int:
+        """Counts and touches the leading keys that exist, without the folder's lock."""
+        paths = map(self._path, keys)
+        missing = (i for i, path in enumerate(paths) if not self._touch_if_alive(path))
+        return next(missing, len(keys))
+
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
+        """Reads and touches objects, without the folder's lock."""
+        pairs = zip(map(self._path, keys), objects, strict=True)
+        return [self._read_into(path, there) for path, there in pairs]
+
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        """Commits new objects batch by batch; touches those that exist."""
+        named = zip(map(self._path, keys), objects, strict=True)
+        new = (pair for pair in named if not self._touch_if_alive(pair[0]))
+        for batch in batches(new, self._space.max_bytes):
+            self._put_batch(batch)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Removes objects under the folder's lock; returns how many were alive."""
+        with self._space.locked():
+            return sum(self._space.remove(self._path(key)) for key in keys)
+
+    def num_bytes(self) -> int:
+        """Returns the bytes in use; see `FolderSpace.num_bytes`."""
+        return self._space.num_bytes()
+
+    def close(self) -> None:
+        """Closes the folder's ledger."""
+        self._space.close()
+
+    def _path(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._space.objects_folder}/{name[:2]}/{name}"
+
+    def _read_into(self, path: str, there: KvObject) -> GetStatus:
+        with _opened(path) as fd:
+            if fd is None or not self._space.is_alive(status := os.fstat(fd)):
+                return GetStatus.MISSING
+            if status.st_size != there.nbytes or not read_all(fd, there):
+                return GetStatus.WRONG_SIZE
+            # An object that was evicted meanwhile is not a hit, because a hit has a lease.
+            return GetStatus.HIT if _touch(path) else GetStatus.MISSING
+
+    def _touch_if_alive(self, path: str) -> bool:
+        return self._space.is_alive(status_of(path)) and _touch(path)
+
+    def _put_batch(self, batch: Sequence[tuple[str, KvObject]]) -> None:
+        """Writes objects that did not exist a moment ago."""
+        opened: list[_NewObject] = []
+        try:
+            self._reserve(batch, opened)
+            for new in opened:
+                self._write(new)
+            with self._space.locked():
+                late = [n.path for n in opened if not self._space.commit(n.file, n.path)]
+            if self._syncs:
+                for shard in {Path(new.path).parent for new in opened}:
+                    sync_folder(shard)
+        except OSError:
+            with self._space.locked():
+                for new in opened:
+                    self._space.give_back(new.file)
+            raise
+        finally:
+            for new in opened:
+                os.close(new.file.fd)
+        for path in late:
+            self._touch_if_alive(path)
+
+    def _reserve(self, batch: Sequence[tuple[str, KvObject]], opened: list[_NewObject]) -> None:
+        """Makes room and files for a batch."""
+        with self._space.locked():
+            self._space.make_room(sum(content.nbytes for _, content in batch))
+            for path, content in batch:
+                file = self._space.reserve(content.nbytes)
+                opened.append(_NewObject(path, content, file))
+
+    def _write(self, new: _NewObject) -> None:
+        write_all(new.file.fd, new.content)
+        touch(new.file.fd)
+        if self._syncs:
+            os.fsync(new.file.fd)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int | None]:
+    """Opens an object's file for reading; yields None if there is none."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+    except OSError as error:
+        if error.errno not in _NOT_AN_OBJECT:
+            raise
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _touch(path: str) -> bool:
+    """Touches an object; returns False if it no longer exists."""
+    try:
+        touch(path)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,45 +1,53 @@
-"""Connections to Redis servers whose every wait ends with the call that waits.
+"""Connections to Redis servers on which every wait is bounded by the deadline of the call.
 
-redis-py's connections, with a `ReplyReader` for a parser and socket timeouts
-that are what is left of the calling thread's time: connecting, TLS and logging
-in, sending and receiving together take no longer, however slowly a server
-trickles. Only the resolution of host names is the system's own.
+They are redis-py's connections with a `ReplyReader` as parser and with socket timeouts set to
+what is left of the calling thread's time: connecting, TLS, logging in, sending and receiving
+together take no longer than the call may, however slowly a server answers. Only resolving host
+names is outside this bound.
 """
 
 import math
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from redis import Connection, SSLConnection
-from redis.connection import PythonRespSerializer
+from redis import ConnectionError as RedisConnectionError
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
+from kvstore.store import KvObject
 from kvstore.stores.redis.reply import Reply, ReplyReader
 
 __all__ = [
+    "Argument",
     "BoundedConnection",
     "BoundedSentinelConnection",
     "BoundedSentinelTlsConnection",
     "BoundedTlsConnection",
     "CallDeadline",
+    "pack",
 ]
 
+Argument: TypeAlias = "bytes | str | int | KvObject"
+"""An argument of a command. The views of an object are one value."""
+
 _READ_BYTES = 64 << 10
-_JOINED_WRITE_BYTES = 6000
+_JOINED_WRITE_BYTES = 6000  # shorter values are copied together, as that is quicker
+_MAX_BUFFERS_PER_SEND = 1024  # IOV_MAX of Linux
 
 
 class CallDeadline(threading.local):
-    """When the calling thread's call on a store must be over."""
+    """The time at which the calling thread's call on a store must end."""
 
     _ends_at = math.inf
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """What is done inside takes at most so long, and no longer than what is outside."""
+        """Limits the block to `seconds`, and to the limit of any block around it."""
         outer_end = self._ends_at
         self._ends_at = min(outer_end, time.monotonic() + seconds)
         try:
@@ -48,10 +56,10 @@ class CallDeadline(threading.local):
             self._ends_at = outer_end
 
     def left_s(self) -> float:
-        """Seconds that are left.
+        """Returns the seconds left.
 
         Raises:
-            TimeoutError: none are.
+            TimeoutError: none are left.
         """
         left_s = self._ends_at - time.monotonic()
         if left_s <= 0:
@@ -60,10 +68,10 @@ class CallDeadline(threading.local):
 
     @contextmanager
     def locked(self, lock: "threading.Lock | threading.Semaphore") -> Iterator[None]:
-        """Holds a lock or one of a semaphore's places.
+        """Holds a lock, or one place of a semaphore.
 
         Raises:
-            TimeoutError: others held it for all the time that was left.
+            TimeoutError: other threads held it for all the time that was left.
         """
         if not lock.acquire(timeout=self.left_s()):
             raise TimeoutError("other calls on the store wait for the server")
@@ -74,11 +82,11 @@ class CallDeadline(threading.local):
 
 
 class _Bounded:
-    """Makes one of redis-py's connections keep to a deadline. Its pool must say `protocol=2`.
+    """Bounds the waits of a redis-py connection. Its pool must be made with `protocol=2`.
 
     Args:
         deadline: of the thread that uses the connection.
-        longest_wait_s: for one answer, where others may be asked instead.
+        longest_wait_s: for one answer, where another server may be asked instead.
         settings: what the connection's own class takes.
     """
 
@@ -90,50 +98,73 @@ class _Bounded:
     ) -> None:
         self._deadline = deadline
         self._longest_wait_s = longest_wait_s
-        super().__init__(  # type: ignore[call-arg]
-            parser_class=ReplyReader,
-            socket_read_size=_READ_BYTES,
-            command_packer=PythonRespSerializer(_JOINED_WRITE_BYTES, _encode),
-            **settings,
+        super().__init__(  # type: ignore[call-arg]  # of redis-py's class, which comes second
+            parser_class=ReplyReader, socket_read_size=_READ_BYTES, **settings
         )
 
     def left_s(self) -> float:
-        """Seconds that the next wait may take.
+        """Returns the seconds that the next wait may take.
 
         Raises:
-            TimeoutError: none.
+            TimeoutError: none are left.
         """
         return min(self._longest_wait_s, self._deadline.left_s())
 
     @property
     def socket(self) -> socket.socket | Any:
-        """The socket, which may speak TLS; None once disconnected."""
+        """The socket, plain or TLS; None once disconnected."""
         return self._sock
 
     @property
     def socket_timeout(self) -> float:
-        """What redis-py gives a socket for the time that it connects and shakes hands."""
+        """The timeout that redis-py sets while it connects and shakes hands."""
         return self.left_s()
 
     @socket_timeout.setter
     def socket_timeout(self, value: float | None) -> None:
-        """redis-py sets what it was told, which is nothing."""
+        """Ignores redis-py's own setting, which is None."""
 
     socket_connect_timeout = socket_timeout
 
     def send_packed_command(self, command: Iterable[Any], check_health: bool = True) -> None:
-        """See redis-py. What is sent is not copied."""
+        """Sends what redis-py has packed, in a handshake."""
         for piece in command:
             self._sock.settimeout(self.left_s())
-            super().send_packed_command([piece], check_health)  # type: ignore[misc]
+            super().send_packed_command([piece], check_health)  # type: ignore[misc]  # as above
 
-    def read_reply(self, into: memoryview | None = None) -> Reply:
-        """See `ReplyReader.read_reply`. After an error the connection must be dropped."""
+    def send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """Sends buffers from where they lie, many by one system call.
+
+        After an error the connection must be dropped.
+
+        Raises:
+            OSError: the server is gone.
+            redis.ConnectionError: another thread closed the connection.
+            TimeoutError: the call's time is over.
+        """
+        for first in range(0, len(buffers), _MAX_BUFFERS_PER_SEND):
+            left = [memoryview(buffer) for buffer in buffers[first : first + _MAX_BUFFERS_PER_SEND]]
+            while left:
+                left = _without(left, self._send_some(left))
+
+    def _send_some(self, buffers: Sequence[memoryview]) -> int:
+        """Returns how many bytes were sent."""
+        sock = self._sock
+        if sock is None:
+            raise RedisConnectionError("the connection was closed")
+        sock.settimeout(self.left_s())
+        if isinstance(sock, ssl.SSLSocket):  # has no `sendmsg`
+            return sock.send(buffers[0])
+        num_sent: int = sock.sendmsg(buffers)
+        return num_sent
+
+    def read_reply(self, into: KvObject | None = None) -> Reply:
+        """Calls `ReplyReader.read_reply`. After an error the connection must be dropped."""
         return self._parser.read_reply(into)
 
 
-class BoundedConnection(_Bounded, Connection):  # type: ignore[misc]
-    """To a server, or to a sentinel."""
+class BoundedConnection(_Bounded, Connection):  # type: ignore[misc]  # redis-py is untyped
+    """A connection to a server, or to a sentinel."""
 
 
 class BoundedTlsConnection(_Bounded, SSLConnection):  # type: ignore[misc]
@@ -141,15 +172,41 @@ class BoundedTlsConnection(_Bounded, SSLConnection):  # type: ignore[misc]
 
 
 class BoundedSentinelConnection(_Bounded, SentinelManagedConnection):  # type: ignore[misc]
-    """To the server that sentinels call the master when it connects."""
+    """A connection to the server that is the sentinels' master when it connects."""
 
 
 class BoundedSentinelTlsConnection(_Bounded, SentinelManagedSSLConnection):  # type: ignore[misc]
     """The same over TLS."""
 
 
-def _encode(argument: Any) -> bytes | memoryview:
-    """Large views stay views, which are sent from where they lie; the rest is sent together."""
-    if isinstance(argument, memoryview):
-        return argument if argument.nbytes > _JOINED_WRITE_BYTES else bytes(argument)
+def pack(commands: Iterable[Sequence[Argument]]) -> list[bytes | memoryview]:
+    """Returns commands as buffers in Redis' protocol. Large views are not copied."""
+    buffers: list[bytes | memoryview] = []
+    joined = bytearray()
+    for arguments in commands:
+        joined += b"*%d\r\n" % len(arguments)
+        for argument in arguments:
+            views = argument if isinstance(argument, KvObject) else (_encode(argument),)
+            joined += b"$%d\r\n" % sum(map(len, views))
+            for view in views:
+                if len(view) > _JOINED_WRITE_BYTES:
+                    buffers += (bytes(joined), view)
+                    joined.clear()
+                else:
+                    joined += view
+            joined += b"\r\n"
+    buffers.append(bytes(joined))
+    return buffers
+
+
+def _encode(argument: bytes | str | int) -> bytes:
     return argument if isinstance(argument, bytes) else str(argument).encode()
+
+
+def _without(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Returns what is left of buffers behind their first bytes."""
+    for index, buffer in enumerate(buffers):
+        if num_bytes < buffer.nbytes:
+            return [buffer[num_bytes:], *buffers[index + 1 :]]
+        num_bytes -= buffer.nbytes
+    return []

@@ -1,13 +1,13 @@
-"""How objects lie in Redis, as the commands that put and read them.
+"""How objects are stored in Redis: the commands that put and read them.
 
-An object of up to 4 MiB is one value. A larger one is a hash: equal parts of
-at most 4 MiB, and a head with the object's size and random bytes. Being one
-key, it is touched, expires, is evicted and deleted as a whole. Its parts are
-put under a key that nobody reads, and a script then gives it its name unless
-that is taken: so it appears whole, and the first writer wins.
+An object of up to 4 MiB is one value. A larger one is a hash: equal parts of at
+most 4 MiB, and a head with the object's size and random bytes. As it is one
+key, Redis touches, expires, evicts and deletes it as a whole. Its parts are put
+under a temporary key, and a script renames that to the object's name unless the
+name exists: so the object appears whole, and the first writer wins.
 
-A hash is read part by part between two looks at its head. The random bytes
-tell whether it was deleted and put again meanwhile.
+A hash is read part by part, after one read of its head and before another. If
+the random bytes differ, the object was deleted and put again meanwhile.
 """
 
 import os
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from redis import RedisError
 
-from kvstore.store import GetStatus
+from kvstore.store import GetStatus, KvObject
 from kvstore.stores.redis.pipeline import Command
 from kvstore.stores.redis.reply import Reply
 
@@ -40,26 +40,26 @@ return 1
 
 
 def object_name(key: bytes) -> bytes:
-    """The server's key of an object. The braces keep what belongs together on one server."""
+    """Returns the server's key of an object. The braces keep its keys on one server."""
     return b"baton:kv:{" + key.hex().encode() + b"}"
 
 
-def set_command(name: bytes, value: memoryview, ttl_ms: int) -> Command | None:
-    """Stores a small object, unless there is one; None for one that needs parts."""
+def set_command(name: bytes, value: KvObject, ttl_ms: int) -> Command | None:
+    """Returns the command that puts a small object unless it exists; None if it needs parts."""
     if value.nbytes > _MAX_VALUE_BYTES:
         return None
     return Command(name, ("SET", name, value, "NX", "PX", ttl_ms))
 
 
 class StagedObject:
-    """A large object on its way to a server.
+    """A large object that is being put.
 
     Args:
-        name: the object's, from `object_name`.
+        name: from `object_name`.
         value: its bytes.
     """
 
-    def __init__(self, name: bytes, value: memoryview) -> None:
+    def __init__(self, name: bytes, value: KvObject) -> None:
         self._name = name
         self._parts = _parts(value)
         random_bytes = os.urandom(_NUM_RANDOM_BYTES)
@@ -67,49 +67,54 @@ class StagedObject:
         self._head = value.nbytes.to_bytes(_SIZE_BYTES, "little") + random_bytes
 
     def put_commands(self, expire_ms: int) -> Iterator[Command]:
-        """Puts the parts where nobody reads them; what is left there goes in that time.
+        """Yields the commands that put the parts under the temporary key.
 
-        Each part renews it, as an eviction meanwhile leaves a new hash without any.
+        Each part sets the key's expiry, because after an eviction the next part makes a new hash
+        without one.
         """
-        for field, value in ((_HEAD, self._head), *enumerate(self._parts)):
+        fields: dict[bytes | int, bytes | KvObject] = {_HEAD: self._head}
+        fields.update(enumerate(self._parts))
+        for field, value in fields.items():
             yield Command(self._name, ("HSET", self._staged_name, field, value))
             yield Command(self._name, ("PEXPIRE", self._staged_name, expire_ms))
 
     def commit_command(self, ttl_ms: int) -> Command:
-        """Once all parts are there: 1, or 0 if some were evicted meanwhile."""
-        keys_and_arguments = (2, self._staged_name, self._name, 1 + len(self._parts), ttl_ms)
-        return Command(self._name, ("EVAL", _COMMIT, *keys_and_arguments))
+        """Returns the command that commits the parts; its reply is 0 if some were evicted."""
+        num_fields = 1 + len(self._parts)
+        arguments = ("EVAL", _COMMIT, 2, self._staged_name, self._name, num_fields, ttl_ms)
+        return Command(self._name, arguments)
 
 
-def read_commands(name: bytes, buffer: memoryview, ttl_ms: int) -> list[Command]:
-    """Reads an object of the buffer's size into it, and touches it."""
-    if buffer.nbytes <= _MAX_VALUE_BYTES:
-        return [Command(name, ("GETEX", name, "PX", ttl_ms), into=buffer)]
+def read_commands(name: bytes, there: KvObject, ttl_ms: int) -> list[Command]:
+    """Returns the commands that read an object into memory of its size, and touch it."""
+    if there.nbytes <= _MAX_VALUE_BYTES:
+        return [Command(name, ("GETEX", name, "PX", ttl_ms), into=there)]
     head = Command(name, ("HGET", name, _HEAD))
     parts = [
-        Command(name, ("HGET", name, index), into=part) for index, part in enumerate(_parts(buffer))
+        Command(name, ("HGET", name, index), into=part) for index, part in enumerate(_parts(there))
     ]
     return [Command(name, ("PEXPIRE", name, ttl_ms)), head, *parts, head]
 
 
-def get_status(buffer: memoryview, replies: Sequence[Reply]) -> GetStatus:
-    """What became of a read, from the replies to its commands.
+def get_status(there: KvObject, replies: Sequence[Reply]) -> GetStatus:
+    """Returns the status of a read from the replies to its commands.
 
     Raises:
-        redis.RedisError: an error that is no property of the object.
+        redis.RedisError: an error that is not about the object.
     """
     for reply in replies:
         if isinstance(reply, RedisError):
-            if str(reply).startswith("WRONGTYPE"):  # small where a large one was asked for
+            # The object is small, and a large one was expected.
+            if str(reply).startswith("WRONGTYPE"):
                 return GetStatus.WRONG_SIZE
             raise reply
-    if buffer.nbytes <= _MAX_VALUE_BYTES:
-        return _status(None if replies[0] is None else replies[0] == buffer.nbytes)
+    if there.nbytes <= _MAX_VALUE_BYTES:
+        return _status(None if replies[0] is None else replies[0] == there.nbytes)
     _, head, *sizes, last_head = replies
     if not isinstance(head, bytes) or head != last_head or None in sizes:
         return GetStatus.MISSING
-    is_whole = sizes == [part.nbytes for part in _parts(buffer)]
-    return _status(is_whole and int.from_bytes(head[:_SIZE_BYTES], "little") == buffer.nbytes)
+    is_whole = sizes == [part.nbytes for part in _parts(there)]
+    return _status(is_whole and int.from_bytes(head[:_SIZE_BYTES], "little") == there.nbytes)
 
 
 def _status(has_size: bool | None) -> GetStatus:
@@ -118,8 +123,15 @@ def _status(has_size: bool | None) -> GetStatus:
     return GetStatus.HIT if has_size else GetStatus.WRONG_SIZE
 
 
-def _parts(view: memoryview) -> list[memoryview]:
-    """Equal parts but for the last, as few as can be."""
-    num_parts = -(-view.nbytes // _MAX_VALUE_BYTES)
-    part_bytes = -(-view.nbytes // num_parts)
-    return [view[start : start + part_bytes] for start in range(0, view.nbytes, part_bytes)]
+def _parts(whole: KvObject) -> list[KvObject]:
+    """Cuts an object into as few parts as possible, of equal size except the last."""
+    num_parts = -(-whole.nbytes // _MAX_VALUE_BYTES)
+    part_bytes = -(-whole.nbytes // num_parts)
+    starts = range(0, whole.nbytes, part_bytes)
+    return [_part(whole, start, start + part_bytes) for start in starts]
+
+
+def _part(whole: KvObject, start: int, end: int) -> KvObject:
+    header, payload = whole
+    split = header.nbytes
+    return KvObject(header[start:end], payload[max(0, start - split) : max(0, end - split)])

@@ -1,7 +1,7 @@
-"""Pipelines of Redis commands: bounded bytes under way, replies into their buffers.
+"""Pipelines of Redis commands, with a bounded number of bytes under way.
 
-Nothing is repeated but what a cluster sends elsewhere. Where one server fails,
-the connections to all that the pipeline went to are closed: their replies were
+Commands are repeated only if a cluster redirects them. If one server fails, the
+connections to all servers of the pipeline are closed, because their replies were
 not read to the end.
 """
 
@@ -14,6 +14,8 @@ from redis import ConnectionError as RedisConnectionError
 from redis import ConnectionPool, ReadOnlyError, RedisError
 from redis.exceptions import AskError, MovedError
 
+from kvstore.store import KvObject
+from kvstore.stores.redis.connection import Argument, pack
 from kvstore.stores.redis.reply import Reply
 from kvstore.stores.redis.servers import RedisServers, borrowed
 
@@ -29,30 +31,30 @@ class Command:
     """One command.
 
     Attributes:
-        name: the key that decides which server gets it.
-        arguments: all of it, the command's own name first. Views are sent from where they lie.
+        name: the key that selects the server.
+        arguments: the command's own name first. Objects are sent from where they lie.
         into: where a bulk reply goes; see `ReplyReader.read_reply`.
-        num_bytes: of large values, in either direction.
-        is_asking: it follows a redirection to where its key is on the way to.
+        num_bytes: of objects, in either direction.
+        is_asking: whether it follows a redirection to the server that its key is migrating to.
     """
 
     name: bytes
-    arguments: tuple[Any, ...]
-    into: memoryview | None = None
+    arguments: tuple[Argument, ...]
+    into: KvObject | None = None
     num_bytes: int = field(init=False)
     is_asking: bool = False
 
     def __post_init__(self) -> None:
         values = (*self.arguments, self.into)
-        num_bytes = sum(value.nbytes for value in values if isinstance(value, memoryview))
+        num_bytes = sum(value.nbytes for value in values if isinstance(value, KvObject))
         object.__setattr__(self, "num_bytes", num_bytes)
 
 
 def run_commands(servers: RedisServers, commands: Iterable[Command]) -> list[Reply]:
-    """The replies to commands, in their order; errors that a command met are values.
+    """Runs commands; returns their replies in order. An error of a command is a reply.
 
     Raises:
-        redis.RedisError, OSError: a server did not answer, or is none to ask.
+        redis.RedisError, OSError: a server did not answer, or cannot serve.
     """
     replies: list[Reply] = []
     for batch in _batches(commands):
@@ -97,7 +99,7 @@ def _run_batch(servers: RedisServers, batch: Sequence[Command]) -> list[Reply]:
 
 
 def _exchange(commands: Sequence[Command], pools: Sequence[ConnectionPool]) -> list[Reply]:
-    """Sends each server its commands, and only then reads: the servers work side by side."""
+    """Sends all servers their commands and then reads, so that the servers work in parallel."""
     shares: dict[ConnectionPool, list[int]] = {}
     for index, pool in enumerate(pools):
         shares.setdefault(pool, []).append(index)
@@ -113,12 +115,12 @@ def _exchange(commands: Sequence[Command], pools: Sequence[ConnectionPool]) -> l
 
 
 def _send(connection: Any, commands: Iterable[Command]) -> None:
-    arguments: list[tuple[Any, ...]] = []
+    arguments: list[tuple[Argument, ...]] = []
     for command in commands:
         if command.is_asking:
             arguments.append(("ASKING",))
         arguments.append(command.arguments)
-    connection.send_packed_command(connection.pack_commands(arguments))
+    connection.send(pack(arguments))
 
 
 def _read(connection: Any, command: Command) -> Reply:

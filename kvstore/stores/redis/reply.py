@@ -1,8 +1,7 @@
-"""`ReplyReader`: reads a Redis server's replies, bulk values straight into the caller's buffers.
+"""`ReplyReader`: reads a Redis server's replies, and bulk values directly into the caller's memory.
 
-It takes the place of redis-py's parser. Those collect a value in a buffer of
-their own and hand it out as `bytes`; here the socket writes it where it is
-wanted, and every wait is cut to what is left of the call's time.
+It replaces redis-py's parsers, which collect a value in a buffer of their own
+and return it as `bytes`. Every wait is bounded by what is left of the call's time.
 """
 
 import select
@@ -11,6 +10,8 @@ from typing import Any, TypeAlias
 from redis import ConnectionError as RedisConnectionError
 from redis import InvalidResponse, RedisError
 from redis.connection import DefaultParser
+
+from kvstore.store import KvObject
 
 __all__ = ["Reply", "ReplyReader"]
 
@@ -22,20 +23,20 @@ _MAX_DEPTH = 8
 
 
 class ReplyReader:
-    """RESP2 replies of one connection. See `redis.connection.AbstractConnection.set_parser`.
+    """Reads RESP2 replies of one connection; see `redis.connection.AbstractConnection.set_parser`.
 
     Args:
-        socket_read_size: bytes of the buffer for all that has no buffer of its own.
+        socket_read_size: size of the buffer for all replies but bulk values with memory.
     """
 
     def __init__(self, socket_read_size: int) -> None:
         self._buffer = bytearray(socket_read_size)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # of the bytes that came and were not read yet
+        self._start = self._end = 0  # of the received bytes that were not read yet
         self._connection: Any = None
 
     def on_connect(self, connection: Any) -> None:
-        """Reads from a `BoundedConnection` that has just got its socket."""
+        """Starts to read from a `BoundedConnection` that has just been connected."""
         self._connection = connection
         self._start = self._end = 0
 
@@ -44,7 +45,7 @@ class ReplyReader:
         self._connection = None
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether anything has come: on an idle connection, a late reply or its end."""
+        """Whether anything was received: on an idle connection, a late reply or its end."""
         sock = self._connection.socket
         if self._start < self._end or getattr(sock, "pending", int)():
             return True
@@ -53,11 +54,11 @@ class ReplyReader:
         return bool(poller.poll(timeout * 1000))
 
     def read_response(self, disable_decoding: bool = False, timeout: Any = None) -> Reply:
-        """The next reply, as redis-py asks for it in a handshake.
+        """Reads the next reply, for redis-py's handshakes.
 
         Raises:
-            redis.ConnectionError: the reply says that the connection is of no use, or it ended.
-            redis.InvalidResponse: not RESP2.
+            redis.ConnectionError: the reply is an error of the connection, or the connection ended.
+            redis.InvalidResponse: the reply is not RESP2.
             TimeoutError: the call's time is over.
         """
         reply = self.read_reply()
@@ -65,13 +66,13 @@ class ReplyReader:
             raise reply
         return reply
 
-    def read_reply(self, into: memoryview | None = None, depth: int = 0) -> Reply:
-        """The next reply.
+    def read_reply(self, into: KvObject | None = None, depth: int = 0) -> Reply:
+        """Reads the next reply.
 
         Args:
-            into: where a bulk value goes if it has the buffer's size; one of
-                another size is read and dropped. The reply is then its size.
-            depth: of arrays around it.
+            into: where a bulk value goes if it has the same size; one of another
+                size is read and dropped. Either way the reply is the value's size.
+            depth: number of arrays around the reply.
 
         Raises:
             redis.ConnectionError, redis.InvalidResponse, TimeoutError: see `read_response`.
@@ -96,7 +97,7 @@ class ReplyReader:
             return None
         return [self.read_reply(depth=depth) for _ in range(_bounded(length))]
 
-    def _read_bulk(self, num_bytes: int, into: memoryview | None) -> Reply:
+    def _read_bulk(self, num_bytes: int, into: KvObject | None) -> Reply:
         if num_bytes < 0:
             return None
         value: bytes | int = num_bytes
@@ -105,7 +106,8 @@ class ReplyReader:
             self._fill(memoryview(body))
             value = bytes(body)
         elif num_bytes == into.nbytes:
-            self._fill(into)
+            for view in into:
+                self._fill(view)
         else:
             self._drop(num_bytes)
         if self._read_line():
@@ -134,7 +136,7 @@ class ReplyReader:
         self._start += num_bytes
 
     def _receive_more(self) -> None:
-        """Receives behind the bytes that were not read yet, once these are at the front."""
+        """Moves the unread bytes to the front of the buffer, and receives more behind them."""
         num_unread = self._end - self._start
         self._view[:num_unread] = self._view[self._start : self._end]
         self._start, self._end = 0, num_unread
@@ -161,7 +163,7 @@ def _number(text: bytes) -> int:
 
 
 def _bounded(size: int) -> int:
-    """Of what the server makes us allocate. Values with a buffer may be larger."""
+    """Limits what a server can make this process allocate. Values with memory may be larger."""
     if size > _MAX_REPLY_BYTES:
         raise InvalidResponse(f"a reply of {size} bytes or elements was not asked for")
     return size

@@ -1,8 +1,8 @@
-"""Which server holds a key: one server, the master of sentinels, or a cluster's.
+"""Which server holds a key: the only server, the sentinels' master, or a server of a cluster.
 
-For a cluster, redis-py's `RedisCluster` is left out: it connects where it is
-constructed, repeats commands with waits of its own, and reads values as
-`bytes`. Its parts do the work here.
+redis-py's `RedisCluster` is not used, because it connects in its constructor,
+repeats commands with waits of its own, and reads values as `bytes`. This module
+uses its parts.
 """
 
 import threading
@@ -31,29 +31,29 @@ __all__ = ["RedisServers", "borrowed", "open_servers"]
 
 
 class RedisServers(ABC):
-    """Pools of connections, by the keys that their servers hold.
+    """Connection pools by the keys that their servers hold.
 
     Attributes:
-        is_one: one server holds all keys, so a command may name any of them.
+        is_one: whether one server holds all keys, so that one command may use any of them.
     """
 
     is_one: bool
 
     @abstractmethod
     def pools_of(self, names: Iterable[bytes]) -> list[ConnectionPool]:
-        """The pool for each name's server.
+        """Returns the pool of each name's server.
 
         Raises:
-            redis.RedisError, OSError: nobody told whose the names are.
+            redis.RedisError, OSError: no server answered which one holds the names.
         """
 
     @abstractmethod
     def redirected(self, error: AskError) -> ConnectionPool:
-        """Where a server sent us for a key."""
+        """Returns the pool of the server that an error redirects to."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Asks anew before the next call: a server did not answer, or is not what it was."""
+        """Forgets which server holds what, after one failed or changed its role."""
 
     @abstractmethod
     def close(self) -> None:
@@ -62,9 +62,9 @@ class RedisServers(ABC):
 
 @contextmanager
 def borrowed(pool: ConnectionPool) -> Iterator[Any]:
-    """A connection of a pool, given back or, after an error, closed.
+    """Lends a connection of a pool; after an error, closes it.
 
-    A reply that was not read to its end must not be taken for another command's.
+    After an error, replies may be unread, and must not be read as another command's.
     """
     connection = pool.get_connection()
     try:
@@ -77,7 +77,7 @@ def borrowed(pool: ConnectionPool) -> Iterator[Any]:
 
 
 def open_servers(url: RedisUrl, deadline: CallDeadline) -> RedisServers:
-    """The servers of a URL; nothing is connected before it is used."""
+    """Returns the servers of a URL, without connecting to them."""
     if url.topology == "cluster":
         return _Cluster(url, deadline)
     if url.topology == "sentinel":
@@ -98,14 +98,14 @@ class _OneServer(RedisServers):
         raise RedisConnectionError("the server is one of a cluster: write redis+cluster://")
 
     def forget(self) -> None:
-        """Connections that failed are closed, and new ones ask who the master is."""
+        """Does nothing: failed connections are closed, and new ones ask for the master."""
 
     def close(self) -> None:
         self._pool.disconnect()
 
 
 class _Cluster(RedisServers):
-    """The primaries of a cluster, by hash slot; asked for when first needed."""
+    """The primaries of a cluster by hash slot, asked for when first needed."""
 
     is_one = False
 
@@ -114,8 +114,8 @@ class _Cluster(RedisServers):
         self._deadline = deadline
         self._lock = threading.Lock()
         self._pools: dict[Address, ConnectionPool] = {}
-        self._candidates = list(url.addresses)  # to ask, in this order
-        self._owners: Sequence[ConnectionPool | None] | None = None  # of each slot
+        self._candidates = list(url.addresses)  # servers to ask, in this order
+        self._owners: Sequence[ConnectionPool | None] | None = None  # by slot
 
     def pools_of(self, names: Iterable[bytes]) -> list[ConnectionPool]:
         owners = self._owners or self._find_owners()
@@ -142,7 +142,7 @@ class _Cluster(RedisServers):
                 pool.disconnect()
 
     def _find_owners(self) -> Sequence[ConnectionPool | None]:
-        """Asks one server after the other, each for a share of the time that is left."""
+        """Asks one server after the other, each for a share of the time left."""
         with self._deadline.locked(self._lock):
             if self._owners is not None:
                 return self._owners
@@ -154,10 +154,10 @@ class _Cluster(RedisServers):
                         return self._learn(address, self._ask(address))
                 except (RedisError, OSError) as error:
                     failure = error
-            raise RedisConnectionError(f"no server tells of the cluster: {failure}")
+            raise RedisConnectionError(f"no server of the cluster answers: {failure}")
 
     def _ask(self, address: Address) -> dict[tuple[int, int], Any]:
-        """CLUSTER SLOTS: of each range of slots the primary and its replicas."""
+        """Returns the primary and the replicas of each range of slots (CLUSTER SLOTS)."""
         with borrowed(self._pool(address)) as connection:
             connection.send_command("CLUSTER", "SLOTS")
             reply = connection.read_response()
@@ -186,7 +186,7 @@ class _Cluster(RedisServers):
 
 
 class _LockedSentinel(Sentinel):  # type: ignore[misc]
-    """Sentinels that several threads may ask: who answers is asked first the next time."""
+    """Sentinels for several threads. The one that answers is asked first the next time."""
 
     def __init__(self, clients: list[Redis], deadline: CallDeadline) -> None:
         super().__init__([])
@@ -201,7 +201,7 @@ class _LockedSentinel(Sentinel):  # type: ignore[misc]
 
 
 def _master_pool(url: RedisUrl, deadline: CallDeadline) -> ConnectionPool:
-    share_s = url.timeout_s / (len(url.addresses) + 1)  # the last one is the master's
+    share_s = url.timeout_s / (len(url.addresses) + 1)  # one share is the master's
     clients = [
         Redis(
             connection_pool=_pool(
@@ -233,13 +233,13 @@ def _pool(url: RedisUrl, deadline: CallDeadline, address: Address, **settings: A
 
 
 def _common_settings(url: RedisUrl, deadline: CallDeadline) -> dict[str, Any]:
-    """For pools of any kind. Protocol 3 has pushes, for which a pool skips its check of stale
-    connections.
+    """Returns settings for all pools. Not protocol 3: for its pushes, redis-py skips the check for
+    stale connections.
     """
     common = {"protocol": 2, "max_connections": url.max_connections, "deadline": deadline}
     return common | dict(url.tls or {})
 
 
 def _first(address: Address, others: Iterable[Address]) -> list[Address]:
-    """The addresses, each once, that one in front."""
+    """Returns the addresses, each once, with `address` first."""
     return list(dict.fromkeys([address, *others]))

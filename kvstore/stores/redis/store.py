@@ -1,8 +1,8 @@
 """`redis://`, `rediss://` and their `+sentinel` and `+cluster`: objects in Redis (6.2 or later).
 
-`redis_url` says what the URLs look like, `redis_objects` how objects lie in a
-server, `redis_pipeline` how commands get there. The server bounds its own
-memory: run it with `maxmemory` and `maxmemory-policy allkeys-lru`.
+`kvstore.stores.redis.url` describes the URLs, `objects` how objects lie in a
+server, `pipeline` how commands are sent. The server bounds its own memory: run
+it with `maxmemory` and `maxmemory-policy allkeys-lru`.
 
 A call takes `timeout_s` in all, and no command is tried again. A connection
 that the server closed is replaced when it is next taken from the pool, so the
@@ -16,10 +16,18 @@ from itertools import takewhile
 from typing import Self
 
 from redis import RedisError
+from typing_extensions import override
 
-from kvstore.store import GetStatus, KvStore, StoreCapabilities, StoreStats, StoreUnavailableError
+from kvstore.store import (
+    GetStatus,
+    KvObject,
+    KvStore,
+    StoreCapabilities,
+    StoreStats,
+    StoreUnavailableError,
+)
 from kvstore.stores.base import StoreCounters
-from kvstore.stores.redis.connection import CallDeadline
+from kvstore.stores.redis.connection import Argument, CallDeadline
 from kvstore.stores.redis.objects import (
     StagedObject,
     get_status,
@@ -43,7 +51,7 @@ return #KEYS
 
 
 class RedisStore(KvStore):
-    """Connections to the servers of a URL; made when they are first used."""
+    """Connections to the servers of a URL, each made when it is first needed."""
 
     capabilities = StoreCapabilities(
         shared_between_processes=True,
@@ -63,6 +71,7 @@ class RedisStore(KvStore):
         self._counters = StoreCounters()
 
     @classmethod
+    @override
     def from_url(cls, url: str) -> Self:
         """Opens a URL that `kvstore.stores.redis.url` describes.
 
@@ -70,60 +79,57 @@ class RedisStore(KvStore):
         `cert_file`, `key_file`; for sentinels `sentinel_user`, `sentinel_password`.
 
         Raises:
-            ConfigurationError: no host; a bad port, path or option.
+            ConfigurationError: the host is missing, or a port, the path or an option is wrong.
         """
         return cls(RedisUrl.parse(url))
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """See `KvStore.put_many`. Asks first, so that objects which exist are not sent."""
-        objects = [
-            (object_name(key), value.cast("B")) for key, value in zip(keys, values, strict=True)
-        ]
+    @override
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        """Touches first, so that objects which exist are not sent."""
+        named = [(object_name(key), new) for key, new in zip(keys, objects, strict=True)]
         with self._call():
-            exist = self._run(self._touch_command(name) for name, _ in objects)
-            missing = [pair for pair, exists in zip(objects, exist, strict=True) if not exists]
+            exist = self._run(self._touch_command(name) for name, _ in named)
+            missing = [pair for pair, exists in zip(named, exist, strict=True) if not exists]
             self._put_missing(missing)
-        self._counters.count_puts(values)
+        self._counters.count_puts(objects)
 
-    def _put_missing(self, objects: Sequence[tuple[bytes, memoryview]]) -> None:
-        sets = [(pair, set_command(*pair, self._ttl_ms)) for pair in objects]
+    def _put_missing(self, named: Sequence[tuple[bytes, KvObject]]) -> None:
+        sets = [(pair, set_command(*pair, self._ttl_ms)) for pair in named]
         self._run(command for _, command in sets if command)
         staged = [StagedObject(*pair) for pair, command in sets if not command]
-        expire_ms = round(2000 * self.timeout_s)  # nobody adds to it for longer
+        expire_ms = round(2000 * self.timeout_s)  # this call adds to it for half as long at most
         self._run(command for one in staged for command in one.put_commands(expire_ms))
         if 0 in self._run(one.commit_command(self._ttl_ms) for one in staged):
             raise StoreUnavailableError("redis: an object was evicted while it was put")
 
-    def get_many_into(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[GetStatus]:
-        """See `KvStore.get_many_into`. Values are received where the buffers lie."""
+    @override
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
+        """Receives values where the objects' memory lies."""
         reads = [
-            (buffer, read_commands(object_name(key), buffer.cast("B"), self._ttl_ms))
-            for key, buffer in zip(keys, buffers, strict=True)
+            (there, read_commands(object_name(key), there, self._ttl_ms))
+            for key, there in zip(keys, objects, strict=True)
         ]
         with self._call():
             commands = (command for _, of_object in reads for command in of_object)
             replies = iter(run_commands(self._servers, commands))
             statuses = [
-                get_status(buffer, [next(replies) for _ in of_object])
-                for buffer, of_object in reads
+                get_status(there, [next(replies) for _ in of_object]) for there, of_object in reads
             ]
-        self._counters.count_gets(statuses, buffers)
+        self._counters.count_gets(statuses, objects)
         return statuses
 
+    @override
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `KvStore.contains_prefix`.
-
-        In a cluster, where a script cannot reach all keys, two pipelines: the
-        first finds the missing one, so that none behind it is touched.
+        """Runs one script, or in a cluster, where a script cannot reach all keys, two pipelines:
+        the first finds the missing key, so that none behind it is touched.
         """
         names = [object_name(key) for key in keys]
         if not names:
             return 0
         with self._call():
             if self._servers.is_one:
-                script = ("EVAL", _TOUCH_PREFIX, len(names), *names, self._ttl_ms)
+                head: tuple[Argument, ...] = ("EVAL", _TOUCH_PREFIX, len(names))
+                script = (*head, *names, self._ttl_ms)
                 (num_touched,) = self._run([Command(names[0], script)])
                 assert isinstance(num_touched, int)
                 return num_touched
@@ -131,26 +137,27 @@ class RedisStore(KvStore):
             present = names[: _num_leading(exist)]
             return _num_leading(self._run(self._touch_command(name) for name in present))
 
+    @override
     def delete(self, keys: Sequence[bytes]) -> int:
-        """See `KvStore.delete`."""
         names = [object_name(key) for key in keys]
         with self._call():
             existed = self._run(Command(name, ("UNLINK", name)) for name in names)
         return existed.count(1)
 
+    @override
     def stats(self) -> StoreStats:
-        """See `KvStore.stats`. What servers hold is not ours alone, nor cheap to tell apart."""
+        """Leaves size and age out: servers hold other data too, and telling it apart is slow."""
         return self._counters.snapshot(num_objects=None, num_bytes=None)
 
+    @override
     def close(self) -> None:
-        """See `KvStore.close`."""
         self._servers.close()
 
     def _touch_command(self, name: bytes) -> Command:
         return Command(name, ("PEXPIRE", name, self._ttl_ms))
 
     def _run(self, commands: Iterable[Command]) -> list[Reply]:
-        """The replies to commands, none of which may meet an error."""
+        """Runs commands; returns their replies, or raises the first error among these."""
         replies = run_commands(self._servers, commands)
         for reply in replies:
             if isinstance(reply, RedisError):
@@ -159,7 +166,7 @@ class RedisStore(KvStore):
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """One call: a place among those under way, and `timeout_s` for all of it."""
+        """Limits a call to `timeout_s`, and the calls under way to `max_connections`."""
         try:
             with self._deadline.within(self.timeout_s), self._deadline.locked(self._places):
                 yield
@@ -168,5 +175,5 @@ class RedisStore(KvStore):
 
 
 def _num_leading(replies: Iterable[Reply]) -> int:
-    """How many replies are true before the first that is not."""
+    """Returns how many replies are true before the first that is not."""
     return sum(1 for _ in takewhile(bool, replies))

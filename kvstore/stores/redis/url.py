@@ -1,11 +1,11 @@
-"""Redis URLs: the servers that one names, and how to reach them.
+"""`RedisUrl`: the servers that a Redis URL names, and how to reach them.
 
     redis[s]://[user:password@]host[:port][/database]
     redis[s]+sentinel://[user:password@]host[:port],.../service[/database]
     redis[s]+cluster://[user:password@]host[:port],...
 
-`rediss` speaks TLS with all of them. User and password are percent-encoded and
-log in to the servers, not to sentinels, which have options of their own.
+`rediss` uses TLS for all servers. User and password are percent-encoded and are
+those of the servers; sentinels have options of their own.
 """
 
 import re
@@ -39,18 +39,18 @@ _ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^\[\]:]+)(?::(\d+))?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """What a Redis URL says.
+    """A parsed Redis URL.
 
     Attributes:
         topology: empty for one server, else `sentinel` or `cluster`.
-        addresses: of the server, the sentinels, or some of the cluster's servers.
-        service: the sentinels' name of the master; empty without sentinels.
-        database: its number; 0 in a cluster.
-        login: `username` and `password` for the servers, as redis-py names them.
+        addresses: of the server, of the sentinels, or of some of the cluster's servers.
+        service: the sentinels' name for the master; empty without sentinels.
+        database: number of the database; 0 in a cluster.
+        login: redis-py's `username` and `password` for the servers.
         sentinel_login: the same for the sentinels.
         tls: files for `redis.SSLConnection`; None without TLS.
-        max_connections: most calls at a time, and connections to a server.
-        timeout_s: longest that a call may take.
+        max_connections: most concurrent calls, and connections to one server.
+        timeout_s: longest time of a call.
         ttl_s: seconds that an object lives from its last touch.
     """
 
@@ -67,10 +67,10 @@ class RedisUrl:
 
     @classmethod
     def parse(cls, url: str) -> "RedisUrl":
-        """Reads a URL whose scheme is one of the above.
+        """Parses a URL whose scheme is one of the above.
 
         Raises:
-            ConfigurationError: no host; a bad port, path or option.
+            ConfigurationError: the host is missing, or a port, the path or an option is wrong.
         """
         parts = StoreUrl.parse(url, *_options_of(url.partition("://")[0].lower()))
         security, _, topology = parts.scheme.partition("+")
@@ -90,7 +90,7 @@ class RedisUrl:
 
 
 def _options_of(scheme: str) -> tuple[set[str], dict[str, str]]:
-    """The options that a scheme takes, and those that it refuses with a reason."""
+    """Returns the options that a scheme takes, and those that it refuses with a reason."""
     security, _, topology = scheme.partition("+")
     known, refused = set(_COMMON_OPTIONS), dict(_REFUSED_OPTIONS)
     if security == "rediss":
@@ -118,7 +118,7 @@ def _address(parts: StoreUrl, text: str, default_port: int) -> Address:
 
 
 def _login(parts: StoreUrl) -> dict[str, str]:
-    """Only what is given: a server without a password refuses a log-in."""
+    """Returns only what the URL has, because a server without a password refuses a log-in."""
     user, _, password = parts.authority.rpartition("@")[0].partition(":")
     login = {"username": unquote(user), "password": unquote(password)}
     return {name: value for name, value in login.items() if value}
@@ -146,7 +146,7 @@ def _tls_files(parts: StoreUrl) -> dict[str, str]:
 
 
 def _given(parts: StoreUrl, names: Mapping[str, str]) -> dict[str, str]:
-    """The options that the URL has, under redis-py's names."""
+    """Returns the options that the URL has, under redis-py's names."""
     return {theirs: parts.options[ours] for ours, theirs in names.items() if ours in parts.options}
 
 

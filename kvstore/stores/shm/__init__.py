@@ -1,1 +1,1 @@
-"""`shm://NAME`: objects in memory that processes of one machine map."""
+"""The store `shm://NAME`: objects in memory that processes of one machine map."""

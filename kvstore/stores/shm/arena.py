@@ -1,25 +1,28 @@
 """`Arena`: immutable objects in memory that processes share.
 
-    /dev/shm/baton-NAME/lock      of whoever looks at the table
-                        table     what lies where: `ExtentTable`
+    /dev/shm/baton-NAME/lock      held while the table is read or changed
+                        table     which object lies where: `ExtentTable`
                         memory    the objects' bytes: `MappedMemory`
-                        writers/  who lives: `Writers`
+                        writers/  which writers are alive: `Writers`
 
-- Extents: an object lies in one run of bytes. Runs are laid out behind one another, are never
-  split or joined, and serve one object after the other. So that those of similar sizes serve each
-  other, there are eight sizes to each power of two; what is not written to takes no memory.
-- Writers take a free extent under the lock, write to it without, and make it the key's object
-  under the lock again, unless there is one. So objects appear whole or not at all.
-- Readers find and touch objects under the lock, and copy them without. An object that goes
-  meanwhile has another generation then, and was not there.
-- Bound: of the objects' bytes, those being written too; in memory each takes whole pages. When one
-  more would exceed it, the objects go that were not touched for longest, but for leased ones.
-- Spare memory: what an object leaves stays with its extent, up to an eighth of the bound and to
-  where it and the objects exceed the bound, for fresh pages cost more than the copy into them.
-  The rest goes back when nobody can still be reading it. Where a put finds none, and the bound
-  leaves room, some is made ready for the next one; it counts as spare from the start.
-- Crashes: the lock ends with its holder, as does the mark of a writer, whose extents are free
-  then. A table that was being changed is counted anew.
+- Extents: an object lies in one run of bytes, an extent. Extents lie one after the other, are never
+  split or joined, and hold one object after the other. Their sizes are rounded up, to eight sizes
+  per power of two, so that objects of similar sizes reuse them. Pages that were never written to
+  take no memory.
+- Writers reserve a free extent under the lock, write to it without the lock, and make it the key's
+  object under the lock, unless the key has one. So objects appear whole or not at all.
+- Readers find and touch objects under the lock, and copy them without it. If an object is removed
+  meanwhile, its extent has a new generation, and the read reports it as missing.
+- Bound: it counts the objects' bytes, including those being written; in memory each object takes
+  whole pages. If one more would exceed the bound, the least recently touched objects are evicted,
+  but not leased ones.
+- Spare memory: an extent that becomes free keeps its memory, because fresh pages cost more than the
+  copy into them. Spare memory is limited to an eighth of the bound, and together with the objects
+  to the bound. The rest is returned to the system once no reader can still use it. If a put found
+  no spare memory and the bound leaves room, some is allocated ahead for the next put
+  (`MemoryAhead`); it counts as spare from the start.
+- Crashes: a lock ends with the process that holds it. So does a writer's mark; then its extents are
+  free. If a process died while it changed the table, the next one counts the table anew.
 """
 
 import errno
@@ -30,8 +33,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
 
-from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores.base import Parts, batches, total_bytes
+from kvstore.store import GetStatus, KvObject, StoreUnavailableError
+from kvstore.stores.base import batches
 from kvstore.stores.files import FileLock
 from kvstore.stores.shm.arena_space import ArenaSpace, whole_pages
 from kvstore.stores.shm.extent_table import Extent, ExtentTable, SeenObject
@@ -43,15 +46,15 @@ __all__ = ["Arena"]
 
 
 class Arena:
-    """One process's share in a store. Thread-safe; methods raise `OSError` where the system
-    refuses, `StoreUnavailableError` where there is no room or no lock to be had.
+    """One process's access to a store's objects; implements `StoredObjects`.
 
     Args:
         folder: the store's, which exists.
-        limits: as the URL says.
+        limits: the URL's.
 
     Attributes:
-        counters: of this process's calls, and of what it removed.
+        counters: count this process's calls and the objects it removed.
+        max_bytes: bound of all objects together.
     """
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
@@ -62,44 +65,44 @@ class Arena:
             opened.callback(self._table.close)
             self._writers = Writers(folder / "writers")
             opened.callback(self._writers.close)
-            # Closed first: then nobody begins to write who has no mark.
+            # Closed first, so that no thread starts to write after the mark is gone.
             self._lock = FileLock(folder / "lock", limits.timeout_s)
             opened.callback(self._lock.close)
             self._space = ArenaSpace(folder, limits, self._table, self._memory, self._writers)
             self._opened = opened.pop_all()
-        self.counters = self._space.counters
+        self.counters, self.max_bytes = self._space.counters, self._space.max_bytes
         self._timeout_s = limits.timeout_s
         self._abandoned: deque[Extent] = deque()
-        self._sizes_ahead: list[int] = []  # of objects that memory is wanted for
+        self._sizes_ahead: list[int] = []  # sizes of objects to allocate memory for
         with suppress(StoreUnavailableError, OSError), self._locked():
             self._space.list_objects()
             self._space.make_room(0)
 
     @property
     def oldest_age_s(self) -> float | None:
-        """See `BoundedSpace.oldest_age_s`."""
+        """Seconds since the oldest object was touched; see `BoundedSpace.oldest_age_s`."""
         return self._space.oldest_age_s
 
-    def put_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
-        """See `PartsObjects.put_many`."""
-        for batch in batches(zip(keys, values, strict=True), self._space.max_bytes):
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        """Commits objects batch by batch; touches those that exist."""
+        for batch in batches(zip(keys, objects, strict=True), self.max_bytes):
             self._put_batch(batch)
 
     @property
     def wants_ahead(self) -> bool:
-        """Whether there is something for `provide_ahead` to do: memory to be made ready, or
-        extents to be freed that could not be.
+        """Whether `provide_ahead` has anything to do: memory to allocate, or extents to free that
+        could not be freed before.
         """
         return bool(self._sizes_ahead or self._abandoned)
 
     def provide_ahead(self, is_unwanted: Event) -> None:
-        """Puts memory behind extents like those that lacked it last, for the next put: it costs
-        more than a copy, and who puts is waited for.
+        """Allocates memory for extents like those that lacked it last, so that the next put need
+        not: allocating takes longer than copying.
 
         Args:
-            is_unwanted: once it is set, no more is begun.
+            is_unwanted: once it is set, no further extent is begun.
         """
-        deadline_s = time.monotonic() + self._timeout_s  # of all of it: `close` may wait for it
+        deadline_s = time.monotonic() + self._timeout_s  # for all of it: `close` may wait for it
         with self._writing(deadline_s) as reserved:
             with self._locked(deadline_s):
                 sizes, self._sizes_ahead = self._sizes_ahead, []
@@ -114,44 +117,44 @@ class Arena:
                 while reserved:
                     self._space.free(reserved.popleft())
 
-    def read_many(self, keys: Sequence[bytes], values: Sequence[Parts]) -> list[GetStatus]:
-        """See `PartsObjects.read_many`."""
+    def get_into(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> list[GetStatus]:
+        """Reads and touches objects."""
         with self._locked():
-            sizes = map(total_bytes, values)
+            sizes = (there.nbytes for there in objects)
             found = [self._look_up(*pair) for pair in zip(keys, sizes, strict=True)]
         hits = [
-            (self._table[one.extent_index], parts)
-            for one, parts in zip(found, values, strict=True)
+            (self._table[one.extent_index], there)
+            for one, there in zip(found, objects, strict=True)
             if isinstance(one, SeenObject)
         ]
-        self._memory.read([(extent.offset, parts) for extent, parts in hits])
+        self._memory.read([(extent.offset, there) for extent, there in hits])
         return [self._still(one) if isinstance(one, SeenObject) else one for one in found]
 
     def count_prefix(self, keys: Sequence[bytes]) -> int:
-        """See `PartsObjects.count_prefix`."""
+        """Counts and touches the leading keys that exist."""
         with self._locked():
             missing = (i for i, key in enumerate(keys) if not self._touch_if_alive(key))
             return next(missing, len(keys))
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """See `PartsObjects.remove`."""
+        """Removes objects; returns how many were alive."""
         with self._locked():
             return sum(map(self._space.remove, keys))
 
     def num_bytes(self) -> int:
-        """See `PartsObjects.num_bytes`; counts expired ones until a listing removes them."""
+        """Returns the objects' bytes; counts expired ones until a listing removes them."""
         return self._table.header.object_bytes
 
     def close(self) -> None:
-        """See `PartsObjects.close`."""
+        """Closes the store's files, after freeing extents that could not be freed before."""
         if self._abandoned:
             with suppress(StoreUnavailableError, OSError), self._locked():
-                pass  # which frees them
+                pass  # `_locked` frees them
         self._opened.close()
 
     @contextmanager
     def _locked(self, deadline_s: float | None = None) -> Iterator[None]:
-        """Holds the store's lock, knowing what others did. See `FileLock.locked`."""
+        """Holds the store's lock and reads other processes' changes; see `FileLock.locked`."""
         with self._lock.locked(deadline_s):
             if self._lock.is_removed:
                 raise StoreUnavailableError("the store's folder was removed")
@@ -167,9 +170,10 @@ class Arena:
 
     @contextmanager
     def _writing(self, deadline_s: float | None = None) -> Iterator[deque[Extent]]:
-        """For extents that this thread writes to. Those still in it at an error are free again: at
-        once where the system refused something and the lock is to be had until the deadline,
-        otherwise by the next call.
+        """Collects the extents that this thread writes to.
+
+        After an error those still in it are freed: at once if the system refused something and the
+        lock is free in time, otherwise by the next call.
         """
         reserved: deque[Extent] = deque()
         with self._writers.writing():
@@ -178,17 +182,17 @@ class Arena:
             except OSError:
                 self._abandoned.extend(reserved)
                 with suppress(StoreUnavailableError, OSError), self._locked(deadline_s):
-                    pass  # which frees them
+                    pass  # `_locked` frees them
                 raise
-            except BaseException:  # most likely the lock, which was waited for already
+            except BaseException:  # most likely the lock was not free, so do not wait again
                 self._abandoned.extend(reserved)
                 raise
 
-    def _put_batch(self, batch: Sequence[tuple[bytes, Parts]]) -> None:
+    def _put_batch(self, batch: Sequence[tuple[bytes, KvObject]]) -> None:
         with self._writing() as reserved:
             with self._locked():
-                new = [(key, parts) for key, parts in batch if not self._touch_if_alive(key)]
-                sizes = [total_bytes(parts) for _, parts in new]
+                new = [pair for pair in batch if not self._touch_if_alive(pair[0])]
+                sizes = [one.nbytes for _, one in new]
                 self._space.make_room(sum(sizes))
                 for num_bytes in sizes:
                     reserved.append(self._space.reserve(num_bytes))
@@ -196,7 +200,7 @@ class Arena:
                 return
             self._provide_for_objects(reserved)
             self._memory.write(
-                [(extent.offset, parts) for extent, (_, parts) in zip(reserved, new, strict=True)]
+                [(extent.offset, one) for extent, (_, one) in zip(reserved, new, strict=True)]
             )
             with self._locked():
                 for key, _ in new:
@@ -205,7 +209,7 @@ class Arena:
                     self._sizes_ahead = sizes
 
     def _provide_for_objects(self, extents: Sequence[Extent]) -> None:
-        """Puts memory behind extents; where the system has none left, by giving back spare."""
+        """Allocates memory for extents; if the system has none left, returns spare memory first."""
         try:
             for extent in extents:
                 self._provide(extent)
@@ -218,13 +222,13 @@ class Arena:
                 self._provide(extent)
 
     def _provide(self, extent: Extent) -> None:
-        """Puts memory behind what will be written to an extent that is this one's alone."""
+        """Allocates memory for what this thread will write to an extent that it reserved."""
         if num_bytes := _lacking_bytes(extent):
             self._memory.provide(extent.offset + extent.resident_bytes, num_bytes)
             extent.resident_bytes += num_bytes
 
     def _still(self, seen: SeenObject) -> GetStatus:
-        """What a copy is that was made of an object, for it may have gone meanwhile."""
+        """Returns whether an object that was copied was still there after the copy."""
         has_gone = self._table[seen.extent_index].generation != seen.generation
         return GetStatus.MISSING if has_gone else GetStatus.HIT
 
@@ -245,5 +249,5 @@ class Arena:
 
 
 def _lacking_bytes(extent: Extent) -> int:
-    """Of the pages that an extent's bytes will take, those without memory."""
+    """Returns how many bytes of an extent's pages have no memory yet."""
     return max(0, whole_pages(extent.num_bytes) - extent.resident_bytes)

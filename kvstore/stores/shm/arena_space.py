@@ -1,4 +1,4 @@
-"""`ArenaSpace`: which extents an arena's objects have, its bound, and what goes to keep it."""
+"""`ArenaSpace`: an arena's extents, its bound, and what is removed to keep it."""
 
 import errno
 import mmap
@@ -25,13 +25,13 @@ from kvstore.url import StoreLimits
 __all__ = ["ArenaSpace", "whole_pages"]
 
 _SIZES_PER_DOUBLING = 8
-_SPARE_SHARE = 8  # of the bound, one part in so many
-# Longest that a reader takes from finding an object to having it, unless it is stopped.
+_SPARE_SHARE = 8  # spare memory is at most one part in so many of the bound
+# Longest time from finding an object to the end of its copy, unless the reader is stopped.
 _READ_NS = 2 * 10**9
-_MAX_LET_GO_BYTES = 256 << 20  # by one call, which others wait for
-_LEAST_AHEAD_BYTES = 512 << 10  # less is not worth waking a thread for
+_MAX_LET_GO_BYTES = 256 << 20  # returned to the system by one call, which others wait for
+_LEAST_AHEAD_BYTES = 512 << 10  # for less, waking a thread does not pay
 _AHEAD_MARGIN = 8
-_TABLE_BYTES = 2 * mmap.PAGESIZE  # that the next extent's cells can lie in
+_TABLE_BYTES = 2 * mmap.PAGESIZE  # the next extent's cells may span two pages
 
 
 class _NoTableMemoryError(StoreUnavailableError):
@@ -39,14 +39,14 @@ class _NoTableMemoryError(StoreUnavailableError):
 
 
 class ArenaSpace(BoundedSpace[SeenObject]):
-    """One process's share in keeping an arena's bound. All calls need the arena's lock.
+    """One process's access to an arena's extents. All calls need the arena's lock.
 
     Args:
         folder: the store's.
-        limits: as the URL says.
-        table: the arena's.
-        memory: likewise.
-        writers: likewise.
+        limits: the URL's.
+        table: the arena's table.
+        memory: the arena's memory.
+        writers: the arena's writers.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self._max_spare_bytes = self.max_bytes // _SPARE_SHARE
 
     def begin(self) -> None:
-        """To be called first by who got the lock: learns what others did, and mends what somebody
-        did not get to the end of.
+        """Called first by each holder of the lock. It learns what other processes changed, and
+        repairs the table if one of them died while it changed it.
         """
         if self._header.is_changing:
             self._table.recount()
@@ -73,29 +73,29 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self._index.catch_up()
 
     def end(self) -> None:
-        """To be called last, unless something went wrong that nobody foresaw."""
+        """Called last by each holder of the lock, but not after an unexpected error."""
         limit_bytes = min(self._max_spare_bytes, self.max_bytes - self._header.object_bytes)
         self._shrink_spare(limit_bytes)
         if self._header.spare_bytes > limit_bytes and self._index.first_spare() is None:
-            self._free_dead(State.AHEAD)  # for all that is spare is being made ready
+            self._free_dead(State.AHEAD)  # all spare memory is in extents being allocated ahead
         self._index.publish()
         self._header.is_changing = False
 
     def find(self, key: bytes) -> Extent | None:
-        """The extent of an object that lives."""
+        """Returns the extent of an object that has not expired; None if there is none."""
         extent = self._index.find(key)
         return extent if extent is not None and self._is_alive(extent) else None
 
     def touch(self, extent: Extent) -> None:
-        """Makes an object the youngest."""
+        """Makes an object the most recently touched."""
         extent.touched_ns = time.monotonic_ns()
 
     def reserve(self, num_bytes: int) -> Extent:
-        """Takes an extent for a new object, after room was made for it.
+        """Reserves an extent for a new object, after room was made for it.
 
         Raises:
             OSError: the memory cannot grow.
-            StoreUnavailableError: there can be no more extents.
+            StoreUnavailableError: the table is full.
         """
         room = _room_for(num_bytes)
         extent = self._index.take_free(room) or self._add(room)
@@ -104,11 +104,11 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         return self._own(extent, num_bytes, State.WRITTEN_TO)
 
     def reserve_ahead(self, num_bytes: int) -> Extent:
-        """Takes an extent without memory, to have some put behind it for such an object.
+        """Reserves an extent without memory, to allocate memory for an object of that size.
 
         Raises:
             OSError: the memory cannot grow.
-            StoreUnavailableError: there can be no more extents.
+            StoreUnavailableError: the table is full.
         """
         room, ahead_bytes = _room_for(num_bytes), whole_pages(num_bytes)
         extent = self._index.take_free(room, bare=True) or self._add(room)
@@ -116,8 +116,10 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         return self._own(extent, ahead_bytes, State.AHEAD)
 
     def find_lacking(self, sizes: Sequence[int]) -> list[int]:
-        """Of more objects of these sizes, those that would lack memory. None where the bound and
-        the file system do not allow it, also if several times as much is put by others meanwhile.
+        """Returns those of these sizes for which there is no spare extent.
+
+        Returns none if allocating them could exceed the bound or the file system, also if other
+        processes put several times as much meanwhile.
         """
         num_bytes, header = sum(map(whole_pages, sizes)), self._header
         if num_bytes < _LEAST_AHEAD_BYTES:
@@ -137,7 +139,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         return lacking
 
     def commit(self, extent: Extent, key: bytes) -> None:
-        """Makes what was written the key's object, unless another writer was first."""
+        """Makes a written extent the key's object, unless another writer was first."""
         first = self._index.find(key)
         if first is not None and not self._is_alive(first):
             self._remove(first)
@@ -152,13 +154,13 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self._index.note_object(extent, key)
 
     def remove(self, key: bytes) -> bool:
-        """Removes an object; whether it was there and alive."""
+        """Removes an object; returns whether it was there and alive."""
         extent = self._index.find(key)
         return extent is not None and self._remove(extent)
 
     def free(self, extent: Extent) -> None:
-        """Frees the extent of an object, or one that was being written or made ready."""
-        extent.generation += 1  # first: who is reading it must see
+        """Frees an extent that holds an object, or was reserved."""
+        extent.generation += 1  # first, so that concurrent readers notice
         was, extent.state = extent.state, State.FREE
         if was == State.AHEAD:
             self._header.spare_bytes -= extent.num_bytes
@@ -168,8 +170,8 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         self._index.note_free(extent)
 
     def give_back(self, num_bytes: int) -> None:
-        """Gives so much of what is spare back to the file system, as far as nobody still reads it:
-        for who found no memory there.
+        """Returns so many bytes of spare memory to the file system, which has none left. Memory
+        that may still be read is kept.
         """
         limit_bytes = max(0, self._header.spare_bytes - num_bytes)
         for extent in self._index.all_spare():
@@ -208,13 +210,13 @@ class ArenaSpace(BoundedSpace[SeenObject]):
         return time.monotonic_ns() - extent.touched_ns <= self._ttl_ns
 
     def _own(self, extent: Extent, num_bytes: int, state: State) -> Extent:
-        """Makes a free extent this writer's."""
+        """Marks a free extent as this writer's."""
         extent.num_bytes, extent.writer = num_bytes, self._writers.own
         extent.state = state
         return extent
 
     def _add(self, room: int) -> Extent:
-        """A new extent. Nobody misses it who is not told before an object lies there."""
+        """Adds an extent. Other processes learn of it when an object lies there."""
         self._memory.grow_to(self._table.end + room)
         try:
             return self._try_to_add(room)
@@ -223,7 +225,7 @@ class ArenaSpace(BoundedSpace[SeenObject]):
             return self._try_to_add(room)
 
     def _try_to_add(self, room: int) -> Extent:
-        """Adds to the table; nothing has changed where it fails."""
+        """Adds an extent to the table; changes nothing if it fails."""
         try:
             return self._table.add(room)
         except TableFullError:
@@ -234,16 +236,17 @@ class ArenaSpace(BoundedSpace[SeenObject]):
             raise _NoTableMemoryError(f"the table cannot grow: {error.strerror}") from error
 
     def _remove(self, extent: Extent) -> bool:
-        """Removes an object, not to make room; whether it was alive."""
+        """Removes an object that is not evicted; returns whether it was alive."""
         is_alive = self._is_alive(extent)
         self.free(extent)
         self.counters.count_removals(expirations=not is_alive)
         return is_alive
 
     def _shrink_spare(self, limit_bytes: int) -> None:
-        """Gives memory back of which more is spare than should be, where nobody still reads; or
-        of which as much is spare as objects may take. What became spare later is not looked at
-        before what did earlier: this is done by each call.
+        """Returns spare memory above a limit to the system, the longest spare first.
+
+        It stops at memory that may still be read, unless spare memory alone exceeds the bound.
+        Every call does this, so what is kept now is returned later.
         """
         header, left_bytes = self._header, _MAX_LET_GO_BYTES
         while header.spare_bytes > limit_bytes and (extent := self._index.first_spare()):
@@ -255,35 +258,35 @@ class ArenaSpace(BoundedSpace[SeenObject]):
             self._let_go(extent)
 
     def _let_go(self, extent: Extent) -> None:
-        """Gives back the memory of a free extent."""
+        """Returns the memory of a free extent to the system."""
         num_bytes, extent.resident_bytes = extent.resident_bytes, 0
         self._header.spare_bytes -= num_bytes
         self._index.note_free(extent)
         self._memory.let_go(extent.offset, num_bytes)
 
     def _free_dead(self, *states: State) -> None:
-        """Frees what dead writers had in these states."""
+        """Frees extents that dead writers had in these states."""
         living = self._writers.living()
         for extent in self._table.in_states(*states):
             if extent.writer in living or self._may_be_read(extent):
                 continue
-            extent.resident_bytes = 0  # nobody knows how much has memory behind it
+            extent.resident_bytes = 0  # how much memory it has is unknown
             self._memory.let_go(extent.offset, extent.room)
             self.free(extent)
 
     def _may_be_read(self, extent: Extent) -> bool:
-        """Whether somebody may still be at what lay there, with or without a name."""
+        """Whether a reader may still be copying what lies or lay in an extent."""
         return time.monotonic_ns() - extent.touched_ns < _READ_NS
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Bytes of the pages that so many bytes take."""
+    """Rounds bytes up to whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 @lru_cache
 def _room_for(num_bytes: int) -> int:
-    """Bytes of the smallest extent that such an object fits."""
+    """Returns the bytes of the smallest extent that holds such an object."""
     num_pages = max(1, whole_pages(num_bytes) // mmap.PAGESIZE)
     step = max(1, (1 << (num_pages.bit_length() - 1)) // _SIZES_PER_DOUBLING)
     return -(-num_pages // step) * step * mmap.PAGESIZE

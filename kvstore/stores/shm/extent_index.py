@@ -1,4 +1,4 @@
-"""`ExtentIndex`: which extent holds which object, and which are free, as one process knows it."""
+"""`ExtentIndex`: one process's index of the extents: objects by key, and free extents."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -7,32 +7,33 @@ from kvstore.stores.shm.extent_table import Extent, ExtentTable, State
 
 __all__ = ["ExtentIndex"]
 
-_Kind = tuple[int, bool]  # of a free extent: its room, and whether there is memory behind it
+_Kind = tuple[int, bool]  # of a free extent: its room, and whether it has memory
 
 
 class ExtentIndex:
     """Follows the changes of a table. All calls need the store's lock.
 
-    What changed is told to it, and by it to other processes: once for all of a call, in
-    `publish`. Should that not be reached, the table is counted anew, and everybody looks at all.
+    The owner reports its changes, and `publish` passes them to other processes, once per holder of
+    the lock. If a process dies before `publish`, the table is counted anew and all processes read
+    all of it.
 
     Args:
-        table: what it follows.
+        table: the table that it indexes.
     """
 
     def __init__(self, table: ExtentTable) -> None:
         self._table = table
-        self._num_seen: int | None = None  # changes
+        self._num_seen: int | None = None  # number of the table's changes read so far
         self._unpublished: list[Extent] = []
         self._by_key: dict[bytes, Extent] = {}
         self._keys: dict[Extent, bytes] = {}
-        # Free ones, as sets in the order in which they became so.
+        # Free extents: each dict is a set in the order in which they became free.
         self._free: defaultdict[_Kind, dict[Extent, None]] = defaultdict(dict)
-        self._spare: dict[Extent, None] = {}  # of all rooms, those with memory behind them
+        self._spare: dict[Extent, None] = {}  # those of any room that have memory
         self._kinds: dict[Extent, _Kind] = {}
 
     def catch_up(self) -> None:
-        """Learns what other processes did."""
+        """Reads the changes of other processes."""
         self._unpublished.clear()
         changed: Iterable[Extent] | None = None
         if self._num_seen is not None:
@@ -45,18 +46,19 @@ class ExtentIndex:
         self._num_seen = self._table.header.num_changes
 
     def publish(self) -> None:
-        """Tells other processes what this one changed."""
+        """Publishes this process's changes to other processes."""
         if self._unpublished:
             self._num_seen = self._table.note_changes(self._unpublished)
             self._unpublished.clear()
 
     def find(self, key: bytes) -> Extent | None:
-        """The extent of an object."""
+        """Returns the extent of an object; None if there is none."""
         return self._by_key.get(key)
 
     def take_free(self, room: int, *, bare: bool = False) -> Extent | None:
-        """A free extent of that room, which is not free from now on; if possible one with memory
-        behind it, the last first. If `bare`, one without.
+        """Removes and returns a free extent of that room; None if there is none.
+
+        Prefers one with memory, the last that became free. If `bare`, returns one without memory.
         """
         found = self._free[room, False]
         if not bare:
@@ -70,24 +72,24 @@ class ExtentIndex:
         return extent
 
     def num_spare(self, room: int) -> int:
-        """How many free extents of that room have memory behind them."""
+        """Returns how many free extents of that room have memory."""
         return len(self._free[room, True])
 
     def first_spare(self) -> Extent | None:
-        """The free extent that has kept its memory for longest."""
+        """Returns the free extent that has had spare memory for longest."""
         return next(iter(self._spare), None)
 
     def all_spare(self) -> list[Extent]:
-        """Free extents that have kept their memory, from when they became free on."""
+        """Returns all free extents with memory, in the order in which they became free."""
         return list(self._spare)
 
     def note_object(self, extent: Extent, key: bytes) -> None:
-        """What was being written to has an object."""
+        """Records that a reserved extent has become a key's object."""
         self._unpublished.append(extent)
         self._add_object(extent, key)
 
     def note_free(self, extent: Extent) -> None:
-        """An extent became free, or lost its memory while it was."""
+        """Records that an extent became free, or lost its memory while free."""
         self._unpublished.append(extent)
         self._drop(extent)
         self._add_free(extent)

@@ -1,17 +1,17 @@
-"""`ExtentTable`: what lies where in a store's memory, in a file that its processes map.
+"""`ExtentTable`: which object lies where in a store's memory, in a file that processes map.
 
     header    see `Header`
-    changes   a ring: which extents changed last
-    extents   each one that was ever made; see `Extent`
+    changes   a ring of the numbers of the extents that changed last
+    extents   every extent that was ever made; see `Extent`
 
-It is made of cells of 8 bytes, each of which is changed at once, and mapped as C's structs: Python
-gets at their fields in a third of the time of any code of its own. All of it is read and changed
-under the store's lock, but for `Extent.generation`, which readers also look at without. A process
-may be killed between any two cells: so what an extent says is true before its state says so,
-everything else follows from the extents, and a cell tells that somebody was at it.
+The table consists of cells of 8 bytes, which are written atomically, and is mapped as C structs:
+ctypes reads their fields in a third of the time that Python code would take. It is read and changed
+under the store's lock; only `Extent.generation` is also read without. A process may be killed
+between any two writes. So an extent's fields are written before its state, everything else can be
+computed from the extents, and `Header.is_changing` shows that a change was not completed.
 
-The file is sparse, and a page that cannot be had would kill who touches it: so there is memory
-behind the header and the changes from the start, and behind an extent before there is one.
+The file is sparse, and writing an unallocated page of a full /dev/shm raises SIGBUS. So the pages
+of the header and the changes are allocated from the start, and an extent's before it is made.
 """
 
 import ctypes
@@ -40,9 +40,9 @@ _CELL = ctypes.c_uint64
 
 
 class State(IntEnum):
-    """Of an extent. A file's zeros are none.
+    """The state of an extent. 0, as in a new file, is none of them.
 
-    AHEAD: memory is being put behind it, for an object that may come. It counts as spare.
+    AHEAD: memory is being allocated for a later object. It counts as spare.
     """
 
     FREE = 1
@@ -52,11 +52,11 @@ class State(IntEnum):
 
 
 class SeenObject(NamedTuple):
-    """An object as it was seen: if its extent has another generation now, it has gone.
+    """An object as it was seen. If its extent has another generation now, it was removed.
 
     Attributes:
-        extent_index: where it is.
-        generation: which object of the extent it is.
+        extent_index: number of its extent.
+        generation: of the extent; each object of an extent has another one.
         touched_ns: see `Extent`.
     """
 
@@ -66,26 +66,25 @@ class SeenObject(NamedTuple):
 
 
 class TableFullError(Exception):
-    """There are as many extents as there can be."""
+    """The table has no room for another extent."""
 
 
 def _cells(*names: str) -> tuple[tuple[str, type[ctypes.c_uint64]], ...]:
-    """Fields of a struct."""
+    """Returns fields of a struct, each one cell."""
     return tuple((name, _CELL) for name in names)
 
 
 class Header(ctypes.Structure):
-    """What is said of a table as a whole.
+    """The header of a table.
 
     Attributes:
-        format: of the file.
-        is_changing: whether somebody is at it; for who has just got the lock, whether the last
-            holder did not get to its end.
-        num_extents: that were ever made.
-        num_changes: noted so far.
-        object_bytes: of all objects, those being written too.
-        spare_bytes: of free extents, those that have memory behind them, and those that are to
-            have it of the ones that are being made ready.
+        format: version of the file's format.
+        is_changing: whether the lock's holder is changing the table. If it is set when a process
+            gets the lock, the last holder died before it was done.
+        num_extents: number of extents that were ever made.
+        num_changes: number of changes noted so far.
+        object_bytes: bytes of all objects, including those being written.
+        spare_bytes: bytes of memory of free extents, and of extents in state AHEAD.
     """
 
     format: int
@@ -95,24 +94,24 @@ class Header(ctypes.Structure):
     object_bytes: int
     spare_bytes: int
 
-    __slots__ = ()  # no others
+    __slots__ = ()
     _fields_ = _cells(
         "format", "is_changing", "num_extents", "num_changes", "object_bytes", "spare_bytes"
     )
 
 
 class Extent(ctypes.Structure):
-    """A run of bytes, and what lies there. From `ExtentTable`.
+    """A run of bytes, and what lies there. Made by `ExtentTable`.
 
     Attributes:
-        index: its number.
-        offset: where it begins, in bytes.
-        room: bytes up to the next.
-        resident_bytes: of them, from the first, those that have memory behind them.
-        num_bytes: of the object; that are being made ready, in whole pages.
-        touched_ns: when it last was, by the machine's monotonic clock.
-        generation: how many objects went from here.
-        writer: who is writing it, or making it ready.
+        index: its number in the table.
+        offset: its first byte in the memory.
+        room: bytes up to the next extent.
+        resident_bytes: leading bytes that have memory.
+        num_bytes: size of the object; in state AHEAD, bytes being allocated.
+        touched_ns: last touch, by the machine's monotonic clock.
+        generation: number of objects that were removed from here.
+        writer: number of the writer that reserved it.
         state: see `State`.
     """
 
@@ -126,18 +125,18 @@ class Extent(ctypes.Structure):
     writer: int
     state: int
 
-    __slots__ = ("index",)  # is not in the file
+    __slots__ = ("index",)  # not in the file
     _fields_ = (
         *_cells("offset", "room", "resident_bytes", "num_bytes"),
         *_cells("touched_ns", "generation", "writer", "state"),
         ("_key", ctypes.c_ubyte * KEY_BYTES),
     )
 
-    __hash__ = object.__hash__  # by identity, as they compare; a `Structure` has none
+    __hash__ = object.__hash__  # by identity, as for ==; a `Structure` defines none
 
     @property
     def key(self) -> bytes:
-        """Of the object."""
+        """The object's key."""
         key: bytes = _KEY.unpack_from(self, _KEY_AT)[0]
         return key
 
@@ -146,16 +145,16 @@ class Extent(ctypes.Structure):
         _KEY.pack_into(self, _KEY_AT, key)
 
     def seen(self) -> SeenObject:
-        """The object as it is."""
+        """Returns the object as it is now."""
         return SeenObject(self.index, self.generation, self.touched_ns)
 
 
-_KEY = struct.Struct(f"{KEY_BYTES}s")  # quicker than ctypes with bytes
+_KEY = struct.Struct(f"{KEY_BYTES}s")  # faster than ctypes for bytes
 _KEY_AT = Extent._key.offset
 
 
 class _File(ctypes.Structure):
-    """A whole table."""
+    """The layout of the file."""
 
     _fields_ = (
         ("header", Header),
@@ -172,10 +171,10 @@ class ExtentTable:
     """The table of one store, as one process maps it.
 
     Args:
-        path: the file; made if absent, by whoever is first.
+        path: the file; made if absent.
 
     Attributes:
-        header: what is said of all of it.
+        header: the table's header.
 
     Raises:
         OSError: the file cannot be opened, or is of another format.
@@ -202,11 +201,11 @@ class ExtentTable:
         self._extents: list[Extent] = []
 
     def __len__(self) -> int:
-        """How many extents there are."""
+        """Returns the number of extents."""
         return self.header.num_extents
 
     def __getitem__(self, index: int) -> Extent:
-        """The same one every time. Without the store's lock, one that was asked for before."""
+        """Returns the same object every time. Without the lock, only one returned before."""
         extents = self._extents
         while len(extents) <= index:
             extent = self._there[len(extents)]
@@ -216,18 +215,18 @@ class ExtentTable:
 
     @property
     def end(self) -> int:
-        """Where the last extent ends."""
+        """The offset behind the last extent."""
         if not len(self):
             return 0
         last = self[len(self) - 1]
         return last.offset + last.room
 
     def add(self, room: int) -> Extent:
-        """A new, free extent behind the last, of which nobody is told yet.
+        """Adds a free extent behind the last, without noting a change.
 
         Raises:
-            OSError: there is no memory for it.
-            TableFullError: there are too many.
+            OSError: there is no memory for its cells.
+            TableFullError: the table is full.
         """
         index = len(self)
         if index == _MAX_EXTENTS:
@@ -241,14 +240,12 @@ class ExtentTable:
         return extent
 
     def in_states(self, *states: State) -> list[Extent]:
-        """Extents in one of these states."""
+        """Returns the extents in one of these states."""
         found = np.flatnonzero(np.isin(self._of_extents()["state"], states))
         return [self[index] for index in found.tolist()]
 
     def by_age(self) -> Iterator[SeenObject]:
-        """Objects, those that were not touched for longest first. Of thousands, so without a look
-        at any by itself.
-        """
+        """Returns the objects, the least recently touched first; vectorized, for thousands."""
         extents = self._of_extents()
         found = np.flatnonzero(extents["state"] == State.OBJECT)
         found = found[np.argsort(extents["touched_ns"][found])]
@@ -257,8 +254,8 @@ class ExtentTable:
         return map(SeenObject._make, zip(*columns, strict=True))
 
     def note_changes(self, extents: Iterable[Extent]) -> int:
-        """Notes for other processes that extents' states or memory have changed; returns how many
-        changes there are now.
+        """Notes for other processes that extents changed in state or memory; returns the number of
+        changes so far.
         """
         changes, num_changes = self._changes, self.header.num_changes
         for extent in extents:
@@ -268,8 +265,8 @@ class ExtentTable:
         return num_changes
 
     def changes_since(self, num_seen: int) -> list[Extent] | None:
-        """The extents of the changes after the first so many, each where it last changed; None if
-        they are not known.
+        """Returns the extents that changed after the first `num_seen` changes, in the order of
+        their last change; None if the ring no longer has them all.
         """
         num_changes = self.header.num_changes
         if num_changes - num_seen > _RING:
@@ -279,7 +276,7 @@ class ExtentTable:
         return [self[index] for index in reversed(last_first)]
 
     def recount(self) -> None:
-        """Finds out anew what follows from the extents; whoever asks for changes looks at all."""
+        """Computes the header from the extents, and makes all processes read all extents."""
         extents, header = self._of_extents(), self.header
         is_free, is_ahead = (extents["state"] == state for state in (State.FREE, State.AHEAD))
         num_bytes, resident_bytes = extents["num_bytes"], extents["resident_bytes"]
@@ -288,17 +285,17 @@ class ExtentTable:
         header.num_changes += _RING + 1
 
     def close(self) -> None:
-        """Closes the file, which stays mapped for as long as somebody has an extent. Once."""
+        """Closes the file. It stays mapped while any extent is referenced. Called once."""
         fd, self._fd = self._fd, -1
         os.close(fd)
 
     def _of_extents(self) -> npt.NDArray[np.void]:
-        """What all say, `[extents]`, with a column for each of their cells."""
+        """Returns all extents as a structured array, `[extents]`, with a column per cell."""
         return self._columns[: len(self)]
 
 
 def _create(path: Path) -> None:
-    """Makes an empty table, whole or not at all, unless somebody was first."""
+    """Makes an empty table atomically, unless another process was first."""
     made = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
     fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -1,8 +1,8 @@
-"""`MappedMemory`: the bytes of a store's objects, in a file that its processes map and that grows.
+"""`MappedMemory`: the bytes of a store's objects, in a growing file that its processes map.
 
-Copies into mapped memory cost no call of the kernel and, the second time, no page fault: they are
-what `memcpy` is; many objects at a time (`kvstore.memory_runs`). The file is as long as what was
-ever laid out in it, and takes memory only where there is something.
+A copy into mapped memory takes no system call and, from the second time on, no page fault, so it is
+as fast as `memcpy`. Many objects are copied at a time (`kvstore.memory_runs`). The file is sparse:
+it is as long as all extents, and takes memory only for pages that were allocated.
 """
 
 import mmap
@@ -14,90 +14,89 @@ from pathlib import Path
 from threading import Lock
 
 from kvstore.memory_runs import copy_runs
-from kvstore.stores.base import Parts
+from kvstore.store import KvObject
 
 __all__ = ["MappedMemory", "Place"]
 
 _FIRST_BYTES = 64 << 20
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14; the mmap module does not name it
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not define it
 
 _LIBC = CDLL(None, use_errno=True)
 
-Place = tuple[int, Parts]
-"""Where an object's bytes begin, and its parts, which lie there one after the other."""
+Place = tuple[int, KvObject]
+"""The offset of an object in the file, and the memory that its bytes are copied from or to."""
 
 
 class MappedMemory:
-    """The memory of one store, as one process maps it. Calls in different places do not hinder
-    each other.
+    """The memory of one store, as one process maps it. Calls for different bytes run concurrently.
 
     Args:
         path: the file; made if absent.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self._lock = Lock()  # so that nobody is at the file as it is closed
+        self._lock = Lock()  # held while the descriptor is used, so that it is not closed then
         self._view = memoryview(bytearray())
 
     @property
     def free_bytes(self) -> int:
-        """That the file system has left."""
+        """Bytes that the file system has left."""
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
     def grow_to(self, num_bytes: int) -> None:
-        """Makes the file long enough, which takes no memory. Needs the store's lock."""
+        """Makes the file at least that long; this takes no memory. Needs the store's lock."""
         length = os.fstat(self._fd).st_size
         if length < num_bytes:
             os.ftruncate(self._fd, max(num_bytes, 2 * length, _FIRST_BYTES))
 
     def provide(self, start: int, num_bytes: int) -> None:
-        """Puts memory behind bytes. Who wrote where there is none, and none to be had, would be
-        killed.
+        """Allocates memory for a range; writing an unallocated page of a full /dev/shm raises
+        SIGBUS.
 
         Raises:
-            OSError: there is none.
+            OSError: the file system is full.
         """
         if num_bytes:
-            with self._lock:  # the number may be another file's by now, were it closed meanwhile
+            with self._lock:  # after a close, the descriptor could be another file's
                 os.posix_fallocate(self._fd, start, num_bytes)
 
     def map_in(self, start: int, num_bytes: int) -> None:
-        """Has pages that have memory behind them mapped here, before who writes there finds that
-        they are not. Not every system can.
+        """Maps allocated pages into this process, to save page faults later. Does nothing on
+        systems that cannot.
         """
         with suppress(OSError):
             self._advise(start, num_bytes, _MADV_POPULATE_WRITE)
 
     def let_go(self, start: int, num_bytes: int) -> None:
-        """Gives the memory behind whole pages back. Who looks at them has it put there again, and
-        is killed if there is none.
+        """Returns the memory of whole pages to the system. Reading them allocates it again, and
+        raises SIGBUS if there is none.
         """
         self._advise(start, num_bytes, mmap.MADV_REMOVE)
 
     def write(self, places: Sequence[Place]) -> None:
-        """Copies parts to bytes that have memory behind them."""
+        """Copies objects into allocated memory."""
         there, parts = self._pairs(places)
         copy_runs(there, parts)
 
     def read(self, places: Sequence[Place]) -> None:
-        """Copies bytes to parts."""
+        """Copies objects out of the memory."""
         there, parts = self._pairs(places)
         copy_runs(parts, there)
 
     def close(self) -> None:
-        """Closes the file, which stays mapped for as long as somebody is at it. Once."""
-        with self._lock:  # no file means anonymous memory to who maps, which would be a hit
+        """Closes the file. It stays mapped while any thread uses it. Called once."""
+        with self._lock:  # mapping descriptor -1 would give anonymous memory instead of an error
             fd, self._fd = self._fd, -1
             os.close(fd)
             self._view = memoryview(bytearray())
 
     def _advise(self, start: int, num_bytes: int, advice: int) -> None:
-        """`madvise`, without the interpreter's lock, which the mmap module's holds."""
+        """Calls `madvise` without the GIL, which `mmap.madvise` holds."""
         if not num_bytes:
             return
         with self._mapped(start + num_bytes)[start:] as there:
@@ -106,29 +105,27 @@ class MappedMemory:
                 raise OSError(get_errno(), os.strerror(get_errno()))
 
     def _pairs(self, places: Sequence[Place]) -> tuple[list[memoryview], list[memoryview]]:
-        """Where each part lies here, and the parts."""
+        """Returns the mapped bytes of each view of the objects, and these views."""
         spans: list[tuple[int, int]] = []
-        for begin, parts in places:
-            end = begin
-            for part in parts:
-                start, end = end, end + part.nbytes
-                spans.append((start, end))
+        for start, (header, payload) in places:
+            split = start + header.nbytes
+            spans += ((start, split), (split, split + payload.nbytes))
         mapped = self._mapped(max([end for _, end in spans], default=0))
         there = [mapped[start:end] for start, end in spans]
-        return there, [part for _, parts in places for part in parts]
+        return there, [view for _, views in places for view in views]
 
     def _mapped(self, end: int) -> memoryview:
-        """The file, mapped at least up to there.
+        """Returns a view of the mapped file, at least up to `end`.
 
         Raises:
-            OSError: it was closed.
+            OSError: the file was closed.
         """
         view = self._view
         if len(view) < end:
             with self._lock:
                 view = self._view
                 if len(view) < end:
-                    # What was mapped before goes when nobody is at it any more.
+                    # The old mapping is dropped once no thread uses it.
                     num_bytes = os.fstat(self._fd).st_size
                     view = self._view = memoryview(mmap.mmap(self._fd, num_bytes))
         return view

@@ -1,4 +1,4 @@
-"""`MemoryAhead`: the thread that makes memory ready for what will be put next."""
+"""`MemoryAhead`: a thread that allocates memory for the next put."""
 
 import logging
 from contextlib import suppress
@@ -9,7 +9,7 @@ from kvstore.stores.shm.arena import Arena
 
 __all__ = ["MemoryAhead"]
 
-# What was just put is about to be told and read: that comes first.
+# The result of the last put, and reads of its objects, come first.
 _PAUSE_S = 0.01
 _RETRY_S = 1.0  # after a failure
 
@@ -17,36 +17,36 @@ _logger = logging.getLogger("baton.kvstore")
 
 
 class MemoryAhead:
-    """Has an arena make memory ready, once for all who asked meanwhile. Thread-safe.
+    """Runs `Arena.provide_ahead` in a thread, once for all requests meanwhile. Thread-safe.
 
     Args:
-        arena: which.
+        arena: allocates the memory.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._changed = Condition()
-        self._is_asked = False
+        self._is_requested = False
         self._is_busy = False
         self._is_closing = Event()
         self._thread: Thread | None = None
 
-    def ask(self) -> None:
-        """Has it done soon, if there is something to do. Returns at once."""
+    def request(self) -> None:
+        """Lets the thread run soon if there is something to do. Returns at once."""
         if not self._arena.wants_ahead:
             return
         with self._changed:
-            self._is_asked = True
+            self._is_requested = True
             self._changed.notify_all()
             if self._thread is None and not self._is_closing.is_set():
-                # A process that ends without `close` does not wait for it: others free its extents.
+                # A daemon: if the process ends without `close`, others free its extents.
                 thread = Thread(target=self._work, name="baton-shm-ahead", daemon=True)
-                with suppress(RuntimeError):  # none is to be had just now: who puts next asks again
+                with suppress(RuntimeError):  # no thread can be started; the next put tries again
                     thread.start()
                     self._thread = thread
 
     def close(self) -> None:
-        """Ends the thread, which is at one extent at most. Idempotent."""
+        """Ends the thread, which first completes at most one extent. Idempotent."""
         with self._changed:
             self._is_closing.set()
             self._changed.notify_all()
@@ -60,26 +60,26 @@ class MemoryAhead:
                 self._is_closing.wait(_RETRY_S)
             with self._changed:
                 self._is_busy = False
-                self._is_asked |= not is_done and self._arena.wants_ahead
+                self._is_requested |= not is_done and self._arena.wants_ahead
                 self._changed.notify_all()
 
     def _begin(self) -> bool:
-        """Waits for somebody to ask; whether to go on."""
+        """Waits for a request; returns False once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_asked or self._is_closing.is_set())
+            self._changed.wait_for(lambda: self._is_requested or self._is_closing.is_set())
         if self._is_closing.wait(_PAUSE_S):
             return False
         with self._changed:
-            self._is_asked, self._is_busy = False, True
+            self._is_requested, self._is_busy = False, True
         return True
 
     def _provide(self) -> bool:
-        """Whether that went well."""
+        """Allocates memory; returns whether that succeeded."""
         try:
             self._arena.provide_ahead(self._is_closing)
             return True
         except (OSError, StoreUnavailableError):
-            pass  # who puts next will hear of it
+            pass  # the next put that needs the memory raises
         except Exception:
             _logger.exception("no memory is made ready ahead in shared memory")
         return False

@@ -2,27 +2,33 @@
 
 import os
 import re
+import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from kvstore.store import StoreCapabilities
-from kvstore.stores.base import Parts, PartsStore
+from typing_extensions import override
+
+from kvstore.store import KvObject, StoreCapabilities
+from kvstore.stores.base import SharedStore
 from kvstore.stores.files import status_of
 from kvstore.stores.shm.arena import Arena
 from kvstore.stores.shm.memory_ahead import MemoryAhead
 from kvstore.url import LIMIT_OPTIONS, StoreLimits, StoreUrl, usable_folder
 
-__all__ = ["ShmStore"]
+__all__ = ["LEAST_FREE_BYTES", "ShmStore"]
+
+LEAST_FREE_BYTES = 16 << 20
+"""What /dev/shm must have left for a new store whose URL names no `max_bytes`: it takes half."""
 
 _REFUSED = {"fsync": "fsync has no meaning in memory; file:///path takes it"}
 _DEFAULT_MAX_BYTES = 4 << 30
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the kernel's name; our folder in it is private
 
 
-class ShmStore(PartsStore):
-    """`shm://NAME`: objects in the machine's shared memory, `/dev/shm/baton-NAME`."""
+class ShmStore(SharedStore):
+    """A store in the machine's shared memory, `/dev/shm/baton-NAME`; made by `from_url`."""
 
     capabilities = StoreCapabilities(
         shared_between_processes=True,
@@ -30,7 +36,6 @@ class ShmStore(PartsStore):
         survives_restart=False,
         takes_max_bytes=True,
         keeps_leases=True,
-        takes_frames=True,
     )
 
     _objects: Arena
@@ -39,20 +44,16 @@ class ShmStore(PartsStore):
         super().__init__(arena, limits)
         self._ahead = MemoryAhead(arena)
 
-    def close(self) -> None:
-        """See `KvStore.close`. Waits for what is being made ready, and for the lock, some times
-        `timeout_s` at most.
-        """
-        self._ahead.close()
-        super().close()
-
     @classmethod
+    @override
     def from_url(cls, url: str) -> Self:
-        """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; without a name it is "default".
+        """Opens `shm://NAME?ttl_s=&lease_s=&max_bytes=&timeout_s=`; NAME defaults to "default".
+
+        Without `max_bytes` the bound is half of what /dev/shm has left, up to 4 GiB.
 
         Raises:
-            ConfigurationError: a bad name or option; a machine without `/dev/shm`; a folder
-                that other users can read or write, or that another version made.
+            ConfigurationError: the name or an option is wrong; the machine has no /dev/shm, or it
+                is too full; other users can access the store's folder, or another version made it.
         """
         parts = StoreUrl.parse(url, LIMIT_OPTIONS, _REFUSED)
         name = parts.authority or "default"
@@ -67,16 +68,36 @@ class ShmStore(PartsStore):
         if not _is_private_or_absent(folder):
             raise parts.error(f"{folder} is not a private folder of this user; choose another name")
         limits = parts.limits(_DEFAULT_MAX_BYTES)
+        if limits.max_bytes is None and not folder.exists():
+            _check_free_memory(parts)
         with usable_folder(parts, folder):
             return cls(Arena(folder, limits), limits)
 
-    def _put(self, keys: Sequence[bytes], values: Sequence[Parts]) -> None:
-        super()._put(keys, values)
-        self._ahead.ask()
+    @override
+    def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
+        super().put(keys, objects)
+        self._ahead.request()
+
+    @override
+    def close(self) -> None:
+        """Waits for memory that is being allocated and for the lock: a few times `timeout_s`."""
+        self._ahead.close()
+        super().close()
+
+
+def _check_free_memory(url: StoreUrl) -> None:
+    free_bytes = shutil.disk_usage(_SHARED_MEMORY).free
+    if free_bytes < LEAST_FREE_BYTES:
+        raise url.error(
+            f"{_SHARED_MEMORY} has {free_bytes / 2**20:.1f} MiB left, and a store without "
+            f"max_bytes needs {LEAST_FREE_BYTES / 2**20:.0f} MiB. Start the container with a "
+            "larger --shm-size (Docker's default is 64m), add max_bytes=SIZE to the URL, or use "
+            "another connector, such as file:///path or grpc://"
+        )
 
 
 def _is_private_or_absent(folder: Path) -> bool:
-    """Whether nobody but this user can have put anything there."""
+    """Whether only this user can have put anything into a folder."""
     status = status_of(str(folder))
     return status is None or (
         stat.S_ISDIR(status.st_mode)

@@ -1,4 +1,4 @@
-"""`Writers`: which processes that write to a store live."""
+"""`Writers`: which processes that write to a store are alive."""
 
 import fcntl
 import os
@@ -18,13 +18,13 @@ _MARK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Writers:
-    """Marks this one as living, by a locked file, whose lock ends with the process.
+    """Marks this process as alive, by a locked file whose lock ends with the process.
 
     Args:
         folder: of the marks; made if absent.
 
     Attributes:
-        own: this one's number, which nobody else has or had.
+        own: this writer's number, which no other writer has or had.
 
     Raises:
         OSError: the folder cannot be used.
@@ -35,7 +35,7 @@ class Writers:
         self._folder = folder
         self.own = secrets.randbits(63) + 1
         path = self._path(self.own)
-        made = path.with_suffix(".new")  # nobody takes that for a mark before it is locked
+        made = path.with_suffix(".new")  # not a mark before it is locked and renamed
         self._fd = os.open(made, _MARK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         made.rename(path)
@@ -45,7 +45,7 @@ class Writers:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Lives on until this ends, closed or not: nobody else may write there meanwhile."""
+        """Keeps the mark during the block, also if `close` is called: its extents are in use."""
         with self._lock:
             self._num_writing += 1
         try:
@@ -56,7 +56,7 @@ class Writers:
                 self._end_if_over()
 
     def living(self) -> set[int]:
-        """Who lives; removes the marks of the others."""
+        """Returns the numbers of living writers; removes the marks of dead ones."""
         return {
             int(path.name, 16)
             for path in self._folder.iterdir()
@@ -64,7 +64,7 @@ class Writers:
         }
 
     def close(self) -> None:
-        """Ends, or does when what is being written has been. Idempotent."""
+        """Removes the mark, once no thread is writing. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._end_if_over()
@@ -81,10 +81,10 @@ class Writers:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether somebody has locked a mark; removes it if nobody has."""
+    """Whether a mark is locked; removes it if it is not."""
     try:
         fd = os.open(path, _MARK_FLAGS)
-    except FileNotFoundError:  # it ended just now
+    except FileNotFoundError:  # its writer ended just now
         return False
     try:
         if not try_lock(fd):
