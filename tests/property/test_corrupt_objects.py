@@ -18,6 +18,7 @@ from kvstore.peer.nixl.transport import NixlTransport
 from tests.support.kv_urls import fresh_shm_name
 from tests.support.nixl_remote import needs_process_vm_readv
 from tests.support.redis_server import RedisServer
+from tests.support.shm_arena import needs_shared_memory
 from tests.support.spoiled_objects import (
     ArenaShelf,
     FileShelf,
@@ -115,6 +116,8 @@ def test_none_of_ten_thousand_is_used(
 def test_none_is_used_where_objects_are_large(
     closing: ExitStack, tmp_path: Path, redis_server: RedisServer, kind: str
 ) -> None:
+    if kind == "shm":
+        needs_shared_memory(128 << 20)
     url, open_it = open_shelf(kind, closing, tmp_path, redis_server)
     check_store(closing, url, open_it, LARGE, NUM_SPOILED_LARGE)
 
