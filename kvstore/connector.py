@@ -359,11 +359,14 @@ def null_connector() -> Connector:
     return KvConnectorScheduler("", lease_s=0, finds_by_key=False), _NullWorker()
 
 
+_NO_RESULTS = TransferResults()
+
+
 class _NullWorker(KvConnectorWorker):
     """Ends every job at the next poll, and moves nothing."""
 
     def __init__(self) -> None:
-        self._results = TransferResults()
+        self._results = _NO_RESULTS
         self._wake: Callable[[], None] = lambda: None
 
     @override
@@ -394,7 +397,7 @@ class _NullWorker(KvConnectorWorker):
 
     @override
     def poll(self) -> TransferResults:
-        results, self._results = self._results, TransferResults()
+        results, self._results = self._results, _NO_RESULTS
         return results
 
     @override
