@@ -15,7 +15,9 @@ RUN python -m venv /opt/baton \
     && /opt/baton/bin/pip install --index-url "${TORCH_INDEX_URL}" "torch>=2.11,<2.14"
 WORKDIR /source
 COPY . .
-RUN /opt/baton/bin/pip install .
+# Extras of pyproject.toml: --build-arg EXTRAS=nixl adds the connector nixl://.
+ARG EXTRAS=
+RUN /opt/baton/bin/pip install ".${EXTRAS:+[${EXTRAS}]}"
 
 FROM python:3.11-slim
 COPY --from=builder /opt/baton /opt/baton

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs the tests that the expression $1 of marks selects, with the further arguments of pytest:
-# first, in two processes, those that may run beside each other, then those marked `alone`.
+# first those marked `alone`, then the others in two processes at once.
 # The closing line of the second run of pytest is the last line printed.
 set -eu
 cd "$(dirname "$0")/.."
@@ -19,8 +19,8 @@ run_part() {
     esac
 }
 
+run_part .venv/bin/python -m pytest -m "$marks and alone" "$@"
 # More threads than cores would wait for each other.
 run_part OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
     .venv/bin/python -m pytest --numprocesses 2 --dist loadfile -m "$marks and not alone" "$@"
-run_part .venv/bin/python -m pytest -m "$marks and alone" "$@"
 exit $status

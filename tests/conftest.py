@@ -16,13 +16,14 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
-_TESTS = Path(__file__).parent
+_CLUSTER_FOLDERS = [Path(__file__).parent / name for name in ("e2e", "chaos")]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks
 def pytest_collection_modifyitems(items):
     """Marks tests of whole clusters as `alone`: their processes need all cores."""
     for item in items:
-        if item.path.relative_to(_TESTS).parts[0] in ("e2e", "chaos"):
+        if any(item.path.is_relative_to(folder) for folder in _CLUSTER_FOLDERS):
             item.add_marker(pytest.mark.alone)
 
 

@@ -252,7 +252,7 @@ def test_no_weights(folder):
 def test_truncated_weights(folder, kept_bytes):
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:kept_bytes])
-    fails_with(folder, WEIGHTS, "no readable safetensors file")
+    fails_with(folder, WEIGHTS, "not a readable safetensors file")
 
 
 def test_a_missing_tensor(folder):

@@ -73,7 +73,7 @@ def test_the_doctors_self_test_tells_what_is_wrong():
 
 def self_test(wish):
     return subprocess.run(
-        [sys.executable, "-m", "baton.doctor.self_test"],
+        [sys.executable, "-m", "baton.doctor.native_kernels"],
         cwd=ROOT,
         env=os.environ | {WISH_VARIABLE: wish},
         capture_output=True,

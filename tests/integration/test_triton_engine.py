@@ -4,6 +4,7 @@
 
 import pytest
 
+from engine.runtime import device_steps
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.real_engines import build_core, run_all, tokens_of
 from tests.support.requests import engine_request
@@ -21,6 +22,12 @@ FLAGS = {
     "num_gpu_blocks_override": 32,
     "async_scheduling": True,
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_warm_up(monkeypatch):
+    """It takes half of an engine's time here; test_compiled_before_serving.py is about it."""
+    monkeypatch.setattr(device_steps, "_warm_up_batches", lambda model: ())
 
 
 def _tokens(variant, draws, **flags):

@@ -159,7 +159,7 @@ def test_what_has_not_begun_can_be_dropped(rig: Rig) -> None:
 
 def test_a_process_ends_though_they_hang() -> None:
     code = (
-        "import threading; from kvstore.io_threads import IoThreads\n"
+        "import threading; from kvstore.mover.io_threads import IoThreads\n"
         "has_begun = threading.Event()\n"
         "def hang():\n    has_begun.set()\n    threading.Event().wait()\n"
         "IoThreads(1, 'io', 1.0, print).submit(hang)\n"
