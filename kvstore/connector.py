@@ -275,7 +275,7 @@ class KvConnectorScheduler:
 class KvConnectorWorker(ABC):
     """The half beside the model runner: owns buffers and threads, and moves the bytes.
 
-    The engine's thread calls all methods. The order is `register_pool`, `set_waker`, `measure`,
+    The engine's thread calls all methods. The order is `measure`, `register_pool`, `set_waker`,
     then `start` and `poll` in any order, then `close`.
     """
 
