@@ -61,8 +61,8 @@ An installed package adds a connector by naming a `ConnectorFactory` in its meta
     myscheme = "my_package.my_module:MyConnector"
 
 Then `--kv-connector myscheme://...` opens it. A backend that keeps objects by key needs no
-connector of its own: it is a store (`kvstore.store`). docs/connector-contract.md shows both in full, and
-`kvstore.conformance` tests them.
+connector of its own: it is a store (`kvstore.store`). docs/connector-contract.md shows both in
+full, and `kvstore.conformance` tests them.
 """
 
 import itertools
