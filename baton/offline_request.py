@@ -44,7 +44,7 @@ class OfflineRequest:
         """Adds an output of the engine.
 
         Returns:
-            Whether a stop text, which the engine does not know, ended the output's candidate.
+            Whether a stop text, which the engine does not check, ended the output's candidate.
 
         Raises:
             BatonError: the request failed.

@@ -119,6 +119,8 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
     if message.timeout_ms < 1:
         raise InvalidArgumentError.for_field("timeout_ms", message.timeout_ms, ">= 1")
     params = params_from_proto(message.sampling, message.stopping)
+    if not message.stopping.HasField("max_tokens"):
+        raise InvalidArgumentError("stopping.max_tokens is unset; the router must set it")
     if params.seed is None:
         raise InvalidArgumentError("sampling.seed is unset; the router must set it")
     return RequestSpec(

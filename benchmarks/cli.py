@@ -20,13 +20,19 @@ class _Command:
 _COMMANDS = {
     "serve": _Command("benchmarks.serve_command", "a running endpoint, as its users see it"),
     "latency": _Command("benchmarks.latency_command", "batches on an engine in this process"),
-    "throughput": _Command("benchmarks.throughput_command", "a workload on such an engine"),
-    "kernels": _Command("benchmarks.kernels_command", "primitives beside torch and their limits"),
+    "throughput": _Command(
+        "benchmarks.throughput_command", "a workload on an engine in this process"
+    ),
+    "kernels": _Command(
+        "benchmarks.kernels_command", "primitives, compared with torch and their limits"
+    ),
     "engine-step": _Command("benchmarks.engine_step_command", "where a step's time goes"),
     "split": _Command("benchmarks.split_command", "two tiers against one undivided engine"),
-    "transfer": _Command("benchmarks.transfer.command", "KV connectors beside memcpy, and prefill"),
+    "transfer": _Command(
+        "benchmarks.transfer.command", "KV connectors, and transfers during prefill"
+    ),
     "gpu": _Command("benchmarks.gpu.command", "a GPU: its ceilings, kernels, steps, tiers"),
-    "compare": _Command("benchmarks.compare_command", "Baton beside other engines"),
+    "compare": _Command("benchmarks.compare_command", "Baton, compared with other engines"),
     "scheduling": _Command("benchmarks.scheduling.command", "KV memory and the scheduler"),
 }
 

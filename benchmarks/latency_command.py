@@ -1,4 +1,4 @@
-"""`baton bench latency`: prefill and time per token of batches, without servers, over floors."""
+"""`baton bench latency`: prefill and time per token of batches on one engine, and their floors."""
 
 import argparse
 from collections.abc import Iterable, Sequence

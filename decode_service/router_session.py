@@ -13,7 +13,7 @@ from functools import partial
 
 from baton.errors import BatonError, InternalError, InvalidArgumentError
 from baton.spec_wire import spec_from_proto
-from baton.v1 import decode_pb2
+from baton.v1 import decode_pb2, request_pb2
 from engine.async_engine import AsyncEngine
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.wire import check_namespace, output_to_proto, progress_from_proto
@@ -178,10 +178,11 @@ class RouterSession:
         A request's outputs stay together: a router that has the first tokens of only some
         candidates could not resume the request.
         """
-        response, num_tokens = decode_pb2.ConnectResponse(), 0
+        messages: list[request_pb2.CandidateOutput] = []
+        num_tokens = 0
         while self._pending and num_tokens < _FULL_RESPONSE_TOKENS:
-            outputs = self._pending.pop(next(iter(self._pending))).take_all()
-            num_tokens += sum(len(output.token_ids) for output in outputs)
-            response.outputs.extend(outputs)
+            for output in self._pending.pop(next(iter(self._pending))).take_all():
+                num_tokens += len(output.token_ids)
+                messages.append(output)
         self._has_room.set()
-        return response
+        return decode_pb2.ConnectResponse(outputs=messages)

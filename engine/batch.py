@@ -180,8 +180,8 @@ class StepOutput:
         step: the batch's number.
         chunks: one per chunk; None for a chunk that needs no logits.
         decoded: one token per row of `decode_rows`.
-        decoded_logprobs: log-probabilities of `decoded` if any of those rows wants
-            them, with NaN for the rows that do not; else empty.
+        decoded_logprobs: log-probabilities of `decoded` if requested for any of
+            those rows, with NaN for the other rows; else empty.
     """
 
     step: int

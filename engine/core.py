@@ -287,8 +287,9 @@ class EngineCore:
         self._on_outputs = on_outputs
         outputs = self._finish(batch, lambda: self._runner.execute(batch))
         self._on_outputs = None
-        if self._early_error is not None:
-            raise self._early_error
+        error, self._early_error = self._early_error, None
+        if error is not None:
+            raise error
         return outputs
 
     def _overlap(self, batch: ScheduledBatch | None) -> list[RequestOutput]:

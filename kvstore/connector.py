@@ -61,8 +61,8 @@ An installed package adds a connector by naming a `ConnectorFactory` in its meta
     myscheme = "my_package.my_module:MyConnector"
 
 Then `--kv-connector myscheme://...` opens it. A backend that keeps objects by key needs no
-connector of its own: it is a store (`kvstore.store`). docs/connectors.md shows both in full, and
-`kvstore.conformance` tests them.
+connector of its own: it is a store (`kvstore.store`). docs/connector-contract.md shows both in
+full, and `kvstore.conformance` tests them.
 """
 
 import itertools
@@ -275,7 +275,7 @@ class KvConnectorScheduler:
 class KvConnectorWorker(ABC):
     """The half beside the model runner: owns buffers and threads, and moves the bytes.
 
-    The engine's thread calls all methods. The order is `register_pool`, `set_waker`, `measure`,
+    The engine's thread calls all methods. The order is `measure`, `register_pool`, `set_waker`,
     then `start` and `poll` in any order, then `close`.
     """
 
@@ -359,11 +359,14 @@ def null_connector() -> Connector:
     return KvConnectorScheduler("", lease_s=0, finds_by_key=False), _NullWorker()
 
 
+_NO_RESULTS = TransferResults()
+
+
 class _NullWorker(KvConnectorWorker):
     """Ends every job at the next poll, and moves nothing."""
 
     def __init__(self) -> None:
-        self._results = TransferResults()
+        self._results = _NO_RESULTS
         self._wake: Callable[[], None] = lambda: None
 
     @override
@@ -394,7 +397,7 @@ class _NullWorker(KvConnectorWorker):
 
     @override
     def poll(self) -> TransferResults:
-        results, self._results = self._results, TransferResults()
+        results, self._results = self._results, _NO_RESULTS
         return results
 
     @override

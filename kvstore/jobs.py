@@ -5,6 +5,7 @@ their results back. `kvstore.connector` describes the contract that they belong 
 """
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvstore.handoff import KvHandoff
 
@@ -165,8 +166,11 @@ class ConnectorWork:
     ended: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Returns whether there is anything to start."""
-        return any(getattr(self, name) for name in self.__slots__)
+        """Returns whether there is anything to start. The engine asks twice per step."""
+        return any(_lists_of(self))
+
+
+_lists_of = attrgetter(*ConnectorWork.__slots__)
 
 
 @dataclass(frozen=True, slots=True)

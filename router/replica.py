@@ -92,7 +92,7 @@ class Replica:
         )
 
     def log_start(self, spec: RequestSpec) -> None:
-        """Logs the worker's name of a request that is started on this replica."""
+        """Logs that a request is started on this replica, and its id there."""
         _LOGGER.debug(
             "started request_id=%s worker_request_id=%s replica=%s",
             ascii(spec.client_id),

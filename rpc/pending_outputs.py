@@ -11,7 +11,12 @@ __all__ = ["PendingOutputs"]
 
 
 class PendingOutputs:
-    """At most one output per candidate, and the request's end. False if there is none."""
+    """At most one output per candidate, and the request's end. False if there is none.
+
+    A decode replica makes one per request and step, so this is on its hot path.
+    """
+
+    __slots__ = ("_by_candidate", "_end")
 
     def __init__(self) -> None:
         self._by_candidate: dict[int, request_pb2.CandidateOutput] = {}
@@ -47,7 +52,8 @@ class PendingOutputs:
 
     def take_all(self) -> list[request_pb2.CandidateOutput]:
         """Removes and returns all outputs, the request's last one at the end."""
-        outputs = []
-        while self:
-            outputs.append(self.take())
+        outputs = list(self._by_candidate.values())
+        if self._end is not None:
+            outputs.append(self._end)
+        self._by_candidate, self._end = {}, None
         return outputs

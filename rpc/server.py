@@ -109,7 +109,7 @@ class RpcServer:
     Args:
         config: the address to listen on.
         service_names: full names of the services that will be added, for example
-            `baton.v1.WorkerService`; health and reflection know them at once.
+            `baton.v1.WorkerService`; health and reflection list them at once.
 
     Attributes:
         port: the bound port, once listening.

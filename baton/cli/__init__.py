@@ -13,6 +13,10 @@ from baton.errors import BatonError, ConfigurationError
 
 __all__ = ["COMMANDS", "build_parser", "discard_unread_output", "main"]
 
+_DESCRIPTION = (
+    "Serves large language models with separate prefill and decode workers behind a router."
+)
+
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
@@ -63,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser(command: str) -> argparse.ArgumentParser:
     """Builds the parser with the flags of `command` only; other commands are not imported."""
-    parser = argparse.ArgumentParser(prog="baton", description=baton.__doc__)
+    parser = argparse.ArgumentParser(prog="baton", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"baton {baton.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, entry in COMMANDS.items():

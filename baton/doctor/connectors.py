@@ -47,7 +47,7 @@ def check_connector(url: str) -> Iterator[Finding]:
 
 
 def _check_reads() -> Finding:
-    """How blocks of another process of this machine would come by `nixl://`."""
+    """Checks whether `nixl://` can read the memory of another process of this machine."""
     if reason := why_unreadable():
         text = f"blocks of other processes come by gRPC, which is slower: {reason}"
         return Finding(_TOPIC, Level.NOTE, f"nixl://: {text}", {"reads_memory": False})

@@ -78,7 +78,7 @@ def embedded_store() -> Iterator[str]:
 
     The store lies in shared memory, or in a temporary folder if shared memory has too little left.
     """
-    from kvstore.stores.shm.store import LEAST_FREE_BYTES  # brings numpy, which plans do without
+    from kvstore.stores.shm.store import LEAST_FREE_BYTES  # here, as it imports numpy
 
     with run_folder(LEAST_FREE_BYTES) as folder:
         is_shared = folder.parent == SHARED_MEMORY

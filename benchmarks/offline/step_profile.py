@@ -68,7 +68,7 @@ class StepClock:
 
 PHASES = ("schedule", "build inputs", "forward", "logits", "draw", "commit", "rest")
 """The phases of a step. Replayed steps compute logits within "forward", and all steps find the
-likeliest tokens there. The rest is tables, copies, transfers and deadlines."""
+likeliest tokens there. "rest" is tables, copies, transfers and deadlines."""
 _STEP = "rest"
 
 

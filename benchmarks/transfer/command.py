@@ -1,4 +1,4 @@
-"""`baton bench transfer`: connectors beside memcpy, and transfers beside prefill."""
+"""`baton bench transfer`: KV connectors beside memcpy, and transfers during prefill."""
 
 import argparse
 import asyncio

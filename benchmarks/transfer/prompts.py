@@ -211,7 +211,7 @@ def _engine(plan: Plan, folder: Path, num_threads: int) -> EngineConfig:
         max_model_len=longest,
         max_num_seqs=1,
         max_num_batched_tokens=plan.chunk_tokens,
-        # The prompt before stays cached beside the present one.
+        # Room for two prompts: the previous one stays cached.
         num_gpu_blocks_override=2 * longest // _BLOCK_SIZE,
         kv_publish="off",
     )

@@ -1,4 +1,4 @@
-"""What stands beside the connectors: redis-py alone, nixl alone, memcpy and digests."""
+"""The baselines of the connectors: redis-py alone, nixl alone, memcpy and digests."""
 
 import ctypes
 import time
@@ -33,7 +33,7 @@ class RawMoves(ABC):
 
 
 def open_raw(backend: Backend, ends: Ends) -> RawMoves:
-    """Returns what a connector is measured beside."""
+    """Returns the baseline of a connector."""
     match backend.raw:
         case "redis":
             return _RedisClient(ends, backend.url)

@@ -34,7 +34,7 @@ class PrefixCache:
     Args:
         pool: the blocks.
         spec: layer groups and their windows.
-        fence: knows whether a step that swaps blocks in has reported.
+        fence: the steps in flight; blocks that one of them swaps in are not registered yet.
     """
 
     def __init__(self, pool: BlockPool, spec: KvCacheSpec, fence: StepFence) -> None:

@@ -31,7 +31,7 @@ _KEPT_WEIGHT = 0.8
 
 @dataclass(frozen=True, slots=True)
 class LoadEstimate:
-    """A load that runs, as `LoadCosts.start` saw it.
+    """A running load, as `LoadCosts.start` has recorded it.
 
     Attributes:
         num_tokens: tokens to load.
@@ -72,7 +72,7 @@ class LoadCosts:
 
     @classmethod
     def of(cls, config: EngineConfig, costs: StepCosts) -> "LoadCosts":
-        """Returns those of an engine, which may have to fail instead of computing."""
+        """Returns the estimates for an engine, which must not compute if its policy is "fail"."""
         may_compute = config.kv_load_failure_policy == "recompute"
         return cls(costs.prompt_token_s if may_compute else math.inf)
 
@@ -88,7 +88,7 @@ class LoadCosts:
         return is_due or self._is_worth(num_tokens, self._compute_s(num_tokens, num_queued_tokens))
 
     def predict_s(self, num_tokens: int) -> float:
-        """Predicts the seconds of a load that starts now, behind the loads that run."""
+        """Predicts the seconds of a load that starts now, behind the running loads."""
         ahead = self._line.sum_at(self._num_running, self._num_running_tokens)
         return ahead + self._line.sum_at(1, num_tokens)
 
@@ -104,7 +104,7 @@ class LoadCosts:
         return LoadEstimate(num_tokens, now, compute_s, is_probe)
 
     def end(self, load: LoadEstimate, now: float, seconds: float = 0.0) -> None:
-        """Learns from a load that brought all it was asked for.
+        """Updates the estimates with a load that brought all it was asked for.
 
         Args:
             load: from `start`.
@@ -121,7 +121,7 @@ class LoadCosts:
         self._learn(load, load_s)
 
     def give_up(self, load: LoadEstimate, now: float) -> None:
-        """Learns from a load that still runs and is not waited for any more."""
+        """Updates the estimates with a load that still runs but is not waited for any more."""
         self.drop(load)
         # All of its time counts, as no other load is known to have delayed it.
         self._learn(load, now - load.started_at)

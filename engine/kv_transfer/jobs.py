@@ -60,7 +60,7 @@ class BaseLoad(Job):
     """A job that brings KV into the pool.
 
     Attributes:
-        estimate: the cost model's record of it, until the model has learned from it.
+        estimate: the cost model's record of it, until the model has used it.
         is_counted: whether its end is counted in the metrics. A load in doubt is counted at once.
     """
 
@@ -136,7 +136,7 @@ class JobTable:
         self._unstarted: list[Job] = []
         self._ahead: list[Save] = []  # started, of steps that are not over
         self._ended_step = 0
-        self._next_due = math.inf  # no deadline is earlier; spares most steps the search
+        self._next_due = math.inf  # lower bound of all deadlines; before it, no step searches
 
     def add(self, job: Job) -> None:
         """Adds a job that the connector has scheduled."""

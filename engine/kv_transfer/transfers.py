@@ -1,4 +1,4 @@
-"""`Transfers`: the jobs of requests at the KV connector, and what becomes of them. Pure.
+"""`Transfers`: the KV connector's jobs for requests, and how they end. Pure.
 
 `loads`, `prefetches` and `saves` decide what moves; the scheduler calls them directly. Their jobs
 are in one table (`engine.kv_transfer.jobs`). Here results and deadlines end them, and metrics

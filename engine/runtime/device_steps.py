@@ -71,7 +71,7 @@ class DeviceSteps(Steps):
         self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
-        self._wanting = np.zeros(0, bool)
+        self._with_logprobs = np.zeros(0, bool)
 
     @override
     @torch.inference_mode()
@@ -79,7 +79,7 @@ class DeviceSteps(Steps):
         self._rows.update_tables(batch.table_updates)
         if batch.decode_rows is not self._decode_rows:
             self._decode_ids = np.array(batch.decode_rows, np.int64)
-            self._wanting = self._rows.host.wants_logprobs[self._decode_ids]
+            self._with_logprobs = self._rows.host.wants_logprobs[self._decode_ids]
             self._decode.set_rows(self._decode_ids)
             self._decode_rows = batch.decode_rows
 
@@ -93,10 +93,10 @@ class DeviceSteps(Steps):
         if draws.single:
             self._rows.keep_drawn(draws.single, of_chunks[0])
         of_decodes = self._drawn(scores.last(num_decodes)) if num_decodes else []
-        wanting = self._wanting
+        with_logprobs = self._with_logprobs
 
         def read(tensors: Sequence[torch.Tensor]) -> StepOutput:
-            decoded = _read_decoded(tensors[: len(of_decodes)], wanting)
+            decoded = _read_decoded(tensors[: len(of_decodes)], with_logprobs)
             chunks = draws.outputs(tensors[len(of_decodes) :])
             return StepOutput(batch.step, tuple(chunks), *decoded)
 
@@ -181,9 +181,9 @@ class DeviceSteps(Steps):
         return Scores(logits, *kernels.row_maxima(logits))
 
     def _drawn(self, scores: Scores) -> list[torch.Tensor]:
-        """Returns the decoding rows' tokens, and log-probabilities if any row wants them."""
+        """Returns the decoding rows' tokens, and log-probabilities if requested for any row."""
         tokens = self._decode.tokens[: len(self._decode_ids)]
-        if not self._wanting.any():
+        if not self._with_logprobs.any():
             return [tokens]
         return [tokens, kernels.token_logprobs(scores.logits, scores.maxima, tokens, None)]
 
@@ -229,15 +229,15 @@ def _draw(
 
 
 def _read_decoded(
-    tensors: Sequence[torch.Tensor], wanting: np.ndarray
+    tensors: Sequence[torch.Tensor], with_logprobs: np.ndarray
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns tokens, and log-probabilities if any row wants them, NaN for rows that do not."""
+    """Returns tokens, and log-probabilities if requested for any row: NaN for the other rows."""
     if not tensors:
         return (), ()
     tokens = tuple(tensors[0].tolist())
     if len(tensors) == 1:
         return tokens, ()
-    return tokens, tuple(np.where(wanting, tensors[1].numpy(), math.nan).tolist())
+    return tokens, tuple(np.where(with_logprobs, tensors[1].numpy(), math.nan).tolist())
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -39,13 +39,13 @@ class DecodeRows:
         rows: the batch's `decode_rows`.
         ids: `[n]` int64; `rows` as an array.
         draws: the rows' draw parameters, on the device.
-        wanting: `[m]` int64; indices into `rows` of those that want log-probabilities.
+        logprob_rows: `[m]` int64; indices into `rows` of those with log-probabilities.
     """
 
     rows: tuple[int, ...]
     ids: np.ndarray
     draws: PreparedDraws
-    wanting: torch.Tensor
+    logprob_rows: torch.Tensor
 
     @classmethod
     def of(cls, decode_rows: tuple[int, ...], rows: Rows, device: torch.device) -> "DecodeRows":
@@ -55,13 +55,13 @@ class DecodeRows:
             rows=decode_rows,
             ids=ids,
             draws=prepare_draws(rows.draws[ids], device),
-            wanting=to_device(np.flatnonzero(rows.wants_logprobs[ids]), device),
+            logprob_rows=to_device(np.flatnonzero(rows.wants_logprobs[ids]), device),
         )
 
     def draw(
         self, scores: Scores, positions: np.ndarray
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Returns tokens, and log-probabilities if any row wants them, NaN for rows that do not.
+        """Returns tokens, and log-probabilities if requested for any row: NaN for the other rows.
 
         Args:
             scores: the step's scores; the decode rows' are the last `n`.
@@ -71,11 +71,11 @@ class DecodeRows:
             return (), ()
         scores = scores.last(len(self.rows))
         tokens = sample(scores, self.draws, positions[self.ids])
-        if not len(self.wanting):
+        if not len(self.logprob_rows):
             return tuple(tokens.tolist()), ()
         logprobs = torch.full(tokens.shape, math.nan, device=tokens.device)
-        logprobs[self.wanting] = kernels.token_logprobs(
-            scores.logits, scores.maxima, tokens[self.wanting], self.wanting
+        logprobs[self.logprob_rows] = kernels.token_logprobs(
+            scores.logits, scores.maxima, tokens[self.logprob_rows], self.logprob_rows
         )
         return tuple(tokens.tolist()), tuple(logprobs.tolist())
 
@@ -132,7 +132,7 @@ class ChunkDraws:
             index += len(chunk.draws)
 
     def _draw(self, scores: Scores, draw: Draw) -> Iterator[torch.Tensor]:
-        """Yields the tokens, then log-probabilities if any chunk wants them."""
+        """Yields the tokens, then log-probabilities if requested for any chunk."""
         if not self._drawing:
             return
         draws = [(row, chunk, params) for row, chunk in self._drawing for params in chunk.draws]

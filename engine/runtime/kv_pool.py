@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _DEFAULT_CPU_BYTES = 2**30
-_DEFAULT_SWAP_BYTES = 4 * 2**30  # beside a GPU
+_DEFAULT_SWAP_BYTES = 4 * 2**30  # for a worker on a GPU
 _MEBIBYTE = 2**20
 _FP8_CAPABILITY = (8, 9)  # Ada
 

@@ -6,7 +6,7 @@
 
 The folder holds two lock files. The engine that computes holds `turn`; the next
 engine holds `next` while it waits for `turn`. An engine that has just computed
-therefore cannot overtake the next one, and two engines that always want to compute
+therefore cannot overtake the next one, and two engines that always have work
 alternate. If several engines wait for `next`, each is equally likely to get it.
 
 The files are locked with `flock`, which the system releases when a process dies.

@@ -125,9 +125,8 @@ class OutputProcessor:
             ):
                 outputs += self._take_last(sequence, token_id)
             elif sequence.is_streamed:
-                outputs.append(
-                    RequestOutput(sequence.group.request_id, sequence.index, (token_id,))
-                )
+                request_id = sequence.group.request.spec.request_id
+                outputs.append(RequestOutput(request_id, sequence.index, (token_id,)))
 
     def report_saved(self, group: SequenceGroup) -> Outputs:
         """Reports blocks that other engines can load now, as a save of the group has ended."""

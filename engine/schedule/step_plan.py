@@ -13,7 +13,7 @@ __all__ = ["StepPlan", "StepRecord"]
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The sequences behind a batch, kept until its output is in.
+    """The sequences of a batch, kept until its output is in.
 
     Attributes:
         batch: the scheduled batch.

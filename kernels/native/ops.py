@@ -51,7 +51,7 @@ def make_weight(
 
 @NATIVE.implements(reference.embed)
 def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Trusts that every id is a row of the weight."""
+    """Does not check that every id is a row of the weight."""
     out = torch.empty((len(token_ids), weight.num_columns), dtype=weight.data.dtype)
     _take_rows(weight.data, token_ids, out, is_packed=isinstance(weight, PackedWeight))
     return out
@@ -59,7 +59,7 @@ def embed(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 @NATIVE.implements(reference.take_rows)
 def take_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Trusts that every row is one of the matrix."""
+    """Does not check that every row is one of the matrix."""
     matrix = _rows(matrix)
     out = torch.empty((len(rows), matrix.shape[1]), dtype=matrix.dtype)
     _take_rows(matrix, rows, out, is_packed=False)

@@ -251,14 +251,14 @@ def test_bad_prompts_are_refused_before_anything_runs(llm, prompt, message):
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm, monkeypatch):
-    step = llm._core.step
+    run_step = llm._core.run_step
 
-    def interrupted():
-        step()
+    def interrupted(on_outputs):
+        run_step(on_outputs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._core, "step", interrupted)
+        patch.setattr(llm._core, "run_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finish_reason == "length"

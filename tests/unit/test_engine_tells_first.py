@@ -142,3 +142,21 @@ def test_an_error_in_early_delivery_ends_the_engine_and_not_the_step(prefill: Pr
         prefill.core.run_step(fail)
     assert prefill.num_computed("a") == 2 * BLOCK_SIZE, "the step itself has not failed"
     assert prefill.core.has_unfinished
+
+
+def test_an_error_in_early_delivery_is_raised_once(prefill: Prefill) -> None:
+    """`LLM` raises a failed request's error from there, and uses its engine again."""
+
+    def fail(outputs: Sequence[RequestOutput]) -> None:
+        raise ValueError("a bug")
+
+    prefill.add("a", (0,) * 3 * BLOCK_SIZE)
+    prefill.step()
+    prefill.worker.ends_in_steps = True
+    with pytest.raises(ValueError, match="a bug"):
+        prefill.core.run_step(fail)
+    prefill.core.abort(["a"])
+
+    prefill.add("b", (1,) * BLOCK_SIZE)
+    outputs = [*prefill.step(), *prefill.step()]
+    assert any(output.request_id == "b" and output.token_ids for output in outputs)

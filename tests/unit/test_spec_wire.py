@@ -110,6 +110,7 @@ def test_a_passed_deadline_is_an_error():
         ({"sampling": common_pb2.SamplingParams(seed=1, temperature=float("nan"))}, "temperature"),
         ({"sampling": common_pb2.SamplingParams(seed=1, top_p=0.0)}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"stopping": common_pb2.StoppingParams()}, "max_tokens is unset"),
         ({"sampling": common_pb2.SamplingParams(seed=1, n=65)}, "n is 65"),
         ({"sampling": common_pb2.SamplingParams(seed=1, n=2, best_of=1)}, "n is 2"),
         ({"sampling": common_pb2.SamplingParams(seed=1, beam_search={})}, "beam_width is 0"),

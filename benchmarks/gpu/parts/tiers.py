@@ -73,7 +73,7 @@ def _engine(plan: Plan, folder: Path) -> EngineConfig:
         gpu_memory_utilization=_SHARE_OF_EACH,
         max_num_seqs=max(num_requests for num_requests, _, _ in plan.tier_requests),
         block_size=_BLOCK_SIZE,
-        # The prompts of the warm-up stay cached beside those that count.
+        # Room for the warm-up's prompts too: they stay cached during the measured ones.
         num_gpu_blocks_override=plan.num_gpu_blocks or 2 * num_blocks,
     )
 

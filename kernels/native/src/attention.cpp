@@ -220,13 +220,13 @@ class UnitAttention {
   template <class ValuesAt>
   void attend(int64_t tile, int64_t first, int rows, int64_t num_tokens,
               const ValuesAt& values_at) {
-    const auto sight = [&](int64_t row) {
+    const auto range_of = [&](int64_t row) {
       const int64_t position = position_of(row);
-      return Sight{lowest_seen(position) - tile, position - tile};
+      return AttendedRange{lowest_seen(position) - tile, position - tile};
     };
     alignas(64) float factors[kLanes];
     softmax_.weigh(first, rows, round_up(num_tokens, kLanes),
-                   static_cast<float>(job_.scale) * kLog2E, sight, scores_, weights_, factors);
+                   static_cast<float>(job_.scale) * kLog2E, range_of, scores_, weights_, factors);
     for (int64_t column = 0; column < width_; column += kPanelColumns) {
       const auto panel = values_at(column);
       tile_function<E, std::remove_const_t<decltype(panel)>, 1, kTokenGroups>(rows)(

@@ -20,15 +20,15 @@ struct TileIndices {
 constexpr TileIndices kTileIndices;
 
 // The tokens of a tile, among those before `width`, that a row attends to: [low, high].
-struct Sight {
+struct AttendedRange {
   int64_t low, high;
 };
 
 // Masks the tokens that a row does not attend to; returns the largest of the rest, by lane.
-inline Floats larger_scores(const Sight& sight, int64_t width, float* scores) {
-  if (sight.low > 0 || sight.high + 1 < width) {
-    const Floats low = broadcast(static_cast<float>(sight.low));
-    const Floats high = broadcast(static_cast<float>(sight.high));
+inline Floats larger_scores(const AttendedRange& attended, int64_t width, float* scores) {
+  if (attended.low > 0 || attended.high + 1 < width) {
+    const Floats low = broadcast(static_cast<float>(attended.low));
+    const Floats high = broadcast(static_cast<float>(attended.high));
     for (int64_t i = 0; i < width; i += kLanes) {
       const Floats index = load<Floats>(kTileIndices.values + i);
       const Masks seen = (index >= low) & (index <= high);
@@ -53,13 +53,13 @@ struct RunningSoftmax {
 
   // Turns a tile's scores [rows][kTileTokens], of which the first `width` count, into weights as
   // operands, for rows from `first` on; factors[r] rescales the sums of row r to its new maximum.
-  // sight(r): see `Sight`.
-  template <class SightOf>
-  void weigh(int64_t first, int rows, int64_t width, float scale, const SightOf& sight,
+  // range_of(r): what row r attends to.
+  template <class RangeOf>
+  void weigh(int64_t first, int rows, int64_t width, float scale, const RangeOf& range_of,
              float* scores, typename E::Operand* weights, float* factors) {
     Floats largest[kTileRows];
     for (int row = 0; row < rows; ++row) {
-      largest[row] = larger_scores(sight(first + row), width, scores + row * kTileTokens);
+      largest[row] = larger_scores(range_of(first + row), width, scores + row * kTileTokens);
     }
     alignas(64) float tops[kLanes] = {};
     std::copy_n(maxima + first, rows, tops);

@@ -32,6 +32,9 @@ _NUM_SPINS = 20
 _POLL_S = 1e-4
 _CLOSE_S = 5.0
 
+# Buffers of some 16 bytes each that a probe which failed may still write to: they are never freed.
+_still_written_to: list[Any] = []
+
 
 class NixlLink:
     """Reads from one peer, one at a time. Any thread may call it.
@@ -168,8 +171,10 @@ class NixlLink:
         finally:
             with contextlib.suppress(Exception):  # it ends with the agent
                 self._agent.deregister_memory(registered)
-        if not problem and landing.raw[:TOKEN_BYTES] != self._peer.probe_token:
-            return "the bytes are those of another process"
+        if problem:
+            _still_written_to.append(landing)
+        elif landing.raw[:TOKEN_BYTES] != self._peer.probe_token:
+            problem = "the bytes are those of another process"
         return problem
 
     def _read_all(
