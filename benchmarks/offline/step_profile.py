@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from benchmarks.offline.offline_engine import OfflineEngine
 from benchmarks.request import BenchRequest
+from engine.core import OnOutputs
 from engine.request import RequestOutput
 from engine.runtime.device import resolve_device, wait_for
 from engine.runtime.drawing import ChunkDraws, DecodeRows
@@ -112,24 +113,25 @@ def _clocked(
 ) -> Generator[None, None, None]:
     """Yields the engine with timed phases; the times of each step are appended to `steps`."""
     core: Any = engine.core
-    timed_step = clock.timed(_STEP, core.step)
+    timed_step = clock.timed(_STEP, core.run_step)
     num_begun = num_ended = 0
 
-    def step() -> list[RequestOutput]:
+    def run_step(on_outputs: OnOutputs) -> None:
         nonlocal num_begun, num_ended
         was_prefilling = num_begun < num_requests
-        outputs: list[RequestOutput] = timed_step()
+        outputs: list[RequestOutput] = []
+        timed_step(outputs.extend)
         if num_ended == 0:
             steps["prefill" if was_prefilling else "decode"].append(clock.take_times())
         num_begun += sum(output.timings is not None and not output.is_last for output in outputs)
         num_ended += sum(output.is_last for output in outputs)
-        return outputs
+        on_outputs(outputs)
 
     with ExitStack() as stack:
         for owner, name, phase in _timed_functions(core):
             function = clock.timed(phase, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, function))
-        stack.enter_context(patch.object(core, "step", step))
+        stack.enter_context(patch.object(core, "run_step", run_step))
         yield
 
 

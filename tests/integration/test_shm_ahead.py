@@ -10,7 +10,7 @@ import pytest
 from kvstore.conformance.objects import filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import StoreUnavailableError
-from kvstore.stores import files as file_lock
+from kvstore.stores import files
 from kvstore.stores.shm import mapped_memory, memory_ahead
 from kvstore.stores.shm.extent_table import State
 from tests.support.shm_arena import interposed, needs_shared_memory, opened, put, refusing
@@ -255,13 +255,13 @@ def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full
     with opened() as (store, _, _):
         monkeypatch.setattr(store._ahead, "request", lambda: None)
         put(store, random_keys(1)[0], 1, 1 << 20)
-        locked = file_lock.FileLock.locked
+        locked = files.FileLock.locked
 
         def note_and_lock(lock, deadline_s=None):
             deadlines.append(deadline_s)
             return locked(lock, deadline_s)
 
-        monkeypatch.setattr(file_lock.FileLock, "locked", note_and_lock)
+        monkeypatch.setattr(files.FileLock, "locked", note_and_lock)
         with refusing(monkeypatch, 1 if is_full else 2), suppress(OSError):
             store._objects.provide_ahead(threading.Event())
         assert len(deadlines) == 2
