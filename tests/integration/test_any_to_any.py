@@ -17,7 +17,13 @@ from engine.runtime.model_runner import ModelRunner
 from kernels.reference.cache import quantize_kv
 from kvstore.connector import KvConnectorScheduler
 from kvstore.mover.pool_objects import view_blocks
-from tests.support.checkpoints import prompt_of, reference_greedy, reference_model, tiny_checkpoint
+from tests.support.checkpoints import (
+    logits_with_cache,
+    prompt_of,
+    reference_greedy,
+    reference_model,
+    tiny_checkpoint,
+)
 from tests.support.halved_worker import HalvedWorker
 from tests.support.pairs import pairs
 from tests.support.real_engines import (
@@ -172,17 +178,17 @@ def expected_tokens(
     is_rounded_on_the_way = theirs != FP8 and FP8 in (form, ours)
     drawn = []
     with torch.inference_mode():
-        output = model(torch.tensor([prompt]), past_key_values=computed, use_cache=True)
+        logits = logits_with_cache(model, torch.tensor([prompt]), computed)
         for index, layer in enumerate(computed.layers):
             both = (layer.keys, layer.values)
             moved = [_rounded(states) if is_rounded_on_the_way else states for states in both]
             DynamicCache.update(state, *moved, index)
         while True:
-            token_ids = output.logits[:, -1:].argmax(-1)
+            token_ids = logits[:, -1:].argmax(-1)
             drawn.append(int(token_ids))
             if len(drawn) == NUM_TOKENS:
                 return drawn
-            output = model(token_ids, past_key_values=state, use_cache=True)
+            logits = logits_with_cache(model, token_ids, state)
 
 
 TYPES = (

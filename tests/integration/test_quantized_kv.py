@@ -16,7 +16,12 @@ from baton.errors import AbortedError, FailedPreconditionError
 from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason
 from kernels.reference.cache import quantize_kv
-from tests.support.checkpoints import prompt_of, reference_model, tiny_checkpoint
+from tests.support.checkpoints import (
+    logits_with_cache,
+    prompt_of,
+    reference_model,
+    tiny_checkpoint,
+)
 from tests.support.paged_session import PagedSession, loaded
 from tests.support.real_engines import (
     Outputs,
@@ -55,8 +60,8 @@ def expected_tokens(variant: str, prompt: tuple[int, ...]) -> list[int]:
     token_ids, drawn = torch.tensor([prompt]), []
     with torch.inference_mode():
         for _ in range(NUM_TOKENS):
-            output = model(token_ids, past_key_values=state, use_cache=True)
-            token_ids = output.logits[:, -1:].argmax(-1)
+            logits = logits_with_cache(model, token_ids, state)
+            token_ids = logits[:, -1:].argmax(-1)
             drawn.append(int(token_ids))
     return drawn
 

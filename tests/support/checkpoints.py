@@ -7,6 +7,7 @@ context: a wrong KV entry changes the greedy tokens.
 """
 
 import atexit
+import inspect
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -136,16 +137,29 @@ def reference_greedy(path: Path, prompt_ids: Sequence[int], num_tokens: int) -> 
 
 @cache  # Many tests compare with the same generations, each of which takes a while.
 def _reference_greedy(path: Path, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    import transformers
+
     model = reference_model(path)
     token_ids = torch.tensor([prompt_ids])
-    cache_state, drawn = None, []
+    kv_cache, drawn = transformers.DynamicCache(config=model.config), []
     with torch.inference_mode():
         for _ in range(num_tokens):
-            output = model(token_ids, past_key_values=cache_state, use_cache=True)
-            cache_state = output.past_key_values
-            token_ids = output.logits[:, -1:].argmax(-1)
+            logits = logits_with_cache(model, token_ids, kv_cache)
+            token_ids = logits[:, -1:].argmax(-1)
             drawn.append(int(token_ids))
     return tuple(drawn)
+
+
+def logits_with_cache(
+    model: torch.nn.Module, token_ids: torch.Tensor, kv_cache: object
+) -> torch.Tensor:
+    """Logits of tokens that follow those in `kv_cache`, a `transformers.Cache` that grows by them.
+
+    Releases of `transformers` before 5.24 call the argument `past_key_values`.
+    """
+    takes_cache = "cache" in inspect.signature(model.forward).parameters
+    argument = {"cache" if takes_cache else "past_key_values": kv_cache}
+    return model(token_ids, **argument, use_cache=True).logits
 
 
 @cache
