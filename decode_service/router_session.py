@@ -19,7 +19,7 @@ from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.wire import check_namespace, output_to_proto, progress_from_proto
 from kvstore.handoff import handoff_from_proto
 from rpc.errors import to_worker_error
-from rpc.pending_outputs import PendingOutputs
+from rpc.pending_outputs import PendingOutputs, add_output
 
 __all__ = ["RouterSession"]
 
@@ -165,11 +165,9 @@ class RouterSession:
         self._add(output)
 
     def _add(self, output: RequestOutput) -> None:
-        pending = self._pending.get(output.request_id)
-        if pending is None:
-            pending = self._pending[output.request_id] = PendingOutputs()
         error = None if output.error is None else to_worker_error(output.error)
-        pending.add(output_to_proto(output, error))
+        pending = self._pending.setdefault(output.request_id, {})
+        add_output(pending, output_to_proto(output, error))
         self._changed.set()
 
     def _take_pending(self) -> decode_pb2.ConnectResponse:
@@ -181,7 +179,7 @@ class RouterSession:
         messages: list[request_pb2.CandidateOutput] = []
         num_tokens = 0
         while self._pending and num_tokens < _FULL_RESPONSE_TOKENS:
-            for output in self._pending.pop(next(iter(self._pending))).take_all():
+            for output in self._pending.pop(next(iter(self._pending))).values():
                 num_tokens += len(output.token_ids)
                 messages.append(output)
         self._has_room.set()

@@ -13,7 +13,7 @@ import grpc
 from baton.errors import UnavailableError
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, request_pb2
 from rpc.errors import from_worker_error
-from rpc.pending_outputs import PendingOutputs
+from rpc.pending_outputs import PendingOutputs, add_output
 
 __all__ = ["DecodeConnection", "DecodeStream", "ReplicaLostError"]
 
@@ -33,7 +33,7 @@ class DecodeStream:
     def __init__(self, request_id: str, connection: "DecodeConnection") -> None:
         self._request_id = request_id
         self._connection = connection
-        self._pending = PendingOutputs()
+        self._pending: PendingOutputs = {}
         self._finished: set[int] = set()
         self._failure: ReplicaLostError | None = None
         self._changed = asyncio.Event()
@@ -42,7 +42,7 @@ class DecodeStream:
         """Adds an output. Late outputs of finished candidates are dropped."""
         if output.index in self._finished and not output.is_last:
             return
-        self._pending.add(output)
+        add_output(self._pending, output)
         self._changed.set()
 
     def fail(self, error: ReplicaLostError) -> None:
@@ -62,7 +62,7 @@ class DecodeStream:
                 raise self._failure
             self._changed.clear()
             await self._changed.wait()
-        output = self._pending.take()
+        output = self._pending.pop(next(iter(self._pending)))
         if output.HasField("error"):
             raise from_worker_error(output.error)
         return output

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import common_pb2, request_pb2
-from rpc.pending_outputs import PendingOutputs
+from rpc.pending_outputs import PendingOutputs, add_output
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 ABORTED = common_pb2.FINISH_REASON_ABORTED
@@ -15,27 +15,24 @@ def output(*token_ids, **fields):
 
 
 def all_of(*outputs):
-    pending = PendingOutputs()
+    pending: PendingOutputs = {}
     for each in outputs:
-        pending.add(each)
-    assert pending
-    taken = pending.take_all()
-    assert not pending
-    return [(o.index, list(o.token_ids), o.finish_reason, o.is_last) for o in taken]
+        add_output(pending, each)
+    return [(o.index, list(o.token_ids), o.finish_reason, o.is_last) for o in pending.values()]
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6))
 def test_merging_keeps_every_token_in_order(steps):
-    pending = PendingOutputs()
+    pending: PendingOutputs = {}
     for index, token_ids in enumerate(steps):
         is_last = index == len(steps) - 1
         step = output(*token_ids, finish_reason=LENGTH if is_last else 0, is_last=is_last)
         if index == 0:
             step.cached_tokens = 16
             step.timings.queue_ms = 1.0
-        pending.add(step)
-    (merged,) = pending.take_all()
+        add_output(pending, step)
+    (merged,) = pending.values()
     assert merged.is_last
     assert list(merged.token_ids) == [token for step in steps for token in step]
     assert (merged.cached_tokens, merged.timings.queue_ms) == (16, 1.0)
@@ -62,12 +59,3 @@ def test_an_error_is_no_candidates():
     failed = output(finish_reason=reason, is_last=True, error=request_pb2.WorkerError(code=13))
     assert all_of(output(1), failed) == [(0, [1], 0, False), (0, [], reason, True)]
     assert all_of(failed) == [(0, [], reason, True)]
-
-
-def test_outputs_are_taken_one_by_one():
-    pending = PendingOutputs()
-    for step in (output(1), output(2, index=1), output(3)):
-        pending.add(step)
-    assert list(pending.take().token_ids) == [1, 3]
-    pending.add(output(4))
-    assert [list(each.token_ids) for each in pending.take_all()] == [[2], [4]]
