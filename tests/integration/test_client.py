@@ -188,20 +188,20 @@ def test_a_prompt_that_the_protocol_cannot_encode_is_refused(server, prompt):
         client.generate(prompt)
 
 
-def test_tokenize_and_detokenize(server):
+def test_texts_are_tokenized_and_detokenized(server):
     with Client(server.address) as client:
         assert client.tokenize("ab") == [1, 97, 98]
         assert client.tokenize("ab", add_special_tokens=False) == [97, 98]
         assert client.detokenize([97, 98]) == "ab"
 
 
-async def test_async_tokenize_and_detokenize(server):
+async def test_texts_are_tokenized_and_detokenized_asynchronously(server):
     async with AsyncClient(server.address) as client:
         assert await client.tokenize("ab") == [1, 97, 98]
         assert await client.detokenize([97, 98]) == "ab"
 
 
-async def test_get_model(server):
+async def test_get_model_describes_the_model(server):
     with Client(server.address) as client:
         model = client.get_model()
     assert (model.name, model.max_model_len, model.eos_token_ids) == ("fake", 64, (2,))

@@ -98,7 +98,7 @@ async def connect(stub, engine, *request_ids):
     return stream
 
 
-async def test_one_message_per_engine_step(stub, engine):
+async def test_each_engine_step_is_sent_as_one_message(stub, engine):
     stream = await connect(stub, engine, "a", "b")
     for step in range(3):
         engine.emit(tokens("a", step), tokens("b", 10 + step))
@@ -252,7 +252,7 @@ async def test_cancel_ends_a_request_and_its_outputs(stub, engine):
     ],
     ids=["field", "timeout", "namespace", "handoff", "id"],
 )
-async def test_a_bad_start_fails_alone(stub, engine, bad, code, words):
+async def test_a_bad_start_fails_only_its_own_request(stub, engine, bad, code, words):
     stream = await connect(stub, engine, "good")
     await stream.write(bad)
     (output,) = (await stream.read()).outputs
@@ -363,7 +363,7 @@ async def test_each_router_gets_only_the_outputs_of_its_own_requests(stub, engin
 
 
 @pytest.mark.parametrize("end", ["cancel", "lost connection"])
-async def test_a_broken_stream_aborts_its_requests_alone(served, engine, end):
+async def test_a_broken_stream_aborts_only_its_own_requests(served, engine, end):
     _, channel = served
     stub = decode_pb2_grpc.DecodeServiceStub(channel)
     other = await connect(stub, engine, "other")

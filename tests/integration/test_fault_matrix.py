@@ -59,7 +59,7 @@ def struck(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has engines try every load, however busy the machine is; other loads meet no fault."""
+    """Makes engines try every load even on a busy machine, since only tried loads meet faults."""
     monkeypatch.setattr(LoadCosts, "of", lambda config, costs: LoadCosts(math.inf))
 
 

@@ -105,7 +105,7 @@ def replace_object(
 
 @pytest.mark.usefixtures("no_segments")
 @pytest.mark.parametrize("count", [1, PIECE, PIECE + 1, NUM_BLOCKS // 2])
-def test_blocks_come_back_as_they_were(rig: ConnectorRig, count: int) -> None:
+def test_saved_blocks_are_loaded_unchanged(rig: ConnectorRig, count: int) -> None:
     before = rig.pool.clone()
     rig.save(range(count))
     assert torch.equal(rig.pool, before)

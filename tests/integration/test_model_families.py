@@ -128,7 +128,7 @@ def test_logits_at_the_models_last_position_match_transformers(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_properties_of_the_loaded_model(variant):
+def test_a_loaded_model_has_the_properties_of_its_config(variant):
     model = loaded(variant)
     config = reference_model(tiny_checkpoint(variant)).config
     assert model.vocab_size == VOCAB_SIZE

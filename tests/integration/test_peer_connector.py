@@ -122,7 +122,9 @@ def test_blocks_are_converted_to_the_transfer_form(make_rig: MakeRig, way: str) 
 def test_full_blocks_are_lent_without_a_copy(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(), make_rig()
     prefill.publish([3])
-    prefill.pool[3, 0, 0, 0, 0, 0] += 1  # not allowed in use; a copy would not change
+    prefill.pool[3, 0, 0, 0, 0, 0] += (
+        1  # forbidden in use; a copied block would not have the change
+    )
     expected = decode.pool.clone()
     expected[9] = 0
 

@@ -33,7 +33,7 @@ def store(cluster):
 
 
 @pytest.fixture
-def hasty_store(cluster):
+def short_timeout_store(cluster):
     """Opens a store with connections to all servers and a short timeout."""
     with closing(open_store(f"{cluster.url}?timeout_s={_TIMEOUT_S}")) as store:
         store.contains_prefix(random_keys(100))
@@ -109,23 +109,25 @@ def test_objects_are_found_while_their_slot_moves_and_after(cluster, store):
     assert store.delete(list(values)) == 3
 
 
-def test_calls_to_a_stopped_server_fail_in_time_and_succeed_once_it_continues(cluster, hasty_store):
+def test_calls_to_a_stopped_server_fail_in_time_and_succeed_once_it_continues(
+    cluster, short_timeout_store
+):
     here, there = keys_of(cluster, 0, 5), keys_of(cluster, 1, 5)
-    hasty_store.put(here + there, [filled(1, 100)] * 10)
+    short_timeout_store.put(here + there, [filled(1, 100)] * 10)
     cluster.servers[0].pause()
     for call in (
-        lambda: hasty_store.contains_prefix(here),
-        lambda: hasty_store.put(here, [filled(2, 1_000_000)] * 5),
-        lambda: read(hasty_store, here[0], 100),
-        lambda: hasty_store.delete(here),
+        lambda: short_timeout_store.contains_prefix(here),
+        lambda: short_timeout_store.put(here, [filled(2, 1_000_000)] * 5),
+        lambda: read(short_timeout_store, here[0], 100),
+        lambda: short_timeout_store.delete(here),
     ):
         started_s = time.monotonic()
         with pytest.raises(StoreUnavailableError):
             call()
         assert time.monotonic() - started_s < _TIMEOUT_S + _SLACK_S
-    await_true(lambda: is_held(hasty_store, there, 5), "the other servers answer")
+    await_true(lambda: is_held(short_timeout_store, there, 5), "the other servers answer")
     cluster.servers[0].resume()
-    await_true(lambda: is_held(hasty_store, here, 5), "the server answers again")
+    await_true(lambda: is_held(short_timeout_store, here, 5), "the server answers again")
 
 
 def test_a_store_opens_while_one_server_is_stopped(cluster):
@@ -137,16 +139,16 @@ def test_a_store_opens_while_one_server_is_stopped(cluster):
         await_true(lambda: is_held(store, keys_of(cluster, 0, 5), 0), "the server answers again")
 
 
-def test_a_killed_server_that_returns_is_empty_and_works(cluster, hasty_store):
+def test_a_killed_server_that_returns_is_empty_and_works(cluster, short_timeout_store):
     keys = keys_of(cluster, 2, 5)
-    hasty_store.put(keys, [filled(1, 100)] * 5)
+    short_timeout_store.put(keys, [filled(1, 100)] * 5)
     cluster.servers[2].kill()
     with pytest.raises(StoreUnavailableError):
-        hasty_store.contains_prefix(keys)
+        short_timeout_store.contains_prefix(keys)
     cluster.servers[2].start()
-    await_true(lambda: is_held(hasty_store, keys, 0), "the server answers again")
-    hasty_store.put(keys, [filled(2, 100)] * 5)
-    assert read(hasty_store, keys[0], 100) == filled(2, 100).to_bytes()
+    await_true(lambda: is_held(short_timeout_store, keys, 0), "the server answers again")
+    short_timeout_store.put(keys, [filled(2, 100)] * 5)
+    assert read(short_timeout_store, keys[0], 100) == filled(2, 100).to_bytes()
 
 
 @pytest.mark.slow

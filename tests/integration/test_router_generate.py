@@ -29,7 +29,7 @@ from tests.support.running_router import (
 TEXT = "The quick brown fox jumps over the lazy dog, naïve café 😀 and so on."
 
 
-async def test_remote_prefill_then_decode():
+async def test_a_request_is_prefilled_remotely_and_then_decoded():
     script = script_of(TEXT)
     prefill, decode = FakePrefill(script), FakeDecode(script)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:

@@ -36,7 +36,7 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[[KvStore | None], ConnectorRig
         rig.worker.close()
 
 
-def test_blocks_come_back_as_they_were(make_rig: Callable[..., ConnectorRig]) -> None:
+def test_saved_blocks_are_loaded_unchanged(make_rig: Callable[..., ConnectorRig]) -> None:
     rig = make_rig()
     rig.save(range(10, 30))
 

@@ -106,7 +106,7 @@ def test_two_engines_that_always_want_a_turn_alternate(start, tmp_path):
 
 
 def test_turns_never_overlap(make):
-    """Many threads, each with its own `Turns`, increment a counter without further locking."""
+    """Threads, each with its own `Turns`, record every turn that is held during one of theirs."""
     count, held, overlaps = 100, [], []
 
     def compute(turns):

@@ -42,7 +42,7 @@ async def worker(served):
     return worker_pb2_grpc.WorkerServiceStub(served[1])
 
 
-async def test_info_and_load(worker, engine):
+async def test_info_and_load_are_those_of_the_engine(worker, engine):
     info = await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
     assert info.role == worker_pb2.WORKER_ROLE_PREFILL
     assert (info.namespace, info.num_blocks, info.kv_connector) == (engine.namespace, 64, "memory")
