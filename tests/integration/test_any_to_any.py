@@ -1,4 +1,4 @@
-"""Prefill and decode whose pools differ: in block size, in type, in who has which heads."""
+"""Prefill and decode whose pools differ in block size, in type or in their share of heads."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -52,7 +52,7 @@ def make_requests(lengths: tuple[int, ...] = LENGTHS) -> list[EngineRequest]:
 
 
 def build(path: Path, role: str, url: str, **flags: object) -> EngineCore:
-    """An engine that computes nothing that it could load, however long that takes."""
+    """Builds an engine; a decode engine fails rather than recompute KV that it could load."""
     policy = {"kv_load_failure_policy": "fail"} if role == "decode" else {}
     return build_core(path, role, kv_connector=url, **policy, **flags)
 
@@ -80,25 +80,25 @@ def check(split: SplitRun, expected: Callable[[tuple[int, ...]], list[int]]) -> 
 
 
 def mostly_slow(cases: Sequence[tuple[object, ...]], num_fast: int) -> list[object]:
-    """Parameters of a test; all cases but the first `num_fast` are among the slow tests."""
+    """Returns a test's parameters, of which all but the first `num_fast` are marked slow."""
     slow = [pytest.param(*case, marks=pytest.mark.slow) for case in cases[num_fast:]]
     return [*cases[:num_fast], *slow]
 
 
-CUTS = (
+SLICINGS = (
     *[((8, 32), 1), ((32, 8), 1), ((16, 32), 1), ((32, 16), 1), ((16, 8), 1)],
     *[((8, 32), 3), ((32, 8), 3)],
 )
 
 
 @pytest.mark.parametrize(
-    ("variant", "cut", "tells_saved"),
-    mostly_slow(pairs(("mistral", "llama", "gpt2"), CUTS, (True, False)), num_fast=2),
+    ("variant", "slicing", "tells_saved"),
+    mostly_slow(pairs(("mistral", "llama", "gpt2"), SLICINGS, (True, False)), num_fast=2),
 )
-def test_blocks_of_unlike_size(
-    variant: str, cut: tuple[tuple[int, int], int], tells_saved: bool, tmp_path: Path
+def test_decode_loads_kv_of_another_block_size(
+    variant: str, slicing: tuple[tuple[int, int], int], tells_saved: bool, tmp_path: Path
 ) -> None:
-    sizes, layer_slices = cut
+    sizes, layer_slices = slicing
     path, url = tiny_checkpoint(variant), f"memory://{tmp_path.name}"
     form = {"kv_transfer_block_size": 8, "kv_transfer_layer_slices": layer_slices}
     prefill, decode = (
@@ -110,7 +110,7 @@ def test_blocks_of_unlike_size(
     check(split, lambda prompt: reference_greedy(path, prompt, NUM_TOKENS))
 
 
-def test_what_one_engine_saved_another_finds_by_its_keys(tmp_path: Path) -> None:
+def test_an_engine_finds_kv_saved_by_one_of_another_block_size(tmp_path: Path) -> None:
     path, url = tiny_checkpoint("llama"), f"memory://{tmp_path.name}"
     first, second = (
         build_core(path, "both", block_size=size, kv_transfer_block_size=8, kv_connector=url)
@@ -120,16 +120,16 @@ def test_what_one_engine_saved_another_finds_by_its_keys(tmp_path: Path) -> None
     for core, found in ((first, 0), (second, 32), (second, 32)):
         outputs = run_all(core, requests)
         for request in requests:
-            told = outputs[request.spec.request_id]
-            assert tokens_of(told) == reference_greedy(
+            answer = outputs[request.spec.request_id]
+            assert tokens_of(answer) == reference_greedy(
                 path, request.spec.prompt_token_ids, NUM_TOKENS
             )
-            assert told[0].cached_tokens >= found
+            assert answer[0].cached_tokens >= found
     first.close()
     second.close()
 
 
-def test_unlike_forms_refuse_each_other_by_both_digests(tmp_path: Path) -> None:
+def test_a_handoff_of_another_form_is_refused_with_both_digests(tmp_path: Path) -> None:
     path, url = tiny_checkpoint("llama"), f"memory://{tmp_path.name}"
     prefill = build_core(path, "prefill", block_size=16, kv_connector=url)
     decode = build_core(path, "decode", block_size=32, kv_transfer_dtype=FP8, kv_connector=url)
@@ -154,7 +154,7 @@ def test_a_form_that_the_model_does_not_allow_is_refused(slices: int, size: int)
 
 
 class RoundingCache(DynamicCache):
-    """Keeps each token's K and V of a head as 8-bit floats and a factor would."""
+    """A cache that rounds each token's K and V of a head as 8-bit floats with a factor do."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -171,17 +171,17 @@ def _rounded(states: torch.Tensor) -> torch.Tensor:
 def expected_tokens(
     variant: str, prompt: tuple[int, ...], theirs: str, form: str, ours: str
 ) -> list[int]:
-    """What `transformers` draws where the prompt's KV is handed from cache to cache."""
+    """Returns what `transformers` draws if the prompt's KV is moved from one cache to another."""
     model = reference_model(tiny_checkpoint(variant))
     computed = RoundingCache() if theirs == FP8 else DynamicCache()
     state = RoundingCache() if ours == FP8 else DynamicCache()
-    is_rounded_on_the_way = theirs != FP8 and FP8 in (form, ours)
+    is_rounded_in_transfer = theirs != FP8 and FP8 in (form, ours)
     drawn = []
     with torch.inference_mode():
         logits = logits_with_cache(model, torch.tensor([prompt]), computed)
         for index, layer in enumerate(computed.layers):
             both = (layer.keys, layer.values)
-            moved = [_rounded(states) if is_rounded_on_the_way else states for states in both]
+            moved = [_rounded(states) if is_rounded_in_transfer else states for states in both]
             DynamicCache.update(state, *moved, index)
         while True:
             token_ids = logits[:, -1:].argmax(-1)
@@ -205,7 +205,7 @@ TYPES = (
     ("variant", "types", "sizes"),
     mostly_slow(pairs(("llama", "qwen3"), TYPES, ((16, 8), (8, 32))), num_fast=6),
 )
-def test_kv_of_unlike_types(
+def test_decode_loads_kv_of_another_type(
     variant: str, types: tuple[str, str, str], sizes: tuple[int, int], tmp_path: Path
 ) -> None:
     theirs, form, ours = types
@@ -227,8 +227,8 @@ def test_kv_of_unlike_types(
     check(split, lambda prompt: expected_tokens(variant, prompt, theirs, form, ours))
 
 
-def test_decode_holds_in_8_bits_what_it_would_have_written(tmp_path: Path) -> None:
-    """From bfloat16, byte by byte."""
+def test_decode_rounds_loaded_kv_to_8_bits_as_if_it_had_computed_it(tmp_path: Path) -> None:
+    """The bytes in the pool are those of bfloat16 KV after rounding."""
     path, url = tiny_checkpoint("llama"), f"memory://{tmp_path.name}"
     flags = {"dtype": "bfloat16", "kv_transfer_dtype": "bfloat16", "kv_connector": url}
     prefill = build_core(path, "prefill", block_size=16, **flags)
@@ -258,7 +258,7 @@ def _cached_blocks(core: EngineCore, keys: tuple[bytes, ...]) -> torch.Tensor:
 
 
 def build_halved(path: Path, role: str, url: str, **flags: object) -> EngineCore:
-    """An engine whose KV comes and goes by halves of its heads."""
+    """Builds an engine that saves and loads KV by halves of its heads."""
     settings = {
         "dtype": "float32",
         "max_model_len": 256,
@@ -282,7 +282,7 @@ def build_halved(path: Path, role: str, url: str, **flags: object) -> EngineCore
         (1, 3),
     ),
 )
-def test_half_of_the_heads_each(
+def test_kv_moves_by_halves_of_the_heads(
     variant: str,
     halved: tuple[bool, bool],
     sizes: tuple[int, int],

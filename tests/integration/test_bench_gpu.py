@@ -1,4 +1,4 @@
-"""`baton bench gpu --smoke`: each part, tiny, on the CPU, and the command."""
+"""`baton bench gpu --smoke`: each part at a tiny size on the CPU, and the command."""
 
 import argparse
 import json
@@ -73,7 +73,7 @@ def test_a_wrong_kernel_gets_no_figure(record, monkeypatch, name):
         assert "median_us" not in result
 
 
-def test_a_model_is_measured_beside_its_floors(record):
+def test_a_model_is_measured_and_compared_with_its_floors(record):
     model_part.measure(SMOKE, _CEILINGS, record, "tiny")
     results = results_of(record)
     kinds = [result["kind"] for result in results]
@@ -93,7 +93,7 @@ def test_a_model_is_measured_beside_its_floors(record):
             assert result["idle_share"] == pytest.approx(idle_share, rel=1e-3, abs=1e-3)
 
 
-def test_the_device_is_measured_on_the_contexts_of_the_engines_steps(record, monkeypatch):
+def test_the_device_is_measured_with_the_same_contexts_as_the_engine(record, monkeypatch):
     calls = []  # for each measurement, the positions of the rows at its decode steps
     launch = ModelRunner._launch
 
@@ -128,7 +128,7 @@ def test_a_device_that_is_busier_than_the_engines_step_is_reported(record, monke
     assert max(shares) < 0
 
 
-def test_a_device_that_waited_for_the_host_takes_no_other_figure_with_it(record, monkeypatch):
+def test_a_failed_measurement_of_the_device_loses_no_other_figure(record, monkeypatch):
     def fall_behind(*calls):
         raise RuntimeError("the host fell behind")
 
@@ -150,14 +150,14 @@ def test_two_tiers_and_one_engine_serve_the_same_requests(record):
 
 
 @pytest.mark.slow
-def test_transformers_serves_the_same(record):
+def test_transformers_serves_the_same_requests(record):
     transformers.measure(SMOKE, None, record, "tiny")
     (result,) = results_of(record)
     assert result["output_tokens_per_s"] > 0
 
 
 @pytest.mark.slow
-def test_the_whole_command(tmp_path, capsys):
+def test_the_command_writes_the_results_of_its_parts(tmp_path, capsys):
     path = tmp_path / "figures.json"
     flags = ["--smoke", "--part", "rates", "--part", "kernels", "--json", str(path)]
     assert command.main(arguments(*flags)) == 0
@@ -175,13 +175,13 @@ def test_a_part_that_dies_or_is_late_is_reported():
     dies = Part("dies", "benchmarks.gpu.no_such_module", 1)
     (report,) = run_module.run_parts([dies], is_smoke=True, deadline_s=60.0)
     assert "No module named 'benchmarks.gpu.no_such_module'" in report["problem"]
-    late = Part("late", "benchmarks.gpu.parts.rates", 1)  # before its interpreter is up
+    late = Part("late", "benchmarks.gpu.parts.rates", 1)  # ended before its interpreter has started
     (report,) = run_module.run_parts([late], is_smoke=True, deadline_s=0.01)
     assert report["problem"] == "ended: its 0 s were over"
     assert report["results"] == []
 
 
-def test_an_interrupted_run_leaves_what_it_had(tmp_path, monkeypatch):
+def test_an_interrupted_run_writes_the_results_so_far(tmp_path, monkeypatch):
     result = {"kind": "rate", "name": "copy", "median_us": 1.0}
 
     def interrupted(parts, **settings):
@@ -213,6 +213,6 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
         (["--json", "/no/such/file"], "--json is /no/such/file; there is no folder /no/such"),
     ],
 )
-def test_bad_flags(flags, message):
+def test_bad_flags_are_refused(flags, message):
     with pytest.raises(ConfigurationError, match=message):
         command.main(arguments("--smoke", *flags))

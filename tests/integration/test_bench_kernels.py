@@ -60,7 +60,7 @@ def test_all_primitives_are_right_and_timed(dtype, tmp_path, capsys):
     assert "ours / limit" in text
 
 
-def test_some_primitives_alone(tmp_path, capsys):
+def test_only_the_chosen_primitives_are_measured(tmp_path, capsys):
     chosen = ("--primitive", "embed", "--primitive", "row_maxima")
     _, report = bench(tmp_path / "report.json", "--model", "tied", *chosen)
     primitives = [outcome["primitive"] for outcome in report["outcomes"]]
@@ -85,11 +85,11 @@ def test_bad_threads_are_refused(capsys):
     assert "--num-threads is 0" in capsys.readouterr().err
 
 
-def test_threads_are_put_back():
+def test_numbers_of_threads_are_restored():
     def numbers():
         return kernels.num_threads(), torch.get_num_threads()
 
-    with torch_threads(torch.get_num_threads()):  # puts back what the next line sets
+    with torch_threads(torch.get_num_threads()):  # restores what the next line sets
         kernels.set_num_threads(2)
         before = numbers()
         with kernel_threads(3):

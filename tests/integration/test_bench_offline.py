@@ -38,7 +38,7 @@ def engine():
         yield running
 
 
-def test_records_hold_every_token(engine):
+def test_records_have_the_time_of_every_token(engine):
     requests = [BenchRequest(prompt_of(20), 5), BenchRequest(prompt_of(9), 1)]
     ended = []
     long, short = engine.run(requests, ended.append)
@@ -49,7 +49,7 @@ def test_records_hold_every_token(engine):
     assert engine.start_up_s > 0
 
 
-def test_a_turn_waits_for_the_turn_before(engine):
+def test_a_turn_waits_for_the_previous_turn(engine):
     first, second = engine.run(
         [BenchRequest(prompt_of(9), 6), BenchRequest(prompt_of(8), 2, after=0)]
     )
@@ -57,12 +57,12 @@ def test_a_turn_waits_for_the_turn_before(engine):
     assert len(second.token_times_s) == 2
 
 
-def test_what_ends_early_has_an_error(engine):
+def test_a_request_that_ends_early_has_an_error(engine):
     (record,) = engine.run([BenchRequest(prompt_of(120), 200)])
     assert record.error == f"{len(record.token_times_s)} tokens came, 200 were asked for"
 
 
-def test_what_can_never_fit_has_an_error(engine):
+def test_a_request_that_can_never_fit_has_an_error(engine):
     fits, too_long = engine.run([BenchRequest(prompt_of(9), 2), BenchRequest(prompt_of(129), 2)])
     assert fits.error is None
     assert "INVALID_ARGUMENT" in too_long.error
@@ -80,7 +80,7 @@ def test_latency_prints_floors(tmp_path, capsys):
     assert "floor" in capsys.readouterr().out
 
 
-def test_floors_are_of_the_weights_whatever_the_kv_is_rounded_to():
+def test_floors_do_not_depend_on_the_type_of_the_kv_cache():
     config = EngineConfig(model=str(tiny_checkpoint("llama")), num_threads=1)
     plain = measure_floors(config)
     rounded = measure_floors(replace(config, kv_cache_dtype="fp8_e4m3"))
@@ -103,13 +103,13 @@ def test_throughput_runs_any_workload(tmp_path, capsys):
     assert "duration / floor" in capsys.readouterr().out
 
 
-def test_a_workload_that_fails_altogether_is_a_failure(capsys):
+def test_the_command_fails_if_every_request_fails(capsys):
     flags = ("--num-requests", "2", "--input-len", "200")
     assert main(["bench", "throughput", "--model", str(tiny_checkpoint("llama")), *flags, *ENGINE])
     assert "INVALID_ARGUMENT" in capsys.readouterr().out
 
 
-def test_engine_step_reports_where_the_time_goes(tmp_path, capsys):
+def test_engine_step_reports_the_time_of_each_phase(tmp_path, capsys):
     path = tmp_path / "report.json"
     sizes = ("--batch-size", "1", "3", "--input-len", "8", "--num-steps", "6")
     model = ("--model", str(tiny_checkpoint("llama")))
@@ -126,7 +126,7 @@ def test_engine_step_reports_where_the_time_goes(tmp_path, capsys):
     assert "A decode step" in capsys.readouterr().out
 
 
-def test_profiling_leaves_the_engine_as_it_was(engine):
+def test_profiling_does_not_change_the_engine(engine):
     scheduler, runner = engine.core.scheduler, engine.core._runner
     profile_steps(engine, [BenchRequest(prompt_of(9), 4)])
     for owner in (engine.core, scheduler, runner, runner._steps, runner._model):

@@ -33,7 +33,7 @@ def test_a_router_is_measured(tmp_path, capsys):
     assert all(name in output for name in ("TTFT", "ITL", "TPOT", "E2E", "good requests"))
 
 
-def test_failures_are_reported_and_all_of_them_are_a_failure(capsys):
+def test_failures_are_reported_and_the_command_fails_if_every_request_fails(capsys):
     flags = ("--num-requests", "3", "--output-len", "9", "--num-warmups", "0")
     with running_fake_generation() as server:
         assert main(["bench", "serve", "--target", f"grpc://{server.address}", *flags]) == 1
@@ -52,7 +52,7 @@ def test_http_needs_the_size_of_the_vocabulary(capsys):
     assert "fake-http at http://" in capsys.readouterr().out
 
 
-def test_no_server_listens(capsys):
+def test_an_absent_server_is_reported(capsys):
     assert main(["bench", "serve", "--target", "http://127.0.0.1:1/v1", "--vocab-size", "9"]) == 1
     assert "does not list a model" in capsys.readouterr().err
 

@@ -46,7 +46,7 @@ TEXT = {"choices": [{"text": "x"}]}
         ([TEXT, TEXT, TEXT, {"choices": [], "usage": {"completion_tokens": 3}}], 1),
     ],
 )
-async def test_tokens_are_counted_by_what_the_server_reports(endpoint, events, num_first):
+async def test_tokens_are_counted_by_the_servers_ids_or_usage(endpoint, events, num_first):
     endpoint.events = [*events, "[DONE]"]
     record = await record_of(endpoint.url)
     assert record.error is None
@@ -56,7 +56,7 @@ async def test_tokens_are_counted_by_what_the_server_reports(endpoint, events, n
     assert record.sent_s <= times[0] <= times[-1] <= record.ended_s
 
 
-async def test_the_body_asks_for_exact_counts_and_for_no_early_end(endpoint):
+async def test_the_body_requests_an_exact_number_of_tokens_and_their_ids(endpoint):
     endpoint.events = [by_ids(4, 5, 6), "[DONE]"]
     await record_of(endpoint.url)
     (body,) = endpoint.bodies
@@ -65,7 +65,7 @@ async def test_the_body_asks_for_exact_counts_and_for_no_early_end(endpoint):
     assert body["return_token_ids"]
 
 
-async def test_the_key_is_sent(endpoint, monkeypatch):
+async def test_the_api_key_is_sent(endpoint, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     endpoint.events = [by_ids(4, 5, 6), "[DONE]"]
     await record_of(endpoint.url)
@@ -84,7 +84,7 @@ async def test_the_key_is_sent(endpoint, monkeypatch):
         (["<html>", "[DONE]"], "in the stream: <html>"),
     ],
 )
-async def test_what_is_lost_is_an_error(endpoint, events, message):
+async def test_missing_extra_and_malformed_events_are_errors(endpoint, events, message):
     endpoint.events = events
     record = await record_of(endpoint.url)
     assert message in record.error
@@ -95,7 +95,7 @@ async def test_a_refusal_is_an_error_with_its_reason(endpoint):
     assert (await record_of(endpoint.url)).error.startswith("HTTP 429: ")
 
 
-async def test_http_without_a_server():
+async def test_an_absent_http_server_is_an_error():
     async with opened_target("http://127.0.0.1:1/v1", "") as target:
         with pytest.raises(UnavailableError, match="does not list a model"):
             await target.describe()
@@ -120,7 +120,7 @@ async def test_a_router_streams_tokens():
         assert short.error == "3 tokens came, 4 were asked for"
 
 
-async def test_grpc_without_a_router():
+async def test_an_absent_router_is_an_error():
     assert (await record_of("grpc://127.0.0.1:1")).error.startswith("UNAVAILABLE")
 
 

@@ -1,4 +1,4 @@
-"""`baton bench transfer --smoke`: everything, tiny; and faults get no figures."""
+"""`baton bench transfer --smoke` runs every part at a tiny size; faults get no figures."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def test_every_part_runs(tmp_path, capsys, shm_url):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_connector_of_a_machine_is_measured(tmp_path):
-    needs_process_vm_readv()  # nixl by itself is measured too
+    needs_process_vm_readv()  # bare nixl is measured as well
     status, report = run(tmp_path)
     assert report["not_measured"] == []
     names = ["memory", "shm", "file", "redis", "grpc", "nixl", "multi(nixl,redis)"]
@@ -69,7 +69,7 @@ def test_every_connector_of_a_machine_is_measured(tmp_path):
     assert status == 0
 
 
-def test_bytes_that_come_to_harm_get_no_figure():
+def test_corrupt_bytes_get_no_figure():
     backend = named_backend("faulty+memory://bench-harm?faults=corrupt:1")
     for row in measure_moves(SMOKE, [backend]):
         assert row["refused"].endswith("brought 0 of 1 blocks: corrupt") or row["num_blocks"] > 1

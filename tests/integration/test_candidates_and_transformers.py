@@ -88,7 +88,7 @@ def _all_requests() -> list[EngineRequest]:
 
 
 def _candidates(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], float | None]]:
-    """Tokens and scores by index; every candidate has ended, once."""
+    """Returns tokens and scores by index; checks that every candidate has ended once."""
     ends = [output for output in outputs if output.finish_reason is not None]
     assert sorted(output.index for output in ends) == list(range(len(ends)))
     assert [output.is_last for output in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -96,7 +96,7 @@ def _candidates(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], float
     return [(tokens_of(outputs, output.index), output.score) for output in ends]
 
 
-def _same(found: Outputs, expected: Outputs) -> None:
+def _check_same(found: Outputs, expected: Outputs) -> None:
     assert found.keys() == expected.keys()
     for request_id, outputs in found.items():
         ours, theirs = _candidates(outputs), _candidates(expected[request_id])
@@ -107,7 +107,7 @@ def _same(found: Outputs, expected: Outputs) -> None:
 
 @cache
 def _stops(variant: str) -> frozenset[int]:
-    """Tokens that beams of the shortest prompt really reach."""
+    """Returns stop tokens that beams of the shortest prompt reach."""
     with _engine(variant) as core:
         outputs = run_all(core, [_beam_request(1)])["beams 1"]
         candidates = _candidates(outputs)
@@ -181,12 +181,12 @@ def test_candidates_do_not_depend_on_the_load(variant: str, load: str) -> None:
     with _engine(variant, **flags) as core:
         outputs = run_all(core, _all_requests())
         is_tight = core.load().num_preemptions > 0
-    _same(outputs, _reference(variant))
+    _check_same(outputs, _reference(variant))
     assert is_tight == ("tight" in load)
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2_alternating"])
-def test_two_tiers_give_the_candidates_of_one(variant: str, tmp_path: Path) -> None:
+def test_two_tiers_return_the_candidates_of_one_engine(variant: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/kv"
     requests = _all_requests()
     with (
@@ -201,11 +201,11 @@ def test_two_tiers_give_the_candidates_of_one(variant: str, tmp_path: Path) -> N
                 request.spec.prompt_token_ids
             )
     whole = {r.spec.request_id: _with_first_tokens(r, outputs[r.spec.request_id]) for r in handed}
-    _same(whole, _reference(variant))
+    _check_same(whole, _reference(variant))
 
 
 def _with_first_tokens(request: EngineRequest, outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """What the client sees: prefill's tokens first, where candidates are streamed."""
+    """Returns what the client gets: prefill's tokens come first if candidates are streamed."""
     if request.spec.params.is_ranked:
         return outputs
     first = [
@@ -215,7 +215,7 @@ def _with_first_tokens(request: EngineRequest, outputs: list[RequestOutput]) -> 
     return first + outputs
 
 
-def test_the_first_of_many_is_the_one_of_a_single_request() -> None:
+def test_the_first_of_many_candidates_equals_that_of_a_single_request() -> None:
     request = _sample_request(21, WIDTH)
     single = changed(request, n=1, best_of=1)
     with _engine("llama") as core:
@@ -225,8 +225,8 @@ def test_the_first_of_many_is_the_one_of_a_single_request() -> None:
     assert len({tuple(tokens) for tokens, _ in many}) > 1
 
 
-def test_a_resumed_request_goes_on_with_the_same_tokens() -> None:
-    """As after the loss of a replica: each candidate so far, one of them further than others."""
+def test_a_resumed_request_continues_with_the_same_tokens() -> None:
+    """The candidates resume at unlike lengths, as after the loss of a replica."""
     request = _sample_request(21, WIDTH)
     with _engine("llama") as core:
         whole = run_all(core, [request])[request.spec.request_id]
@@ -244,7 +244,7 @@ def test_a_resumed_request_goes_on_with_the_same_tokens() -> None:
 
 
 def test_best_of_returns_the_likeliest() -> None:
-    """Against log-probabilities that `transformers` gives the same tokens."""
+    """The expected scores are the log-probabilities of the same tokens in `transformers`."""
     some, every = _sample_request(21, 2), _sample_request(21, WIDTH)
     with _engine("llama") as core:
         best = _candidates(run_all(core, [some])[some.spec.request_id])
@@ -265,7 +265,7 @@ def _mean_logprob(request: EngineRequest, tokens: list[int]) -> float:
     return float(logprobs.gather(1, torch.tensor(tokens).unsqueeze(1)).mean())
 
 
-def test_a_candidate_that_is_given_up_leaves_its_siblings_alone() -> None:
+def test_finishing_one_candidate_early_does_not_change_the_others() -> None:
     request = _sample_request(21, WIDTH)
     with _engine("llama") as core:
         expected = run_all(core, [request])[request.spec.request_id]

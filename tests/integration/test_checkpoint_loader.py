@@ -66,7 +66,7 @@ def same_weights(first: LoadedModel, second: LoadedModel) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "expected"),
+    ("stored", "requested", "expected"),
     [
         ("float32", "auto", "float32"),
         ("bfloat16", "auto", "bfloat16"),
@@ -75,9 +75,9 @@ def same_weights(first: LoadedModel, second: LoadedModel) -> bool:
         ("float32", "bfloat16", "bfloat16"),
     ],
 )
-def test_dtype(folder, stored, asked, expected):
+def test_the_dtype_is_the_requested_one_or_else_the_stored_one(folder, stored, requested, expected):
     change_json(folder / "config.json", dtype=stored)
-    model = load(folder, asked)
+    model = load(folder, requested)
     assert model.dtype == expected
     dtypes = {parameter.dtype for parameter in model.model.parameters()}
     assert dtypes == {getattr(torch, expected)}
@@ -93,18 +93,20 @@ def test_dtype(folder, stored, asked, expected):
         (None, None, ()),
     ],
 )
-def test_eos_is_the_generation_configs_else_the_configs(folder, generation, config, expected):
+def test_eos_ids_come_from_the_generation_config_or_else_from_the_config(
+    folder, generation, config, expected
+):
     change_json(folder / "generation_config.json", eos_token_id=generation)
     change_json(folder / "config.json", eos_token_id=config)
     assert load(folder).eos_token_ids == expected
 
 
-def test_without_a_generation_config(folder):
+def test_the_generation_config_is_optional(folder):
     (folder / "generation_config.json").unlink()
     assert load(folder).eos_token_ids == (EOS_TOKEN_ID,)
 
 
-def test_shards_and_a_single_file_are_the_same(tmp_path):
+def test_shards_and_a_single_file_load_the_same_weights(tmp_path):
     sharded = copy_of("llama_sharded", tmp_path)
     before = load(sharded)
     tensors = {}
@@ -117,7 +119,7 @@ def test_shards_and_a_single_file_are_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(("variant", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
-def test_checkpoints_of_the_bare_model(tmp_path, variant, prefix):
+def test_checkpoints_of_the_bare_model_are_loaded(tmp_path, variant, prefix):
     folder = copy_of(variant, tmp_path)
     before = load(folder)
     change_weights(folder, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
@@ -138,7 +140,7 @@ def test_harmless_extra_tensors_are_ignored(tmp_path):
 # Fingerprint
 
 
-def test_fingerprint_is_the_same_for_the_same_files_anywhere(folder):
+def test_the_fingerprint_does_not_depend_on_the_folder(folder):
     assert load(folder).fingerprint == load(tiny_checkpoint("llama")).fingerprint
     assert len(load(folder).fingerprint) == 16
 
@@ -161,7 +163,7 @@ def test_a_changed_config_changes_the_fingerprint(folder):
     assert load(folder).fingerprint != before
 
 
-def test_fingerprint_does_not_depend_on_how_it_is_read(folder, monkeypatch):
+def test_the_fingerprint_does_not_depend_on_the_size_of_reads(folder, monkeypatch):
     before = open_checkpoint(str(folder)).fingerprint()
     monkeypatch.setattr(checkpoint_module, "_HASH_READ_BYTES", 7)
     assert open_checkpoint(str(folder)).fingerprint() == before
@@ -170,11 +172,11 @@ def test_fingerprint_does_not_depend_on_how_it_is_read(folder, monkeypatch):
 # Broken folders
 
 
-def test_a_missing_folder(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     fails_with(tmp_path / "nowhere", "nowhere", "is not a folder")
 
 
-def test_a_hub_name_without_a_network(monkeypatch, tmp_path):
+def test_a_hub_name_without_a_network_is_an_error(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -182,17 +184,17 @@ def test_a_hub_name_without_a_network(monkeypatch, tmp_path):
     fails_with("nobody/no-model", "nobody/no-model", "cannot be reached", "local cache")
 
 
-def test_a_name_that_the_hub_does_not_allow():
+def test_a_name_that_the_hub_does_not_allow_is_an_error():
     fails_with("no model", "no model is not a folder here", "Repo id")
 
 
-def test_a_folder_without_config(folder):
+def test_a_folder_without_a_config_is_an_error(folder):
     (folder / "config.json").unlink()
     fails_with(folder, str(folder), "has no config.json")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])
-def test_a_config_that_is_not_json(folder, text):
+def test_a_config_that_is_not_json_is_an_error(folder, text):
     (folder / "config.json").write_text(text, encoding="latin-1")
     fails_with(folder, "config.json", "JSON")
 
@@ -200,93 +202,93 @@ def test_a_config_that_is_not_json(folder, text):
 @pytest.mark.parametrize(
     ("architectures", "named"), [(["BertModel"], "BertModel"), ("drop", "None"), ([], "None")]
 )
-def test_an_unknown_architecture(folder, architectures, named):
+def test_an_unknown_architecture_is_an_error(folder, architectures, named):
     change_json(folder / "config.json", architectures=architectures)
     fails_with(folder, named, "unknown", "LlamaForCausalLM", "GPT2LMHeadModel")
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "drop"])
-def test_an_architecture_of_another_model_type(folder, model_type):
+def test_an_architecture_of_another_model_type_is_an_error(folder, model_type):
     change_json(folder / "config.json", model_type=model_type)
     fails_with(folder, "config.json", "model_type", "'llama'")
 
 
-def test_a_config_of_wrong_types(folder):
+def test_a_config_field_of_the_wrong_type_is_an_error(folder):
     change_json(folder / "config.json", hidden_size="large")
     fails_with(folder, "config.json", "hidden_size")
 
 
-def test_an_unsupported_dtype(folder):
+def test_an_unsupported_dtype_is_an_error(folder):
     change_json(folder / "config.json", dtype="float64")
     fails_with(folder, "float64", "--dtype")
 
 
-def test_a_quantized_checkpoint(folder):
+def test_a_quantized_checkpoint_is_an_error(folder):
     change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     fails_with(folder, "quantization_config", "gptq")
 
 
-def test_a_missing_shard(tmp_path):
+def test_a_missing_shard_is_an_error(tmp_path):
     folder = copy_of("llama_sharded", tmp_path)
     (folder / "model-00002-of-00003.safetensors").unlink()
     fails_with(folder, "model-00002-of-00003.safetensors", "model.safetensors.index.json")
 
 
-def test_an_index_without_a_map(tmp_path):
+def test_an_index_without_a_map_is_an_error(tmp_path):
     folder = copy_of("llama_sharded", tmp_path)
     change_json(folder / "model.safetensors.index.json", weight_map="drop")
     fails_with(folder, "model.safetensors.index.json", "weight_map")
 
 
-def test_pickled_weights_only(folder):
+def test_a_folder_with_only_pickled_weights_is_an_error(folder):
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
     fails_with(folder, ".bin", "convert them to safetensors")
 
 
-def test_no_weights(folder):
+def test_a_folder_without_weights_is_an_error(folder):
     (folder / WEIGHTS).unlink()
     fails_with(folder, "model.safetensors")
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 5, 2_000, -1])
-def test_truncated_weights(folder, kept_bytes):
+def test_truncated_weights_are_an_error(folder, kept_bytes):
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:kept_bytes])
     fails_with(folder, WEIGHTS, "not a readable safetensors file")
 
 
-def test_a_missing_tensor(folder):
+def test_a_missing_tensor_is_an_error(folder):
     name = "model.layers.1.self_attn.k_proj.weight"
     change_weights(folder, lambda tensors: {k: v for k, v in tensors.items() if k != name})
     fails_with(folder, f"lacks tensor {name}")
 
 
-def test_an_untied_model_without_its_head(folder):
+def test_an_untied_model_without_its_head_is_an_error(folder):
     change_weights(folder, lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"})
     fails_with(folder, "lacks tensor lm_head.weight")
 
 
-def test_a_tensor_of_another_shape(folder):
+def test_a_tensor_of_another_shape_is_an_error(folder):
     name = "model.layers.0.mlp.down_proj.weight"
     change_weights(folder, lambda t: {**t, name: t[name][:, :-1].contiguous()})
     fails_with(folder, WEIGHTS, name, "[64, 95]", "[64, 96]")
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2"])
-def test_a_transposed_tensor(tmp_path, variant):
-    """An [in, out] matrix in place of an [out, in] one is an error."""
+def test_a_transposed_tensor_is_an_error(tmp_path, variant):
+    """The matrix is [in, out] in place of [out, in]."""
     folder = copy_of(variant, tmp_path)
     name = {"llama": "model.layers.0.mlp.up_proj.weight", "gpt2": "transformer.h.0.mlp.c_fc.weight"}
     change_weights(folder, lambda t: {**t, name[variant]: t[name[variant]].t().contiguous()})
     fails_with(folder, name[variant], "shape")
 
 
-def test_an_unexpected_tensor(folder):
+def test_an_unexpected_tensor_is_an_error(folder):
     change_weights(folder, lambda t: {**t, "model.layers.0.mlp.router.weight": torch.ones(2)})
     fails_with(folder, "model.layers.0.mlp.router.weight", "does not have")
 
 
-def test_integer_weights(folder):
+def test_integer_weights_are_an_error(folder):
     name = "model.norm.weight"
     change_weights(folder, lambda t: {**t, name: t[name].to(torch.int8)})
     fails_with(folder, WEIGHTS, name, "I8", "quantized")
@@ -355,7 +357,7 @@ def large_checkpoint(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_loading_never_holds_a_second_copy(large_checkpoint):
+def test_loading_never_holds_a_second_copy_of_the_weights(large_checkpoint):
     command = [sys.executable, "-c", _MEASURED_LOAD, large_checkpoint, tiny_checkpoint("llama")]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     weights, peak = map(int, result.stdout.split())
@@ -365,7 +367,7 @@ def test_loading_never_holds_a_second_copy(large_checkpoint):
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])
-def test_too_little_memory_for_the_weights_says_how_much(monkeypatch, folder, error):
+def test_the_error_of_too_little_memory_names_the_size_of_the_weights(monkeypatch, folder, error):
     def make_weight(*arguments):
         if arguments[3].type == "meta":
             return right(*arguments)

@@ -68,7 +68,7 @@ def test_every_parameter_reaches_the_server(server):
     assert request.WhichOneof("prompt") == "token_ids"
     assert list(request.token_ids.ids) == [7]
     sampling, stopping = request.sampling, request.stopping
-    # Zeros are said, not left to the server's defaults.
+    # Zeros are sent, so that the server does not use its defaults.
     assert all(sampling.HasField(name) for name in ("temperature", "top_k", "top_p", "seed"))
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 3, 0.5)
     assert (stopping.max_tokens, stopping.ignore_eos) == (9, True)
@@ -82,23 +82,23 @@ def test_an_unset_seed_stays_unset(server):
     assert not server.requests[0].sampling.HasField("seed")
 
 
-def test_an_empty_token_list_says_that_it_is_one(server):
+def test_an_empty_token_list_is_sent_as_a_token_list(server):
     with Client(server.address) as client:
         client.generate([])
     assert server.requests[0].WhichOneof("prompt") == "token_ids"
 
 
-def test_stream_yields_the_pieces(server):
+def test_stream_yields_the_chunks(server):
     with Client(server.address) as client:
         assert list(client.stream("hi")) == CHUNKS
 
 
-async def test_async_stream_yields_the_pieces(server):
+async def test_async_stream_yields_the_chunks(server):
     async with AsyncClient(server.address) as client:
         assert [chunk async for chunk in client.stream("hi")] == CHUNKS
 
 
-def test_candidates_and_beams_are_asked_for(server):
+def test_parameters_of_candidates_and_beams_reach_the_server(server):
     with Client(server.address) as client:
         client.generate("hi", SamplingParams(n=2, best_of=3))
         client.generate("hi", SamplingParams(beam_width=4, length_penalty=0, early_stopping=True))
@@ -157,7 +157,7 @@ async def test_a_truncated_async_stream_is_an_error(server):
             [chunk async for chunk in client.stream("truncate")]
 
 
-def test_errors_come_typed(server):
+def test_errors_are_typed(server):
     with Client(server.address) as client:
         with pytest.raises(ResourceExhaustedError, match="the queue is full"):
             client.generate("fail")
@@ -167,7 +167,7 @@ def test_errors_come_typed(server):
             list(client.stream("hang", timeout_s=0.3))
 
 
-async def test_async_errors_come_typed(server):
+async def test_async_errors_are_typed(server):
     async with AsyncClient(server.address) as client:
         with pytest.raises(ResourceExhaustedError, match="the queue is full"):
             await client.generate("fail")
@@ -177,31 +177,31 @@ async def test_async_errors_come_typed(server):
             [chunk async for chunk in client.stream("hang", timeout_s=0.3)]
 
 
-def test_no_server_is_unavailable(server):
+def test_an_absent_server_is_unavailable(server):
     with Client("127.0.0.1:1") as client, pytest.raises(UnavailableError):
         client.generate("hi", timeout_s=10)
 
 
 @pytest.mark.parametrize("prompt", ["\ud800", [-1], [2**32]])
-def test_what_the_wire_cannot_hold_is_refused(server, prompt):
+def test_a_prompt_that_the_protocol_cannot_encode_is_refused(server, prompt):
     with Client(server.address) as client, pytest.raises(InvalidArgumentError):
         client.generate(prompt)
 
 
-def test_tokenize_and_detokenize(server):
+def test_texts_are_tokenized_and_detokenized(server):
     with Client(server.address) as client:
         assert client.tokenize("ab") == [1, 97, 98]
         assert client.tokenize("ab", add_special_tokens=False) == [97, 98]
         assert client.detokenize([97, 98]) == "ab"
 
 
-async def test_async_tokenize_and_detokenize(server):
+async def test_texts_are_tokenized_and_detokenized_asynchronously(server):
     async with AsyncClient(server.address) as client:
         assert await client.tokenize("ab") == [1, 97, 98]
         assert await client.detokenize([97, 98]) == "ab"
 
 
-async def test_get_model(server):
+async def test_get_model_describes_the_model(server):
     with Client(server.address) as client:
         model = client.get_model()
     assert (model.name, model.max_model_len, model.eos_token_ids) == ("fake", 64, (2,))

@@ -29,7 +29,7 @@ PROMPT_LENGTHS = (5, 17, 150, 1, 16)
 
 
 def _requests():
-    """Greedy ones and draws, with each filter or both; some candidates are compared."""
+    """Returns greedy and drawn requests, with each filter or both; some compare candidates."""
     return [
         engine_request(
             request_id=str(index),
@@ -47,7 +47,7 @@ def _requests():
 
 @pytest.fixture
 def fresh_memory(monkeypatch):
-    """What goes to the device goes to memory of its own, which begins as a GPU's would."""
+    """Copies inputs of the device into new memory, whose addresses are aligned as a GPU's are."""
 
     def to_device(values, device):
         return torch.from_numpy(values).clone(memory_format=torch.contiguous_format)
@@ -73,7 +73,7 @@ def fresh_memory(monkeypatch):
         ("qwen2_alternating", "triton, graphs"),
     ],
 )
-def test_steps_launch_what_the_warm_up_launched(variant, kind, monkeypatch):
+def test_steps_launch_only_versions_that_the_warm_up_launched(variant, kind, monkeypatch):
     use_kind(kind, monkeypatch)
     known, launched = set(), set()
     with recording_versions(known):

@@ -40,7 +40,7 @@ _FAILING_TESTS = {
     "careless": "test_an_unknown_option_is_an_error_that_names_it",
     "modest": "test_what_is_lent_is_declared",
 }
-# One process tries all of them: most of the time of a run is its start.
+# One process runs every case, since most of a run's time is its start.
 _RUN_EACH = """
 import json, pytest, sys
 arguments = ["-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error", "-q", "--tb=no", "-x"]
@@ -109,7 +109,7 @@ def third_party_packages(tmp_path_factory):
 def test_a_third_partys_connector_conforms(tmp_path, third_party_packages):
     suite = start_suite("good://", tmp_path / "run", python_path=third_party_packages)
     output = _check(suite)
-    assert "test_prefix" not in output, "it is no store"
+    assert "test_prefix" not in output, "a connector is not a store"
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_connectors_that_break_the_contract_fail(tmp_path, third_party_packages)
 
 @pytest.mark.slow
 def test_the_guides_connector_conforms(tmp_path):
-    """docs/connector-contract.md shows a whole connector; it must be one that works."""
+    """The connector that docs/connector-contract.md shows must work."""
     guide = (_REPOSITORY / "docs" / "connector-contract.md").read_text()
     source = guide.split("```python\n")[2].split("```")[0]
     install_stores(tmp_path, source, {"mailbox": "MailboxConnector"}, _CONNECTOR_GROUP)

@@ -1,4 +1,4 @@
-"""The store connector's worker while copies between pool and segments take their time."""
+"""The store connector's worker while copies between pool and segments are in progress."""
 
 import threading
 from collections.abc import Iterator
@@ -31,25 +31,25 @@ class HeldRig(ConnectorRig):
         return self.copier
 
     def next_copy(self) -> HeldCopy:
-        """The oldest copy that was not asked for yet."""
+        """Removes and returns the oldest copy."""
         return self.copier.copies.pop(0)
 
     def start_load(self, *block_ids: int, job_id: int = 1) -> None:
-        """Starts a load, and returns when its bytes have been read and not polled."""
+        """Starts a load; returns once its bytes have been read, before a poll."""
         self.woken.clear()
         self.start(loads=(LoadJob(job_id, keys(len(block_ids), 100), block_ids),))
         assert self.woken.wait(TIMEOUT_S)
 
-    def start_landing(self, *block_ids: int) -> HeldCopy:
-        """Starts a load, and returns when somebody waits for its copy into the pool."""
+    def start_scatter(self, *block_ids: int) -> HeldCopy:
+        """Starts a load; returns once a thread waits for its copy into the pool."""
         self.start_load(*block_ids)
         assert not self.worker.poll()
-        landing = self.next_copy()
-        assert landing.is_awaited.wait(TIMEOUT_S)
-        return landing
+        scatter = self.next_copy()
+        assert scatter.is_awaited.wait(TIMEOUT_S)
+        return scatter
 
     def check_segments_are_free(self) -> None:
-        """Every segment can be taken at once."""
+        """Checks that all segments can be in use at once."""
         jobs = tuple(SaveJob(1000 + i, keys(1, 1000 + i), (i,)) for i in range(2 * NUM_SEGMENTS))
         self.start(saves=jobs)
         assert len(self.copier.copies) == NUM_SEGMENTS
@@ -68,7 +68,7 @@ def rig(tmp_path: Path) -> Iterator[HeldRig]:
     rig.worker.close()
 
 
-def test_nothing_is_put_before_it_is_gathered(rig: HeldRig) -> None:
+def test_a_block_is_put_only_after_its_copy_out_of_the_pool(rig: HeldRig) -> None:
     rig.start(saves=(SaveJob(1, keys(2), (8, 9), 3),))
     copy = rig.next_copy()
     assert copy.is_awaited.wait(TIMEOUT_S)
@@ -84,24 +84,24 @@ def test_nothing_is_put_before_it_is_gathered(rig: HeldRig) -> None:
     assert rig.results(1) == [LoadResult(2, 2)]
     assert torch.equal(rig.pool[20], rig.pool[8])
     assert torch.equal(rig.pool[21, ..., :3, :], rig.pool[9, ..., :3, :])
-    assert not rig.pool[21, ..., 3:, :].any(), "what lies behind a tail does not leave the process"
+    assert not rig.pool[21, ..., 3:, :].any(), "only the valid tokens of a tail are saved"
 
 
-def test_a_load_is_told_when_it_has_landed(rig: HeldRig) -> None:
+def test_a_load_ends_once_it_is_copied_into_the_pool(rig: HeldRig) -> None:
     before = rig.pool.clone()
     rig.woken.clear()
-    landing = rig.start_landing(20, 21, 22, 23)
+    scatter = rig.start_scatter(20, 21, 22, 23)
     rig.woken.clear()
 
     assert not rig.worker.poll()
     assert torch.equal(rig.pool, before)
-    landing.end()
-    assert rig.woken.wait(TIMEOUT_S), "nobody else would look"
+    scatter.end()
+    assert rig.woken.wait(TIMEOUT_S), "without a wake-up the engine would not poll"
     assert rig.worker.poll().loads == (LoadResult(1, 4),)
     assert torch.equal(rig.pool[20:24], before[1:5])
 
 
-def test_a_load_that_is_cancelled_before_its_copy_never_lands(rig: HeldRig) -> None:
+def test_a_load_cancelled_before_its_copy_never_writes_the_pool(rig: HeldRig) -> None:
     rig.start_load(20, 21)
     rig.start(cancelled_loads=(1,))
 
@@ -110,27 +110,27 @@ def test_a_load_that_is_cancelled_before_its_copy_never_lands(rig: HeldRig) -> N
     rig.check_segments_are_free()
 
 
-def test_a_load_that_is_cancelled_in_its_copy_ends_after_it(rig: HeldRig) -> None:
-    landing = rig.start_landing(20, 21)
+def test_a_load_cancelled_during_its_copy_ends_after_the_copy(rig: HeldRig) -> None:
+    scatter = rig.start_scatter(20, 21)
     rig.start(cancelled_loads=(1,))
-    assert not rig.worker.poll(), "bytes may still come"
-    landing.end()
+    assert not rig.worker.poll(), "the copy may still write bytes"
+    scatter.end()
 
-    assert rig.results(1) == [LoadResult(1, 2)], "all came"
+    assert rig.results(1) == [LoadResult(1, 2)], "the copy was completed"
     rig.check_segments_are_free()
 
 
-def test_a_missing_block_is_told_after_those_before_it_have_landed(rig: HeldRig) -> None:
+def test_a_missing_block_ends_a_load_after_the_blocks_before_it_are_copied(rig: HeldRig) -> None:
     rig.store.delete(keys(1, 102))
-    landing = rig.start_landing(20, 21, 22, 23)
+    scatter = rig.start_scatter(20, 21, 22, 23)
     assert not rig.worker.poll()
-    landing.end()
+    scatter.end()
 
     assert rig.results(1) == [LoadResult(1, 2, "missing")]
     assert torch.equal(rig.pool[20:22], rig.pool[1:3])
 
 
-def test_loads_land_beside_saves_that_wait(rig: HeldRig) -> None:
+def test_a_load_ends_while_a_save_waits_for_its_copy(rig: HeldRig) -> None:
     rig.start(saves=tuple(SaveJob(2 + i, keys(1, i), (i,)) for i in range(2)))
     waiting = [rig.next_copy(), rig.next_copy()]
     rig.start(loads=(LoadJob(1, keys(4, 100), (20, 21, 22, 23)),))
@@ -157,7 +157,7 @@ def test_a_copy_that_fails_ends_its_save(rig: HeldRig) -> None:
 
 
 def test_a_copy_that_fails_ends_its_load(rig: HeldRig) -> None:
-    rig.start_landing(20, 21).end(LOST)
+    rig.start_scatter(20, 21).end(LOST)
 
     assert rig.results(1) == [LoadResult(1, 0, "failed")]
     rig.check_segments_are_free()
@@ -167,7 +167,7 @@ def test_a_copy_that_cannot_start_ends_its_job(rig: HeldRig) -> None:
     rig.copier.refusal = LOST
     rig.woken.clear()
     rig.start(saves=(SaveJob(1, keys(2), (8, 9)),))
-    assert rig.woken.is_set(), "nobody else would look"
+    assert rig.woken.is_set(), "without a wake-up the engine would not poll"
     assert rig.results(1) == [SaveResult(1, committed=False, error="failed")]
     rig.start_load(20, 21, job_id=2)
     assert rig.worker.poll().loads == (LoadResult(2, 0, "failed"),)
@@ -176,10 +176,10 @@ def test_a_copy_that_cannot_start_ends_its_job(rig: HeldRig) -> None:
     rig.check_segments_are_free()
 
 
-def test_closing_waits_for_copies_under_way(rig: HeldRig) -> None:
-    landing = rig.start_landing(20, 21)
+def test_close_waits_for_copies_in_progress(rig: HeldRig) -> None:
+    scatter = rig.start_scatter(20, 21)
     rig.start(saves=tuple(SaveJob(2 + i, keys(1, i), (i,)) for i in range(NUM_SEGMENTS - 1)))
-    copies = rig.copier.copies = [landing, *rig.copier.copies]
+    copies = rig.copier.copies = [scatter, *rig.copier.copies]
     closing = threading.Thread(target=rig.worker.close)
     closing.start()
     for copy in copies:

@@ -90,7 +90,7 @@ async def stub(served):
 
 
 async def connect(stub, engine, *request_ids):
-    """A stream on which requests run."""
+    """Opens a stream and starts these requests on it."""
     stream = stub.Connect()
     for request_id in request_ids:
         await stream.write(start(request_id))
@@ -98,7 +98,7 @@ async def connect(stub, engine, *request_ids):
     return stream
 
 
-async def test_one_message_per_engine_step(stub, engine):
+async def test_each_engine_step_is_sent_as_one_message(stub, engine):
     stream = await connect(stub, engine, "a", "b")
     for step in range(3):
         engine.emit(tokens("a", step), tokens("b", 10 + step))
@@ -147,7 +147,7 @@ async def test_beams_reach_the_engine(stub, engine):
     stream.cancel()
 
 
-async def test_candidates_have_outputs_of_their_own(stub, engine):
+async def test_each_candidate_has_its_own_outputs(stub, engine):
     stream = await connect(stub, engine, "a")
     engine.emit(tokens("a", 1), tokens("a", 2, index=1))
     engine.emit(finished("a", FinishReason.STOP, 3, is_last=False), tokens("a", 4, index=1))
@@ -168,7 +168,7 @@ async def test_candidates_have_outputs_of_their_own(stub, engine):
     stream.cancel()
 
 
-async def test_a_candidate_is_finished_alone(stub, engine):
+async def test_cancelling_one_candidate_leaves_its_request_running(stub, engine):
     stream = await connect(stub, engine, "a", "b")
     await stream.write(cancel("a", 0))
     await stream.write(cancel("unknown", 1))
@@ -179,7 +179,7 @@ async def test_a_candidate_is_finished_alone(stub, engine):
     stream.cancel()
 
 
-async def test_the_end_of_a_request_is_told_after_its_other_candidates(engine):
+async def test_the_output_that_ends_a_request_is_sent_after_its_other_candidates(engine):
     commands = asyncio.Queue()
     responses = RouterSession(engine).responses(iterate(commands))
     reading = asyncio.create_task(anext(responses))
@@ -252,7 +252,7 @@ async def test_cancel_ends_a_request_and_its_outputs(stub, engine):
     ],
     ids=["field", "timeout", "namespace", "handoff", "id"],
 )
-async def test_a_bad_start_fails_alone(stub, engine, bad, code, words):
+async def test_a_bad_start_fails_only_its_own_request(stub, engine, bad, code, words):
     stream = await connect(stub, engine, "good")
     await stream.write(bad)
     (output,) = (await stream.read()).outputs
@@ -280,7 +280,7 @@ async def test_the_engines_refusal_and_its_failures_are_typed(stub, engine):
     stream.cancel()
 
 
-async def test_a_bug_in_the_engine_is_internal_and_tells_nothing(stub, engine, caplog):
+async def test_an_engine_bug_is_an_internal_error_without_details(stub, engine, caplog):
     stream = await connect(stub, engine, "a")
     engine.refusal = RuntimeError("password=hunter2")
     await stream.write(start("b"))
@@ -311,7 +311,7 @@ async def test_blocks_are_prefetched_before_their_request_starts(stub, engine):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-async def test_blocks_that_could_be_misread_are_dropped_in_silence(
+async def test_a_prefetch_of_incompatible_blocks_is_dropped_with_a_debug_log(
     stub, engine, changes, words, caplog
 ):
     caplog.set_level(logging.DEBUG, logger="baton.decode")
@@ -328,7 +328,7 @@ async def test_blocks_that_could_be_misread_are_dropped_in_silence(
     stream.cancel()
 
 
-async def test_a_bug_in_prefetching_costs_no_request(stub, engine, caplog):
+async def test_a_bug_in_prefetching_fails_no_request(stub, engine, caplog):
     stream = await connect(stub, engine, "a")
     engine.prefetch = None
     await stream.write(prefetch())
@@ -349,7 +349,7 @@ async def test_a_duplicate_id_is_refused_and_ends_the_request_it_names(stub, eng
     stream.cancel()
 
 
-async def test_two_routers_do_not_hear_each_other(stub, engine):
+async def test_each_router_gets_only_the_outputs_of_its_own_requests(stub, engine):
     first = await connect(stub, engine, "a")
     second = await connect(stub, engine, "b")
     engine.emit(tokens("a", 1), tokens("b", 2))
@@ -363,7 +363,7 @@ async def test_two_routers_do_not_hear_each_other(stub, engine):
 
 
 @pytest.mark.parametrize("end", ["cancel", "lost connection"])
-async def test_a_broken_stream_aborts_its_requests_alone(served, engine, end):
+async def test_a_broken_stream_aborts_only_its_own_requests(served, engine, end):
     _, channel = served
     stub = decode_pb2_grpc.DecodeServiceStub(channel)
     other = await connect(stub, engine, "other")
@@ -376,7 +376,7 @@ async def test_a_broken_stream_aborts_its_requests_alone(served, engine, end):
     await engine.until(lambda: not engine.live)
 
 
-async def test_bytes_that_are_no_command_end_the_stream(served, engine):
+async def test_a_malformed_command_ends_the_stream(served, engine):
     _, channel = served
     raw = channel.stream_stream("/baton.v1.DecodeService/Connect")()
     await raw.write(start("a").SerializeToString())
@@ -393,7 +393,7 @@ async def test_an_unset_command_ends_the_stream(stub, engine):
     await engine.until(lambda: engine.aborted == ["a"])
 
 
-async def test_a_router_without_more_commands_gets_the_rest(stub, engine):
+async def test_a_router_that_half_closed_gets_the_remaining_outputs(stub, engine):
     stream = await connect(stub, engine, "a")
     await stream.done_writing()
     engine.emit(tokens("a", 1))
@@ -420,10 +420,10 @@ async def test_draining_refuses_new_requests_and_finishes_the_running(served, st
     await draining
 
 
-# The session alone, where the test decides when the writer runs.
+# The tests below use a session without a server, and decide when its writer runs.
 
 
-async def test_a_new_request_never_gets_outputs_of_a_cancelled_one_of_its_id(engine):
+async def test_a_new_request_never_gets_outputs_of_a_cancelled_one_with_its_id(engine):
     commands = asyncio.Queue()
     responses = RouterSession(engine).responses(iterate(commands))
     reading = asyncio.create_task(anext(responses))
@@ -440,7 +440,7 @@ async def test_a_new_request_never_gets_outputs_of_a_cancelled_one_of_its_id(eng
     assert not engine.live
 
 
-async def test_outputs_not_yet_told_go_with_a_cancel(engine):
+async def test_a_cancel_drops_outputs_that_were_not_sent(engine):
     commands = asyncio.Queue()
     responses = RouterSession(engine).responses(iterate(commands))
     reading = asyncio.create_task(anext(responses))
@@ -448,7 +448,7 @@ async def test_outputs_not_yet_told_go_with_a_cancel(engine):
         commands.put_nowait(start(request_id))
     await engine.until(lambda: len(engine.live) == 2)
     engine.emit(tokens("b", 1))
-    await reading  # the writer is not asked for more until below
+    await reading  # nothing reads from the writer again until below
     engine.emit(tokens("a", 2), tokens("b", 3))
     commands.put_nowait(cancel("a"))
     await engine.until(lambda: engine.aborted == ["a"])
@@ -456,17 +456,17 @@ async def test_outputs_not_yet_told_go_with_a_cancel(engine):
     await responses.aclose()
 
 
-async def test_an_id_whose_end_is_not_yet_told_is_not_free(engine):
+async def test_an_id_stays_in_use_until_its_end_is_sent(engine):
     commands = asyncio.Queue()
     responses = RouterSession(engine).responses(iterate(commands))
     reading = asyncio.create_task(anext(responses))
     commands.put_nowait(start("a"))
     await engine.until(lambda: "a" in engine.live)
     engine.emit(tokens("a", 1))
-    await reading  # the writer is not asked for more until below
+    await reading  # nothing reads from the writer again until below
     engine.emit(finished("a", FinishReason.STOP, 2))
     commands.put_nowait(start("a"))
-    while not commands.empty():  # noqa: ASYNC110 - the reader tells nobody that it is done
+    while not commands.empty():  # noqa: ASYNC110 - the reader has no event to wait for
         await asyncio.sleep(0)
     (output,) = (await anext(responses)).outputs
     assert output.finish_reason == common_pb2.FINISH_REASON_ERROR
@@ -474,8 +474,8 @@ async def test_an_id_whose_end_is_not_yet_told_is_not_free(engine):
     await responses.aclose()
 
 
-async def test_a_router_that_reads_nothing_is_not_listened_to(engine):
-    """Ends that nobody reads hold commands back; so what is pending stays bounded."""
+async def test_commands_wait_while_a_router_does_not_read(engine):
+    """Unread ends of requests hold commands back, so that pending outputs stay bounded."""
     commands = asyncio.Queue()
     responses = RouterSession(engine).responses(iterate(commands))
     num_refused, received, largest = 5000, 0, 0
@@ -489,7 +489,7 @@ async def test_a_router_that_reads_nothing_is_not_listened_to(engine):
     await responses.aclose()
 
 
-async def test_what_one_message_cannot_hold_goes_in_several(engine):
+async def test_outputs_too_large_for_one_message_are_sent_in_several(engine):
     commands = asyncio.Queue()
     responses = RouterSession(engine).responses(iterate(commands))
     reading = asyncio.create_task(anext(responses))

@@ -61,7 +61,7 @@ def test_features_change_no_token(kind, feature, monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "mistral_sliding", "qwen2_alternating"])
-def test_families_on_graphs(variant, monkeypatch):
+def test_model_families_on_graphs_equal_transformers(variant, monkeypatch):
     use_kind("device, graphs", monkeypatch)
     core = _build(variant, max_num_batched_tokens=24)
     outputs = run_all(core, _requests())
@@ -70,7 +70,7 @@ def test_families_on_graphs(variant, monkeypatch):
     core.close()
 
 
-def test_more_sequences_than_any_graph_holds_and_all_numbers_below(monkeypatch):
+def test_graphs_give_the_right_tokens_for_every_number_of_rows(monkeypatch):
     """The number of rows falls from 13 to 1 as requests end: graphs of 1, 2, 4, 8 and 13 rows."""
     use_kind("device, graphs", monkeypatch)
     core = _build(max_num_seqs=13, max_num_batched_tokens=64, num_gpu_blocks_override=200)
@@ -98,7 +98,7 @@ _DRAWS = (
 
 
 def _mixed_requests():
-    """Runs draws of all kinds, candidates of one prompt, and beams."""
+    """Returns requests with draws of all kinds, candidates of one prompt, and beams."""
     alone = [
         engine_request(
             request_id=str(index),
@@ -114,7 +114,7 @@ def _mixed_requests():
 
 
 @pytest.mark.parametrize("kind", ["device, eager", "device, graphs"])
-def test_draws_candidates_and_beams_are_those_of_the_host(kind, monkeypatch):
+def test_draws_candidates_and_beams_equal_those_of_the_host(kind, monkeypatch):
     results = []
     for one in ("host", kind):
         with monkeypatch.context() as patched:
@@ -133,8 +133,8 @@ def test_draws_candidates_and_beams_are_those_of_the_host(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["write_table_entries", "keep_drawn", "row_maxima"])
-def test_no_step_builds_on_a_launch_that_failed(name, monkeypatch):
-    """Such a step would write KV to blocks of the device's tables that the host's do not have."""
+def test_no_step_follows_a_failed_launch(name, monkeypatch):
+    """Such a step would write KV to blocks that only the device's tables have, not the host's."""
     use_kind("device, eager", monkeypatch)
     core = _build(num_gpu_blocks_override=64)
     failing = _requests((13, 14), 40)
@@ -172,7 +172,7 @@ def test_a_prefill_engine_captures_no_graphs(monkeypatch):
     core.close()
 
 
-def test_a_runner_that_fails_to_close_leaves_no_connector_open(monkeypatch):
+def test_the_connector_is_closed_although_the_runner_fails_to_close(monkeypatch):
     use_kind("device, eager", monkeypatch)
     core = _build(kv_connector="memory://closing")
     closed = []

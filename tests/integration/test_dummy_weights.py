@@ -17,7 +17,7 @@ from tests.support.requests import engine_request
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A config.json of a small Llama, and nothing else."""
+    """A folder with only the config.json of a small Llama."""
     shutil.copy(tiny_checkpoint("llama") / "config.json", tmp_path)
     return tmp_path
 
@@ -40,7 +40,7 @@ def test_a_config_alone_is_enough(folder):
         assert weight.any()
 
 
-def test_the_same_numbers_every_time(folder):
+def test_every_load_has_the_same_weights(folder):
     pairs = zip(weights_of(load(folder)), weights_of(load(folder)), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
@@ -76,12 +76,12 @@ def test_the_fingerprint_depends_on_the_config_but_not_on_weights(folder):
     assert load(folder).fingerprint != before
 
 
-def test_without_a_config(tmp_path):
+def test_a_missing_config_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError, match=r"has no config\.json"):
         load(tmp_path)
 
 
-def test_too_little_memory(folder):
+def test_too_little_memory_is_an_error(folder):
     file = folder / "config.json"
     file.write_text(file.read_text().replace('"vocab_size": 259', f'"vocab_size": {10**12}'))
     with pytest.raises(ConfigurationError, match=r"cannot allocate \d+ MiB on cpu for the weights"):
@@ -91,18 +91,18 @@ def test_too_little_memory(folder):
 def test_a_hub_model_is_downloaded_without_its_weights(folder, monkeypatch):
     import huggingface_hub
 
-    asked = []
+    requested = []
 
     def download(name, allow_patterns):
-        asked.extend(allow_patterns)
+        requested.extend(allow_patterns)
         return folder
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     checkpoint_module.open_checkpoint("org/model", with_weights=False)
-    assert "*.json" in asked
-    assert "*.safetensors" not in asked
+    assert "*.json" in requested
+    assert "*.safetensors" not in requested
 
 
-def test_an_unknown_format():
+def test_an_unknown_format_is_an_error():
     with pytest.raises(ConfigurationError, match="--load-format is 'gguf'; it must be one of auto"):
         EngineConfig(model="m", load_format="gguf")

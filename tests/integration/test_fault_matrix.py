@@ -1,4 +1,4 @@
-"""Each backend, each fault, under 50 streams: right tokens or a typed error, and pools full."""
+"""Each backend with each fault under 50 streams: right tokens or typed errors, no lost blocks."""
 
 import math
 import random
@@ -13,7 +13,7 @@ import pytest
 from baton.errors import AbortedError
 from engine.kv_transfer.costs import LoadCosts
 from engine.request import EngineRequest
-from kvstore import faults as faulty_backend
+from kvstore import faults
 from kvstore.faults import FAULTS
 from tests.support.checkpoints import prompt_of, tiny_checkpoint
 from tests.support.kv_urls import fresh_shm_name, kv_urls, with_faults
@@ -22,7 +22,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.requests import engine_request
 
 BACKENDS = ("memory", "shm", "file", "redis", "grpc", "nixl", "multi")
-# Every backend and every fault meets both.
+# Every backend and every fault runs with both.
 POLICIES = ("recompute", "fail")
 CELLS = [
     (backend, fault, POLICIES[(row + column) % 2])
@@ -43,9 +43,9 @@ def urls(tmp_path: Path, redis_server: RedisServer) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def struck(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names each fault that strikes, once for each time."""
+    """Returns a list that gets the name of each fault, each time that it occurs."""
     names: list[str] = []
-    draw = faulty_backend._Dice.draw
+    draw = faults._Dice.draw
 
     def noting_draw(dice, fault, call, key):
         drawn = draw(dice, fault, call, key)
@@ -53,18 +53,18 @@ def struck(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(fault)
         return drawn
 
-    monkeypatch.setattr(faulty_backend._Dice, "draw", noting_draw)
+    monkeypatch.setattr(faults._Dice, "draw", noting_draw)
     return names
 
 
 @pytest.fixture(autouse=True)
 def loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is: a load that is not tried meets no fault."""
+    """Makes engines try every load even on a busy machine, since only tried loads meet faults."""
     monkeypatch.setattr(LoadCosts, "of", lambda config, costs: LoadCosts(math.inf))
 
 
 def make_requests() -> list[EngineRequest]:
-    """Prompts of mixed lengths, most of which begin like others."""
+    """Returns requests with prompts of mixed lengths, most of which share a prefix."""
     lots = random.Random(1)
     prefixes = [prompt_of(length, seed=length) for length in (16, 40, 60)]
     requests = []
@@ -84,17 +84,17 @@ def make_requests() -> list[EngineRequest]:
 
 @cache
 def expected_tokens() -> dict[str, list[int]]:
-    """What one undivided engine generates."""
+    """Returns the tokens that one engine for prefill and decode generates."""
     core = build_core(tiny_checkpoint("llama"), "both", num_gpu_blocks_override=512, **ENGINE)
     outputs = run_all(core, make_requests())
     core.close()
-    return {request_id: tokens_of(told) for request_id, told in outputs.items()}
+    return {request_id: tokens_of(answer) for request_id, answer in outputs.items()}
 
 
 def run_split(url: str, policy: str) -> SplitRun:
-    """Runs the requests over two engines; both pools are full in the end."""
+    """Runs the requests on two engines, and checks that all blocks are free in the end."""
     flags = {"kv_connector": url, "kv_load_failure_policy": policy, **ENGINE}
-    # Too few blocks for all at once: what fails must not keep any.
+    # The blocks do not suffice for all requests at once: failed ones must free theirs.
     cores = [
         build_core(tiny_checkpoint("llama"), role, num_gpu_blocks_override=160, **flags)
         for role in ("prefill", "decode")
@@ -109,7 +109,7 @@ def run_split(url: str, policy: str) -> SplitRun:
 
 
 def check_outcomes(split: SplitRun, policy: str) -> int:
-    """Each request has the right tokens, or failed by policy; returns how many failed."""
+    """Checks that each request is right or failed by policy; returns how many failed."""
     num_failed = 0
     for request_id, expected in expected_tokens().items():
         outputs = split.outputs[request_id]
@@ -131,24 +131,24 @@ def check_outcomes(split: SplitRun, policy: str) -> int:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_faults_at_once_cost_no_token(
+def test_all_faults_at_once_change_no_token(
     urls: dict[str, str], struck: list[str], backend: str
 ) -> None:
-    faults = ",".join(f"{fault}:0.05" for fault in FAULTS)
-    url = with_faults(urls[backend], f"faults={faults}&fault_delay_s=0.02&fault_seed=3")
+    rates = ",".join(f"{fault}:0.05" for fault in FAULTS)
+    url = with_faults(urls[backend], f"faults={rates}&fault_delay_s=0.02&fault_seed=3")
     split = run_split(url, "recompute")
     assert check_outcomes(split, "recompute") == 0
-    assert len(Counter(struck)) >= 4, "the faults have hardly struck"
+    assert len(Counter(struck)) >= 4, "too few kinds of faults occurred"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "fault", "policy"), CELLS)
-def test_one_fault(
+def test_requests_under_one_fault_are_right_or_fail_by_policy(
     urls: dict[str, str], struck: list[str], backend: str, fault: str, policy: str
 ) -> None:
     url = with_faults(urls[backend], f"faults={fault}:0.2&fault_delay_s=0.05&fault_seed=3")
     split = run_split(url, policy)
     num_failed = check_outcomes(split, policy)
-    assert len(struck) >= 5, "the fault has hardly struck"
+    assert len(struck) >= 5, "the fault occurred too rarely"
     if fault == "delay":
-        assert num_failed == 0, "what comes late comes"
+        assert num_failed == 0, "a delay fails no request"

@@ -1,4 +1,4 @@
-"""Every fault on several backends: loads report right blocks only, and all jobs end."""
+"""Every fault on several backends: loads report only right blocks, and all jobs end."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def open_engine():
 
 
 def hand_over(publisher, reader, num_prompts=8, num_blocks=12):
-    """Saves or lends prompts, and loads them; returns the outcomes."""
+    """Saves or lends the blocks of prompts and loads them; returns the outcomes."""
     outcomes = set()
     for index in range(num_prompts):
         keys, blocks = random_prompt(num_blocks), range(num_blocks)
@@ -39,13 +39,13 @@ def hand_over(publisher, reader, num_prompts=8, num_blocks=12):
         outcomes.add(result.error)
         publisher.scheduler.end_lease(str(index))
     held = [job for job, saved in publisher.saves.items() if saved.is_held]
-    publisher.run_until(lambda: sorted(publisher.released) == held, "giving back all blocks")
+    publisher.run_until(lambda: sorted(publisher.released) == held, "release of all blocks")
     return outcomes
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", ["memory", "file", "grpc://"])
-def test_no_fault_brings_wrong_bytes(open_engine, tmp_path, kind, fault):
+def test_no_fault_loads_wrong_bytes(open_engine, tmp_path, kind, fault):
     url = {"memory": f"memory://{tmp_path.name}", "file": f"file://{tmp_path}/store"}.get(
         kind, kind
     )
@@ -53,11 +53,11 @@ def test_no_fault_brings_wrong_bytes(open_engine, tmp_path, kind, fault):
     faulty_url = f"faulty+{url}?{options}"
     outcomes = hand_over(open_engine(faulty_url), open_engine(faulty_url))
     if fault not in ("delay", "duplicate"):
-        assert outcomes - {""}, "the fault has not struck"
+        assert outcomes - {""}, "the fault did not occur"
 
 
 @pytest.mark.parametrize("kind", ["memory", "grpc"])
-def test_all_faults_at_once(open_engine, tmp_path, kind):
+def test_all_faults_at_once_load_no_wrong_bytes(open_engine, tmp_path, kind):
     faults = ",".join(f"{fault}:0.05" for fault in FAULTS)
     base = f"memory://{tmp_path.name}" if kind == "memory" else "grpc://"
     url = f"faulty+{base}?faults={faults}&fault_delay_s=0.02"
@@ -65,7 +65,7 @@ def test_all_faults_at_once(open_engine, tmp_path, kind):
 
 
 @pytest.mark.timeout(300)
-def test_none_of_ten_thousand_spoiled_objects_is_used(open_engine, tmp_path):
+def test_none_of_ten_thousand_corrupt_objects_is_loaded(open_engine, tmp_path):
     store = f"memory://{tmp_path.name}"
     publisher = open_engine(store)
     reader = open_engine(f"faulty+{store}?faults=corrupt:0.7,truncate:0.7")
@@ -82,4 +82,4 @@ def test_none_of_ten_thousand_spoiled_objects_is_used(open_engine, tmp_path):
         assert (refused.eq(before[~taken]) | refused.eq(0)).all()
         num_refused += int((~taken).sum())
         num_taken += int(taken.sum())
-    assert num_taken > _NUM_REFUSED // 50, "some are whole"
+    assert num_taken > _NUM_REFUSED // 50, "some objects are intact"

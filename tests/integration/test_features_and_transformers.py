@@ -1,5 +1,5 @@
-"""What memory and scheduling do never changes a token: real models, greedy, float32, against
-`transformers`.
+"""Features of memory and scheduling never change a token: real models, greedy, float32,
+compared with `transformers`.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.support.requests import engine_request
 
 NUM_TOKENS = 40
 LENGTHS = (1, 7, 16, 33, 50)
-TIGHT = {"max_model_len": 92}  # and as many blocks as one such request needs, and one more
+TIGHT = {"max_model_len": 92}  # with one block more than one such request needs
 SWAP = {"preemption_mode": "swap", "swap_space": 2**26}
 FEATURES = {
     "plain": {"enable_prefix_caching": False, "max_num_batched_tokens": 512},
@@ -52,7 +52,7 @@ def _reference(variant: str, length: int) -> list[int]:
 
 
 def _requests() -> list[EngineRequest]:
-    """Prompts some of which begin alike."""
+    """Returns requests, some of whose prompts share a prefix."""
     return [
         engine_request(
             request_id=str(length),
@@ -86,7 +86,7 @@ def _flags_for(variant: str, feature: str) -> dict[str, object]:
 )
 def test_features_change_no_token(variant: str, feature: str) -> None:
     with _engine(variant, _flags_for(variant, feature)) as core:
-        for _ in range(2):  # the second time from the prefix cache, where there is one
+        for _ in range(2):  # the second run uses the prefix cache, if it is on
             outputs = run_all(core, _requests())
             for length in LENGTHS:
                 assert tokens_of(outputs[str(length)]) == _reference(variant, length)
@@ -94,7 +94,7 @@ def test_features_change_no_token(variant: str, feature: str) -> None:
             assert core.load().num_preemptions > 0
 
 
-def test_swapping_really_copies_blocks() -> None:
+def test_preemption_by_swapping_copies_blocks_to_the_host() -> None:
     with _engine("llama", _flags_for("llama", "swap")) as core:
         num_swapped = 0
         for request in _requests():
@@ -106,7 +106,7 @@ def test_swapping_really_copies_blocks() -> None:
 
 
 @pytest.mark.parametrize("variant", ["mistral_sliding", "qwen3_mostly_sliding"])
-def test_blocks_behind_windows_are_released_and_prefixes_still_hit(variant: str) -> None:
+def test_blocks_outside_of_windows_are_released_and_prefixes_still_hit(variant: str) -> None:
     """One long request at a time, in a pool that could not hold its KV without windows."""
     num_prompt, num_tokens = 120, 100
     prompt = prompt_of(num_prompt)
@@ -129,7 +129,7 @@ def test_blocks_behind_windows_are_released_and_prefixes_still_hit(variant: str)
                 assert outputs[0].cached_tokens > 0
 
 
-def test_what_decode_computed_is_found_by_the_next_turn() -> None:
+def test_the_next_turn_finds_the_kv_of_generated_tokens() -> None:
     with _engine("llama", {}) as core:
         prompt = prompt_of(20)
         first = engine_request(request_id="1", prompt_token_ids=tuple(prompt), max_tokens=30)

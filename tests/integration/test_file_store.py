@@ -1,4 +1,4 @@
-"""The file store under what other processes, crashes and users do to its folder."""
+"""The file store when other processes, crashes and users change its folder."""
 
 import errno
 import fcntl
@@ -16,7 +16,7 @@ from baton.errors import ConfigurationError
 from kvstore.conformance.objects import as_object, blank, filled, random_keys, read
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, StoreUnavailableError
-from kvstore.stores import files as file_io
+from kvstore.stores import files
 from kvstore.stores.file import folder_space
 from kvstore.stores.file import store as file_store
 from tests.support.store_folder import object_path, used_bytes
@@ -47,7 +47,7 @@ def _make_foreign(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "dangling link", "link"])
-def test_what_is_no_regular_file_is_missing_and_left_alone(folder, kind):
+def test_an_entry_that_is_not_a_regular_file_is_missing_and_kept(folder, kind):
     (key,) = random_keys(1)
     with opened(folder, max_bytes=1000) as store:
         _make_foreign(object_path(folder, key), kind)
@@ -88,46 +88,46 @@ def test_a_truncated_object_has_the_wrong_size(folder):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 63, 64, 99])
-def test_an_object_that_is_cut_while_it_is_read_has_the_wrong_size(folder, monkeypatch, num_bytes):
+def test_an_object_truncated_during_its_read_has_the_wrong_size(folder, monkeypatch, num_bytes):
     (key,) = random_keys(1)
     with opened(folder) as store:
         store.put([key], [filled(1, 100)])
 
         def cut_then_read(fd, parts):
             os.truncate(object_path(folder, key), num_bytes)
-            return file_io.read_all(fd, parts)
+            return files.read_all(fd, parts)
 
         monkeypatch.setattr(file_store, "read_all", cut_then_read)
         assert store.get_into([key], [blank(100)]) == [GetStatus.WRONG_SIZE]
 
 
-def test_an_object_that_goes_while_it_is_read_is_missing(folder, monkeypatch):
+def test_an_object_deleted_during_its_read_is_missing(folder, monkeypatch):
     (key,) = random_keys(1)
     with opened(folder) as store:
         store.put([key], [filled(1, 100)])
 
         def delete_then_read(fd, parts):
             store.delete([key])
-            return file_io.read_all(fd, parts)
+            return files.read_all(fd, parts)
 
         monkeypatch.setattr(file_store, "read_all", delete_then_read)
-        assert store.get_into([key], [blank(100)]) == [GetStatus.MISSING], "it has no lease"
+        assert store.get_into([key], [blank(100)]) == [GetStatus.MISSING], "the object has no lease"
 
 
 @pytest.mark.parametrize("most", [1, 7, 63, 64, 65, 100])
-def test_calls_that_move_less_than_was_asked_are_repeated(folder, monkeypatch, most):
+def test_short_reads_and_writes_are_continued(folder, monkeypatch, most):
     keys = random_keys(2)
     value = bytes(range(200))
 
     def short(call):
-        def call_shortly(fd, parts, *args):
-            left, few = most, []
+        def short_call(fd, parts, *args):
+            left, shortened = most, []
             for part in parts:
-                few.append(part[:left])
-                left -= len(few[-1])
-            return call(fd, few, *args)
+                shortened.append(part[:left])
+                left -= len(shortened[-1])
+            return call(fd, shortened, *args)
 
-        return call_shortly
+        return short_call
 
     with opened(folder) as store:
         for name in ("readv", "pwritev"):
@@ -138,7 +138,7 @@ def test_calls_that_move_less_than_was_asked_are_repeated(folder, monkeypatch, m
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, b"\xff" * 100])
-def test_a_corrupt_ledger_is_put_right_on_opening(folder, content):
+def test_a_corrupt_ledger_is_corrected_on_opening(folder, content):
     keys = random_keys(3)
     with opened(folder) as store:
         store.put(keys, [filled(1, 100)] * 3)
@@ -148,7 +148,7 @@ def test_a_corrupt_ledger_is_put_right_on_opening(folder, content):
         assert store.contains_prefix(keys) == 3
 
 
-def test_a_ledger_corrupted_while_open_is_put_right_by_the_next_put(folder):
+def test_a_ledger_corrupted_while_open_is_corrected_by_the_next_put(folder):
     with opened(folder, max_bytes=1000) as store:
         store.put(random_keys(3), [filled(1, 100)] * 3)
         (folder / "ledger").write_bytes(b"\xff" * 8)
@@ -156,7 +156,7 @@ def test_a_ledger_corrupted_while_open_is_put_right_by_the_next_put(folder):
         assert store.stats().num_bytes == 400
 
 
-def test_a_dead_writers_file_is_swept_and_a_living_ones_kept(folder):
+def test_a_dead_writers_file_is_removed_and_a_living_writers_kept(folder):
     with opened(folder):
         pass
     dead, living = folder / "temporary" / "dead", folder / "temporary" / "living"
@@ -203,7 +203,7 @@ def test_a_writer_killed_half_way_leaves_nothing(folder):
         assert used_bytes(folder) == store.stats().num_bytes == 0
 
 
-def test_a_full_disk_is_unavailable_and_leaves_nothing(folder, monkeypatch):
+def test_a_put_onto_a_full_disk_fails_and_leaves_nothing(folder, monkeypatch):
     keys = random_keys(2)
 
     def write_until_full(fd, parts):
@@ -220,7 +220,7 @@ def test_a_full_disk_is_unavailable_and_leaves_nothing(folder, monkeypatch):
         assert store.contains_prefix(keys) == 2
 
 
-def test_a_held_lock_is_unavailable_in_time_and_reads_go_on(folder):
+def test_writes_fail_in_time_and_reads_continue_while_the_lock_is_held(folder):
     old, new = random_keys(2)
     with opened(folder, timeout_s=0.1) as store:
         store.put([old], [filled(1, 100)])
@@ -237,7 +237,7 @@ def test_a_held_lock_is_unavailable_in_time_and_reads_go_on(folder):
         assert store.contains_prefix([old, new]) == 2
 
 
-def test_a_folder_that_vanished_is_unavailable(folder):
+def test_a_store_whose_folder_was_removed_refuses_puts_and_finds_nothing(folder):
     with opened(folder) as store:
         shutil.rmtree(folder)
         with pytest.raises(StoreUnavailableError):
@@ -246,7 +246,7 @@ def test_a_folder_that_vanished_is_unavailable(folder):
         assert store.get_into(random_keys(1), [blank(5)]) == [GetStatus.MISSING]
 
 
-def test_expired_objects_go_from_the_disk(folder):
+def test_expired_objects_are_removed_from_the_disk(folder):
     with opened(folder, ttl_s=600) as store:
         keys = random_keys(3)
         store.put(keys, [filled(1, 100)] * 3)
@@ -257,7 +257,7 @@ def test_expired_objects_go_from_the_disk(folder):
         assert used_bytes(folder) == store.stats().num_bytes == 100
 
 
-def test_a_look_up_touches_what_lives_and_nothing_else(folder):
+def test_a_lookup_touches_only_the_objects_it_finds(folder):
     old, expired, behind = keys = random_keys(3)
     now_ns = time.time_ns()
     old_ns, expired_ns = now_ns - 300 * 10**9, now_ns - 900 * 10**9
@@ -266,14 +266,14 @@ def test_a_look_up_touches_what_lives_and_nothing_else(folder):
         for key, touched_ns in ((old, old_ns), (expired, expired_ns), (behind, old_ns)):
             os.utime(object_path(folder, key), ns=(touched_ns, touched_ns))
         with (folder / "ledger").open("rb") as ledger:
-            fcntl.flock(ledger, fcntl.LOCK_EX)  # a look-up waits for nobody
+            fcntl.flock(ledger, fcntl.LOCK_EX)  # a lookup does not wait for the lock
             assert store.contains_prefix(keys) == 1
         touched = [object_path(folder, key).stat().st_mtime_ns for key in keys]
         assert touched[0] >= now_ns
         assert touched[1:] == [expired_ns, old_ns]
 
 
-def test_what_is_touched_while_others_are_evicted_stays(folder, monkeypatch):
+def test_an_object_touched_during_an_eviction_is_kept(folder, monkeypatch):
     keys = random_keys(9)
     status_of = folder_space.status_of
 
@@ -327,10 +327,10 @@ def test_fsync_commit_syncs_the_object_before_its_name_and_then_the_name(folder,
         assert set(synced[2:]) == {("folder", 2)}
         synced.clear()
         store.put(keys, [filled(1, 100)] * 2)
-        assert not synced, "nothing new, nothing to sync"
+        assert not synced, "no object is new, so nothing needs a sync"
 
 
-def test_a_disk_that_cannot_sync_keeps_nothing(folder, monkeypatch):
+def test_a_put_that_cannot_be_synced_leaves_nothing(folder, monkeypatch):
     def refuse(fd):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -342,19 +342,19 @@ def test_a_disk_that_cannot_sync_keeps_nothing(folder, monkeypatch):
         assert used_bytes(folder) == store.stats().num_bytes == 0
 
 
-def test_nothing_is_synced_unless_asked(folder, monkeypatch):
+def test_nothing_is_synced_by_default(folder, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("synced"))
     with opened(folder) as store:
         store.put(random_keys(2), [filled(1, 100)] * 2)
 
 
-def test_a_fsync_that_is_none_is_refused():
+def test_an_unknown_value_of_fsync_is_refused():
     message = "fsync is 'always'; it must be never or commit"
     with pytest.raises(ConfigurationError, match=message):
         open_store("file:///tmp/never-made?fsync=always")
 
 
-def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(folder):
+def test_stats_count_removals_and_the_oldest_age_at_the_last_listing(folder):
     keys = random_keys(10)
     now_ns = time.time_ns()
     with opened(folder, ttl_s=600) as store:
@@ -372,7 +372,7 @@ def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(folder):
         assert 400 <= stats.oldest_age_s < 490
 
 
-def test_one_listing_serves_until_all_it_saw_is_gone(folder, monkeypatch):
+def test_one_listing_serves_until_all_its_objects_are_evicted(folder, monkeypatch):
     listings = []
     list_objects = folder_space.list_objects
 
@@ -407,7 +407,7 @@ def test_processes_keep_one_exact_ledger_and_one_bound(folder):
 
 
 def test_the_default_bound_is_half_of_the_free_space(folder, monkeypatch):
-    """Free space counts what the store holds itself, so that every opener finds the same bound."""
+    """Free space includes what the store itself holds, so every opener finds the same bound."""
 
     def disk_usage(path):
         in_use = used_bytes(folder)

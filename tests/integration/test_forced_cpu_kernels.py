@@ -1,7 +1,7 @@
 """The kernels and the models, on every set of CPU kernels that this machine can run.
 
-The suite itself runs on the best one. Here a few of its files run again on each of the others, in
-a process of its own: the choice is made once per process.
+The test suite runs on the best set. Here a few of its files run again on each of the others, each
+time in a new process, since the choice is made once per process.
 """
 
 import os
@@ -34,14 +34,14 @@ def test_every_variant_is_built_and_the_best_is_chosen(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("wish", [TORCH, *RUNNABLE[1:]])
+@pytest.mark.parametrize("choice", [TORCH, *RUNNABLE[1:]])
 @needs_libraries
-def test_kernels_and_models_on(wish):
+def test_the_tests_of_kernels_and_models_pass_with_each_set(choice):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FILES]
     result = subprocess.run(
         command,
         cwd=ROOT,
-        env=os.environ | {WISH_VARIABLE: wish},
+        env=os.environ | {WISH_VARIABLE: choice},
         capture_output=True,
         text=True,
         timeout=590,
@@ -50,32 +50,32 @@ def test_kernels_and_models_on(wish):
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr
 
 
-@pytest.mark.parametrize("wish", REFUSED)
-def test_a_wish_that_this_machine_cannot_grant_is_refused(monkeypatch, wish):
-    monkeypatch.setenv(WISH_VARIABLE, wish)
-    with pytest.raises(ConfigurationError, match=f"{WISH_VARIABLE} is '{wish}'"):
+@pytest.mark.parametrize("choice", REFUSED)
+def test_kernels_that_this_machine_cannot_run_are_refused(monkeypatch, choice):
+    monkeypatch.setenv(WISH_VARIABLE, choice)
+    with pytest.raises(ConfigurationError, match=f"{WISH_VARIABLE} is '{choice}'"):
         select()
 
 
-@pytest.mark.parametrize("wish", [TORCH, *RUNNABLE])
+@pytest.mark.parametrize("choice", [TORCH, *RUNNABLE])
 @needs_libraries
-def test_the_doctors_self_test_passes(wish):
-    result = self_test(wish)
+def test_the_doctors_self_test_passes(choice):
+    result = self_test(choice)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "matrix products in torch.float32 and torch.bfloat16 are right\n"
 
 
-def test_the_doctors_self_test_tells_what_is_wrong():
+def test_the_doctors_self_test_reports_an_error():
     result = self_test("fastest")
     assert result.returncode == 1
     assert result.stderr.startswith("BATON_CPU_KERNELS is 'fastest': it must be one of auto")
 
 
-def self_test(wish):
+def self_test(choice):
     return subprocess.run(
         [sys.executable, "-m", "baton.doctor.native_kernels"],
         cwd=ROOT,
-        env=os.environ | {WISH_VARIABLE: wish},
+        env=os.environ | {WISH_VARIABLE: choice},
         capture_output=True,
         text=True,
         timeout=60,

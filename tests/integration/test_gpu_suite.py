@@ -1,4 +1,4 @@
-"""`make test-gpu`'s runner, on tests that pass, fail, crash and hang, here on the CPU."""
+"""The runner of `make test-gpu`, on tests that pass, fail, crash and hang, here on the CPU."""
 
 import json
 import time
@@ -85,7 +85,7 @@ def test_failures_are_named_with_their_messages(report):
         assert part in messages
 
 
-def test_a_process_that_ends_early_is_a_problem_of_its_file(report):
+def test_a_process_that_ends_early_is_reported_as_a_problem_of_its_file(report):
     crashed = [name for name, text in report["problems"].items() if "status -6" in text]
     assert len(crashed) == 1
     assert "test_crash.py (not slow)" in crashed[0]
@@ -108,14 +108,14 @@ def test_the_report_names_the_machine(report):
     assert "failed" in gpu_suite.in_words(report)
 
 
-def test_files_that_nobody_had_time_for(tmp_path):
+def test_a_file_for_which_no_time_is_left_is_not_started(tmp_path):
     (file,) = write(tmp_path, quick="def test_one(): pass").glob("*.py")
     run = gpu_suite.run_file(file, marks="not slow", device="cpu", ends_at=time.monotonic())
     assert run.problem == "not started: no time was left"
     assert not gpu_suite.summarize([run], is_finished=True)["all_passed"]
 
 
-def test_an_interrupted_run_leaves_what_it_had(tmp_path, monkeypatch):
+def test_an_interrupted_run_writes_the_results_so_far(tmp_path, monkeypatch):
     passed = gpu_suite.FileRun("one", "not slow", 1.0, [PASSED])
 
     def run_file(file, **settings):

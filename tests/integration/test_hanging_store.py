@@ -1,4 +1,4 @@
-"""A store whose calls never return, as on a mount that hangs: nothing else waits for it."""
+"""A store whose calls never return, as on a mount that hangs, delays nothing else."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore import store_connector as store_worker
+from kvstore import store_connector
 from kvstore.jobs import LoadJob, LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
 from kvstore.mover import io_threads
@@ -24,7 +24,7 @@ NUM_SEGMENTS = 8  # each holds one of these blocks
 
 
 class HangingStore:
-    """Lets a store's calls through while it is open, and counts those that hang."""
+    """Holds a store's calls until `is_open` is set, and counts those that hang."""
 
     def __init__(self, url: str) -> None:
         self.inner = open_store(url)
@@ -79,14 +79,14 @@ def save_jobs(first: int, count: int, num_found: int = 0) -> tuple[SaveJob, ...]
     )
 
 
-def test_saves_that_no_call_is_about_fail_until_a_call_ends(
+def test_saves_that_wait_for_a_thread_fail_until_a_call_ends(
     rig: ConnectorRig, store: HangingStore
 ) -> None:
-    # A thread asks for save 10, the other one puts save 0.
+    # One thread looks up the block of save 10, and the other puts save 0.
     rig.start(saves=save_jobs(0, NUM_SEGMENTS + 2) + save_jobs(10, 1, num_found=1))
     assert set(rig.results(10)) == {refused(number) for number in range(1, 11)}
     rig.start(saves=save_jobs(20, 1) + save_jobs(21, 1, num_found=1))
-    assert {result.job_id for result in rig.results(2)} == {20, 21}, "at once"
+    assert {result.job_id for result in rig.results(2)} == {20, 21}, "new saves fail at once"
 
     store.is_open.set()
     assert rig.results(1) == [SaveResult(0, committed=True)]
@@ -94,7 +94,7 @@ def test_saves_that_no_call_is_about_fail_until_a_call_ends(
     assert rig.load([2]) == LoadResult(1, 1)
 
 
-def test_loads_that_no_thread_has_begun_fail_until_a_call_ends(
+def test_loads_that_wait_for_a_thread_fail_until_a_call_ends(
     rig: ConnectorRig, store: HangingStore
 ) -> None:
     rig.start(saves=save_jobs(0, 2))
@@ -105,7 +105,7 @@ def test_loads_that_no_thread_has_begun_fail_until_a_call_ends(
     assert rig.load([2]) == LoadResult(1, 1)
 
 
-def test_a_save_that_no_thread_has_begun_keeps_its_blocks_until_they_are_copied(
+def test_a_save_that_waits_for_a_thread_keeps_its_blocks_until_they_are_copied(
     store: HangingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(io_threads, "_LEAST_PATIENCE_S", 0.2)
@@ -123,7 +123,7 @@ def test_a_save_that_no_thread_has_begun_keeps_its_blocks_until_they_are_copied(
     rig.worker.close()
 
 
-def test_look_ups_find_nothing_until_a_call_ends(rig: ConnectorRig, store: HangingStore) -> None:
+def test_lookups_find_nothing_until_a_call_ends(rig: ConnectorRig, store: HangingStore) -> None:
     rig.start(lookups=(LookupJob(0, keys(1)), LookupJob(1, keys(1))))
     assert set(rig.results(2)) == {LookupResult(0, 0), LookupResult(1, 0)}
     rig.start(lookups=(LookupJob(2, keys(1)),))
@@ -135,24 +135,24 @@ def test_look_ups_find_nothing_until_a_call_ends(rig: ConnectorRig, store: Hangi
     for job_id in range(3, 1000):
         rig.start(lookups=(LookupJob(job_id, keys(1)),))
         (result,) = rig.results(1)
-        assert result.job_id == job_id, "each is answered once"
+        assert result.job_id == job_id, "each lookup has one result"
         if result.num_blocks:
             break
         assert time.monotonic() < give_up_at
 
 
-def test_deletions_wait_for_a_look_up_that_hangs(
+def test_deletes_wait_for_a_lookup_that_hangs(
     rig: ConnectorRig,
     store: HangingStore,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(store_worker, "_MAX_WAITING_DELETES", 2)
+    monkeypatch.setattr(store_connector, "_MAX_WAITING_DELETES", 2)
     store.is_open.set()
     rig.save([0, 1, 2])
     store.is_open.clear()
     rig.start(lookups=(LookupJob(0, keys(3)),))
-    assert rig.results(1) == [LookupResult(0, 0)], "it hangs"
+    assert rig.results(1) == [LookupResult(0, 0)], "the lookup hangs"
     for first in (2, 1, 0):
         rig.start(deletes=keys(1, first))
     (record,) = [record for record in caplog.records if "not deleted" in record.message]
@@ -162,10 +162,10 @@ def test_deletions_wait_for_a_look_up_that_hangs(
     rig.worker._lookups.submit(has_deleted.set)
     store.is_open.set()
     assert has_deleted.wait(TIMEOUT_S)
-    assert rig.load([3, 4, 5]).num_blocks == 1, "all but the one that was too many"
+    assert rig.load([3, 4, 5]).num_blocks == 1, "only the delete beyond the limit was not made"
 
 
-def test_close_tells_of_deletions_that_have_not_begun(
+def test_close_logs_deletes_that_have_not_begun(
     rig: ConnectorRig, store: HangingStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.start(lookups=(LookupJob(0, keys(1)),), deletes=keys(3))
@@ -182,7 +182,7 @@ def test_close_does_not_wait_for_calls_that_hang(rig: ConnectorRig, store: Hangi
     began_at = time.monotonic()
     rig.worker.close()
     assert time.monotonic() - began_at < TIMEOUT_S / 2
-    assert not store.is_closed, "the calls may go on with what it has open"
+    assert not store.is_closed, "the calls may still use the open store"
 
     store.is_open.set()
     give_up_at = time.monotonic() + TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Saves and loads that move bytes straight between a host's pool and a store."""
+"""Saves and loads that copy bytes directly between a host's pool and a store."""
 
 import shutil
 import threading
@@ -13,15 +13,14 @@ from kvstore.conformance.objects import as_object, blank
 from kvstore.faults import FAULTS, FaultPlan, FaultyBackend
 from kvstore.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
-from kvstore.mover import io_threads
-from kvstore.mover import mover as staged_mover
+from kvstore.mover import io_threads, mover
 from kvstore.mover.staging import StagingBuffers
 from kvstore.registry import open_store
 from kvstore.store import GetStatus, KvObject, KvStore, StoreUnavailableError
 from tests.support.connector_rig import TIMEOUT_S, ConnectorRig, keys
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
-PIECE = staged_mover._LEAST_PIECE_BYTES // LAYOUT.block_bytes  # 16 blocks
+PIECE = mover._LEAST_PIECE_BYTES // LAYOUT.block_bytes  # 16 blocks
 NUM_BLOCKS = 3 * PIECE + 3
 SLOT_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 
@@ -74,19 +73,19 @@ def no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HeldReads:
-    """Holds a store's reads until `go_on`; counts those that have begun."""
+    """Holds a store's reads until `may_continue` is set; counts those that have begun."""
 
     def __init__(self, store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self._read = store.get_into
         self.num_begun = threading.Semaphore(0)
         self.num_calls = 0
-        self.go_on = threading.Event()
+        self.may_continue = threading.Event()
         monkeypatch.setattr(store, "get_into", self.get_into)
 
     def get_into(self, keys: Sequence[bytes], frames: Sequence[KvObject]) -> list[GetStatus]:
         self.num_calls += 1
         self.num_begun.release()
-        assert self.go_on.wait(TIMEOUT_S)
+        assert self.may_continue.wait(TIMEOUT_S)
         return self._read(keys, frames)
 
     def await_calls(self, count: int) -> None:
@@ -97,7 +96,7 @@ class HeldReads:
 def replace_object(
     store: KvStore, key: bytes, sealed_for: bytes | None, num_bytes: int = SLOT_BYTES
 ) -> None:
-    new = as_object(bytearray(b"\xff" * num_bytes))  # as a number: not one
+    new = as_object(bytearray(b"\xff" * num_bytes))  # NaN in bfloat16
     if sealed_for is not None:
         seal([new], [sealed_for])
     store.delete([key])
@@ -106,7 +105,7 @@ def replace_object(
 
 @pytest.mark.usefixtures("no_segments")
 @pytest.mark.parametrize("count", [1, PIECE, PIECE + 1, NUM_BLOCKS // 2])
-def test_blocks_come_back_as_they_were(rig: ConnectorRig, count: int) -> None:
+def test_saved_blocks_are_loaded_unchanged(rig: ConnectorRig, count: int) -> None:
     before = rig.pool.clone()
     rig.save(range(count))
     assert torch.equal(rig.pool, before)
@@ -118,10 +117,10 @@ def test_blocks_come_back_as_they_were(rig: ConnectorRig, count: int) -> None:
     assert torch.equal(rig.pool[:rest], before[:rest])
 
 
-def test_what_is_put_in_place_is_what_segments_would_put(
+def test_objects_saved_in_place_are_the_pools_bytes_and_load_elsewhere(
     rig: ConnectorRig, make_rig: Callable[[KvStore], ConnectorRig], memory_store: KvStore
 ) -> None:
-    """Also for pools of other forms."""
+    """A rig on another store loads copies of the objects."""
     rig.save(range(2))
     objects = [blank(SLOT_BYTES) for _ in range(2)]
     assert rig.store.get_into(keys(2), objects) == [GetStatus.HIT] * 2
@@ -141,7 +140,7 @@ def test_a_missing_block_ends_the_prefix(rig: ConnectorRig) -> None:
 
     assert rig.load(range(20, 26)) == LoadResult(1, 2, "missing")
     assert torch.equal(rig.pool[20:22], before[:2])
-    assert not rig.pool[22:26].any(), "what was not verified does not stay"
+    assert not rig.pool[22:26].any(), "blocks that were not verified are zeroed"
     assert torch.equal(rig.pool[26:], before[26:])
 
 
@@ -157,7 +156,7 @@ def test_a_missing_block_ends_the_prefix(rig: ConnectorRig) -> None:
     ],
     ids=["foreign", "unsealed", "shorter", "longer", "no header"],
 )
-def test_what_is_not_this_block_is_zeroed(
+def test_a_block_read_from_a_wrong_object_is_zeroed(
     rig: ConnectorRig, num_bytes: int, sealed_for: bytes | None
 ) -> None:
     rig.save(range(3))
@@ -172,7 +171,7 @@ def test_what_is_not_this_block_is_zeroed(
     assert rig.store.contains_prefix([wrong]) == 0
 
 
-def test_what_a_failed_call_left_is_zeroed(
+def test_blocks_that_a_failed_read_wrote_are_zeroed(
     make_rig: Callable[[KvStore], ConnectorRig],
     memory_store: KvStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -189,7 +188,7 @@ def test_what_a_failed_call_left_is_zeroed(
     assert torch.equal(rig.pool[12:], before[12:])
 
 
-def test_a_cancelled_load_begins_no_further_call(
+def test_a_cancelled_load_starts_no_further_reads(
     make_rig: Callable[[KvStore], ConnectorRig],
     memory_store: KvStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -200,15 +199,15 @@ def test_a_cancelled_load_begins_no_further_call(
     rig.start(loads=(LoadJob(1, keys(NUM_BLOCKS), tuple(range(NUM_BLOCKS))),))
     held.await_calls(2)
     rig.start(cancelled_loads=(1,))
-    assert not rig.worker.poll(), "the job ends when its calls have"
-    held.go_on.set()
+    assert not rig.worker.poll(), "the job ends only after its reads"
+    held.may_continue.set()
 
     assert rig.results(1) == [LoadResult(1, 0, "cancelled")]
     assert held.num_calls == 2
     assert torch.equal(rig.pool[2 * PIECE :], before[2 * PIECE :])
 
 
-def test_a_load_that_is_cancelled_in_its_last_call_may_be_whole(
+def test_a_load_cancelled_during_its_last_read_may_be_complete(
     make_rig: Callable[[KvStore], ConnectorRig],
     memory_store: KvStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -219,13 +218,13 @@ def test_a_load_that_is_cancelled_in_its_last_call_may_be_whole(
     rig.start(loads=(LoadJob(1, keys(4), (10, 11, 12, 13)),))
     held.await_calls(1)
     rig.start(cancelled_loads=(1,))
-    held.go_on.set()
+    held.may_continue.set()
 
     assert rig.results(1) == [LoadResult(1, 4)]
     assert torch.equal(rig.pool[10:14], rig.pool[:4])
 
 
-def test_a_call_that_hangs_keeps_its_job_open(
+def test_a_read_that_hangs_keeps_its_job_open(
     make_rig: Callable[[KvStore], ConnectorRig],
     memory_store: KvStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -238,19 +237,21 @@ def test_a_call_that_hangs_keeps_its_job_open(
     rig.start(loads=tuple(LoadJob(job, keys(4), range(10 * job, 10 * job + 4)) for job in (1, 2)))
     held.await_calls(2)
     rig.start(cancelled_loads=(1,), loads=(LoadJob(3, keys(4), range(30, 34)),))
-    assert rig.results(1) == [LoadResult(3, 0, "unavailable")], "no thread is left for it"
+    assert rig.results(1) == [LoadResult(3, 0, "unavailable")], (
+        "each thread is in a read that hangs"
+    )
     assert not rig.worker.poll()
 
-    held.go_on.set()
+    held.may_continue.set()
     assert {result.job_id for result in rig.results(2)} == {1, 2}
     assert torch.equal(rig.pool[20:24], rig.pool[:4])
 
 
 def poll_when_woken(rig: ConnectorRig, wakes: threading.Semaphore, num_results: int) -> list:
-    """As an engine does that has nothing else to do: polls only when it is woken."""
+    """Polls only when it is woken, as an idle engine does."""
     found: list[LoadResult] = []
     while len(found) < num_results:
-        assert wakes.acquire(timeout=TIMEOUT_S), "nobody says that there is news"
+        assert wakes.acquire(timeout=TIMEOUT_S), "the engine was not woken"
         found += rig.worker.poll().loads
     return found
 
@@ -266,7 +267,7 @@ def test_the_engine_is_woken_once_for_all_pieces(
     assert not wakes.acquire(blocking=False)
 
 
-def test_a_call_that_ends_after_the_others_were_given_up_is_told(
+def test_a_read_that_ends_after_the_others_were_dropped_wakes_the_engine(
     make_rig: Callable[[KvStore], ConnectorRig],
     memory_store: KvStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -279,13 +280,13 @@ def test_a_call_that_ends_after_the_others_were_given_up_is_told(
     rig.worker.set_waker(wakes.release)
     rig.start(loads=(LoadJob(1, keys(NUM_BLOCKS), tuple(range(NUM_BLOCKS))),))
     assert wakes.acquire(timeout=TIMEOUT_S), "the threads hang"
-    assert not rig.worker.poll(), "two pieces are given up, two are in calls"
-    held.go_on.set()
+    assert not rig.worker.poll(), "two pieces are dropped and two are being read"
+    held.may_continue.set()
     (result,) = poll_when_woken(rig, wakes, 1)
     assert result == LoadResult(1, 2 * PIECE, "unavailable")
 
 
-def test_a_tail_leaves_by_a_segment_and_the_pool_keeps_it(rig: ConnectorRig) -> None:
+def test_only_the_valid_tokens_of_a_partial_tail_are_saved(rig: ConnectorRig) -> None:
     before = rig.pool.clone()
     rig.save([1, 2], num_tail_tokens=3)
     assert torch.equal(rig.pool, before)
@@ -293,12 +294,12 @@ def test_a_tail_leaves_by_a_segment_and_the_pool_keeps_it(rig: ConnectorRig) -> 
     assert rig.load([11, 12]) == LoadResult(1, 2)
     assert torch.equal(rig.pool[11], before[1])
     assert torch.equal(rig.pool[12, ..., :3, :], before[2, ..., :3, :])
-    assert not rig.pool[12, ..., 3:, :].any(), "what lies behind a tail stays in the process"
+    assert not rig.pool[12, ..., 3:, :].any(), "only the valid tokens of a tail are saved"
 
 
 @pytest.mark.usefixtures("no_segments")
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "delay"])
-def test_faults_change_no_pool_that_is_saved(
+def test_faults_never_change_blocks_that_are_saved(
     make_rig: Callable[[KvStore], ConnectorRig], memory_store: KvStore, fault: str
 ) -> None:
     rig = make_rig(memory_store)
@@ -311,7 +312,7 @@ def test_faults_change_no_pool_that_is_saved(
         result = rig.load(range(20, 40))
         good = 20 + result.num_blocks
         assert torch.equal(rig.pool[20:good], before[: result.num_blocks])
-        # Later pieces may be good; of the others there is nothing.
+        # Later blocks may be loaded, zeroed or unchanged, and hold nothing else.
         for block, saved, old in zip(
             rig.pool[good:40], before[good - 20 :], before[good:40], strict=False
         ):
@@ -320,7 +321,7 @@ def test_faults_change_no_pool_that_is_saved(
 
 
 @pytest.mark.usefixtures("no_segments")
-def test_a_save_of_which_a_part_cannot_be_put_is_not_committed(
+def test_a_save_with_a_failed_piece_is_not_committed(
     make_rig: Callable[[KvStore], ConnectorRig],
     memory_store: KvStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -345,7 +346,7 @@ def test_a_save_of_which_a_part_cannot_be_put_is_not_committed(
 
 
 class FailingPuts:
-    """A backend whose puts fail when `fail` is released; counts those that have begun."""
+    """A backend with one failing put per release of `fail`; counts puts that have begun."""
 
     def __init__(self) -> None:
         self.begun, self.fail = threading.Semaphore(0), threading.Semaphore(0)
@@ -357,7 +358,7 @@ class FailingPuts:
 
 
 @pytest.mark.usefixtures("no_segments")
-def test_a_save_that_has_failed_begins_no_further_call(
+def test_a_failed_save_starts_no_further_puts(
     make_rig: Callable[[KvStore], ConnectorRig], memory_store: KvStore
 ) -> None:
     rig, puts = make_rig(memory_store), FailingPuts()
@@ -366,7 +367,7 @@ def test_a_save_that_has_failed_begins_no_further_call(
     puts.fail.release()
     for _ in range(3):
         assert puts.begun.acquire(timeout=TIMEOUT_S)
-    assert not rig.worker.poll(), "two calls are under way"
+    assert not rig.worker.poll(), "two puts are in progress"
     puts.fail.release(2)
 
     assert rig.results(1) == [SaveResult(5, committed=False, error="unavailable")]

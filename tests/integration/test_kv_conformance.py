@@ -33,11 +33,9 @@ _FAILING_TESTS = {
 
 @pytest.fixture(scope="module")
 def running_suites(request, tmp_path_factory):
-    """The suite against all of Baton's stores at once that are asked for: it mostly waits for
-    TTLs.
-    """
+    """Runs the suite on all requested stores of Baton at once, since it mostly waits for TTLs."""
     cases = [item for item in request.session.items if item.module is request.module]
-    asked = {
+    requested = {
         item.callspec.params["scheme"] for item in cases if "running_suites" in item.fixturenames
     }
     folder = tmp_path_factory.mktemp("conformance")
@@ -53,7 +51,7 @@ def running_suites(request, tmp_path_factory):
             # What a store does as a connector is tested in test_connector_conformance.py.
             scheme: start_suite(url, folder / scheme, "-k", "not connector")
             for scheme, url in urls.items()
-            if scheme in asked
+            if scheme in requested
         }
         yield suites
         for suite in suites.values():
@@ -90,7 +88,7 @@ def third_party_packages(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_guides_store_conforms(tmp_path):
-    """docs/connector-contract.md shows a whole store; it must be one that works."""
+    """The store that docs/connector-contract.md shows must work."""
     guide = (_REPOSITORY / "docs" / "connector-contract.md").read_text()
     source = guide.split("```python\n")[1].split("```")[0]
     install_stores(tmp_path, source, {"sqlite": "SqliteStore"})
@@ -109,7 +107,7 @@ def test_a_third_partys_store_is_found(tmp_path, third_party_packages):
 
 @pytest.fixture(scope="module")
 def failing_suites(tmp_path_factory, third_party_packages):
-    """For each store that breaks the contract, the test that must notice."""
+    """Runs, on each store that breaks the contract, the test that must fail."""
     folder, packages = tmp_path_factory.mktemp("failing"), third_party_packages
     suites = {
         scheme: start_suite(
@@ -132,7 +130,7 @@ def test_a_store_that_breaks_the_contract_fails(failing_suites, scheme):
 
 
 @pytest.mark.slow
-def test_the_suite_asks_for_its_url(tmp_path):
+def test_the_suite_requires_a_url(tmp_path):
     command = [sys.executable, "-m", "pytest", "--pyargs", "kvstore.conformance.test_prefix"]
     command += ["-p", "no:cacheprovider", "-p", "no:asyncio", "-x"]
     run = subprocess.run(

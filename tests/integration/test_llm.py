@@ -1,4 +1,4 @@
-"""The offline `LLM` on tiny checkpoints: prompts, results, stops, errors."""
+"""The offline `LLM` on tiny checkpoints: prompts, results, stops and errors."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def test_results_are_those_of_transformers_in_the_prompts_order(llm, path):
         assert 0 < result.timings.first_token_ms <= result.timings.total_ms
 
 
-def test_a_text_is_its_bytes(llm):
+def test_a_text_is_tokenized_into_its_bytes(llm):
     (from_text,) = llm.generate("Hello", GREEDY, use_tqdm=False)
     (from_ids,) = llm.generate(list(b"Hello"), GREEDY, use_tqdm=False)
     assert from_text.token_ids == from_ids.token_ids
@@ -66,7 +66,7 @@ def test_a_list_may_mix_texts_and_tokens(llm):
     assert text.outputs == ids.outputs
 
 
-def test_no_prompts_no_results(llm):
+def test_no_prompts_give_no_results(llm):
     assert llm.generate([], use_tqdm=False) == []
 
 
@@ -88,7 +88,7 @@ def test_a_seed_repeats_its_draw(llm):
 
 
 def ascii_prompt(llm):
-    """A prompt whose greedy continuation has printable ASCII to stop at."""
+    """Returns a prompt whose greedy continuation has a printable ASCII character to stop at."""
     for seed in range(200):
         result = llm.generate(prompt_of(5, seed), GREEDY, use_tqdm=False)[0]
         for index, token in enumerate(result.token_ids[3:8], start=3):
@@ -99,7 +99,7 @@ def ascii_prompt(llm):
 
 @pytest.fixture
 def finished(llm, monkeypatch):
-    """The candidates that the engine is told to have finished."""
+    """Returns a list that gets the index of each candidate that the engine is made to finish."""
     indices = []
     finish = llm._core.finish_candidate
     monkeypatch.setattr(
@@ -119,7 +119,7 @@ def test_a_stop_text_ends_the_generation_before_it(llm, finished):
     assert (result.finish_reason, result.matched_stop) == ("stop", stop)
     assert stop not in result.text
     assert whole.text.startswith(result.text + stop)
-    assert finished == [0], "what it has generated is kept as if the engine had ended it"
+    assert finished == [0], "the engine finishes the candidate and keeps its blocks"
 
 
 def test_a_stop_token_ends_the_generation(llm):
@@ -131,7 +131,7 @@ def test_a_stop_token_ends_the_generation(llm):
     assert (result.finish_reason, result.matched_stop) == ("stop", stop)
 
 
-def test_each_candidate_draws_with_a_seed_of_its_own(llm):
+def test_each_candidate_draws_with_its_own_seed(llm):
     params = SamplingParams(temperature=1.5, seed=7, max_tokens=20, ignore_eos=True)
     (several,) = llm.generate("abc", replace(params, n=3), use_tqdm=False)
     assert [completion.index for completion in several.outputs] == [0, 1, 2]
@@ -155,7 +155,7 @@ def test_the_best_candidates_come_first(llm):
     assert all(completion.token_ids in drawn_token_ids for completion in best.outputs)
 
 
-def test_beams_find_what_transformers_finds(llm, path):
+def test_beam_search_equals_transformers(llm, path):
     params = SamplingParams(max_tokens=8, beam_width=4, n=2, ignore_eos=True)
     prompt = prompt_of(20, seed=3)
     (result,) = llm.generate([prompt], params, use_tqdm=False)
@@ -181,7 +181,7 @@ def reference_beams(path, prompt, *, num_beams, num_returned, max_tokens):
     return sequences, output.sequences_scores.tolist()
 
 
-def test_a_stop_text_ends_its_candidate_alone(llm, finished):
+def test_a_stop_text_ends_only_its_candidate(llm, finished):
     params = SamplingParams(temperature=1.5, seed=11, max_tokens=24, ignore_eos=True, n=3)
     (whole,) = llm.generate("abc", params, use_tqdm=False)
     stop = next(
@@ -190,14 +190,14 @@ def test_a_stop_text_ends_its_candidate_alone(llm, finished):
         if character.isascii() and not any(character in o.text for o in whole.outputs[::2])
     )
     (stopped,) = llm.generate("abc", replace(params, stop=[stop]), use_tqdm=False)
-    assert finished == [1]  # the engine goes on with the others alone
+    assert finished == [1]  # the engine continues the other candidates
     assert [o.finish_reason for o in stopped.outputs] == ["length", "stop", "length"]
     assert stopped.outputs[1].matched_stop == stop
     assert whole.outputs[1].text.startswith(stopped.outputs[1].text + stop)
     assert [stopped.outputs[i] for i in (0, 2)] == [whole.outputs[i] for i in (0, 2)]
 
 
-def test_what_never_fits_is_ignored_and_the_rest_runs(llm, caplog):
+def test_a_prompt_that_never_fits_is_ignored_and_the_others_run(llm, caplog):
     params = [GREEDY, replace(GREEDY, n=4, max_tokens=100, temperature=1), GREEDY]
     before, ignored, after = llm.generate(["a", "b" * 60, "c"], params, use_tqdm=False)
     assert (before.finish_reason, after.finish_reason) == ("length", "length")
@@ -211,13 +211,13 @@ def test_what_never_fits_is_ignored_and_the_rest_runs(llm, caplog):
     assert "KV blocks" in record.getMessage()
 
 
-def test_a_bad_field_is_told_though_another_prompt_never_fits(llm):
+def test_a_bad_field_is_an_error_although_another_prompt_never_fits(llm):
     params = [replace(GREEDY, n=4, max_tokens=100), replace(GREEDY, n=5)]
     with pytest.raises(InvalidArgumentError, match="number of candidates is 5"):
         llm.generate(["b" * 60, "a"], params, use_tqdm=False)
 
 
-def test_the_prefix_cache_is_forgotten_on_request(llm):
+def test_the_prefix_cache_is_reset_on_request(llm):
     prompt = prompt_of(40, seed=98)
     llm.generate([prompt], GREEDY, use_tqdm=False)
     assert llm.reset_prefix_cache() >= 2
@@ -234,7 +234,7 @@ def test_a_repeated_prefix_is_not_computed_again(llm):
     assert first.token_ids == second.token_ids
 
 
-def test_generation_ends_with_the_models_length(llm):
+def test_generation_ends_at_the_models_length(llm):
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     (result,) = llm.generate([prompt_of(190)], params, use_tqdm=False)
     assert len(result.token_ids) == 10
@@ -269,7 +269,7 @@ def test_the_progress_bar_counts_prompts(llm, capsys):
     assert "2/2" in capsys.readouterr().err
 
 
-def test_unknown_and_bad_arguments(path):
+def test_unknown_and_bad_arguments_are_errors(path):
     with pytest.raises(TypeError, match="max_num_sequences"):
         LLM(str(path), max_num_sequences=4)
     with pytest.raises(ConfigurationError, match="--block-size is 0"):

@@ -28,7 +28,7 @@ def memory() -> Iterator[MappedMemory]:
 
 
 def num_faults_of_writing(memory: MappedMemory, first_page: int) -> int:
-    """Page faults of this thread, in which so many pages are touched."""
+    """Writes to `NUM_PAGES` pages; returns the page faults of this thread meanwhile."""
     view = memory._mapped((first_page + NUM_PAGES) * PAGE)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     for page in range(first_page, first_page + NUM_PAGES):
@@ -36,16 +36,16 @@ def num_faults_of_writing(memory: MappedMemory, first_page: int) -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
-def test_what_was_mapped_in_is_written_to_without_faults(memory: MappedMemory) -> None:
+def test_mapped_in_pages_are_written_almost_without_page_faults(memory: MappedMemory) -> None:
     try:
         mmap.mmap(-1, PAGE).madvise(mapped_memory._MADV_POPULATE_WRITE)
     except OSError:
-        pytest.skip("this system cannot")
+        pytest.skip("this system has no MADV_POPULATE_WRITE")
     if num_faults_of_writing(memory, 0) < NUM_PAGES // 2:
-        pytest.skip("this system maps many pages at a fault")
+        pytest.skip("this system maps many pages per fault")
     memory.map_in(NUM_PAGES * PAGE, NUM_PAGES * PAGE)
     assert num_faults_of_writing(memory, NUM_PAGES) < NUM_PAGES // 16
 
 
-def test_to_map_in_nothing_is_possible(memory: MappedMemory) -> None:
+def test_mapping_in_an_empty_range_does_nothing(memory: MappedMemory) -> None:
     memory.map_in(0, 0)

@@ -1,4 +1,4 @@
-"""A store connector's worker, measured: what its backend did is what was counted."""
+"""The metrics of a store connector's worker count what its backend did."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +36,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.worker.close()
 
 
-def test_bytes_and_objects_are_those_that_moved(rig: Rig) -> None:
+def test_saved_and_loaded_bytes_and_objects_are_counted(rig: Rig) -> None:
     rig.save(range(10))
     rig.load(range(20, 30))
     for direction in ("save", "load"):
@@ -46,7 +46,7 @@ def test_bytes_and_objects_are_those_that_moved(rig: Rig) -> None:
     assert rig.value("baton_kv_stored_bytes") == 10 * OBJECT_BYTES
 
 
-def test_blocks_that_the_store_held_are_skipped(rig: Rig) -> None:
+def test_blocks_that_the_store_holds_are_counted_as_skipped(rig: Rig) -> None:
     rig.save(range(4))
     job = SaveJob(5, keys(6), tuple(range(6)), num_found=6)
     rig.start(saves=(job,))
@@ -55,7 +55,7 @@ def test_blocks_that_the_store_held_are_skipped(rig: Rig) -> None:
     assert rig.value("baton_kv_objects", "save") == 6
 
 
-def test_a_load_tells_how_long_its_bytes_took(rig: Rig) -> None:
+def test_a_load_reports_the_time_that_its_bytes_took(rig: Rig) -> None:
     rig.save(range(4))
     assert 0 < rig.load(range(4)).seconds < 10
     rig.start(loads=(LoadJob(1, keys(4), tuple(range(4))),), cancelled_loads=(1,))
@@ -63,7 +63,9 @@ def test_a_load_tells_how_long_its_bytes_took(rig: Rig) -> None:
     assert cancelled.error == "cancelled"
 
 
-def test_corrupt_objects_and_open_breakers_show(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrupt_objects_and_open_breakers_are_counted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     foreign = blank(OBJECT_BYTES)
     rig.store.put(keys(1), [foreign])
     assert rig.load([3]).error == "corrupt"

@@ -44,7 +44,7 @@ def test_metrics_are_served_at_a_free_port_and_no_longer_once_closed(caplog):
         _read(port)
 
 
-def test_a_client_that_says_nothing_is_left(monkeypatch, capsys):
+def test_a_client_that_sends_nothing_is_disconnected(monkeypatch, capsys):
     monkeypatch.setattr("rpc.metrics_server._CLIENT_TIMEOUT_S", 0.1)
     with (
         serving_metrics(_config("--metrics-port", "0"), CollectorRegistry()) as port,
@@ -55,14 +55,14 @@ def test_a_client_that_says_nothing_is_left(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_no_port_no_server():
+def test_no_server_is_started_without_a_port():
     before = threading.active_count()
     with serving_metrics(_config(), CollectorRegistry()) as port:
         assert port is None
         assert threading.active_count() == before
 
 
-def test_a_port_in_use_is_told():
+def test_a_port_in_use_is_a_configuration_error():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         config = _config("--metrics-port", str(port))

@@ -87,7 +87,7 @@ def test_greedy_tokens_match_transformers(variant):
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3", "opt", "gpt2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_types_stray_no_further_than_transformers_does(variant, dtype):
+def test_half_precision_errors_are_at_most_little_above_those_of_transformers(variant, dtype):
     prompt = prompt_of(43)
     session = PagedSession(loaded(variant, dtype), (43,))
     logits = torch.cat([*session.step([(0, prompt[:30])]), *session.step([(0, prompt[30:])])])
@@ -101,8 +101,8 @@ def test_narrow_types_stray_no_further_than_transformers_does(variant, dtype):
 
 
 def test_a_sliding_window_changes_the_logits():
-    """Otherwise the variants with windows would test nothing."""
-    prompt = prompt_of(3 * SLIDING_WINDOW)  # three layers see less far than that
+    """If it did not, the variants with windows would test nothing."""
+    prompt = prompt_of(3 * SLIDING_WINDOW)  # longer than the reach of three layers
     changed = [prompt[0] ^ 1, *prompt[1:]]
     for variant, differs in (
         ("mistral", True),
@@ -115,7 +115,7 @@ def test_a_sliding_window_changes_the_logits():
 
 
 @pytest.mark.parametrize("variant", ["llama_rope_llama3", "opt", "gpt2"])
-def test_positions_up_to_the_models_length(variant):
+def test_logits_at_the_models_last_position_match_transformers(variant):
     length = MAX_MODEL_LEN
     session = PagedSession(loaded(variant), [length])
     prompt = prompt_of(length)
@@ -128,7 +128,7 @@ def test_positions_up_to_the_models_length(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_properties_of_the_loaded_model(variant):
+def test_a_loaded_model_has_the_properties_of_its_config(variant):
     model = loaded(variant)
     config = reference_model(tiny_checkpoint(variant)).config
     assert model.vocab_size == VOCAB_SIZE

@@ -31,14 +31,14 @@ def _config(variant="llama", **flags):
     return EngineConfig(model=str(tiny_checkpoint(variant)), **{**defaults, **flags})
 
 
-def slow_but_on_the_host(cases):
-    """Parameters of a test, whose first is the kind of the runner."""
+def slow_unless_host(cases):
+    """Returns a test's parameters, of which cases on other kinds of runners are marked slow."""
     return [
         pytest.param(*case, marks=() if case[0] == "host" else pytest.mark.slow) for case in cases
     ]
 
 
-@pytest.fixture(autouse=True, params=slow_but_on_the_host([(kind,) for kind in KINDS]))
+@pytest.fixture(autouse=True, params=slow_unless_host([(kind,) for kind in KINDS]))
 def _kind(request, monkeypatch):
     use_kind(request.param, monkeypatch)
 
@@ -78,7 +78,7 @@ def _prompts(block_size):
 
 @pytest.mark.parametrize(
     ("_kind", "variant", "block_size"),
-    slow_but_on_the_host(pairs(KINDS, sorted(VARIANTS), (8, 16))),
+    slow_unless_host(pairs(KINDS, sorted(VARIANTS), (8, 16))),
     indirect=["_kind"],
 )
 def test_a_mixed_batch_of_whole_and_chunked_prompts_equals_transformers(variant, block_size):
@@ -102,10 +102,10 @@ def test_every_chunk_size_gives_the_same_tokens(chunk_size):
 
 @pytest.mark.parametrize(
     ("_kind", "variant", "dtype"),
-    slow_but_on_the_host(pairs(KINDS, ("llama", "gpt2", "opt"), ("bfloat16", "float16"))),
+    slow_unless_host(pairs(KINDS, ("llama", "gpt2", "opt"), ("bfloat16", "float16"))),
     indirect=["_kind"],
 )
-def test_half_precision_runs_and_keeps_to_float32s_choice(variant, dtype):
+def test_half_precision_draws_the_first_token_of_float32(variant, dtype):
     prompt = tuple(prompt_of(37, seed=3))
     runner = _runner(variant, dtype=dtype)
     assert runner.kv_pool.dtype is getattr(torch, dtype)
@@ -114,7 +114,7 @@ def test_half_precision_runs_and_keeps_to_float32s_choice(variant, dtype):
     assert drawn[0] == _reference(variant, prompt)[0]
 
 
-def test_copied_blocks_are_as_good_as_the_originals():
+def test_decoding_from_copied_blocks_gives_the_same_tokens():
     prompt = tuple(prompt_of(37, seed=1))
     runner = _runner()
     (original,), (copy,) = _tables(runner, 2)
@@ -179,7 +179,7 @@ def test_the_model_info_comes_from_flags_and_checkpoint():
     assert (runner.kv_pool == 0).all()
 
 
-def test_without_a_flag_the_length_is_the_models():
+def test_the_default_maximum_length_is_the_models():
     runner = make_runner(_config(max_model_len=None, max_num_seqs=2))
     assert runner.info.max_model_len == 2048
 

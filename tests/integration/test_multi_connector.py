@@ -36,7 +36,7 @@ def server_that_never_answers():
         yield f"redis://127.0.0.1:{server.getsockname()[1]}?timeout_s={_TIMEOUT_S}"
 
 
-def test_what_one_member_cannot_give_the_other_does(open_engine, tmp_path):
+def test_blocks_that_one_member_cannot_load_come_from_the_other(open_engine, tmp_path):
     name = tmp_path.name
     faults = "faults=fail_load:0.2,corrupt:0.2,drop:0.2"
     url = f"multi://faulty+memory://{name}?{faults},memory://{name}-whole"
@@ -48,7 +48,7 @@ def test_what_one_member_cannot_give_the_other_does(open_engine, tmp_path):
         assert torch.equal(reader.block_bytes[blocks], publisher.block_bytes[blocks])
 
 
-def test_a_member_that_hangs_costs_its_own_deadline_and_then_nothing(open_engine, tmp_path):
+def test_a_member_that_hangs_delays_calls_only_until_its_breakers_open(open_engine, tmp_path):
     with server_that_never_answers() as hanging:
         url = f"multi://{hanging},file://{tmp_path}/store"
         publisher, reader = open_engine(url), open_engine(url)
@@ -59,7 +59,7 @@ def test_a_member_that_hangs_costs_its_own_deadline_and_then_nothing(open_engine
         assert reader.look_up(keys) == 8
         assert time.monotonic() - began_at < 20 * _TIMEOUT_S
 
-        # Its breakers are open: it is not waited for.
+        # The breakers of the hanging member are open, so no call waits for it.
         slowest_s = max(_seconds_of(publisher, reader) for _ in range(3))
         assert slowest_s < 10 * _TIMEOUT_S
         assert torch.equal(reader.block_bytes[:8], publisher.block_bytes[:8])
@@ -78,7 +78,7 @@ def test_while_the_shared_member_is_down_nothing_is_committed(open_engine, tmp_p
         assert not publisher.save(random_prompt(2), range(2)).committed
 
 
-def test_a_member_that_lends_gives_back_while_the_other_keeps(open_engine, tmp_path):
+def test_blocks_that_a_lending_member_released_are_loaded_from_the_other(open_engine, tmp_path):
     url = f"multi://grpc://,memory://{tmp_path.name}"
     publisher, reader = open_engine(url), open_engine(url)
     keys = random_prompt(6)
@@ -86,7 +86,7 @@ def test_a_member_that_lends_gives_back_while_the_other_keeps(open_engine, tmp_p
     assert handoff.connector == "multi(grpc,memory)"
     expected = publisher.block_bytes[:6].clone()
     publisher.scheduler.end_lease(handoff.handoff_id)
-    publisher.run_until(lambda: bool(publisher.released), "giving back")
+    publisher.run_until(lambda: bool(publisher.released), "release of the lent blocks")
     publisher.block_bytes[:6] = 0
 
     assert reader.load(handoff, range(6)).num_blocks == 6
@@ -123,7 +123,7 @@ def test_a_bad_url_says_why(url, message):
     assert message in caught.value.message
 
 
-def test_members_that_were_opened_are_closed_if_one_is_not(tmp_path):
+def test_opened_members_are_closed_if_another_cannot_be_opened(tmp_path):
     with pytest.raises(ConfigurationError):
         open_connector(f"multi://memory://{tmp_path.name}?ttl_s=5,memory://x?bad=1")
     _, worker = open_connector(

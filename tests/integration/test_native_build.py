@@ -1,4 +1,4 @@
-"""The build of the native kernels, with the machine's compiler and with none."""
+"""The build of the native kernels, with the machine's compiler and without one."""
 
 import ctypes
 import json
@@ -19,7 +19,7 @@ from kernels.native.variants import library_path, read_record, record_path, vari
 
 ROOT = Path(__file__).parents[2]
 SOURCE = '#include <cstdint>\nextern "C" std::int64_t answer() { return %d; }\n'
-# Only a header knows the answer, and what the variant may use.
+# The header defines the answer; `level` shows which instructions the variant may use.
 PROGRAM = """\
 #include "answer.h"
 extern "C" std::int64_t answer() { return ANSWER; }
@@ -45,15 +45,15 @@ pytestmark = [
 
 
 class Project:
-    """A folder of sources, and what was built of it."""
+    """A folder of sources and the libraries that were built from them."""
 
     def __init__(self, folder):
         self.sources, self.libraries = folder / "src", folder / "lib"
         self.sources.mkdir()
         (self.sources / "answer.cpp").write_text(PROGRAM)
-        self.say(42)
+        self.set_answer(42)
 
-    def say(self, answer):
+    def set_answer(self, answer):
         (self.sources / "answer.h").write_text(f"#include <cstdint>\n#define ANSWER {answer}\n")
 
     def build(self, compiler=COMPILER, variants=VARIANTS):
@@ -80,11 +80,11 @@ def test_each_variant_is_a_library_of_its_own_instruction_set(project):
     assert leftovers == expected | {record_path(name).name for name in NAMES}
 
 
-def test_only_what_is_stale_is_built_again(project):
+def test_only_stale_libraries_are_built_again(project):
     project.build(variants=SLOWEST)
     name = SLOWEST[0].name
     assert project.statuses(variants=SLOWEST) == {name: Status.FRESH}
-    project.say(43)
+    project.set_answer(43)
     assert project.statuses(variants=SLOWEST) == {name: Status.BUILT}
     assert ctypes.CDLL(str(library_path(name, project.libraries))).answer() == 43
     library_path(name, project.libraries).unlink()
@@ -93,14 +93,14 @@ def test_only_what_is_stale_is_built_again(project):
     assert project.statuses(variants=SLOWEST) == {name: Status.BUILT}
 
 
-def test_another_compiler_builds_again(project, tmp_path):
+def test_another_compiler_makes_libraries_stale(project, tmp_path):
     project.build(variants=SLOWEST)
     other = compiler_that(tmp_path, 'echo "other 1.0" ; exit 0')
     assert other.version == "other 1.0"
     assert project.statuses(compiler=other, variants=SLOWEST) == {SLOWEST[0].name: Status.FAILED}
 
 
-def test_a_mistake_fails_and_takes_the_old_library_away(project):
+def test_a_failed_build_removes_the_old_library(project):
     project.build(variants=SLOWEST)
     (project.sources / "mistake.cpp").write_text("int main() { return nothing; }\n")
     (outcome,) = project.build(variants=SLOWEST).values()
@@ -111,7 +111,7 @@ def test_a_mistake_fails_and_takes_the_old_library_away(project):
     assert not library_path(outcome.variant, project.libraries).exists()
 
 
-def test_without_a_compiler_nothing_is_built_and_nothing_old_stays(project):
+def test_without_a_compiler_nothing_is_built_and_old_libraries_are_removed(project):
     project.build(variants=SLOWEST)
     (outcome,) = project.build(compiler=None, variants=SLOWEST).values()
     assert outcome.status is Status.SKIPPED
@@ -120,7 +120,7 @@ def test_without_a_compiler_nothing_is_built_and_nothing_old_stays(project):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-def test_a_compiler_too_old_for_one_variant_makes_the_others(project, tmp_path):
+def test_a_compiler_too_old_for_one_variant_builds_the_others(project, tmp_path):
     real = COMPILER.command[0]
     old = compiler_that(
         tmp_path,
@@ -132,7 +132,7 @@ def test_a_compiler_too_old_for_one_variant_makes_the_others(project, tmp_path):
     assert "does not take -march=x86-64-v4 -mavx512bf16" in read_problem(project, "avx512_bf16")
 
 
-def test_a_compiler_that_cxx_names_wrongly_is_no_reason_to_take_another():
+def test_no_other_compiler_is_used_if_cxx_names_an_absent_one():
     assert find_compiler({"PATH": os.environ["PATH"], "CXX": "/nowhere/c++"}) is None
     assert find_compiler({"PATH": "/nowhere"}) is None
 
@@ -144,7 +144,7 @@ def test_cxx_may_have_arguments():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """What the wheel is built from, with a source that compiles at once."""
+    """A folder with the sources of the wheel, whose native source compiles quickly."""
     folder = tmp_path / "checkout"
     native = folder / "kernels" / "native"
     shutil.copytree(
@@ -162,7 +162,7 @@ def checkout(tmp_path):
 
 
 def build_wheel(checkout, environment=None):
-    """Builds as pip does, without an environment of its own; returns the wheel and the log."""
+    """Builds a wheel as pip does, but in this environment; returns the wheel and the log."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
     result = subprocess.run(
         command,
@@ -191,7 +191,7 @@ def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
     assert not wheel.name.endswith("-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert "kernels/native/src/answer.cpp" in archive.namelist()
-        # Data of the package that is no Python comes along too.
+        # Data files of the package are included.
         assert "kernels/triton/launch_tables/default.json" in archive.namelist()
         (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
         metadata = archive.read(f"{info}/METADATA").decode()
@@ -199,7 +199,7 @@ def test_a_wheel_has_the_libraries_and_is_for_this_platform(checkout):
         assert f"{info}/licenses/licenses/xxhash.txt" in archive.namelist()
 
 
-def test_without_a_compiler_the_wheel_is_pure_and_says_what_it_lacks(checkout, tmp_path):
+def test_without_a_compiler_the_wheel_is_pure_and_the_log_says_why(checkout, tmp_path):
     wheel, log = build_wheel(checkout, {"PATH": str(tmp_path)})
     assert native_files(wheel) == {record_path(name).name for name in NAMES}
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -211,7 +211,7 @@ def test_without_a_compiler_the_wheel_is_pure_and_says_what_it_lacks(checkout, t
 
 
 def compiler_that(folder, script):
-    """A compiler that is this shell script."""
+    """Returns a compiler that runs this shell script."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -1,4 +1,4 @@
-"""`NixlTransport` between real processes: whole bytes, deadlines, and remotes that die or stop."""
+"""`NixlTransport` between real processes: right bytes, deadlines, remotes that die or stop."""
 
 import threading
 import time
@@ -49,7 +49,7 @@ def new_remote():
 
 @contextmanager
 def opened():
-    """A transport with a pool."""
+    """Yields a transport and a pool that is registered with it."""
     with closing(NixlTransport()) as transport:
         pool = Pool(NUM_BYTES, seed=2)
         pool.register(transport)
@@ -105,7 +105,7 @@ def test_a_read_brings_the_bytes_and_touches_nothing_else(remote, shared, num_ra
     assert np.array_equal(pool.bytes, expected)
 
 
-def test_what_goes_in_parts_arrives_whole(remote, shared, monkeypatch):
+def test_a_read_in_parts_is_complete(remote, shared, monkeypatch):
     monkeypatch.setattr(nixl_link, "_PART_BYTES", 100_000)
     transport, pool = shared
     source = remote.now()
@@ -122,14 +122,14 @@ def test_what_goes_in_parts_arrives_whole(remote, shared, monkeypatch):
     assert (pool.bytes[total:] == 0xA5).all()
 
 
-def test_no_ranges_are_no_transfer(shared):
+def test_a_read_of_no_ranges_does_nothing(shared):
     transport, _ = shared
     nothing = make_ranges([], 0)
     transport.read("remote", nothing, nothing, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("num_peers", [1, 2])
-def test_threads_read_side_by_side(remote, num_peers):
+def test_threads_read_concurrently(remote, num_peers):
     with opened() as (transport, pool), ThreadPoolExecutor(4) as threads:
         pool.bytes[:] = 0
         names = [f"peer {i % num_peers}" for i in range(4)]
@@ -153,7 +153,7 @@ def test_threads_read_side_by_side(remote, num_peers):
         assert not pool.bytes[4 * size :].any()
 
 
-def test_what_cannot_be_is_refused_and_harms_nothing(remote, shared):
+def test_invalid_ranges_are_refused_and_later_reads_succeed(remote, shared):
     transport, pool = shared
     theirs = make_ranges([remote.address], 100)
     own = make_ranges([pool.address], 100)
@@ -175,20 +175,20 @@ def test_what_cannot_be_is_refused_and_harms_nothing(remote, shared):
 
 
 @pytest.mark.parametrize("metadata", [b"", b"\0\0\0\2{}", b"\0\0\0\2[]", b"\0\0\1\0{", b"x" * 99])
-def test_metadata_that_is_none_is_refused(shared, metadata):
+def test_malformed_metadata_is_refused(shared, metadata):
     with pytest.raises(TransferError, match="malformed") as caught:
         shared[0].add_peer("odd", metadata, TIMEOUT_S)
     assert caught.value.is_settled
 
 
-def test_what_only_nixl_finds_malformed_makes_a_peer_unreadable(remote, shared):
+def test_metadata_that_nixl_finds_malformed_makes_a_peer_unreadable(remote, shared):
     transport, _ = shared
     with pytest.raises(UnreadablePeerError):
         transport.add_peer("cut", remote.metadata[:-20], TIMEOUT_S)
 
 
-def test_bytes_of_another_process_make_a_peer_unreadable(remote, shared):
-    """It has the peer's id, as on another machine or in another namespace."""
+def test_the_probe_token_of_another_process_makes_a_peer_unreadable(remote, shared):
+    """That process has the peer's process id, as on another machine or in another namespace."""
     transport, _ = shared
     other = replace(AgentMetadata.from_bytes(remote.metadata), probe_token=b"x" * 16)
     with pytest.raises(UnreadablePeerError, match="another process"):
@@ -250,7 +250,7 @@ def test_a_remote_killed_during_transfers_harms_no_other(remote, new_remote):
 
 
 @pytest.mark.slow
-def test_a_remote_that_is_stopped_costs_the_timeout_and_can_be_added_later(new_remote):
+def test_adding_a_stopped_remote_times_out_and_succeeds_later(new_remote):
     remote = new_remote()
     with opened() as (transport, pool):
         remote.stop()
@@ -269,7 +269,7 @@ def test_a_remote_that_is_stopped_costs_the_timeout_and_can_be_added_later(new_r
 
 
 @pytest.mark.slow
-def test_a_thread_that_waits_for_its_turn_waits_no_longer_than_its_timeout(new_remote):
+def test_threads_that_add_a_stopped_remote_fail_within_their_timeouts(new_remote):
     remote = new_remote()
     with opened() as (transport, _), ThreadPoolExecutor(2) as threads:
         remote.stop()
@@ -283,12 +283,12 @@ def test_a_thread_that_waits_for_its_turn_waits_no_longer_than_its_timeout(new_r
         assert time.monotonic() - began < 10.0
 
 
-def test_to_connect_waits_for_other_connections_no_longer_than_its_timeout(remote):
+def test_adding_a_peer_waits_for_other_connections_no_longer_than_its_timeout(remote):
     with opened() as (transport, pool):
         with nixl_library._creating, ThreadPoolExecutor(1) as threads:
             adding = threads.submit(transport.add_peer, "remote", remote.metadata, 0.2)
             error = adding.exception(TIMEOUT_S)
-        assert isinstance(error, TransferError), "that says nothing about the peer"
+        assert isinstance(error, TransferError), "the timeout says nothing about the peer"
         assert error.is_settled
         assert "took the time" in str(error)
         transport.add_peer("remote", remote.metadata, TIMEOUT_S)
@@ -306,16 +306,16 @@ def test_a_reader_killed_while_it_reads_harms_no_other(remote, new_remote):
 
 
 @pytest.mark.parametrize("end", [NixlTransport.close, lambda t: t.remove_peer("stopped")])
-def test_what_is_under_way_fails_when_its_peer_is_removed_or_all_is_closed(new_remote, end):
+def test_a_call_in_progress_fails_when_its_peer_is_removed_or_the_transport_closed(new_remote, end):
     remote = new_remote()
     with opened() as (transport, _), ThreadPoolExecutor(1) as threads:
         remote.stop()
-        under_way = threads.submit(transport.add_peer, "stopped", remote.metadata, TIMEOUT_S)
+        adding = threads.submit(transport.add_peer, "stopped", remote.metadata, TIMEOUT_S)
         with pytest.raises(TimeoutError):
-            under_way.result(0.5)
+            adding.result(0.5)
         began = time.monotonic()
         end(transport)
-        error = under_way.exception(TIMEOUT_S)
+        error = adding.exception(TIMEOUT_S)
         assert time.monotonic() - began < TIMEOUT_S / 2
         assert isinstance(error, TransferError)
         assert error.is_settled
@@ -334,7 +334,7 @@ def test_a_closed_transport_refuses_and_closes_again(remote):
 
 
 def test_over_tcp_a_peer_is_unreadable_and_survives(monkeypatch):
-    """It is the same between machines without RDMA: only the peer's CPU could send the bytes."""
+    """The same holds between machines without RDMA: only the peer's CPU could send the bytes."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     with closing(NixlRemote(NUM_BYTES, transports="tcp")) as remote, opened() as (transport, pool):
         began = time.monotonic()
@@ -346,8 +346,8 @@ def test_over_tcp_a_peer_is_unreadable_and_survives(monkeypatch):
         assert np.array_equal(remote.now(), remote.bytes)
 
 
-def test_where_the_kernel_refuses_a_peer_is_unreadable():
-    """The reader is a process of its own, for it cannot get the right back."""
+def test_a_peer_is_unreadable_if_the_kernel_refuses_process_vm_readv():
+    """The reader is its own process, since it cannot regain the permission."""
     remote = NixlRemote(4096)
     with closing(remote), closing(NixlRemote(4096, is_confined=True)) as confined:
         reason = confined.try_to_add(remote)
@@ -355,16 +355,16 @@ def test_where_the_kernel_refuses_a_peer_is_unreadable():
         assert np.array_equal(remote.now(), remote.bytes)
 
 
-def test_a_call_that_hangs_does_not_keep_its_link_from_being_closed(remote, monkeypatch):
+def test_a_link_is_closed_although_a_call_hangs(remote, monkeypatch):
     monkeypatch.setattr(nixl_link, "_CLOSE_S", 0.01)
     with closing(NixlTransport()) as transport:
         transport.add_peer("remote", remote.metadata, TIMEOUT_S)
         with transport._links["remote"]._lock:
             has_settled = transport.remove_peer("remote")
-            assert not has_settled(), "what hangs may still write"
+            assert not has_settled(), "the hanging call may still write"
 
 
-def test_an_error_that_says_nothing_is_one(remote):
+def test_an_error_without_a_message_is_reported_by_its_class(remote):
     with opened() as (transport, pool):
         transport.add_peer("remote", remote.metadata, TIMEOUT_S)
         read_all(transport, "remote", remote, pool)
@@ -389,12 +389,12 @@ def test_transports_that_ucx_does_not_have_are_an_error(monkeypatch):
         NixlTransport()
 
 
-def test_memory_that_is_not_there_to_register_is_an_error():
+def test_registering_memory_of_an_absent_device_is_an_error():
     with closing(NixlTransport()) as transport, pytest.raises(ConfigurationError, match="cuda:0"):
         transport.register(0x7000_0000_0000, 1 << 20, device="cuda:0")
 
 
-def test_an_agent_that_answers_remotes_takes_no_core_for_it():
+def test_an_idle_agent_with_a_thread_uses_little_cpu():
     agent = nixl_library.new_agent(nixl_library.load_nixl(), "resting", with_thread=True)
     began, cpu_began = time.monotonic(), time.process_time()
     while time.monotonic() < began + 0.5:

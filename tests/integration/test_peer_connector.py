@@ -1,4 +1,4 @@
-"""The peer connector over real sockets: bytes, leases, faults, ends."""
+"""The peer connector over real sockets: bytes, leases, faults and shutdown."""
 
 import math
 import threading
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.alone
 
 MakeRig = Callable[..., PeerRig]
 WAYS = ("grpc", "pull", "unreadable")
-"""Blocks come by gRPC, by a transport, or by gRPC because the transport cannot read the peer."""
+"""Blocks are sent by gRPC, read by a transport, or sent since the transport cannot read them."""
 
 
 @pytest.fixture
@@ -44,7 +44,9 @@ def make_rig() -> Iterator[MakeRig]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_blocks", [1, 7, 40])
-def test_blocks_come_as_they_are(make_rig: MakeRig, way: str, num_blocks: int) -> None:
+def test_loaded_blocks_equal_the_published_ones(
+    make_rig: MakeRig, way: str, num_blocks: int
+) -> None:
     prefill, decode = make_rig(way), make_rig(way, pool=torch.zeros(64, *LAYOUT.block_shape))
     job_id = prefill.publish(range(3, 3 + num_blocks))
 
@@ -52,7 +54,7 @@ def test_blocks_come_as_they_are(make_rig: MakeRig, way: str, num_blocks: int) -
     result = decode.load(prefill.handoff(num_blocks), range(63, 63 - num_blocks, -1))
     assert (result.num_blocks, result.error) == (num_blocks, "")
     assert torch.equal(decode.pool[-num_blocks:].flip(0), prefill.pool[3 : 3 + num_blocks])
-    assert not decode.pool[: 64 - num_blocks].any(), "and nothing else"
+    assert not decode.pool[: 64 - num_blocks].any(), "no other block is written"
     assert prefill.released == []
 
 
@@ -67,7 +69,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_comes_as_it_is(make_rig: MakeRig, name: str, way: str) -> None:
+def test_blocks_of_every_layout_are_loaded_unchanged(
+    make_rig: MakeRig, name: str, way: str
+) -> None:
     layout = LAYOUTS[name]
     prefill = make_rig(way, layout=layout, num_blocks=8)
     decode = make_rig(way, layout=layout, pool=torch.zeros_like(prefill.pool))
@@ -79,27 +83,27 @@ def test_every_layout_comes_as_it_is(make_rig: MakeRig, name: str, way: str) -> 
     ours, theirs = (pool[4].flatten(3)[..., :valid] for pool in (decode.pool, prefill.pool))
     assert torch.equal(ours, theirs)
     rest = decode.pool[4].flatten(3)[..., valid : layout.block_size * layout.head_dim]
-    assert not rest.any(), "what lies behind the tail stays where it was"
+    assert not rest.any(), "tokens after the tail are not loaded"
     assert not decode.pool[5:].any()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pools_of_other_block_sizes_meet_in_a_form(make_rig: MakeRig, way: str) -> None:
+def test_pools_of_unlike_block_sizes_share_a_transfer_form(make_rig: MakeRig, way: str) -> None:
     form = TransferForm(4, "float32")
     prefill = make_rig(way, layout=replace(LAYOUT, block_size=8), form=form, num_blocks=8)
     decode = make_rig(way, layout=LAYOUT, pool=torch.zeros(16, *LAYOUT.block_shape))
     gathering = threading.Thread(target=lambda: prefill.run_until(lambda: bool(decode.loads)))
     prefill.publish(range(2, 10))
-    gathering.start()  # an engine that steps while others read
+    gathering.start()  # the lending engine steps while its blocks are read
 
     assert decode.load(prefill.handoff(8), range(8)).num_blocks == 8
     gathering.join(TIMEOUT_S)
-    cut_up = prefill.pool[1:5].unflatten(4, (2, 4)).movedim(4, 1).flatten(0, 1)
-    assert torch.equal(decode.pool[:8], cut_up)
+    sliced = prefill.pool[1:5].unflatten(4, (2, 4)).movedim(4, 1).flatten(0, 1)
+    assert torch.equal(decode.pool[:8], sliced)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_converted_blocks_come_in_the_answer(make_rig: MakeRig, way: str) -> None:
+def test_blocks_are_converted_to_the_transfer_form(make_rig: MakeRig, way: str) -> None:
     form = TransferForm(4, "float16")
     prefill = make_rig(way, form=form)
     layout = replace(LAYOUT, dtype="float16")
@@ -115,21 +119,23 @@ def test_converted_blocks_come_in_the_answer(make_rig: MakeRig, way: str) -> Non
     assert not decode.pool[4, ..., 2:, :].any()
 
 
-def test_the_bytes_of_full_blocks_are_not_copied_to_be_lent(make_rig: MakeRig) -> None:
+def test_full_blocks_are_lent_without_a_copy(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(), make_rig()
     prefill.publish([3])
-    prefill.pool[3, 0, 0, 0, 0, 0] += 1  # forbidden: it shows where the bytes come from
+    prefill.pool[3, 0, 0, 0, 0, 0] += (
+        1  # forbidden in use; a copied block would not have the change
+    )
     expected = decode.pool.clone()
     expected[9] = 0
 
     result = decode.load(prefill.handoff(1), [9])
 
     assert (result.num_blocks, result.error) == (0, "corrupt")
-    assert torch.equal(decode.pool, expected), "nothing is left of what was read there"
+    assert torch.equal(decode.pool, expected), "the corrupt block is zeroed"
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_released_lease_gives_the_blocks_back(make_rig: MakeRig, way: str) -> None:
+def test_ending_a_lease_releases_its_blocks(make_rig: MakeRig, way: str) -> None:
     prefill, decode = make_rig(way), make_rig(way)
     jobs = [prefill.publish([1, 2]), prefill.publish([3], first_key=2, num_tail_tokens=1)]
     other = prefill.publish([1, 2], lease_id="other")
@@ -140,7 +146,7 @@ def test_a_released_lease_gives_the_blocks_back(make_rig: MakeRig, way: str) -> 
     prefill.run_until(lambda: sorted(prefill.released) == jobs)
     decode.pool[7:10] = math.nan
     expected = decode.pool.clone()
-    expected[7:10] = 0  # blocks that did not come are left as numbers
+    expected[7:10] = 0  # blocks that were not loaded are zeroed
 
     assert decode.load(handoff, [7, 8, 9]) == LoadResult(1, 0, "missing")
     assert torch.equal(decode.pool, expected)
@@ -149,14 +155,14 @@ def test_a_released_lease_gives_the_blocks_back(make_rig: MakeRig, way: str) -> 
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["read", "cancelled"])
-def test_blocks_are_free_as_soon_as_no_load_reads_them(
+def test_blocks_are_released_once_no_load_reads_them(
     make_rig: MakeRig, *, is_cancelled: bool
 ) -> None:
-    reading, go_on = threading.Event(), threading.Event()
+    reading, may_continue = threading.Event(), threading.Event()
 
     def stall() -> None:
         reading.set()
-        assert go_on.wait(TIMEOUT_S)
+        assert may_continue.wait(TIMEOUT_S)
 
     transport, patient = MemoryTransport(stall), f"timeout_s={3 * TIMEOUT_S:g}"
     prefill = make_rig("pull", patient)
@@ -172,27 +178,27 @@ def test_blocks_are_free_as_soon_as_no_load_reads_them(
     if is_cancelled:
         decode.scheduler.cancel_load(load_id)
         decode.step()
-    go_on.set()
+    may_continue.set()
     decode.run_until(lambda: load_id in decode.loads)
     prefill.run_until(lambda: prefill.released == [job_id])
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:
-    """The keys of each question where blocks lie."""
-    questions: list[list[bytes]] = []
+def opened_keys(monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:
+    """Returns a list that gets the keys of each call of OpenBlocks."""
+    opened: list[list[bytes]] = []
     open_blocks = PeerServicer.OpenBlocks
 
     def note(servicer: PeerServicer, request: Any, context: Any) -> Any:
-        questions.append(list(request.blocks.keys))
+        opened.append(list(request.blocks.keys))
         return open_blocks(servicer, request, context)
 
     monkeypatch.setattr(PeerServicer, "OpenBlocks", note)
-    return questions
+    return opened
 
 
-def test_a_load_of_many_pieces_asks_once_and_outlives_its_lease(
-    make_rig: MakeRig, asked: list[list[bytes]]
+def test_a_load_of_many_pieces_opens_its_blocks_once_and_outlives_its_lease(
+    make_rig: MakeRig, opened_keys: list[list[bytes]]
 ) -> None:
     layout = LAYOUTS["one block to a segment"]
     prefill = make_rig("pull", layout=layout, num_blocks=12)
@@ -205,41 +211,43 @@ def test_a_load_of_many_pieces_asks_once_and_outlives_its_lease(
 
     assert decode.load(handoff, range(12)).num_blocks == 12
     assert torch.equal(pool, prefill.pool)
-    assert asked == [list(handoff.block_keys)]
+    assert opened_keys == [list(handoff.block_keys)]
     assert len(transport.allowed_s) == 4
     prefill.run_until(lambda: prefill.released == [job_id])
 
 
-def test_a_reader_that_does_not_know_the_number_of_ranges_asks_for_few_blocks(
-    make_rig: MakeRig, asked: list[list[bytes]]
+def test_a_reader_opens_few_blocks_until_it_knows_their_number_of_ranges(
+    make_rig: MakeRig, opened_keys: list[list[bytes]]
 ) -> None:
-    """The length of an answer grows with the ranges of its blocks, if the lender's pool is cut."""
+    """If the lender's pool is sliced, a response grows with the ranges of its blocks."""
     layout = KvLayout(64, 32, 64, 1, "float32")
     prefill, decode = (make_rig("pull", layout=layout, num_blocks=12) for _ in range(2))
     prefill.publish(range(12))
 
     assert decode.load(prefill.handoff(12), range(12)).num_blocks == 12
-    assert list(map(len, asked)) == [4, 12], "in one place each, as the first answer shows"
+    assert list(map(len, opened_keys)) == [4, 12], (
+        "the first response shows that each block is one range"
+    )
 
-    asked.clear()
+    opened_keys.clear()
     assert decode.load(prefill.handoff(12), range(12)).num_blocks == 12
-    assert list(map(len, asked)) == [12]
+    assert list(map(len, opened_keys)) == [12]
 
 
-def test_a_question_is_not_about_too_many_blocks(
-    make_rig: MakeRig, asked: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
+def test_one_call_opens_a_limited_number_of_blocks(
+    make_rig: MakeRig, opened_keys: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No bytes move while the peer answers."""
+    """No block is read while the peer answers."""
     monkeypatch.setattr("kvstore.peer.open_reads._MAX_BLOCKS", 6)
     layout = LAYOUTS["one block to a segment"]
     prefill, decode = (make_rig("pull", layout=layout, num_blocks=12) for _ in range(2))
     prefill.publish(range(12))
 
     assert decode.load(prefill.handoff(12), range(12)).num_blocks == 12
-    assert sorted(map(len, asked)) == [6, 6]
+    assert sorted(map(len, opened_keys)) == [6, 6]
 
 
-def test_a_read_ends_before_its_lender_cuts_it_off(make_rig: MakeRig) -> None:
+def test_a_read_ends_within_its_lenders_timeout(make_rig: MakeRig) -> None:
     prefill, transport = make_rig("pull", "timeout_s=1"), MemoryTransport()
     decode = make_rig("pull", f"timeout_s={TIMEOUT_S:g}", transport=transport)
     prefill.publish(range(4))
@@ -248,7 +256,7 @@ def test_a_read_ends_before_its_lender_cuts_it_off(make_rig: MakeRig) -> None:
     assert 0 < transport.allowed_s[0] <= 1
 
 
-def test_a_peer_that_cannot_be_read_is_tried_once_and_named_once(
+def test_unreadable_peers_are_tried_once_each_and_the_reason_is_logged_once(
     make_rig: MakeRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     transport = MemoryTransport()
@@ -266,14 +274,14 @@ def test_a_peer_that_cannot_be_read_is_tried_once_and_named_once(
     assert warnings[0].startswith(f"KV blocks of {peers[0].worker.address.endpoint} come by gRPC")
 
 
-def test_another_generation_is_tried_anew(make_rig: MakeRig) -> None:
+def test_another_generation_is_tried_again(make_rig: MakeRig) -> None:
     transport = MemoryTransport()
     first, decode = make_rig("pull"), make_rig("unreadable", transport=transport)
     first.publish([1])
     assert decode.load(first.handoff(1), [4]).num_blocks == 1
     transport.obstacle = ""
     assert decode.load(first.handoff(1), [4]).num_blocks == 1
-    assert transport.num_moved == 0, "what was found out holds"
+    assert transport.num_moved == 0, "the first result is kept"
 
     second = make_rig("pull")
     second.publish([1])
@@ -281,7 +289,7 @@ def test_another_generation_is_tried_anew(make_rig: MakeRig) -> None:
     assert transport.num_moved == 1
 
 
-def test_threads_that_meet_a_peer_together_try_it_once(make_rig: MakeRig) -> None:
+def test_concurrent_loads_try_a_new_peer_once(make_rig: MakeRig) -> None:
     transport = MemoryTransport()
     prefill, decode = make_rig("pull"), make_rig("unreadable", transport=transport)
     prefill.publish(range(4))
@@ -291,20 +299,20 @@ def test_threads_that_meet_a_peer_together_try_it_once(make_rig: MakeRig) -> Non
     assert len(transport.connected) == 1
 
 
-def test_a_read_that_fails_has_its_peer_tried_anew(
+def test_a_peer_is_tried_again_after_a_failed_read(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be unreadable by now."""
+    """The peer may have become unreadable."""
     monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.0)
     transport = MemoryTransport()
     prefill, decode = make_rig("pull"), make_rig("pull", transport=transport)
     prefill.publish([1])
 
-    def lose_the_right() -> None:
+    def lose_permission() -> None:
         transport.obstacle = "a wall"
         raise TransferError("no right", is_settled=True)
 
-    transport.fault = lose_the_right
+    transport.fault = lose_permission
     assert decode.load(prefill.handoff(1), [4]).error == "unavailable"
     assert decode.load(prefill.handoff(1), [4]).num_blocks == 1
     assert len(transport.connected) == 2
@@ -335,7 +343,7 @@ def test_saves_without_a_lease_are_not_lent(make_rig: MakeRig) -> None:
     assert prefill.saves[job_id] == SaveResult(job_id, committed=False, error="cancelled")
 
 
-def test_an_unrenewed_lease_runs_out(make_rig: MakeRig) -> None:
+def test_an_unrenewed_lease_expires(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(options="lease_s=0.3&timeout_s=0.3"), make_rig()
     job_id = prefill.publish([1, 2])
     handoff = prefill.handoff(2)
@@ -354,7 +362,7 @@ def test_a_kept_handoff_is_renewed_until_it_is_dropped(make_rig: MakeRig) -> Non
     decode.step()
     began_at = time.monotonic()
     prefill.run_until(lambda: time.monotonic() > began_at + 1.5 or prefill.released != [])
-    assert prefill.released == [], "renewed"
+    assert prefill.released == [], "the lease is renewed"
     assert decode.load(handoff, [4, 5]).num_blocks == 2
 
     decode.scheduler.drop("lease")
@@ -363,7 +371,7 @@ def test_a_kept_handoff_is_renewed_until_it_is_dropped(make_rig: MakeRig) -> Non
     prefill.run_until(lambda: prefill.released == [job_id])
 
 
-def test_a_lost_lease_is_not_asked_for(make_rig: MakeRig) -> None:
+def test_blocks_of_a_lost_lease_are_missing_without_a_call(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(options="lease_s=0.3"), make_rig()
     prefill.publish([1, 2])
     handoff = prefill.handoff(2)
@@ -376,7 +384,7 @@ def test_a_lost_lease_is_not_asked_for(make_rig: MakeRig) -> None:
     assert decode.load(handoff, [4, 5]) == LoadResult(0, 0, "missing")
 
 
-def test_a_restart_at_the_same_address_is_another_process(make_rig: MakeRig) -> None:
+def test_a_restarted_peer_at_the_same_address_is_another_generation(make_rig: MakeRig) -> None:
     first, decode = make_rig(), make_rig()
     first.publish([1, 2])
     old = first.handoff(2)
@@ -405,7 +413,7 @@ def test_another_form_is_refused_with_both_sides_named(
     assert "the lender has 2 layers" in caplog.text
 
 
-def test_params_that_cannot_be_read_are_missing_blocks(make_rig: MakeRig) -> None:
+def test_malformed_connector_params_mean_missing_blocks(make_rig: MakeRig) -> None:
     prefill, decode = make_rig(), make_rig()
     prefill.publish([1])
     for params in (b"", b"\xff\xff", b"\x0a\x01x"):
@@ -415,7 +423,7 @@ def test_params_that_cannot_be_read_are_missing_blocks(make_rig: MakeRig) -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_fifty_loads_at_once(make_rig: MakeRig, way: str) -> None:
+def test_fifty_concurrent_loads_return_the_right_blocks(make_rig: MakeRig, way: str) -> None:
     prefill, decode = make_rig(way, num_blocks=200), make_rig(way, num_blocks=200)
     handoffs = []
     for index in range(50):
@@ -433,19 +441,19 @@ def test_fifty_loads_at_once(make_rig: MakeRig, way: str) -> None:
 
 @pytest.mark.parametrize("byte", [0, -1])
 @pytest.mark.parametrize("is_header", [True, False], ids=["header", "block"])
-def test_bytes_that_come_to_harm_on_the_way_are_refused(
+def test_bytes_corrupted_in_transfer_are_refused(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, *, is_header: bool, byte: int
 ) -> None:
     prefill, decode = make_rig(), make_rig()
     prefill.publish(range(4))
     fetch = DataPlane.fetch
 
-    def harm(plane: DataPlane, peer: Any, request: Any, slots: Any) -> int:
+    def corrupt(plane: DataPlane, peer: Any, request: Any, slots: Any) -> int:
         num_blocks = fetch(plane, peer, request, slots)
         (slots[2].header if is_header else slots[2].payload)[byte] ^= 1
         return num_blocks
 
-    monkeypatch.setattr(DataPlane, "fetch", harm)
+    monkeypatch.setattr(DataPlane, "fetch", corrupt)
     expected = decode.pool.clone()
     expected[10:12], expected[12:14] = prefill.pool[:2], 0
 
@@ -453,7 +461,7 @@ def test_bytes_that_come_to_harm_on_the_way_are_refused(
     assert torch.equal(decode.pool, expected)
 
 
-def test_more_tails_than_there_are_slots_for_are_not_lent(make_rig: MakeRig) -> None:
+def test_tails_beyond_the_number_of_slots_are_not_lent(make_rig: MakeRig) -> None:
     layout = KvLayout(16, 8, 64, 256, "float32")  # blocks of 16 MiB
     prefill = make_rig(layout=layout, num_blocks=18, options="lease_s=60")
     results = []
@@ -472,12 +480,12 @@ def test_a_save_that_ends_after_its_lease_lends_nothing(make_rig: MakeRig) -> No
     prefill = make_rig()
     lender = prefill.worker._lending.lender
     num_slots = len(lender._memory.tails._free)
-    go_on = threading.Event()
-    for _ in range(2):  # both threads
-        lender._io.submit(go_on.wait, TIMEOUT_S)
+    may_continue = threading.Event()
+    for _ in range(2):  # keeps both threads busy
+        lender._io.submit(may_continue.wait, TIMEOUT_S)
     job_id = prefill.scheduler.save([b"k"], [1], 2, lease_id="lease")
     prefill.end("lease")
-    go_on.set()
+    may_continue.set()
     prefill.run_until(lambda: job_id in prefill.saves)
 
     assert prefill.saves[job_id] == SaveResult(job_id, committed=False, error="cancelled")

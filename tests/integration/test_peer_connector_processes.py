@@ -1,4 +1,4 @@
-"""Peers in processes of their own: real transfers, kills, stops, restarts."""
+"""Peers in their own processes: real transfers, kills, stops and restarts."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +14,9 @@ from tests.support.peer_rig import PeerRig
 pytestmark = pytest.mark.alone
 
 WAYS = ("grpc", "nixl", "nixl unreadable")
-"""The last one's lenders cannot be read, as on other machines: their blocks come by gRPC."""
+"""The last way's lenders cannot be read, as on other machines, and send blocks by gRPC."""
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, block_size=16, head_dim=64, dtype="bfloat16")
-TIMEOUT_S = 2.0  # of one transfer, on a machine that has much else to do
+TIMEOUT_S = 2.0  # of one transfer, on a busy machine
 
 
 def url_of(way: str, **options: Any) -> str:
@@ -58,10 +58,12 @@ def decode(way: str) -> Iterator[PeerRig]:
     yield rig
     began_at = time.monotonic()
     rig.worker.close()
-    assert time.monotonic() - began_at < 10, "close is bounded"
+    assert time.monotonic() - began_at < 10, "close takes too long"
 
 
-def test_blocks_cross(lend: Callable[..., LendingProcess], decode: PeerRig) -> None:
+def test_blocks_are_loaded_from_another_process(
+    lend: Callable[..., LendingProcess], decode: PeerRig
+) -> None:
     prefill = lend()
     job_id = prefill.ask("publish", range(200), "lease", 0, 5)
     handoff = prefill.ask("handoff", 200)
@@ -76,7 +78,7 @@ def test_blocks_cross(lend: Callable[..., LendingProcess], decode: PeerRig) -> N
         assert time.monotonic() < give_up_at
 
 
-def test_a_reader_whose_kernel_refuses_gets_blocks_by_grpc() -> None:
+def test_a_confined_reader_gets_blocks_by_grpc() -> None:
     url = url_of("nixl", timeout_s=TIMEOUT_S)
     with (
         LendingProcess(url, LAYOUT, 32) as prefill,
@@ -87,7 +89,7 @@ def test_a_reader_whose_kernel_refuses_gets_blocks_by_grpc() -> None:
         assert (result.num_blocks, result.error) == (32, "")
 
 
-def test_a_killed_peer_costs_little_and_others_nothing(
+def test_loads_from_a_killed_peer_fail_in_time_and_others_succeed(
     lend: Callable[..., LendingProcess], decode: PeerRig
 ) -> None:
     killed, other = lend(seed=1), lend(seed=2)
@@ -108,7 +110,7 @@ def test_a_killed_peer_costs_little_and_others_nothing(
     assert decode.load(others, range(16)).num_blocks == 16
 
 
-def test_loads_under_way_end_when_their_peer_is_killed(
+def test_loads_in_progress_end_when_their_peer_is_killed(
     lend: Callable[..., LendingProcess], decode: PeerRig
 ) -> None:
     prefill = lend()
@@ -127,7 +129,7 @@ def test_loads_under_way_end_when_their_peer_is_killed(
 
 
 @pytest.mark.slow
-def test_a_stopped_peer_costs_one_timeout_and_is_found_again(
+def test_loads_from_a_stopped_peer_fail_in_time_and_succeed_once_it_continues(
     lend: Callable[..., LendingProcess], decode: PeerRig
 ) -> None:
     prefill = lend(lease_s=60)
@@ -149,7 +151,7 @@ def test_a_stopped_peer_costs_one_timeout_and_is_found_again(
     assert not decode.worker._mover.is_in_doubt
 
 
-def test_a_restarted_process_at_the_same_address_lends_anew(
+def test_a_restarted_peer_at_the_same_address_lends_only_new_blocks(
     lend: Callable[..., LendingProcess], decode: PeerRig
 ) -> None:
     first = lend(seed=1)
@@ -168,7 +170,9 @@ def test_a_restarted_process_at_the_same_address_lends_anew(
     assert torch.equal(decode.pool[20:36], second.pool[:16])
 
 
-def test_close_with_loads_under_way(lend: Callable[..., LendingProcess], decode: PeerRig) -> None:
+def test_close_is_bounded_with_loads_in_progress(
+    lend: Callable[..., LendingProcess], decode: PeerRig
+) -> None:
     prefill = lend()
     prefill.ask("publish", range(250))
     handoff = prefill.ask("handoff", 250)
@@ -176,4 +180,4 @@ def test_close_with_loads_under_way(lend: Callable[..., LendingProcess], decode:
     for _ in range(8):
         decode.start_load(handoff, range(250))
     decode.step()
-    # The fixture closes it, within its bound.
+    # The fixture closes the connector and checks the time that this takes.

@@ -1,4 +1,4 @@
-"""The peer service: deadlines, generations, reads that outlive their lease, reads in doubt."""
+"""The peer service: deadlines, generations, reads that outlive their lease or are in doubt."""
 
 import time
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ LARGE = KvLayout(16, 8, 64, 128, "float32")  # blocks of 8 MiB
 
 
 class Reader:
-    """A bare client of the service, which may do what `PeerConnectorWorker` never does."""
+    """A bare client of the service; it can make calls that `PeerConnectorWorker` never makes."""
 
     def __init__(self, rig: PeerRig, layout: KvLayout) -> None:
-        # Its window does not grow: bytes that it has not read stay with the sender.
+        # Without the probe the window does not grow, and unread bytes stay with the sender.
         self.channel = grpc.insecure_channel(
             rig.worker.address.endpoint, options=[("grpc.http2.bdp_probe", 0)]
         )
@@ -71,7 +71,7 @@ def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
     return failed.value.code(), failed.value.details()
 
 
-def test_protobuf_reads_what_is_framed_by_hand(prefill: PeerRig, reader: Reader) -> None:
+def test_protobuf_parses_the_hand_framed_blocks(prefill: PeerRig, reader: Reader) -> None:
     prefill.publish([1, 2, 3])
     message = pb.ReadBlocksRequest(blocks=reader.blocks(3))
     stream = b"".join(part.data for part in reader.stub.ReadBlocks(message, timeout=TIMEOUT_S))
@@ -99,7 +99,7 @@ def test_a_call_needs_a_sensible_deadline(
         assert status_of(call)[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_every_call_names_the_generation(prefill: PeerRig, reader: Reader) -> None:
+def test_calls_with_another_generation_are_refused(prefill: PeerRig, reader: Reader) -> None:
     prefill.publish([1])
     reader.generation = b"another"
     stub, blocks, timeout_s = reader.stub, reader.blocks(1), TIMEOUT_S
@@ -115,9 +115,7 @@ def test_every_call_names_the_generation(prefill: PeerRig, reader: Reader) -> No
         assert message.startswith("generation: ")
 
 
-def test_an_open_read_keeps_the_blocks_of_a_lease_that_is_over(
-    prefill: PeerRig, reader: Reader
-) -> None:
+def test_an_open_read_keeps_the_blocks_of_an_ended_lease(prefill: PeerRig, reader: Reader) -> None:
     job_id = prefill.publish([1, 2])
     opened = reader.open_blocks(2)
     prefill.end("lease")
@@ -141,7 +139,7 @@ def test_a_reader_that_never_closes_holds_blocks_for_a_bounded_time(
     prefill.run_until(lambda: prefill.released == [job_id], 4 * READ_S)
 
 
-def test_a_stalled_stream_is_cut_off_and_its_blocks_come_back() -> None:
+def test_a_stalled_stream_is_ended_and_its_blocks_are_released() -> None:
     prefill = PeerRig(f"grpc://?timeout_s={READ_S}", LARGE, num_blocks=4)
     reader = Reader(prefill, LARGE)
     try:
@@ -151,7 +149,7 @@ def test_a_stalled_stream_is_cut_off_and_its_blocks_come_back() -> None:
         received = [len(next(stream).data)]
         prefill.end("lease")
         prefill.run_until(lambda: prefill.released == [job_id], timeout_s=4 * READ_S)
-        prefill.pool.zero_()  # other requests use it now
+        prefill.pool.zero_()  # other requests use the pool now
 
         with pytest.raises(grpc.RpcError) as failed:
             received.extend(len(part.data) for part in stream)
@@ -162,7 +160,7 @@ def test_a_stalled_stream_is_cut_off_and_its_blocks_come_back() -> None:
         prefill.worker.close()
 
 
-def test_a_process_closes_under_its_readers() -> None:
+def test_close_ends_streams_that_are_being_read() -> None:
     prefill = PeerRig("grpc://?timeout_s=20", LARGE, num_blocks=4)
     reader = Reader(prefill, LARGE)
     prefill.publish(range(4))
@@ -179,8 +177,8 @@ def test_a_process_closes_under_its_readers() -> None:
     reader.channel.close()
 
 
-def test_an_engine_that_does_not_step_holds_readers_up_for_a_bounded_time() -> None:
-    form = TransferForm(4, "float16")  # blocks must be gathered, by the engine's thread
+def test_an_engine_that_does_not_step_delays_readers_for_a_bounded_time() -> None:
+    form = TransferForm(4, "float16")  # the engine's thread must gather the blocks
     prefill = PeerRig(f"grpc://?timeout_s={READ_S}", form=form)
     decode = PeerRig(f"grpc://?timeout_s={READ_S}", form=form)
     try:
@@ -197,7 +195,7 @@ def test_an_engine_that_does_not_step_holds_readers_up_for_a_bounded_time() -> N
 
 
 def forget_kept_memory(closed: Any) -> None:
-    """Frees the memory of a worker that was closed in doubt. Closes it once more."""
+    """Closes a worker again and frees the memory that it kept for reads in doubt."""
     closed.close()
     held = worker._still_written_to
     [index] = [index for index, memory in enumerate(held) if memory is closed._kept]
@@ -220,14 +218,14 @@ class Doubtful(MemoryTransport):
         self.is_well = self.settled = True
 
 
-def test_segments_in_doubt_are_not_used_until_all_has_settled(
+def test_segments_in_doubt_are_not_used_until_their_reads_have_settled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvstore.mover.staging._NUM_SEGMENTS", 2)
     monkeypatch.setattr("kvstore.breaker._FIRST_COOLDOWN_S", 0.01)
     monkeypatch.setattr("kvstore.breaker._LONGEST_COOLDOWN_S", 0.01)
     doubtful = Doubtful()
-    # Blocks that lie in the pool as they are lent are read in place; these go by segments.
+    # Only blocks in the pool's own form are read in place; these go through segments.
     form = TransferForm(LAYOUT.block_size // 2, LAYOUT.dtype)
     prefill, decode = (
         PeerRig("nixl://?timeout_s=20", num_blocks=16, transport=transport, form=form)
@@ -248,8 +246,10 @@ def test_segments_in_doubt_are_not_used_until_all_has_settled(
         assert len(jobs) == 2
         num_moved = doubtful.num_moved
         lost = decode.load(handoff, [1, 2])
-        assert lost.error == "unavailable", "at once: the segments may be held for minutes"
-        assert not decode.loads.keys() & set(jobs), "their blocks are held"
+        assert lost.error == "unavailable", (
+            "fails at once, since the segments may be held for minutes"
+        )
+        assert not decode.loads.keys() & set(jobs), "the blocks of reads in doubt are held"
 
         doubtful.recover()
         decode.run_until(lambda: decode.loads.keys() >= set(jobs))
@@ -263,7 +263,7 @@ def test_segments_in_doubt_are_not_used_until_all_has_settled(
         decode.worker.close()
 
 
-def test_a_read_in_doubt_is_known_though_its_peer_is_forgotten_meanwhile() -> None:
+def test_a_read_in_doubt_is_tracked_after_its_peer_is_forgotten() -> None:
     prefill = PeerRig("nixl://", transport=MemoryTransport())
     transport = Doubtful()
     decode = PeerRig("nixl://", transport=transport)

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: Baton's worker on the demo model, and workers that fail."""
+"""Engines in their own processes: Baton's worker on the demo model, and workers that fail."""
 
 import os
 import sys
@@ -49,7 +49,7 @@ def script(tmp_path, source, *arguments):
 
 
 @pytest.mark.slow
-def test_baton_answers_as_many_tokens_as_asked_in_order_of_time(peer):
+def test_baton_returns_the_same_tokens_twice_with_ascending_times(peer):
     assert peer.description.startswith("baton ")
     run = peer.run(REQUESTS)
     for answer in run.answers:
@@ -61,7 +61,7 @@ def test_baton_answers_as_many_tokens_as_asked_in_order_of_time(peer):
 
 
 @pytest.mark.slow
-def test_a_paused_engine_uses_no_cpu_and_answers_when_it_goes_on(peer):
+def test_a_paused_engine_is_stopped_and_answers_once_it_is_resumed(peer):
     peer.pause()
     process = psutil.Process(peer._process.pid)
     deadline = time.monotonic() + 10
@@ -72,7 +72,7 @@ def test_a_paused_engine_uses_no_cpu_and_answers_when_it_goes_on(peer):
 
 
 @pytest.mark.slow
-def test_closing_ends_the_process_even_one_that_is_paused(launch):
+def test_close_ends_even_a_paused_process(launch):
     peer = PeerProcess(launch)
     peer.wait_until_ready()
     peer.pause()
@@ -81,7 +81,7 @@ def test_closing_ends_the_process_even_one_that_is_paused(launch):
     assert peer._process.returncode == 0
 
 
-def test_an_engine_that_cannot_load_says_why(launch):
+def test_an_engine_that_cannot_load_reports_why(launch):
     command = (*launch.command[:2], "/no/such/model", *launch.command[3:])
     odd = Launch("baton", command, launch.environment, launch.log)
     with PeerProcess(odd) as peer, pytest.raises(PeerError, match=r"baton failed: .*no/such/model"):
@@ -102,7 +102,7 @@ def test_a_worker_that_hangs_is_ended(tmp_path, monkeypatch):
         peer.wait_until_ready()
 
 
-def test_an_engine_whose_threads_continue_ends_when_it_must(tmp_path):
+def test_close_ends_an_engine_whose_threads_continue(tmp_path):
     source = f"""
 import sys, threading
 sys.path.insert(0, {str(WORKERS)!r})

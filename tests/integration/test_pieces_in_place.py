@@ -1,4 +1,4 @@
-"""How large the pieces are that move in place, and that large ones do."""
+"""The size of pieces that are copied in place, and copies of large ones."""
 
 import shutil
 import uuid
@@ -17,7 +17,7 @@ from tests.support.connector_rig import ConnectorRig, keys
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16")
 BLOCK_BYTES = 256 << 10
 LEAST, MOST = 16, 48  # blocks of a piece: 4 MiB and 12 MiB
-PIECES = 4  # of a job, within that
+PIECES = 4  # pieces of a job, within these bounds
 
 
 def make_rig(url: str, num_blocks: int) -> ConnectorRig:
@@ -45,7 +45,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
         (20 * MOST, MOST),
     ],
 )
-def test_a_piece_is_a_quarter_of_what_is_left_of_a_job_within_bounds(
+def test_a_piece_is_a_quarter_of_a_jobs_remaining_blocks_within_bounds(
     num_left: int, expected: int, num_slices: int
 ) -> None:
     assert LAYOUT.block_bytes == BLOCK_BYTES
@@ -56,7 +56,7 @@ def test_a_piece_is_a_quarter_of_what_is_left_of_a_job_within_bounds(
     rig.worker.close()
 
 
-def test_pieces_of_more_than_a_segment_move(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_larger_than_a_segment_are_copied(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     count = PIECES * (LEAST + 4)
     rig = make_rig(url, num_blocks=count)
     num_read: list[int] = []

@@ -91,7 +91,7 @@ async def test_the_first_token_does_not_wait_for_the_transfer(stub, engine):
     assert not engine.released
 
 
-async def test_ranked_first_tokens_come_with_log_probabilities(stub, engine):
+async def test_ranked_first_tokens_have_log_probabilities(stub, engine):
     sampling = common_pb2.SamplingParams(seed=1, best_of=2)
     call = prefill(stub, sampling=sampling)
     assert (await admitted(engine)).spec.params.num_candidates == 2
@@ -104,7 +104,7 @@ async def test_ranked_first_tokens_come_with_log_probabilities(stub, engine):
     call.cancel()
 
 
-async def test_a_generation_that_is_over_says_so(stub, engine):
+async def test_a_finished_generation_is_reported_and_ends_the_stream(stub, engine):
     call = prefill(stub)
     await admitted(engine)
     engine.emit(finished("r", FinishReason.STOP, 2))
@@ -116,7 +116,7 @@ async def test_a_generation_that_is_over_says_so(stub, engine):
 
 
 async def test_a_router_that_does_not_read_gets_every_key_in_few_events(stub, engine):
-    """What is saved meanwhile gathers in one event, and memory does not grow by events."""
+    """Keys saved in the meantime are merged into one event, so that events do not accumulate."""
     call = prefill(stub)
     await admitted(engine)
     keys = [index.to_bytes(32) for index in range(4000)]
@@ -139,7 +139,7 @@ async def test_a_router_that_does_not_read_gets_every_key_in_few_events(stub, en
     call.cancel()
 
 
-async def test_the_callers_deadline_is_the_engines(stub, engine):
+async def test_the_engine_gets_the_callers_deadline(stub, engine):
     before = time.monotonic()
     call = prefill(stub, timeout_ms=20_000)
     request = await admitted(engine)
@@ -149,7 +149,7 @@ async def test_the_callers_deadline_is_the_engines(stub, engine):
 
 @pytest.mark.parametrize("has_first_token", [False, True])
 @pytest.mark.parametrize("end", ["cancel", "deadline", "lost connection"])
-async def test_a_caller_that_goes_away_frees_the_request(engine, end, has_first_token):
+async def test_a_request_is_aborted_when_its_caller_leaves(engine, end, has_first_token):
     async with running_server(SERVICE_NAMES, lambda server: add_services(engine, server)) as (
         _,
         channel,
@@ -169,14 +169,14 @@ async def test_a_caller_that_goes_away_frees_the_request(engine, end, has_first_
         assert not engine.live
 
 
-async def test_a_handoff_that_nobody_was_told_of_is_released(engine):
+async def test_a_handoff_that_was_never_sent_is_released(engine):
     servicer = PrefillServicer(engine)
     messages = servicer.Prefill(prefill_request("r"), None)
     reading = asyncio.ensure_future(anext(messages))
     await admitted(engine)
     engine.emit(drawn(42), handed_over())
     assert (await reading).HasField("result")
-    await messages.aclose()  # as when the router is gone
+    await messages.aclose()  # as when the router has left
     assert engine.released == ["h"]
     assert not engine.aborted
 
@@ -197,7 +197,7 @@ async def test_a_refusal_keeps_its_status(stub, engine):
     assert await status_of(prefill(stub)) == expected
 
 
-async def test_a_foreign_namespace_is_refused_by_both_names(stub, engine):
+async def test_another_namespace_is_refused_with_both_names(stub, engine):
     code, message = await status_of(prefill(stub, namespace=b"\xaa" * 32))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     ours = engine.namespace.hex()[:12]

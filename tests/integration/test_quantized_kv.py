@@ -1,4 +1,4 @@
-"""`--kv-cache-dtype fp8_e4m3`: the same tokens however a prompt is cut, cached, moved or split.
+"""`--kv-cache-dtype fp8_e4m3`: equal tokens however a prompt is chunked, cached, swapped or split.
 
 Each token's KV is rounded separately, so the tokens equal those of `transformers` with a cache
 that rounds each token's K and V in the same way.
@@ -91,7 +91,7 @@ def check_tokens(variant: str, requests: Sequence[EngineRequest], outputs: Outpu
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_are_those_over_a_rounded_cache(variant: str) -> None:
+def test_tokens_equal_those_of_a_rounded_cache(variant: str) -> None:
     core, requests = build(variant), make_requests()
     layout = core.info.layout
     assert layout.dtype == "fp8_e4m3"
@@ -105,7 +105,7 @@ def test_tokens_are_those_over_a_rounded_cache(variant: str) -> None:
 
 @pytest.mark.parametrize("flags", [{"block_size": 16}, {"enable_prefix_caching": False}])
 @pytest.mark.parametrize("chunk_size", [5, 200])
-def test_blocks_and_chunks_change_nothing(chunk_size: int, flags: dict[str, object]) -> None:
+def test_block_and_chunk_sizes_change_no_token(chunk_size: int, flags: dict[str, object]) -> None:
     core = build("llama", max_num_batched_tokens=chunk_size, **flags)
     requests = make_requests()
     check_tokens("llama", requests, run_all(core, requests))
@@ -128,7 +128,7 @@ def test_swapped_requests_continue_where_they_were() -> None:
 
 
 @pytest.mark.parametrize("kind", ["device, eager", "device, graphs"])
-def test_steps_launched_ahead_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_launched_ahead_change_no_token(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kind(kind, monkeypatch)
     core = build("llama", async_scheduling=True)
     requests = make_requests()
@@ -153,7 +153,7 @@ def test_split_equals_whole(variant: str, tmp_path: Path) -> None:
         assert outputs[0].cached_tokens == len(request.spec.prompt_token_ids)
 
 
-def test_a_changed_factor_in_the_store_is_not_attended_to(tmp_path: Path) -> None:
+def test_stored_blocks_with_a_changed_factor_fail_the_request(tmp_path: Path) -> None:
     flags = {"kv_connector": f"file://{tmp_path}/kv"}
     prefill = build("llama", "prefill", **flags)
     decode = build("llama", "decode", kv_load_failure_policy="fail", **flags)
@@ -193,7 +193,7 @@ def test_tiers_of_unlike_types_refuse_each_others_handoffs(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_near_those_over_an_unrounded_cache(variant: str, dtype: str) -> None:
+def test_logits_are_near_those_of_an_unrounded_cache(variant: str, dtype: str) -> None:
     prompt, rest = prompt_of(43, seed=1), prompt_of(6, seed=2)
     steps = [[(0, prompt)], *([(0, [token])] for token in rest)]
     plain, narrow = (

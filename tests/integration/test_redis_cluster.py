@@ -1,4 +1,4 @@
-"""The redis store on a cluster: keys of all servers, slots on the move, servers that stop."""
+"""The redis store on a cluster: keys on all servers, slots that move, servers that stop."""
 
 import os
 import time
@@ -33,8 +33,8 @@ def store(cluster):
 
 
 @pytest.fixture
-def hasty_store(cluster):
-    """A store that has spoken to all servers, and waits for none for long."""
+def short_timeout_store(cluster):
+    """Opens a store with connections to all servers and a short timeout."""
     with closing(open_store(f"{cluster.url}?timeout_s={_TIMEOUT_S}")) as store:
         store.contains_prefix(random_keys(100))
         store.put(random_keys(100), [filled(1, 10)] * 100)
@@ -42,7 +42,7 @@ def hasty_store(cluster):
 
 
 def keys_of(cluster, index, num_keys):
-    """Keys that the server of that index holds."""
+    """Returns keys that the server of that index holds."""
     first, end = 16384 * index // 3, 16384 * (index + 1) // 3
     keys = (os.urandom(32) for _ in range(100 * num_keys))
     return [key for key in keys if first <= key_slot(object_name(key)) < end][:num_keys]
@@ -63,7 +63,7 @@ def test_all_servers_hold_objects(cluster, store):
     assert store.delete(keys) == 60
 
 
-def test_a_look_up_touches_nothing_behind_the_first_missing_key(cluster, store):
+def test_a_lookup_touches_nothing_after_the_first_missing_key(cluster, store):
     keys = random_keys(30)
     present = keys[:10] + keys[11:]
     store.put(present, [filled(1, 10)] * 29)
@@ -109,49 +109,51 @@ def test_objects_are_found_while_their_slot_moves_and_after(cluster, store):
     assert store.delete(list(values)) == 3
 
 
-def test_a_stopped_server_is_unavailable_in_time_and_comes_back(cluster, hasty_store):
+def test_calls_to_a_stopped_server_fail_in_time_and_succeed_once_it_continues(
+    cluster, short_timeout_store
+):
     here, there = keys_of(cluster, 0, 5), keys_of(cluster, 1, 5)
-    hasty_store.put(here + there, [filled(1, 100)] * 10)
+    short_timeout_store.put(here + there, [filled(1, 100)] * 10)
     cluster.servers[0].pause()
     for call in (
-        lambda: hasty_store.contains_prefix(here),
-        lambda: hasty_store.put(here, [filled(2, 1_000_000)] * 5),
-        lambda: read(hasty_store, here[0], 100),
-        lambda: hasty_store.delete(here),
+        lambda: short_timeout_store.contains_prefix(here),
+        lambda: short_timeout_store.put(here, [filled(2, 1_000_000)] * 5),
+        lambda: read(short_timeout_store, here[0], 100),
+        lambda: short_timeout_store.delete(here),
     ):
         started_s = time.monotonic()
         with pytest.raises(StoreUnavailableError):
             call()
         assert time.monotonic() - started_s < _TIMEOUT_S + _SLACK_S
-    await_true(lambda: is_held(hasty_store, there, 5), "others answer")
+    await_true(lambda: is_held(short_timeout_store, there, 5), "the other servers answer")
     cluster.servers[0].resume()
-    await_true(lambda: is_held(hasty_store, here, 5), "it answers again")
+    await_true(lambda: is_held(short_timeout_store, here, 5), "the server answers again")
 
 
-def test_a_stopped_server_is_no_reason_not_to_begin(cluster):
+def test_a_store_opens_while_one_server_is_stopped(cluster):
     cluster.servers[0].pause()
     with closing(open_store(f"{cluster.url}?timeout_s={_TIMEOUT_S}")) as store:
-        await_true(lambda: is_held(store, keys_of(cluster, 1, 5), 0), "others answer")
+        await_true(lambda: is_held(store, keys_of(cluster, 1, 5), 0), "the other servers answer")
     cluster.servers[0].resume()
     with closing(open_store(f"{cluster.url}?timeout_s={_TIMEOUT_S}")) as store:
-        await_true(lambda: is_held(store, keys_of(cluster, 0, 5), 0), "it answers again")
+        await_true(lambda: is_held(store, keys_of(cluster, 0, 5), 0), "the server answers again")
 
 
-def test_a_killed_server_that_returns_is_empty_and_works(cluster, hasty_store):
+def test_a_killed_server_that_returns_is_empty_and_works(cluster, short_timeout_store):
     keys = keys_of(cluster, 2, 5)
-    hasty_store.put(keys, [filled(1, 100)] * 5)
+    short_timeout_store.put(keys, [filled(1, 100)] * 5)
     cluster.servers[2].kill()
     with pytest.raises(StoreUnavailableError):
-        hasty_store.contains_prefix(keys)
+        short_timeout_store.contains_prefix(keys)
     cluster.servers[2].start()
-    await_true(lambda: is_held(hasty_store, keys, 0), "it answers again")
-    hasty_store.put(keys, [filled(2, 100)] * 5)
-    assert read(hasty_store, keys[0], 100) == filled(2, 100).to_bytes()
+    await_true(lambda: is_held(short_timeout_store, keys, 0), "the server answers again")
+    short_timeout_store.put(keys, [filled(2, 100)] * 5)
+    assert read(short_timeout_store, keys[0], 100) == filled(2, 100).to_bytes()
 
 
 @pytest.mark.slow
 def test_the_store_follows_a_failover(tmp_path):
-    """The one that was the primary lives on, and sends elsewhere."""
+    """The former primary stays up and redirects calls."""
     with (
         running_cluster(tmp_path, num_replicas=1) as cluster,
         closing(open_store(f"{cluster.url}?timeout_s=10")) as store,
@@ -168,7 +170,7 @@ def test_the_store_follows_a_failover(tmp_path):
         assert ask(cluster.servers[0], "INFO", "errorstats")["errorstat_MOVED"] == num_redirected
 
 
-def test_one_server_is_no_cluster_and_a_cluster_is_not_one_server(cluster):
+def test_a_url_of_the_other_kind_of_deployment_is_refused(cluster):
     with (
         running_redis_server() as server,
         closing(open_store(server.url.replace("://", "+cluster://"))) as store,
@@ -184,7 +186,7 @@ def test_one_server_is_no_cluster_and_a_cluster_is_not_one_server(cluster):
 
 
 def is_held(store, keys, num_present):
-    """Whether the servers of the keys answer, and say that they hold so many."""
+    """Returns whether the keys' servers answer that they hold that many of them."""
     try:
         return store.contains_prefix(keys) == num_present
     except StoreUnavailableError:

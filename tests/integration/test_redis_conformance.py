@@ -33,7 +33,7 @@ def sentinels(folder):
 @pytest.mark.parametrize("deployment", [tls_and_password, cluster, sentinels])
 def test_every_deployment_conforms(deployment, tmp_path):
     with deployment(tmp_path) as url:
-        # The store's part; the connector on it is tested with the stores that need no deployment.
+        # test_connector_conformance.py runs the connector's tests on a plain server.
         suite = start_suite(url, tmp_path / "suite", "-k", "not test_connector")
         try:
             output, _ = suite.communicate(timeout=3 * SUITE_DEADLINE_S)  # a busy machine

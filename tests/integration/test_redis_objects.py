@@ -1,4 +1,4 @@
-"""How objects lie in a Redis server: large ones in parts that are there together or not at all."""
+"""How objects are stored in a Redis server: large ones in parts, all of which must be present."""
 
 import os
 from contextlib import closing
@@ -34,7 +34,7 @@ def client(redis_server):
 
 @pytest.fixture
 def large(store):
-    """The key and the bytes of a large object that the store holds."""
+    """Returns the key and the bytes of a large object that the store holds."""
     (key,) = random_keys(1)
     value = os.urandom(_LARGE_BYTES)
     store.put([key], [as_object(value)])
@@ -43,7 +43,7 @@ def large(store):
 
 @pytest.fixture
 def run(redis_server):
-    """Sends commands as a store does that might die after any of them."""
+    """Yields a function that sends commands as a store does, which may die after any of them."""
     url, deadline = RedisUrl.parse(redis_server.url), CallDeadline()
     with closing(open_servers(url, deadline)) as servers, deadline.within(30):
         yield lambda commands: run_commands(servers, commands)
@@ -84,18 +84,18 @@ def test_small_and_large_objects_share_a_batch(store):
 
 
 @pytest.mark.parametrize("field", ["head", 0, 2])
-def test_a_lost_part_is_a_missing_object(store, client, large, field):
+def test_an_object_that_lost_a_part_is_missing(store, client, large, field):
     key, _ = large
     client.hdel(object_name(key), field)
     assert read(store, key, _LARGE_BYTES) is GetStatus.MISSING
 
 
 @pytest.mark.parametrize("num_bytes", [100, 5_000_000, _LARGE_BYTES - 1, _LARGE_BYTES + 1])
-def test_a_large_object_has_another_size(store, large, num_bytes):
+def test_a_large_object_read_with_another_size_has_the_wrong_size(store, large, num_bytes):
     assert read(store, large[0], num_bytes) is GetStatus.WRONG_SIZE
 
 
-def test_a_small_object_is_not_a_large_one(store):
+def test_a_small_object_read_as_a_large_one_has_the_wrong_size(store):
     (key,) = random_keys(1)
     store.put([key], [filled(1, 100)])
     assert read(store, key, _LARGE_BYTES) is GetStatus.WRONG_SIZE
@@ -103,7 +103,7 @@ def test_a_small_object_is_not_a_large_one(store):
 
 
 def test_parts_of_two_objects_are_never_mixed():
-    """What a read gets whose object is deleted and put anew between its commands."""
+    """A read gets these replies if its object is deleted and put again between its commands."""
     size = _LARGE_BYTES.to_bytes(8, "little")
     parts = [3_000_001, 3_000_001, 2_999_999]
     buffer = blank(_LARGE_BYTES)
@@ -122,10 +122,10 @@ def test_the_first_writer_of_a_large_object_wins(run, store, client, large):
     assert run([late.commit_command(3_600_000)]) == [1]
     assert read(store, key, _LARGE_BYTES) == value
     assert client.keys() == [object_name(key)]
-    assert client.pttl(object_name(key)) > 3_500_000, "the late put did not touch it"
+    assert client.pttl(object_name(key)) > 3_500_000, "the late put did not touch the object"
 
 
-def test_a_writer_that_dies_leaves_nothing_to_see_and_nothing_for_long(run, store, client):
+def test_parts_of_a_writer_that_dies_are_invisible_and_expire(run, store, client):
     (key,) = random_keys(1)
     staged = StagedObject(object_name(key), filled(1, _LARGE_BYTES))
     for num_sent in range(1, 9):
@@ -136,7 +136,7 @@ def test_a_writer_that_dies_leaves_nothing_to_see_and_nothing_for_long(run, stor
     assert 0 < client.pttl(name) <= 60_000
 
 
-def test_parts_evicted_before_the_commit_are_no_object(run, store, client):
+def test_a_commit_after_parts_were_evicted_makes_no_object(run, store, client):
     (key,) = random_keys(1)
     staged = StagedObject(object_name(key), filled(1, _LARGE_BYTES))
     first, second = list(staged.put_commands(60_000))[:4], list(staged.put_commands(60_000))[4:]
@@ -161,7 +161,7 @@ def test_a_large_object_is_touched_as_a_whole(store, client, large):
         assert client.pttl(object_name(key)) > 3_500_000
 
 
-def test_a_full_server_keeps_no_half_of_an_object():
+def test_a_full_server_keeps_no_partial_object():
     with (
         running_redis_server("--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server,
         closing(open_store(f"{server.url}?timeout_s=30")) as store,

@@ -1,4 +1,4 @@
-"""The redis store behind sentinels: it follows the master, and hangs on none of them."""
+"""The redis store behind sentinels: it follows the master, and no stopped server blocks it."""
 
 import os
 import time
@@ -32,7 +32,7 @@ def store(deployment):
 
 
 def works(store, keys, values):
-    """Puts objects and reads them back, if the store is there."""
+    """Puts objects and reads them back; returns whether that succeeds."""
     try:
         store.put(keys, values)
         return [
@@ -54,8 +54,8 @@ def test_the_store_follows_the_master(deployment, store):
     assert time.monotonic() - started_s < _TIMEOUT_S + _SLACK_S
     await_true(lambda: works(store, random_keys(1), values[:1]), "the store has a new master")
     assert ask(deployment.replica, "ROLE")[0] == b"master"
-    assert store.contains_prefix(keys) == 2, "what was replicated is there"
-    deployment.master.start()  # and takes itself for the master until a sentinel sees it
+    assert store.contains_prefix(keys) == 2, "the replicated objects are found"
+    deployment.master.start()  # it acts as a master until a sentinel finds it
     new_keys = random_keys(2)
     assert works(store, new_keys, values)
     names = [object_name(key) for key in new_keys]
@@ -63,19 +63,19 @@ def test_the_store_follows_the_master(deployment, store):
 
 
 @pytest.mark.slow
-def test_a_master_that_is_demoted_under_the_store_is_left(deployment, store):
-    """Without a crash: its connections live on, and it would answer reads."""
+def test_the_store_leaves_a_demoted_master(deployment, store):
+    """Without a crash the connections stay open, and the old master would answer reads."""
     (key,) = random_keys(1)
     assert works(store, [key], [filled(1, 100)])
     deployment.await_replicated()
     ask(deployment.sentinels[0], "SENTINEL", "FAILOVER", "kv")
-    await_true(lambda: ask(deployment.master, "ROLE")[0] == b"slave", "the old one obeys")
+    await_true(lambda: ask(deployment.master, "ROLE")[0] == b"slave", "the old master is demoted")
     await_true(lambda: works(store, random_keys(1), [filled(1, 100)]), "the store has a new master")
     assert read(store, key, 100) == filled(1, 100).to_bytes()
 
 
 @pytest.mark.slow
-def test_a_stopped_sentinel_is_passed_over(deployment):
+def test_a_stopped_sentinel_is_skipped(deployment):
     deployment.sentinels[0].pause()
     started_s = time.monotonic()
     with closing(open_store(f"{deployment.url}?timeout_s={_TIMEOUT_S}")) as store:
@@ -85,7 +85,7 @@ def test_a_stopped_sentinel_is_passed_over(deployment):
 
 
 @pytest.mark.slow
-def test_sentinels_that_do_not_know_the_service_are_unavailable(deployment):
+def test_a_service_that_sentinels_do_not_know_is_unavailable(deployment):
     url = deployment.url.replace("/kv/", "/other/")
     with (
         closing(open_store(url)) as store,
@@ -94,7 +94,7 @@ def test_sentinels_that_do_not_know_the_service_are_unavailable(deployment):
         store.contains_prefix(random_keys(1))
 
 
-def test_sentinels_have_a_password_of_their_own(tmp_path):
+def test_sentinels_have_their_own_password(tmp_path):
     with running_redis_server("--requirepass", "data") as master:
         config = tmp_path / "sentinel.conf"
         config.write_text(

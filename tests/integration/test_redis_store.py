@@ -1,4 +1,4 @@
-"""The redis store when the server is slow, stopped, gone, back, full, locked or behind TLS."""
+"""The redis store when its server is slow, stopped, absent, restarted, full, locked or uses TLS."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def store(redis_server):
 
 
 def every_call(store):
-    """Each method that asks the server, as a call without arguments."""
+    """Returns each method that calls the server, as a function without arguments."""
     keys = random_keys(3)
     return [
         lambda: store.put(keys, [filled(1, 4_000_000)] * 3),
@@ -47,7 +47,7 @@ def assert_unavailable_in_time(call):
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
-def test_a_stopped_server_is_unavailable_in_time(redis_server, store, is_connected):
+def test_calls_to_a_stopped_server_fail_in_time(redis_server, store, is_connected):
     if is_connected:
         store.put(random_keys(1), [filled(1, 100)])
     redis_server.pause()
@@ -56,7 +56,7 @@ def test_a_stopped_server_is_unavailable_in_time(redis_server, store, is_connect
     redis_server.resume()
 
 
-def test_many_threads_before_a_stopped_server_all_end(redis_server, store):
+def test_calls_of_many_threads_to_a_stopped_server_fail_in_time(redis_server, store):
     redis_server.pause()
     with ThreadPoolExecutor(24) as pool:
         started_s = time.monotonic()
@@ -67,7 +67,7 @@ def test_many_threads_before_a_stopped_server_all_end(redis_server, store):
     redis_server.resume()
 
 
-def test_the_store_works_again_when_a_stopped_server_does(redis_server, store):
+def test_the_store_works_again_once_a_stopped_server_continues(redis_server, store):
     (key,) = random_keys(1)
     store.put([key], [filled(1, 100)])
     redis_server.pause()
@@ -90,7 +90,7 @@ def test_the_store_works_again_when_a_killed_server_returns(redis_server, store)
     assert store.contains_prefix([key]) == 1
 
 
-def test_a_server_that_is_not_there_is_no_reason_not_to_open(store):
+def test_a_store_opens_without_its_server(store):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         with closing(open_store(f"redis://127.0.0.1:{unused.getsockname()[1]}/0")) as absent:
@@ -98,14 +98,14 @@ def test_a_server_that_is_not_there_is_no_reason_not_to_open(store):
                 assert_unavailable_in_time(call)
 
 
-def test_a_peer_that_never_answers_is_unavailable_in_time():
+def test_a_call_to_a_peer_that_never_answers_fails_in_time_without_a_retry():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with closing(open_store(f"redis://127.0.0.1:{port}/0?timeout_s={_TIMEOUT_S}")) as store:
             assert_unavailable_in_time(lambda: store.contains_prefix(random_keys(1)))
         silent.setblocking(False)
         silent.accept()[0].close()
-        with pytest.raises(BlockingIOError):  # one connection: nothing was tried again
+        with pytest.raises(BlockingIOError):  # there was one connection: the call was not retried
             silent.accept()
 
 
@@ -133,8 +133,8 @@ def test_a_full_server_that_does_not_evict_is_unavailable():
         assert store.contains_prefix(keys) < 40
 
 
-def test_a_replica_answers_nothing(redis_server, store):
-    """It has what a master had, for a while; and what is read is to be touched."""
+def test_every_call_to_a_replica_fails(redis_server, store):
+    """A replica's objects may be outdated, and a read could not touch them."""
     (key,) = random_keys(1)
     store.put([key], [filled(1, 100)])
     ask(redis_server, "REPLICAOF", "127.0.0.1", free_port())
@@ -142,7 +142,7 @@ def test_a_replica_answers_nothing(redis_server, store):
     for call in every_call(store):
         assert_unavailable_in_time(call)
     received = ask(redis_server, "INFO")["total_connections_received"] - before
-    assert received >= 4, "it stays connected, and would not ask sentinels who the master is"
+    assert received >= 4, "the store stays connected, and would not look for the master"
     ask(redis_server, "REPLICAOF", "NO", "ONE")
     assert read(store, key, 100) == filled(1, 100).to_bytes()
 
@@ -168,14 +168,14 @@ def test_objects_of_an_existing_key_are_not_sent_again(redis_server, store):
 def test_a_prefix_lookup_is_one_command(redis_server, store):
     keys = random_keys(500)
     store.put(keys, [filled(1, 10)] * 500)
-    store.contains_prefix(keys)  # the first call teaches the server the script
+    store.contains_prefix(keys)  # the first call loads the script into the server
     with Redis.from_url(redis_server.url) as client:
         before = client.info("commandstats")["cmdstat_eval"]["calls"]
         assert store.contains_prefix(keys) == 500
         assert client.info("commandstats")["cmdstat_eval"]["calls"] == before + 1
 
 
-def test_a_look_up_renews_the_expiry_of_what_it_counts(redis_server, store):
+def test_a_lookup_renews_the_expiry_of_the_objects_it_counts(redis_server, store):
     counted, missing, behind = random_keys(3)
     store.put([counted, behind], [filled(1, 10)] * 2)
     with Redis.from_url(redis_server.url) as client:
@@ -197,14 +197,14 @@ def test_keys_carry_the_prefix_and_an_expiry(redis_server, store):
 
 @pytest.fixture
 def tls_server(tmp_path):
-    """A server that wants a password, TLS and a client's certificate; that certificate; its URL."""
+    """Yields a certificate and the URL of a server that requires it, a password and TLS."""
     certificate, port = make_certificate(tmp_path), free_port()
     arguments = certificate.server_arguments(port, clients=True)
     with running_redis_server(*arguments, "--requirepass", "p@ss"):
         yield certificate, f"rediss://:p%40ss@127.0.0.1:{port}/0?timeout_s=10"
 
 
-def test_tls_is_spoken_and_both_sides_checked(tls_server):
+def test_tls_is_used_and_both_sides_are_checked(tls_server):
     certificate, url = tls_server
     files = f"&cert_file={certificate.path}&key_file={certificate.key}"
     (key,) = random_keys(1)
@@ -219,7 +219,7 @@ def test_tls_is_spoken_and_both_sides_checked(tls_server):
             assert store.delete([key]) == 1
 
 
-def test_the_environments_authority_is_trusted(tmp_path, monkeypatch):
+def test_the_certificate_authority_of_the_environment_is_trusted(tmp_path, monkeypatch):
     certificate, port = make_certificate(tmp_path), free_port()
     monkeypatch.setenv("SSL_CERT_FILE", certificate.path)
     with (

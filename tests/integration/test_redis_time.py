@@ -1,4 +1,4 @@
-"""A call on the redis store ends in time whatever a server sends; late bytes harm no other call."""
+"""Calls of the redis store end in time whatever a server sends; late bytes affect no other call."""
 
 import os
 import socket
@@ -16,23 +16,23 @@ from tests.support.redis_server import await_true
 pytestmark = pytest.mark.alone
 
 _TIMEOUT_S = 0.4
-_SLACK_S = 1.5  # a busy machine; a call that waits anew for every byte takes minutes
+_SLACK_S = 1.5  # a busy machine; a call whose timeout restarts with every byte takes minutes
 _TRICKLE_S = 0.02
 _OK = b"+OK\r\n"
 _OLD = b"$3\r\nold\r\n"
 
 
 class ScriptedServer:
-    """Answers each command by its name, as far as the script goes.
+    """A server that answers each command by its name until the script has no more answers.
 
     Args:
-        greeting: what each new connection gets, a byte at a time.
-        answers: of commands' names, for a connection's first, second and so on such command.
-            After a `|`, a byte at a time.
+        greeting: sent to each new connection, a byte at a time.
+        answers: by command name, the replies to a connection's first, second and so on such
+            command. The part after a `|` is sent a byte at a time.
 
     Attributes:
         port: on 127.0.0.1.
-        num_connections: that it accepted.
+        num_connections: accepted so far.
     """
 
     def __init__(self, greeting: bytes = b"", **answers: list[bytes]) -> None:
@@ -83,8 +83,8 @@ class ScriptedServer:
 
 
 @contextmanager
-def store_before(scheme="redis", login="", path="", **script):
-    """A store of a server with that script, and the server."""
+def scripted_store(scheme="redis", login="", path="", **script):
+    """Yields a store and its server, which follows the script."""
     with ExitStack() as stack:
         server = stack.enter_context(closing(ScriptedServer(**script)))
         url = f"{scheme}://{login}127.0.0.1:{server.port}{path}?timeout_s={_TIMEOUT_S}"
@@ -98,7 +98,7 @@ def assert_unavailable_in_time(call):
     assert time.monotonic() - started_s < _TIMEOUT_S + _SLACK_S
 
 
-def a_get(store, num_bytes=100_000):
+def get_call(store, num_bytes=100_000):
     return lambda: store.get_into(random_keys(1), [blank(num_bytes)])
 
 
@@ -115,9 +115,9 @@ _MUCH = b"x" * 1000
         pytest.param("user:password@", {"AUTH": [b"|+" + _MUCH]}, id="log-in"),
     ],
 )
-def test_a_trickling_server_is_unavailable_in_time(login, script):
-    with store_before(login=login, **script) as (store, _):
-        assert_unavailable_in_time(a_get(store))
+def test_a_call_to_a_trickling_server_fails_in_time(login, script):
+    with scripted_store(login=login, **script) as (store, _):
+        assert_unavailable_in_time(get_call(store))
 
 
 @pytest.mark.parametrize(
@@ -128,41 +128,41 @@ def test_a_trickling_server_is_unavailable_in_time(login, script):
         ("redis+sentinel", "/kv", {"CLIENT": [_OK, _OK], "MASTERS": [b"|*" + b"1" * 1000]}),
     ],
 )
-def test_a_trickling_peer_of_another_kind_is_unavailable_in_time(scheme, path, script):
-    with store_before(scheme, path=path, **script) as (store, _):
-        assert_unavailable_in_time(a_get(store))
+def test_a_call_to_a_trickling_deployment_of_another_kind_fails_in_time(scheme, path, script):
+    with scripted_store(scheme, path=path, **script) as (store, _):
+        assert_unavailable_in_time(get_call(store))
 
 
 @pytest.mark.parametrize(
     "reply", [b"!\r\n", b"$x\r\n", b"*1\r\n" * 50, b"$-7\r\n!", b"-LOADING wait\r\n", b":1"]
 )
-def test_a_server_that_talks_nonsense_is_unavailable(reply):
+def test_a_server_with_malformed_replies_is_unavailable(reply):
     keys = random_keys(2)
-    with store_before(CLIENT=[_OK, _OK], GETEX=[reply]) as (store, _):
+    with scripted_store(CLIENT=[_OK, _OK], GETEX=[reply]) as (store, _):
         assert_unavailable_in_time(lambda: store.get_into(keys, [blank(9), blank(9)]))
 
 
-def test_what_a_call_left_unread_is_not_the_next_calls_answer():
-    with store_before(CLIENT=[_OK, _OK], GETEX=[_OLD]) as (store, server):
+def test_a_reply_that_a_call_left_unread_does_not_answer_the_next_call():
+    with scripted_store(CLIENT=[_OK, _OK], GETEX=[_OLD]) as (store, server):
         assert_unavailable_in_time(lambda: store.get_into(random_keys(2), [blank(3)] * 2))
         assert server.num_connections == 1
         assert read(store, random_keys(1)[0], 3) == b"old"
         assert server.num_connections == 2
 
 
-def test_an_unasked_reply_is_not_taken_for_an_answer():
-    with store_before(CLIENT=[_OK, _OK], GETEX=[_OLD + _OLD]) as (store, server):
+def test_an_unrequested_reply_does_not_answer_the_next_call():
+    with scripted_store(CLIENT=[_OK, _OK], GETEX=[_OLD + _OLD]) as (store, server):
         assert read(store, random_keys(1)[0], 3) == b"old"
         assert read(store, random_keys(1)[0], 3) == b"old"
         assert server.num_connections == 2
 
 
-def test_a_call_waits_no_longer_for_its_turn(redis_server):
+def test_the_wait_for_a_connection_counts_towards_the_timeout(redis_server):
     url = f"{redis_server.url}?timeout_s={_TIMEOUT_S}&max_connections=1"
     with closing(open_store(url)) as store:
         redis_server.pause()
         threads = [
-            threading.Thread(target=assert_unavailable_in_time, args=(a_get(store),))
+            threading.Thread(target=assert_unavailable_in_time, args=(get_call(store),))
             for _ in range(6)
         ]
         for thread in threads:
@@ -174,8 +174,8 @@ def test_a_call_waits_no_longer_for_its_turn(redis_server):
         await_true(lambda: read(store, bytes(32), 3) is GetStatus.MISSING, "the store works")
 
 
-def test_a_connection_serves_calls_of_all_kinds_in_turn(redis_server):
-    """Errors as answers leave the connection in order."""
+def test_a_connection_serves_all_kinds_of_calls_one_after_another(redis_server):
+    """Error replies leave the connection usable."""
     keys = random_keys(2)
     value = os.urandom(9_000_000)
     with closing(open_store(f"{redis_server.url}?timeout_s=30&max_connections=1")) as store:

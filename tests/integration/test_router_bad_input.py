@@ -1,4 +1,4 @@
-"""Bad input on the wire: each one INVALID_ARGUMENT, by name, and nothing reaches a worker."""
+"""Bad input is refused as INVALID_ARGUMENT with the field's name, and never reaches a worker."""
 
 import grpc
 import pytest
@@ -44,8 +44,8 @@ BAD_REQUESTS = [
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
-async def test_bad_requests(method):
-    # The model's limit is above the pool's for the one prompt, and below it for the other.
+async def test_bad_fields_are_refused_by_name(method):
+    # A prompt of 60 tokens exceeds the model's limit, and one of 48 only the pool's.
     decode = FakeDecode([50] * 100, max_model_len=60, num_blocks=12)
     async with running_workers(decode), running_router(decode) as router:
         call = getattr(router.stub, method)
@@ -54,16 +54,16 @@ async def test_bad_requests(method):
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, message
             assert error.details().startswith(message)
         assert not decode.starts
-        # The router is none the worse for it.
+        # The router still serves requests.
         responses = await router.generate(request(PROMPT_IDS, max_tokens=2))
         assert len(responses) == 2
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Tokenize", "GetModel"])
-async def test_bytes_that_are_no_message(method):
-    """Field 2 is a string in each of these requests; field 1 of GetModel is."""
+async def test_malformed_messages_are_refused(method):
+    """Field 1 of GetModel's request is a string, and field 2 of the other requests."""
     field = 1 if method == "GetModel" else 2
-    bad_bytes = (bytes([field << 3 | 2, 2, 0xC3, 0x28]), b"\x0a\xff")  # not UTF-8; torn
+    bad_bytes = (bytes([field << 3 | 2, 2, 0xC3, 0x28]), b"\x0a\xff")  # invalid UTF-8; truncated
     decode = FakeDecode([50] * 100)
     async with running_workers(decode), running_router(decode) as router:
         path = f"/baton.v1.GenerationService/{method}"
@@ -98,7 +98,7 @@ async def test_other_methods_name_their_fields_too():
             assert error.details().startswith(field)
 
 
-async def test_no_two_running_requests_share_an_id_and_their_number_is_bounded():
+async def test_a_duplicate_id_and_one_request_too_many_are_refused():
     decode = FakeDecode([50] * 100, pause_after=1)
     async with (
         running_workers(decode),

@@ -1,4 +1,4 @@
-"""Replicas that die, refuse or hang, clients that leave: tokens or a typed error, always."""
+"""Replicas that die, refuse or hang, and clients that leave: always tokens or a typed error."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ async def failed_call(call) -> grpc.aio.AioRpcError:
 
 
 @pytest.mark.parametrize("has_prefill", [True, False])
-async def test_request_resumes_where_a_lost_decode_replica_left_it(has_prefill):
+async def test_a_request_resumes_where_a_lost_decode_replica_left_off(has_prefill):
     first, second = FakeDecode(SCRIPT, pause_after=7), FakeDecode(SCRIPT, pause_after=7)
     prefills = [FakePrefill(SCRIPT)] if has_prefill else []
     workers = (*prefills, first, second)
@@ -47,41 +47,41 @@ async def test_request_resumes_where_a_lost_decode_replica_left_it(has_prefill):
             responses.append(response)
             if len(token_ids_of(responses)) == 7:
                 dying = first if first.starts else second
-                heir = second if first.starts else first
-                heir.resume()
+                survivor = second if first.starts else first
+                survivor.resume()
                 await dying.stop()
     assert token_ids_of(responses) == SCRIPT[:20]
     assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
     assert responses[-1].usage.completion_tokens == 20
-    (begun,), (resumed,) = dying.starts, heir.starts
+    (begun,), (resumed,) = dying.starts, survivor.starts
     assert given_tokens(resumed) == {0: SCRIPT[:7]}
     assert resumed.spec.sampling == begun.spec.sampling
     assert resumed.spec.stopping.max_tokens == 20
     assert resumed.spec.request_id == f"{begun.spec.request_id}/1"
     assert client_id_of(resumed.spec.request_id) == "r"
-    # The partial tail went with the release that followed the first tokens.
+    # The handoff was released after the first tokens, and its partial tail with it.
     assert not resumed.HasField("handoff")
 
 
-async def test_handoff_is_passed_on_when_decode_dies_before_loading_it():
+async def test_the_handoff_is_sent_to_another_replica_if_decode_dies_before_loading_it():
     prefill = FakePrefill(SCRIPT)
     decodes = FakeDecode(SCRIPT, pause_after=0), FakeDecode(SCRIPT, pause_after=0)
     workers = (prefill, *decodes)
     async with running_workers(*workers), running_router(*workers) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=5)))
         dying = await first_of(decodes, lambda decode: decode.starts)
-        heir = other_of(decodes, dying)
-        heir.resume()
+        survivor = other_of(decodes, dying)
+        survivor.resume()
         await dying.stop()
         responses = await task
         await prefill.changes.until(lambda: prefill.released)
     assert token_ids_of(responses) == SCRIPT[:5]
-    assert heir.starts[0].handoff == dying.starts[0].handoff
-    assert given_tokens(heir.starts[0]) == {0: SCRIPT[:1]}
+    assert survivor.starts[0].handoff == dying.starts[0].handoff
+    assert given_tokens(survivor.starts[0]) == {0: SCRIPT[:1]}
     assert len(prefill.released) == 1
 
 
-async def test_resume_waits_for_a_replica_that_restarts_at_the_same_address():
+async def test_a_request_resumes_on_a_replica_that_restarts_at_the_same_address():
     old = FakeDecode(SCRIPT, pause_after=5)
     async with running_workers(old), running_router(old) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=12)))
@@ -94,7 +94,7 @@ async def test_resume_waits_for_a_replica_that_restarts_at_the_same_address():
     assert given_tokens(new.starts[0]) == {0: SCRIPT[:5]}
 
 
-async def test_stream_that_the_worker_cancels_is_not_taken_for_our_own_cancel():
+async def test_a_stream_that_the_worker_cancels_is_opened_again():
     decode = FakeDecode(SCRIPT, pause_after=3)
     async with running_workers(decode), running_router(decode) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=6)))
@@ -105,7 +105,7 @@ async def test_stream_that_the_worker_cancels_is_not_taken_for_our_own_cancel():
     assert decode.num_connects == 2
 
 
-async def test_losing_the_last_decode_replica_is_unavailable_in_time():
+async def test_requests_fail_in_time_when_the_last_decode_replica_is_lost():
     decode = FakeDecode(SCRIPT, pause_after=5)
     async with running_workers(decode), running_router(decode, resume_timeout_s=0.2) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=12)))
@@ -114,12 +114,12 @@ async def test_losing_the_last_decode_replica_is_unavailable_in_time():
         error = await failed_call(task)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert "no other can continue" in error.details()
-        # New requests need not wait to know.
+        # New requests fail without a wait.
         error = await failed_call(router.generate(request()))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_requests_of_an_engine_that_stops_go_on_elsewhere():
+async def test_requests_of_a_stopped_engine_continue_on_another_replica():
     decodes = [FakeDecode(SCRIPT, pause_after=7) for _ in range(2)]
     async with running_workers(*decodes), running_router(*decodes) as router:
         tasks = [
@@ -127,24 +127,24 @@ async def test_requests_of_an_engine_that_stops_go_on_elsewhere():
             for i in range(6)
         ]
         dying = await first_of(decodes, lambda decode: decode.num_sent)
-        heir = other_of(decodes, dying)
-        heir.resume()
+        survivor = other_of(decodes, dying)
+        survivor.resume()
         dying.fail_running(UnavailableError("the engine of this replica has stopped"))
         for responses in await asyncio.gather(*tasks):
             assert token_ids_of(responses) == SCRIPT[:20]
 
 
-async def test_tokens_that_come_with_an_error_are_neither_lost_nor_repeated():
+async def test_tokens_sent_with_an_error_are_neither_lost_nor_repeated():
     """A lagging router gets a request's last tokens and its end as one output."""
     decodes = [FakeDecode(SCRIPT, pause_after=5) for _ in range(2)]
     async with running_workers(*decodes), running_router(*decodes) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=12)))
         dying = await first_of(decodes, lambda decode: decode.num_sent == 5)
-        heir = other_of(decodes, dying)
-        heir.resume()
+        survivor = other_of(decodes, dying)
+        survivor.resume()
         dying.fail_running(UnavailableError("has stopped"), token_ids=SCRIPT[5:8])
         assert token_ids_of(await task) == SCRIPT[:12]
-    assert given_tokens(heir.starts[0]) == {0: SCRIPT[:8]}
+    assert given_tokens(survivor.starts[0]) == {0: SCRIPT[:8]}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ async def test_tokens_that_come_with_an_error_are_neither_lost_nor_repeated():
     [UnavailableError("drains"), ResourceExhaustedError("queue full")],
     ids=lambda error: error.code,
 )
-async def test_begun_stream_that_is_refused_waits_for_a_replica(refusal):
+async def test_a_stream_refused_after_its_first_token_waits_for_another_replica(refusal):
     prefill, refusing = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
     late = FakeDecode(SCRIPT)
     async with running_workers(prefill, refusing, late):
@@ -169,7 +169,7 @@ async def test_begun_stream_that_is_refused_waits_for_a_replica(refusal):
     assert len(refusing.starts) == 1
 
 
-async def test_begun_stream_that_none_takes_in_time_is_unavailable():
+async def test_a_stream_that_no_replica_accepts_in_time_is_unavailable():
     prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
     decode.refusal = UnavailableError("this replica takes no new requests")
     workers = (prefill, decode)
@@ -179,7 +179,7 @@ async def test_begun_stream_that_none_takes_in_time_is_unavailable():
     assert "no other can continue" in error.details()
 
 
-async def test_engines_that_keep_stopping_under_a_request_abort_it():
+async def test_a_request_is_aborted_when_several_engines_stop_under_it():
     decodes = [FakeDecode(SCRIPT, pause_after=0) for _ in range(5)]
     async with running_workers(*decodes), running_router(*decodes) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=12)))
@@ -192,7 +192,7 @@ async def test_engines_that_keep_stopping_under_a_request_abort_it():
     assert error.code() is grpc.StatusCode.ABORTED
 
 
-async def test_failed_request_is_tried_once_more_elsewhere():
+async def test_a_failed_request_is_retried_once_on_another_replica():
     decodes = [FakeDecode(SCRIPT, pause_after=3) for _ in range(3)]
     async with running_workers(*decodes), running_router(*decodes) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=6)))
@@ -209,7 +209,7 @@ async def test_failed_request_is_tried_once_more_elsewhere():
     assert sum(len(decode.starts) for decode in decodes) == 4
 
 
-async def test_request_that_outlives_its_replicas_is_aborted():
+async def test_a_request_that_loses_several_replicas_is_aborted():
     decodes = [FakeDecode(SCRIPT, pause_after=1) for _ in range(4)]
     async with running_workers(*decodes), running_router(*decodes) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=12)))
@@ -220,7 +220,7 @@ async def test_request_that_outlives_its_replicas_is_aborted():
     assert error.code() is grpc.StatusCode.ABORTED
 
 
-async def test_frozen_replica_is_noticed_and_its_requests_resume(monkeypatch):
+async def test_requests_of_a_frozen_replica_resume_on_another(monkeypatch):
     monkeypatch.setattr(replica_module, "_PROBE_INTERVAL_S", 0.1)
     monkeypatch.setattr(replica_module, "_PROBE_TIMEOUT_S", 0.3)
     decodes = [FakeDecode(SCRIPT, pause_after=3) for _ in range(2)]
@@ -236,23 +236,23 @@ async def test_frozen_replica_is_noticed_and_its_requests_resume(monkeypatch):
 # Prefill replicas that are lost.
 
 
-async def test_another_prefill_replica_is_asked_when_one_dies():
+async def test_another_prefill_replica_computes_the_prompt_when_one_dies():
     prefills = FakePrefill(SCRIPT, hold=True), FakePrefill(SCRIPT, hold=True)
     decode = FakeDecode(SCRIPT)
     workers = (*prefills, decode)
     async with running_workers(*workers), running_router(*workers) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=6)))
         dying = await first_of(prefills, lambda prefill: prefill.requests)
-        heir = other_of(prefills, dying)
+        survivor = other_of(prefills, dying)
         await dying.stop()
-        await heir.changes.until(lambda: heir.requests)
-        heir.answer()
+        await survivor.changes.until(lambda: survivor.requests)
+        survivor.answer()
         responses = await task
     assert token_ids_of(responses) == SCRIPT[:6]
     assert decode.starts[0].HasField("handoff")
 
 
-async def test_another_prefill_replica_is_asked_when_one_freezes(monkeypatch):
+async def test_another_prefill_replica_computes_the_prompt_when_one_freezes(monkeypatch):
     monkeypatch.setattr(replica_module, "_PROBE_INTERVAL_S", 0.1)
     monkeypatch.setattr(replica_module, "_PROBE_TIMEOUT_S", 0.3)
     prefills = [FakePrefill(SCRIPT, hold=True) for _ in range(2)]
@@ -289,7 +289,7 @@ async def test_decode_computes_the_prompt_when_no_prefill_replica_can(refusal):
     assert [len(prefill.requests) for prefill in prefills] == [1, 1]
 
 
-async def test_what_prefill_says_of_the_request_itself_reaches_the_client():
+async def test_prefills_error_about_the_request_itself_reaches_the_client():
     prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
     prefill.refusal = InvalidArgumentError("top_p is 7; it must be in (0, 1]")
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
@@ -299,7 +299,7 @@ async def test_what_prefill_says_of_the_request_itself_reaches_the_client():
     assert not decode.starts
 
 
-async def test_prompt_too_large_for_prefill_pools_is_computed_on_decode():
+async def test_decode_computes_a_prompt_too_large_for_prefill_pools():
     prefill, decode = FakePrefill(SCRIPT, num_blocks=5), FakeDecode(SCRIPT)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         responses = await router.generate(request(max_tokens=6))
@@ -310,7 +310,7 @@ async def test_prompt_too_large_for_prefill_pools_is_computed_on_decode():
 # Replicas that refuse.
 
 
-async def test_refusing_decode_replica_is_passed_over():
+async def test_a_refusing_decode_replica_is_skipped():
     decodes = [FakeDecode(SCRIPT) for _ in range(2)]
     async with running_workers(*decodes), running_router(*decodes) as router:
         decodes[0].refusal = UnavailableError("drains")
@@ -321,7 +321,7 @@ async def test_refusing_decode_replica_is_passed_over():
     assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
-async def test_failure_of_one_request_on_decode_reaches_its_client():
+async def test_the_failure_of_a_request_on_decode_reaches_its_client():
     decode = FakeDecode(SCRIPT)
     decode.refusal = InternalError("not a number")
     async with running_workers(decode), running_router(decode) as router:
@@ -329,7 +329,7 @@ async def test_failure_of_one_request_on_decode_reaches_its_client():
     assert error.code() is grpc.StatusCode.INTERNAL
 
 
-async def test_draining_replica_gets_no_new_work_and_ends_its_own():
+async def test_a_draining_replica_gets_no_new_requests_and_finishes_its_own():
     draining, other = FakeDecode(SCRIPT, pause_after=3), FakeDecode(SCRIPT)
     async with running_workers(draining), running_router(draining) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=6)))
@@ -344,7 +344,7 @@ async def test_draining_replica_gets_no_new_work_and_ends_its_own():
     assert not other.starts
 
 
-async def test_a_result_without_outputs_is_a_replicas_failure(caplog):
+async def test_a_result_without_outputs_counts_as_the_replicas_failure(caplog):
     class EmptyPrefill(FakePrefill):
         def _result(self, request):
             return prefill_pb2.PrefillResult()
@@ -405,7 +405,7 @@ async def test_client_deadline_frees_every_tier():
         await prefill.changes.until(lambda: prefill.released)
 
 
-async def test_client_that_never_reads_is_ended_at_the_deadline():
+async def test_a_call_whose_client_never_reads_ends_at_the_deadline():
     script = [50] * 4000
     decode = FakeDecode(script)
     async with running_workers(decode), running_router(decode, default_timeout_s=1.0) as router:
@@ -437,11 +437,11 @@ async def read_to_end(call) -> None:
         pass
 
 
-# All at once.
+# Many failures at once.
 
 
 async def test_streams_survive_workers_that_keep_restarting():
-    """Sixty streams while workers of both tiers die and return at their addresses."""
+    """Sixty streams run while workers of both tiers die and restart at their addresses."""
     prefills = [FakePrefill(SCRIPT) for _ in range(2)]
     decodes = [FakeDecode(SCRIPT, pause_after=20) for _ in range(3)]
     async with running_workers(*prefills, *decodes) as stack:
@@ -462,7 +462,7 @@ async def test_streams_survive_workers_that_keep_restarting():
 
 
 async def restarted(worker, stack):
-    """A successor at the same address; decode goes no further than the others."""
+    """Replaces a worker at its address; a new decode worker pauses where the old one did."""
     await worker.stop()
     successor = type(worker)(SCRIPT)
     if isinstance(worker, FakeDecode):

@@ -1,4 +1,4 @@
-"""The first token comes before its prompt's KV is saved; decode loads what is saved early."""
+"""The first token is sent before its prompt's KV is saved; decode loads blocks saved early."""
 
 import asyncio
 
@@ -23,8 +23,8 @@ SCRIPT = [50 + i % 200 for i in range(100)]
 KEYS = [bytes([i]) * 32 for i in range(10)]
 
 
-async def begun(call):
-    """The first message of a stream."""
+async def first_message(call):
+    """Reads the first message of a stream, and checks its token."""
     response = await call.read()
     assert list(response.token_ids) == SCRIPT[:1]
     return response
@@ -43,11 +43,11 @@ def prefetched_keys(decode):
     return [key for command in decode.prefetches for key in command.blocks.block_keys]
 
 
-async def test_first_token_comes_before_the_prompt_is_saved():
+async def test_the_first_token_is_sent_before_the_prompt_is_saved():
     prefill, decode = FakePrefill(SCRIPT, hold_end=True), FakeDecode(SCRIPT)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         call = router.stub.GenerateStream(request(max_tokens=5), timeout=30)
-        first = await begun(call)
+        first = await first_message(call)
         assert not decode.starts
         (replica,) = router.service.fleet.prefill.candidates
         assert replica.state(0).num_queued_tokens == 0  # the prompt is computed
@@ -76,7 +76,7 @@ async def test_saved_blocks_reach_decode_in_order_before_the_request_does():
         call = router.stub.GenerateStream(request(max_tokens=5), timeout=30)
         await decode.changes.until(lambda: prefetched_keys(decode) == KEYS[:3])
         prefill.answer()
-        await begun(call)
+        await first_message(call)
         await decode.changes.until(lambda: prefetched_keys(decode) == KEYS)
         assert not decode.starts
         prefill.end()
@@ -89,7 +89,7 @@ async def test_saved_blocks_reach_decode_in_order_before_the_request_does():
 
 
 async def test_saved_blocks_go_to_the_replica_that_will_generate():
-    """And to it alone; while they are loaded, others' prompts go elsewhere."""
+    """No other replica gets them, and meanwhile other prompts go to other replicas."""
     prefill = FakePrefill(SCRIPT, hold=True, saves=[KEYS[:2]])
     decodes = FakeDecode(SCRIPT), FakeDecode(SCRIPT)
     workers = (prefill, *decodes)
@@ -109,7 +109,9 @@ async def test_saved_blocks_go_to_the_replica_that_will_generate():
 
 
 @pytest.mark.parametrize("end", ["dies", "freezes", "unavailable", "internal"])
-async def test_prefill_lost_after_the_first_token_leaves_the_prompt_to_decode(end, monkeypatch):
+async def test_decode_computes_the_prompt_if_prefill_is_lost_after_the_first_token(
+    end, monkeypatch
+):
     monkeypatch.setattr(replica_module, "_PROBE_INTERVAL_S", 0.1)
     monkeypatch.setattr(replica_module, "_PROBE_TIMEOUT_S", 0.3)
     prefills = [FakePrefill(SCRIPT, hold_end=True, saves=[KEYS[:2]]) for _ in range(2)]
@@ -117,7 +119,7 @@ async def test_prefill_lost_after_the_first_token_leaves_the_prompt_to_decode(en
     workers = (*prefills, decode)
     async with running_workers(*workers), running_router(*workers) as router:
         call = router.stub.GenerateStream(request(max_tokens=6), timeout=30)
-        first = await begun(call)
+        first = await first_message(call)
         prefill, other = sorted(prefills, key=lambda prefill: not prefill.requests)
         if end == "dies":
             await prefill.stop()
@@ -135,7 +137,7 @@ async def test_prefill_lost_after_the_first_token_leaves_the_prompt_to_decode(en
     assert given_tokens(start) == {0: SCRIPT[:1]}
     assert not other.requests
     if end not in ("dies", "freezes"):
-        assert len(prefill.released) == 1  # the part that was saved
+        assert len(prefill.released) == 1  # the handoff of the saved part
 
 
 async def test_ranked_candidates_survive_the_loss_of_prefill_after_their_first_tokens():
@@ -155,53 +157,53 @@ async def test_ranked_candidates_survive_the_loss_of_prefill_after_their_first_t
     assert len(prefill.requests) == 1
 
 
-async def test_prefill_lost_before_the_first_token_is_replaced():
-    """What it had saved was relayed already; the other one tells its own."""
+async def test_another_prefill_replica_replaces_one_lost_before_the_first_token():
+    """Decode has been sent the lost replica's saved blocks, and then gets the other replica's."""
     prefills = [FakePrefill(SCRIPT, hold=True, saves=[KEYS[:2]]) for _ in range(2)]
     decode = FakeDecode(SCRIPT)
     workers = (*prefills, decode)
     async with running_workers(*workers), running_router(*workers) as router:
         task = asyncio.create_task(router.generate(request(max_tokens=6)))
         dying = await first_of(prefills, lambda prefill: prefill.requests)
-        (heir,) = [prefill for prefill in prefills if prefill is not dying]
+        (survivor,) = [prefill for prefill in prefills if prefill is not dying]
         await decode.changes.until(lambda: decode.prefetches)
         await dying.stop()
         await decode.changes.until(lambda: len(decode.prefetches) == 2)
-        heir.answer()
+        survivor.answer()
         assert token_ids_of(await task) == SCRIPT[:6]
-        await heir.changes.until(lambda: heir.released)
+        await survivor.changes.until(lambda: survivor.released)
     (start,) = decode.starts
     lost, kept = (command.blocks.handoff_id for command in decode.prefetches)
     assert lost != kept
     assert start.handoff.handoff_id == kept
-    assert heir.released == [kept]
+    assert survivor.released == [kept]
 
 
-async def test_decode_lost_while_blocks_are_saved_is_replaced_with_the_handoff():
+async def test_another_decode_replica_gets_the_handoff_of_one_lost_while_blocks_are_saved():
     prefill = FakePrefill(SCRIPT, hold_end=True, saves=[KEYS[:2]], late_saves=[KEYS[2:]])
     decodes = FakeDecode(SCRIPT), FakeDecode(SCRIPT)
     workers = (prefill, *decodes)
     async with running_workers(*workers), running_router(*workers) as router:
         call = router.stub.GenerateStream(request(max_tokens=6), timeout=30)
-        first = await begun(call)
+        first = await first_message(call)
         dying = await first_of(decodes, lambda decode: decode.prefetches)
-        (heir,) = [decode for decode in decodes if decode is not dying]
+        (survivor,) = [decode for decode in decodes if decode is not dying]
         await dying.stop()
         await router.until(lambda: dying.info.worker_id not in router.candidate_ids())
         prefill.end()
         responses = [first, *await rest_of(call)]
     assert token_ids_of(responses) == SCRIPT[:6]
-    assert heir.starts[0].HasField("handoff")
+    assert survivor.starts[0].HasField("handoff")
 
 
-@pytest.mark.parametrize("is_first_token_out", [False, True])
-async def test_client_that_leaves_while_blocks_are_saved_frees_both_tiers(is_first_token_out):
-    prefill = FakePrefill(SCRIPT, hold=not is_first_token_out, hold_end=True, saves=[KEYS[:2]])
+@pytest.mark.parametrize("is_first_token_sent", [False, True])
+async def test_a_client_that_leaves_while_blocks_are_saved_frees_both_tiers(is_first_token_sent):
+    prefill = FakePrefill(SCRIPT, hold=not is_first_token_sent, hold_end=True, saves=[KEYS[:2]])
     decode = FakeDecode(SCRIPT)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         call = router.stub.GenerateStream(request(max_tokens=6))
-        if is_first_token_out:
-            await begun(call)
+        if is_first_token_sent:
+            await first_message(call)
         await decode.changes.until(lambda: decode.prefetches)
         call.cancel()
         await prefill.changes.until(lambda: prefill.num_cancelled and prefill.released)
@@ -211,11 +213,11 @@ async def test_client_that_leaves_while_blocks_are_saved_frees_both_tiers(is_fir
     assert not decode.starts
 
 
-async def test_deadline_while_blocks_are_saved_frees_both_tiers():
+async def test_a_deadline_while_blocks_are_saved_frees_both_tiers():
     prefill, decode = FakePrefill(SCRIPT, hold_end=True, saves=[KEYS[:2]]), FakeDecode(SCRIPT)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         call = router.stub.GenerateStream(request(max_tokens=6), timeout=0.5)
-        await begun(call)
+        await first_message(call)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -223,12 +225,12 @@ async def test_deadline_while_blocks_are_saved_frees_both_tiers():
     assert not decode.starts
 
 
-async def test_deadline_that_prefill_sees_first_is_the_requests():
+async def test_a_deadline_that_prefill_reports_first_ends_the_request():
     prefill, decode = FakePrefill(SCRIPT, hold_end=True), FakeDecode(SCRIPT)
     prefill.end_refusal = DeadlineExceededError("the request ran into its deadline")
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         call = router.stub.GenerateStream(request(max_tokens=6), timeout=30)
-        await begun(call)
+        await first_message(call)
         prefill.end()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -236,7 +238,7 @@ async def test_deadline_that_prefill_sees_first_is_the_requests():
     assert not decode.starts
 
 
-async def test_request_aborted_while_its_blocks_are_saved_ends():
+async def test_a_request_aborted_while_its_blocks_are_saved_ends():
     prefill, decode = FakePrefill(SCRIPT, hold_end=True), FakeDecode(SCRIPT)
     prefill.has_handoff, prefill.end_reason = False, common_pb2.FINISH_REASON_ABORTED
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
@@ -244,7 +246,7 @@ async def test_request_aborted_while_its_blocks_are_saved_ends():
         message.sampling.n = 2
         call = router.stub.GenerateStream(message, timeout=30)
         for _ in range(2):
-            await begun(call)
+            await first_message(call)
         prefill.end()
         ends = await rest_of(call)
     assert {end.index: end.finish_reason for end in ends} == dict.fromkeys(
@@ -255,7 +257,7 @@ async def test_request_aborted_while_its_blocks_are_saved_ends():
     assert not decode.starts
 
 
-async def test_blocks_that_a_stuck_decode_replica_was_not_told_of_go_with_their_request(
+async def test_unsent_prefetches_for_a_stuck_decode_replica_are_dropped_with_their_request(
     monkeypatch,
 ):
     async def send_nothing(connection):
@@ -267,14 +269,14 @@ async def test_blocks_that_a_stuck_decode_replica_was_not_told_of_go_with_their_
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
         (replica,) = router.service.fleet.decode.candidates
         call = router.stub.GenerateStream(request(max_tokens=6), timeout=30)
-        await begun(call)
+        await first_message(call)
         assert len(replica.connection._commands) == 1
         call.cancel()
         await prefill.changes.until(lambda: prefill.released)
         assert not replica.connection._commands
 
 
-async def test_stop_text_in_the_first_token_waits_for_no_transfer():
+async def test_a_stop_text_in_the_first_token_ends_the_request_before_the_transfer():
     script = [*script_of("!"), *SCRIPT]
     prefill, decode = FakePrefill(script, hold_end=True), FakeDecode(script)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:

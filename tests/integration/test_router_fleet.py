@@ -1,4 +1,4 @@
-"""Which replicas a router uses: found, checked, watched, replaced."""
+"""The replicas that a router uses: discovery, checks, health and replacement."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ SCRIPT = [50 + i % 200 for i in range(100)]
 
 
 class RouterLog(logging.Handler):
-    """The router's log, to wait for and to read."""
+    """A log handler that records the router's messages and can wait for one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,9 @@ def router_log(caplog):
     ],
     ids=lambda difference: next(iter(difference)),
 )
-async def test_replica_that_differs_is_never_used_and_loudly_refused(difference, router_log):
+async def test_a_replica_that_differs_is_refused_with_an_error_log_and_never_used(
+    difference, router_log
+):
     decode = FakeDecode(SCRIPT)
     stranger = FakePrefill(SCRIPT, **difference)
     async with running_workers(decode, stranger):
@@ -92,11 +94,11 @@ async def test_replica_that_differs_is_never_used_and_loudly_refused(difference,
     named = refusals[0].getMessage()
     field = next(iter(difference))
     assert f"{field} " in named
-    if field != "namespace":  # a digest tells an operator nothing
+    if field != "namespace":  # a digest does not help an operator
         assert "namespace" not in named
 
 
-async def test_replica_of_the_wrong_tier_is_refused(router_log):
+async def test_a_replica_of_the_wrong_tier_is_refused(router_log):
     decode, misplaced = FakeDecode(SCRIPT), FakeDecode(SCRIPT)
     async with (
         running_workers(decode, misplaced),
@@ -116,7 +118,7 @@ async def test_one_worker_behind_two_addresses_is_used_once(router_log, quick_re
                 await router.generate(request(max_tokens=3))
             assert len(router.service.fleet.decode.connected) == 1
             assert (decode.num_connects, decode.num_infos) == (1, 2)
-            # Neither address is given up.
+            # The router keeps trying both addresses.
             await decode.stop()
             successor = await FakeDecode(SCRIPT).start(decode.port)
             await router.until_connected(successor)
@@ -126,7 +128,7 @@ async def test_one_worker_behind_two_addresses_is_used_once(router_log, quick_re
     assert levels == {logging.INFO}
 
 
-async def test_second_address_that_leaves_takes_no_prefixes_along(
+async def test_dropping_a_workers_second_address_keeps_its_prefixes(
     router_log, quick_retries, monkeypatch
 ):
     prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
@@ -139,8 +141,8 @@ async def test_second_address_that_leaves_takes_no_prefixes_along(
             await router_log.until("its worker is connected already")
             await router.generate(request(max_tokens=2))
             resolver.hosts = ["127.0.0.9"]
-            await resolver.asked_again()
-            await resolver.asked_again()
+            await resolver.resolved_again()
+            await resolver.resolved_again()
             await router.generate(request(max_tokens=2))
     assert len(prefill.requests) == 1  # the second was cached on decode
 
@@ -152,7 +154,7 @@ def quick_retries(monkeypatch):
 
 
 @pytest.mark.parametrize("is_prefill_first", [True, False])
-async def test_prefill_that_differs_never_keeps_decode_out(is_prefill_first, router_log):
+async def test_a_prefill_replica_that_differs_never_excludes_decode(is_prefill_first, router_log):
     prefill, decode = FakePrefill(SCRIPT), FakeDecode(SCRIPT, kv_connector="")
     first, second = (prefill, decode) if is_prefill_first else (decode, prefill)
     async with running_workers(prefill, decode):
@@ -171,7 +173,7 @@ async def test_prefill_that_differs_never_keeps_decode_out(is_prefill_first, rou
     assert "kv_connector is 'memory', the cluster's is ''" in refusal
 
 
-async def test_prompts_under_way_on_a_dropped_prefill_replica_are_let_go():
+async def test_prompts_on_a_dropped_prefill_replica_are_cancelled():
     prefill, decode = FakePrefill(SCRIPT, hold=True), FakeDecode(SCRIPT)
     stranger = FakeDecode(SCRIPT, namespace=b"another")
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
@@ -186,7 +188,7 @@ async def test_prompts_under_way_on_a_dropped_prefill_replica_are_let_go():
         await stranger.stop()
 
 
-async def test_another_model_may_follow_once_every_replica_is_gone():
+async def test_another_model_is_accepted_once_every_replica_is_lost():
     old = FakeDecode(SCRIPT)
     async with running_workers(old), running_router(old) as router:
         await old.stop()
@@ -199,7 +201,7 @@ async def test_another_model_may_follow_once_every_replica_is_gone():
     assert new.starts[0].namespace == b"new"
 
 
-async def test_restart_forgets_what_the_replica_cached():
+async def test_a_restarted_replica_has_no_cached_prefixes():
     prefill, old = FakePrefill(SCRIPT), FakeDecode(SCRIPT)
     async with running_workers(prefill, old), running_router(prefill, old) as router:
         await router.generate(request(max_tokens=2))
@@ -221,7 +223,7 @@ async def test_requests_follow_their_prefix_and_spread_otherwise():
         for _ in range(4):
             await router.generate(request((*PROMPT_IDS, 9), max_tokens=2))
         assert len(home.starts) == 5
-        # Those that run at the same time do not pile up on one replica.
+        # Concurrent requests are spread over all replicas.
         for decode in decodes:
             decode.pause_after = 1
         tasks = [
@@ -247,13 +249,13 @@ async def test_scaled_replicas_are_found_through_dns(monkeypatch):
             second = FakeDecode(SCRIPT, host="127.0.0.2")
             await second.start(first.port)
             await router.until_connected(second)
-            # A name that stops resolving takes nothing away.
+            # A name that stops resolving removes no replica.
             resolver.hosts = None
-            await resolver.asked_again()
+            await resolver.resolved_again()
             assert len(router.candidate_ids()) == 2
-            # A container that was scaled away is left once it is lost, and not before.
+            # A replica that DNS no longer lists is dropped once its connection is lost, not before.
             resolver.hosts = ["127.0.0.2"]
-            await resolver.asked_again()
+            await resolver.resolved_again()
             assert len(router.candidate_ids()) == 2
             await first.stop()
             await router.until(lambda: router.candidate_ids() == {second.info.worker_id})
@@ -263,12 +265,12 @@ async def test_scaled_replicas_are_found_through_dns(monkeypatch):
 
 
 class FakeResolver:
-    """Answers for `decode.test`; None is a failure."""
+    """Resolves `decode.test` to `hosts`; fails if `hosts` is None."""
 
     def __init__(self, monkeypatch) -> None:
         self.hosts: list[str] | None = []
         self._changes = Changes()
-        self._num_asked = 0
+        self._num_lookups = 0
         self._loop = asyncio.get_running_loop()
         monkeypatch.setattr(socket, "getaddrinfo", self._resolve)
 
@@ -280,13 +282,13 @@ class FakeResolver:
         return [(socket.AF_INET, type, 0, "", (host, port)) for host in self.hosts]
 
     def _count(self) -> None:
-        self._num_asked += 1
+        self._num_lookups += 1
         self._changes.notify()
 
-    async def asked_again(self) -> None:
-        """Returns once the present answer was given and used: at the question after it."""
-        wanted = self._num_asked + 2
-        await self._changes.until(lambda: self._num_asked >= wanted)
+    async def resolved_again(self) -> None:
+        """Waits for the lookup after the next one, by which the present `hosts` have been used."""
+        wanted = self._num_lookups + 2
+        await self._changes.until(lambda: self._num_lookups >= wanted)
 
 
 async def test_health_follows_the_decode_tier():
@@ -296,7 +298,7 @@ async def test_health_follows_the_decode_tier():
         name = "baton.v1.GenerationService"
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=name))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        await prefill.stop()  # decode computes prompts then
+        await prefill.stop()  # without prefill, decode computes prompts
         await decode.stop()
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         successor = await FakeDecode(SCRIPT).start(decode.port)
@@ -307,7 +309,7 @@ async def test_health_follows_the_decode_tier():
 
 @asynccontextmanager
 async def running_fleet(decode, index):
-    """The fleet of one decode replica."""
+    """Yields a fleet with one decode replica."""
     config = RouterConfig(server=ServerConfig(), model=decode.info.model, decode=(decode.address,))
     fleet = Fleet(config, index)
     fleet.start()
@@ -324,7 +326,7 @@ async def until_candidate(fleet, decode) -> None:
             await fleet.wait_for_change()
 
 
-async def test_prefixes_of_a_worker_that_is_gone_take_no_memory():
+async def test_prefixes_of_a_lost_worker_are_removed():
     old, index = FakeDecode(SCRIPT), PrefixIndex(100)
     async with running_workers(old):
         async with running_fleet(old, index) as fleet:
@@ -338,8 +340,8 @@ async def test_prefixes_of_a_worker_that_is_gone_take_no_memory():
         await new.stop()
 
 
-async def test_nothing_is_recorded_of_a_worker_that_died_before_it_was_asked():
-    """As when decode dies while prefill computes: it was forgotten already, once and for all."""
+async def test_no_prefixes_are_recorded_for_a_worker_lost_before_its_request_started():
+    """Decode may die while prefill computes; its prefixes have been removed by then."""
     old, index = FakeDecode(SCRIPT), PrefixIndex(100)
     async with running_workers(old), running_fleet(old, index) as fleet:
         (replica,) = fleet.decode.candidates

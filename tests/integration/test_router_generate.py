@@ -1,4 +1,4 @@
-"""Requests through a real router and scripted workers: the ways they go and end."""
+"""Requests through a real router and scripted workers: their routes and their ends."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ from tests.support.running_router import (
 TEXT = "The quick brown fox jumps over the lazy dog, naïve café 😀 and so on."
 
 
-async def test_remote_prefill_then_decode():
+async def test_a_request_is_prefilled_remotely_and_then_decoded():
     script = script_of(TEXT)
     prefill, decode = FakePrefill(script), FakeDecode(script)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
@@ -56,8 +56,8 @@ async def test_remote_prefill_then_decode():
     assert timings.decode_ms == pytest.approx(timings.total_ms - timings.first_token_ms, abs=0.01)
 
 
-async def test_workers_never_see_a_name_twice(caplog):
-    """A client may use an id again; what a worker still says of the old one must be told apart."""
+async def test_workers_never_get_a_request_id_twice(caplog):
+    """A client may reuse an id; late outputs of the old request must not reach the new one."""
     caplog.set_level(logging.DEBUG, logger="baton.router")
     prefill, decode = FakePrefill(script_of(TEXT)), FakeDecode(script_of(TEXT))
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
@@ -68,7 +68,7 @@ async def test_workers_never_see_a_name_twice(caplog):
     assert len(names) == 2
     assert {client_id_of(name) for name in names} == {"r"}
     log = [record.getMessage() for record in caplog.records]
-    for name in names:  # an operator finds what a worker calls a request
+    for name in names:  # the log connects a request with its id on workers
         assert any(f"worker_request_id='{name}'" in line for line in log)
 
 
@@ -86,14 +86,14 @@ async def test_generate_returns_the_whole_completion():
     assert not completion.HasField("matched_stop")
 
 
-async def test_generate_tells_which_stop_matched():
+async def test_generate_returns_the_stop_that_matched():
     decode = FakeDecode([50, EOS_TOKEN_ID])
     async with running_workers(decode), running_router(decode) as router:
         response = await router.stub.Generate(request(max_tokens=9))
     assert response.completions[0].matched_stop.token_id == EOS_TOKEN_ID
 
 
-async def test_requests_without_an_id_get_one_that_the_log_tells(caplog):
+async def test_requests_without_an_id_get_one_that_is_logged(caplog):
     caplog.set_level(logging.INFO, logger="baton.rpc")
     decode = FakeDecode([50] * 9)
     async with running_workers(decode), running_router(decode) as router:
@@ -109,7 +109,7 @@ async def test_requests_without_an_id_get_one_that_the_log_tells(caplog):
 
 
 @pytest.mark.parametrize("has_prefill", [True, False])
-async def test_short_prompts_and_missing_prefill_tier_are_computed_on_decode(has_prefill):
+async def test_decode_computes_short_prompts_and_those_without_a_prefill_tier(has_prefill):
     script = script_of(TEXT)
     prefill, decode = FakePrefill(script), FakeDecode(script)
     workers = (prefill, decode) if has_prefill else (decode,)
@@ -124,7 +124,7 @@ async def test_short_prompts_and_missing_prefill_tier_are_computed_on_decode(has
     assert responses[-1].timings.prefill_ms == 20
 
 
-async def test_cached_prefix_on_decode_makes_remote_prefill_needless():
+async def test_prompts_whose_prefix_decode_has_cached_skip_prefill():
     script = script_of(TEXT)
     prefill, decode = FakePrefill(script), FakeDecode(script)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
@@ -141,7 +141,7 @@ async def test_cached_prefix_on_decode_makes_remote_prefill_needless():
     ("max_tokens", "first_token", "reason"),
     [(1, 50, "LENGTH"), (8, EOS_TOKEN_ID, "STOP")],
 )
-async def test_generation_that_ends_with_the_first_token_never_reaches_decode(
+async def test_a_generation_that_ends_with_the_first_token_never_reaches_decode(
     max_tokens, first_token, reason
 ):
     script = [first_token, 60, 61]
@@ -154,7 +154,7 @@ async def test_generation_that_ends_with_the_first_token_never_reaches_decode(
     assert not decode.starts
 
 
-async def test_missing_handoff_lets_decode_compute_the_prompt():
+async def test_decode_computes_the_prompt_if_there_is_no_handoff():
     script = script_of(TEXT)
     prefill, decode = FakePrefill(script), FakeDecode(script)
     prefill.has_handoff = False
@@ -165,7 +165,7 @@ async def test_missing_handoff_lets_decode_compute_the_prompt():
     assert given_tokens(decode.starts[0]) == {0: script[:1]}
 
 
-async def test_stop_text_across_tokens_cuts_text_and_cancels_decode():
+async def test_a_stop_text_across_tokens_cuts_the_text_and_cancels_decode():
     script = script_of("abc quick brown") + [300] * 2000
     prefill, decode = FakePrefill(script), FakeDecode(script)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
@@ -176,7 +176,9 @@ async def test_stop_text_across_tokens_cuts_text_and_cancels_decode():
     assert responses[-1].finish_reason == common_pb2.FINISH_REASON_STOP
     assert responses[-1].matched_stop.text == "ck br"
     assert decode.cancels == [decode.starts[0].spec.request_id]
-    assert decode.finished_candidates == [(decode.starts[0].spec.request_id, 0)], "not aborted"
+    assert decode.finished_candidates == [(decode.starts[0].spec.request_id, 0)], (
+        "the request was not aborted"
+    )
     got = token_ids_of(responses)
     assert got == script[: len(got)]
     assert responses[-1].usage.completion_tokens == len(got)
@@ -198,7 +200,7 @@ async def test_stop_tokens_and_ignore_eos_reach_the_workers():
     assert token_ids_of(until_60) == [50, EOS_TOKEN_ID, 60]
 
 
-async def test_seed_is_drawn_once_where_noise_matters():
+async def test_the_router_draws_one_seed_for_a_sampled_request_without_one():
     script = script_of(TEXT)
     prefill, decode = FakePrefill(script), FakeDecode(script)
     async with running_workers(prefill, decode), running_router(prefill, decode) as router:
@@ -225,11 +227,11 @@ async def test_max_tokens_is_cut_to_the_context_length():
     assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
-async def test_slow_client_gets_every_token_in_fewer_messages():
+async def test_a_slow_client_gets_every_token_in_fewer_messages():
     script = [50 + i % 200 for i in range(MAX_MODEL_LEN - len(PROMPT_IDS))]
     decode = FakeDecode(script)
     async with running_workers(decode), running_router(decode) as router:
-        # A window that does not grow, and messages with a long id: the stream soon blocks.
+        # The window does not grow and messages have a long id, so that the stream soon blocks.
         options = [("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(router.server.address, options) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -243,7 +245,7 @@ async def test_slow_client_gets_every_token_in_fewer_messages():
     assert len(responses) < len(script)
 
 
-async def test_describes_the_model_and_its_text():
+async def test_the_model_is_described_and_texts_are_tokenized():
     script = script_of(TEXT)
     decode = FakeDecode(script)
     async with running_workers(decode), running_router(decode) as router:

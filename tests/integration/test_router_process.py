@@ -1,4 +1,4 @@
-"""`python -m router` as a process: what it imports, how it starts and how it stops."""
+"""`python -m router` as a process: its imports, its start and its shutdown."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ async def start_router(tmp_path, *flags):
 
 
 async def port_of(process, tmp_path, log: list[bytes]) -> int:
-    """The port; the router says on stderr when it listens."""
+    """Returns the port, once the router's log on stderr says that it listens."""
     async for line in process.stderr:
         log.append(line)
         if b"listening" in line:
@@ -50,7 +50,7 @@ async def until_serving(channel) -> None:
     watch.cancel()
 
 
-async def test_serves_drains_and_never_imports_torch(tmp_path):
+async def test_the_router_serves_drains_and_never_imports_torch(tmp_path):
     script = script_of(TEXT)
     prefill, decode = FakePrefill(script), FakeDecode(script, pause_after=3)
     log: list[bytes] = []
@@ -64,7 +64,7 @@ async def test_serves_drains_and_never_imports_torch(tmp_path):
                 stub = generation_pb2_grpc.GenerationServiceStub(channel)
                 call = stub.GenerateStream(request("hello " * 20, max_tokens=len(script)))
                 responses = [await call.read()]
-                # It drains: the running request goes on, a new one is refused.
+                # The router drains: the running request continues, and a new one is refused.
                 process.send_signal(signal.SIGTERM)
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await generate_forever(stub)
@@ -97,7 +97,7 @@ async def generate_forever(stub) -> None:
         (("--decode", ","), "--decode is missing"),
     ],
 )
-async def test_bad_flags_are_one_readable_line(tmp_path, flags, message):
+async def test_a_bad_flag_is_reported_in_one_line(tmp_path, flags, message):
     process = await start_router(tmp_path, *flags)
     log = await process.stderr.read()
     assert await process.wait() == 2

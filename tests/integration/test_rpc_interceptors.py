@@ -1,4 +1,4 @@
-"""Errors, bad bytes, cancels and log lines, for calls of every arity."""
+"""Errors, malformed messages, cancels and log lines, for calls of every arity."""
 
 import asyncio
 import logging
@@ -13,11 +13,11 @@ from rpc.interceptors import CallInterceptor, name_call
 SERVICE = "test.Echo"
 ARITIES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 INVALID_UTF8 = b"\x0a\x02\xff\xfe"  # field 1, a string of two bytes that are not UTF-8
-TORN = b"\x0a\x7f"
+TRUNCATED = b"\x0a\x7f"
 
 
 class Echo:
-    """A service whose behaviour each test sets: `act(text, context)`."""
+    """A service whose methods call `act(text, context)`, which each test sets."""
 
     def __init__(self):
         self.act = None
@@ -95,7 +95,7 @@ async def error_of(echo, arity, payload=None):
 
 
 @pytest.mark.parametrize("arity", ARITIES)
-async def test_answers_pass_through(echo, arity):
+async def test_responses_pass_through(echo, arity):
     async def act(request_text, context):
         return generation_pb2.DetokenizeResponse(text=request_text.upper())
 
@@ -115,7 +115,7 @@ async def test_baton_errors_become_their_status(echo, arity):
 
 
 @pytest.mark.parametrize("arity", ARITIES)
-async def test_other_errors_are_internal_and_tell_nothing(echo, arity, caplog):
+async def test_other_errors_are_internal_and_hide_their_details(echo, arity, caplog):
     async def act(request_text, context):
         raise RuntimeError("password=hunter2")
 
@@ -127,7 +127,7 @@ async def test_other_errors_are_internal_and_tell_nothing(echo, arity, caplog):
 
 
 @pytest.mark.parametrize("arity", ARITIES)
-async def test_a_behaviours_own_abort_keeps_its_status(echo, arity):
+async def test_an_abort_by_the_servicer_keeps_its_status(echo, arity):
     async def act(request_text, context):
         await context.abort(grpc.StatusCode.DATA_LOSS, "mine")
 
@@ -136,9 +136,9 @@ async def test_a_behaviours_own_abort_keeps_its_status(echo, arity):
     assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "mine")
 
 
-@pytest.mark.parametrize("payload", [INVALID_UTF8, TORN], ids=["utf8", "torn"])
+@pytest.mark.parametrize("payload", [INVALID_UTF8, TRUNCATED], ids=["utf8", "truncated"])
 @pytest.mark.parametrize("arity", ARITIES)
-async def test_bytes_that_are_no_message_are_invalid_arguments(echo, arity, payload):
+async def test_malformed_messages_are_invalid_arguments(echo, arity, payload):
     error = await error_of(echo, arity, payload)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "not a valid message" in error.details()
@@ -146,7 +146,7 @@ async def test_bytes_that_are_no_message_are_invalid_arguments(echo, arity, payl
 
 
 @pytest.mark.parametrize("arity", ARITIES)
-async def test_a_cancel_reaches_the_behaviour(echo, arity):
+async def test_a_cancel_reaches_the_servicer(echo, arity):
     started = asyncio.Event()
 
     async def act(request_text, context):
@@ -172,7 +172,7 @@ async def test_a_generator_is_closed_before_its_call_ends(echo, caplog):
             logging.getLogger("baton.rpc").info("closed")
 
     echo.unary_stream = endless
-    # The fixture's table has the method bound already; so serve the new one.
+    # The fixture's server has bound the old method, so another server serves the new one.
     server = grpc.aio.server(interceptors=[CallInterceptor()])
     server.add_generic_rpc_handlers((handlers_of(echo),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -190,7 +190,7 @@ async def test_a_generator_is_closed_before_its_call_ends(echo, caplog):
 
 
 async def logged_call(caplog, method):
-    """The line of a call's end may come after its answer."""
+    """Waits for a call's log line, which may be written after the call's response."""
     async with asyncio.timeout(10):
         while True:
             for record in caplog.records:
@@ -199,7 +199,7 @@ async def logged_call(caplog, method):
             await asyncio.sleep(0.001)
 
 
-async def test_one_log_line_tells_of_a_call(echo, caplog):
+async def test_a_call_is_logged_in_one_line(echo, caplog):
     caplog.set_level(logging.INFO, logger="baton.rpc")
 
     async def act(request_text, context):
@@ -214,7 +214,7 @@ async def test_one_log_line_tells_of_a_call(echo, caplog):
 
 
 @pytest.mark.parametrize("arity", ARITIES)
-async def test_an_id_that_the_servicer_gives_is_told(echo, caplog, arity):
+async def test_an_id_set_by_the_servicer_is_in_the_error_and_in_the_log(echo, caplog, arity):
     caplog.set_level(logging.INFO, logger="baton.rpc")
 
     async def act(request_text, context):
@@ -227,7 +227,7 @@ async def test_an_id_that_the_servicer_gives_is_told(echo, caplog, arity):
     assert "request_id='drawn'" in await logged_call(caplog, f"/{SERVICE}/{arity}")
 
 
-def test_outside_of_a_call_there_is_nothing_to_name():
+def test_name_call_does_nothing_outside_of_a_call():
     name_call("drawn")
 
 

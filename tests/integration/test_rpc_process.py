@@ -1,4 +1,4 @@
-"""The edge of server processes: how they end when told to."""
+"""Server processes end without an error on a signal that arrives while they start."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""A server's life: health, reflection, start, drain and stop."""
+"""The life of a server: health, reflection, start, drain and stop."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ async def health_of(channel, service=""):
 
 
 @pytest.mark.parametrize("tier", TIERS)
-async def test_not_serving_and_unavailable_until_the_engine_is_there(tier):
+async def test_a_server_is_not_serving_and_unavailable_until_its_engine_is_ready(tier):
     names = TIERS[tier].SERVICE_NAMES
     server = RpcServer(ServerConfig(), names)
     await server.listen()
@@ -68,7 +68,7 @@ async def test_unknown_services_have_no_health():
     await server.stop(0)
 
 
-async def test_watchers_hear_of_every_change_even_when_others_leave():
+async def test_health_watchers_get_every_change_even_when_another_leaves():
     server = RpcServer(ServerConfig(), ())
     await server.listen()
     async with asyncio.timeout(20), open_channel(server.address) as channel:
@@ -88,7 +88,7 @@ async def test_watchers_hear_of_every_change_even_when_others_leave():
 
 
 async def test_health_answers_while_a_step_is_running():
-    """Health shares the loop with handlers, which only await; a busy thread does not stop it."""
+    """Health runs on the event loop of the handlers, which a busy thread does not block."""
     busy = threading.Event()
 
     def compute():
@@ -121,7 +121,7 @@ async def test_a_client_that_knows_only_reflection_can_call(tier):
 
 
 def call_by_reflection(address):
-    """Lists services and calls GetInfo with nothing but what the server tells."""
+    """Lists services and calls GetInfo with descriptors that come only from the server."""
     with grpc.insecure_channel(address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         pool = descriptor_pool.DescriptorPool(database)
@@ -137,7 +137,7 @@ def call_by_reflection(address):
         return services, get_info(message_factory.GetMessageClass(method.input_type)(), timeout=10)
 
 
-async def test_a_port_in_use_is_told_in_one_line():
+async def test_a_port_in_use_is_a_configuration_error():
     first = RpcServer(ServerConfig(), ())
     await first.listen()
     second = RpcServer(ServerConfig(port=first.port), ())
@@ -146,7 +146,7 @@ async def test_a_port_in_use_is_told_in_one_line():
     await first.stop(0)
 
 
-async def test_the_port_file_has_the_port(tmp_path):
+async def test_the_port_file_contains_the_port(tmp_path):
     path = tmp_path / "port"
     server = RpcServer(ServerConfig(port_file=str(path)), ())
     await server.listen()
@@ -167,7 +167,7 @@ def test_bad_flags_are_named(changes):
 
 
 class ScriptedService:
-    """A service whose drain ends when the test says."""
+    """A service whose drain ends once `may_end` is set."""
 
     def __init__(self):
         self.drain_begun = asyncio.Event()
@@ -183,7 +183,7 @@ class ScriptedService:
 
 
 async def serve_scripted(service):
-    """Runs `serve` until the service is ready."""
+    """Starts `serve` in a task; returns the server and the task once the service is ready."""
     started = asyncio.get_running_loop().create_future()
 
     async def start(server):
@@ -210,7 +210,7 @@ async def test_sigterm_drains_then_stops():
     assert service.is_closed
 
 
-async def test_a_second_signal_cuts_the_drain_short():
+async def test_a_second_signal_ends_the_drain():
     service = ScriptedService()
     async with asyncio.timeout(20):
         _, task = await serve_scripted(service)
@@ -221,7 +221,7 @@ async def test_a_second_signal_cuts_the_drain_short():
     assert service.is_closed
 
 
-async def test_a_signal_while_starting_stops():
+async def test_a_signal_during_the_start_stops_the_server():
     begun = asyncio.Event()
 
     async def start(server):

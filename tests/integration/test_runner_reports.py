@@ -1,4 +1,4 @@
-"""No step reports before the device has finished with its blocks, which are reused then."""
+"""No step returns before the device has finished with its blocks, which are reused afterwards."""
 
 import pytest
 import torch

@@ -85,9 +85,9 @@ def _log_probs(token_ids):
     return logits[0, -1].float().log_softmax(-1)
 
 
-def _prefill(runner, row=0, prompt=PROMPT, table=TABLE, **asks):
+def _prefill(runner, row=0, prompt=PROMPT, table=TABLE, **options):
     """Computes a prompt in one chunk; returns the chunk's output."""
-    chunk = ScheduledChunk(row, prompt, 0, **({"draws": (GREEDY,)} | asks))
+    chunk = ScheduledChunk(row, prompt, 0, **({"draws": (GREEDY,)} | options))
     batch = ScheduledBatch(1, (chunk,), table_updates=(TableUpdate(row, 0, 0, table),))
     (output,) = runner.execute(batch).chunks
     return output
@@ -118,7 +118,7 @@ def test_a_row_uses_the_draw_parameters_of_its_new_sequence(runner):
         assert len(request.logprobs) == (6 if wants_logprobs else 0)
 
 
-def test_chunks_beside_decode_rows_change_neither(runner):
+def test_chunks_and_decode_rows_in_one_batch_do_not_change_each_other(runner):
     decoding = DrivenRequest(PROMPT, 4, [TABLE])
     joining = DrivenRequest(OTHER, 2, [OTHER_TABLE], chunk_size=4, first_step=2)
     assert generate(runner, [decoding, joining], 8) == [_greedy(PROMPT), _greedy(OTHER)]
@@ -297,7 +297,7 @@ def _block_bytes(runner, blocks):
     return runner.kv_pool[list(blocks)].view(len(blocks), -1).view(torch.uint8)
 
 
-def test_swapped_blocks_come_back_bit_for_bit_to_other_places():
+def test_swapped_blocks_return_bit_for_bit_to_other_blocks():
     runner = make_runner(_config(dtype="float16"))
     _random_pool(runner)
     before = _block_bytes(runner, (3, 1, 60)).clone()
@@ -312,7 +312,7 @@ def test_a_batch_swaps_in_then_out_then_copies():
     _random_pool(runner)
     blocks = _block_bytes(runner, range(64)).clone()
     runner.execute(ScheduledBatch(1, swap_outs=((0, 0),)))
-    # Host block 0 goes in before block 2 takes its place; block 5 is copied as it came in.
+    # Host block 0 is swapped in before block 2 replaces it; block 5 is copied after that.
     runner.execute(
         ScheduledBatch(2, swap_ins=((0, 5),), swap_outs=((2, 0),), block_copies=((5, 6), (6, 7)))
     )
@@ -348,7 +348,7 @@ def test_a_sequence_continues_after_a_swap_to_other_blocks_and_another_row(runne
     pairs(KINDS, ("qwen2_alternating", "qwen3_mostly_sliding", "mistral_sliding"), (5, 8, 64)),
     indirect=["_kind"],
 )
-def test_blocks_behind_the_windows_are_not_read(variant, chunk_size):
+def test_blocks_outside_of_the_windows_are_not_read(variant, chunk_size):
     """Blocks are poisoned as soon as the layer groups' windows have moved past them."""
     runner, prompt = make_runner(_config(variant)), tuple(prompt_of(61, seed=3))
     spec = KvCacheSpec(BLOCK_SIZE, runner.info.windows)
@@ -402,7 +402,7 @@ def test_submitted_batches_run_in_order_each_on_the_tokens_of_the_last():
 
 def test_a_failed_submission_raises_and_does_not_stop_the_next():
     runner = make_runner(_config())
-    with pytest.raises(IndexError):  # at once, or in the thread
+    with pytest.raises(IndexError):  # raised at once, or in the runner's thread
         runner.submit(ScheduledBatch(1, table_updates=(TableUpdate(99, 0, 0, (1,)),))).result()
     good = runner.submit(ScheduledBatch(2))
     assert good.result() == StepOutput(2)

@@ -80,7 +80,7 @@ def test_a_step_that_fails_ends_its_turn(make, tmp_path, monkeypatch):
     assert not is_held(tmp_path / "turn")
 
 
-def test_the_model_is_loaded_beside_others_and_timed_in_a_turn(make, tmp_path, monkeypatch):
+def test_the_model_is_loaded_outside_of_a_turn_and_timed_in_one(make, tmp_path, monkeypatch):
     held = {}
     (tmp_path / "turn").touch()
 
@@ -117,5 +117,5 @@ def test_a_closed_runner_does_not_wait(make, tmp_path, caplog):
     runner.close()
     with neighbour.wait_for_turn():
         assert len(runner.execute(step_with_prompt(1)).chunks) == 1
-    assert caplog.records == []  # nor was there a warning about a stopped engine
+    assert caplog.records == []  # no warning about a stopped engine
     neighbour.close()

@@ -1,4 +1,4 @@
-"""Saves that begin before their step: layers move as soon as they are computed, and no sooner."""
+"""Saves that start before their step: each layer is copied once it is computed, and not before."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path) -> Iterator[str]:
 
 
 def make_rig(url: str, form: TransferForm = BY_LAYER) -> ConnectorRig:
-    """A rig whose pool is all NaN: nothing of it is computed."""
+    """Returns a rig whose pool is all NaN: no layer of it is computed yet."""
     rig = ConnectorRig(open_store(url), form=form)
     rig.computed = rig.pool.clone()
     rig.pool.fill_(torch.nan)
@@ -44,13 +44,13 @@ def start_ahead(rig: ConnectorRig, block_ids: Sequence[int] = BLOCKS, job_id: in
 
 
 def compute(rig: ConnectorRig, layer: int) -> None:
-    """What a step does; then it tells."""
+    """Writes a layer, as a step does before it reports the layer."""
     rig.pool[:, layer] = rig.computed[:, layer]
 
 
 def object_keys(rig: ConnectorRig, layer: int, form: TransferForm = BY_LAYER) -> list[bytes]:
-    cut = BlockSlicing(LAYOUT, form)
-    return [cut.object_keys([key])[layer] for key in keys(len(BLOCKS))]
+    slicing = BlockSlicing(LAYOUT, form)
+    return [slicing.object_keys([key])[layer] for key in keys(len(BLOCKS))]
 
 
 def await_held(rig: ConnectorRig, wanted: Sequence[bytes]) -> None:
@@ -61,14 +61,14 @@ def await_held(rig: ConnectorRig, wanted: Sequence[bytes]) -> None:
 
 
 def check_loads(rig: ConnectorRig) -> None:
-    """What was saved is what was computed."""
+    """Checks that the saved blocks are the computed ones."""
     rig.pool.fill_(torch.nan)
     targets = [20, 21, 22]
     assert rig.load(targets).num_blocks == len(targets)
     assert torch.equal(rig.pool[targets], rig.computed[list(BLOCKS)])
 
 
-def test_each_layer_moves_once_it_is_computed(store_url: str) -> None:
+def test_each_layer_is_saved_once_it_is_computed(store_url: str) -> None:
     rig = make_rig(store_url)
     start_ahead(rig)
     assert rig.store.contains_prefix(object_keys(rig, 0)) == 0
@@ -84,12 +84,12 @@ def test_each_layer_moves_once_it_is_computed(store_url: str) -> None:
     rig.worker.close()
 
 
-def test_what_was_not_told_of_is_computed_when_the_step_is_over(store_url: str) -> None:
+def test_layers_that_were_not_reported_are_saved_when_the_step_ends(store_url: str) -> None:
     rig = make_rig(store_url)
     start_ahead(rig)
     compute(rig, 0)
     rig.worker.layers_computed(STEP, 1)
-    rig.worker.layers_computed(STEP + 1, 2)  # another step's
+    rig.worker.layers_computed(STEP + 1, 2)  # layers of another step
     await_held(rig, object_keys(rig, 0))
     compute(rig, 1)
     rig.worker.step_ended(STEP, computed=True)
@@ -98,7 +98,7 @@ def test_what_was_not_told_of_is_computed_when_the_step_is_over(store_url: str) 
     rig.worker.close()
 
 
-def test_nothing_more_moves_of_a_step_that_failed(store_url: str) -> None:
+def test_no_more_layers_are_saved_after_their_step_failed(store_url: str) -> None:
     rig = make_rig(store_url)
     start_ahead(rig)
     compute(rig, 0)
@@ -107,13 +107,15 @@ def test_nothing_more_moves_of_a_step_that_failed(store_url: str) -> None:
     rig.worker.step_ended(STEP, computed=False)
     assert rig.results(1) == [SaveResult(0, committed=False, error="failed")]
     assert rig.store.contains_prefix(object_keys(rig, 1)) == 0
-    rig.worker.layers_computed(STEP, 2)  # too late
+    rig.worker.layers_computed(STEP, 2)  # after the step ended
     assert rig.store.contains_prefix(object_keys(rig, 1)) == 0
     rig.worker.close()
 
 
 @pytest.mark.parametrize("computed", [True, False])
-def test_what_is_converted_waits_for_the_step(computed: bool, store_url: str) -> None:
+def test_a_save_that_converts_types_waits_for_its_step_to_end(
+    computed: bool, store_url: str
+) -> None:
     form = replace(BY_LAYER, dtype="bfloat16")
     rig = make_rig(store_url, form)
     start_ahead(rig)
@@ -130,7 +132,7 @@ def test_what_is_converted_waits_for_the_step(computed: bool, store_url: str) ->
     rig.worker.close()
 
 
-def test_a_save_waits_before_it_takes_time(store_url: str) -> None:
+def test_a_save_reports_its_wait_apart_from_its_work(store_url: str) -> None:
     rig = make_rig(store_url)
     started_at = time.monotonic()
     start_ahead(rig)
@@ -146,7 +148,7 @@ def test_a_save_waits_before_it_takes_time(store_url: str) -> None:
     rig.worker.close()
 
 
-def test_a_save_that_fails_took_its_time(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_reports_its_time(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig(store_url)
 
     def fail_late(keys: Sequence[bytes], frames: Sequence[object]) -> None:
@@ -164,7 +166,7 @@ def test_a_save_that_fails_took_its_time(store_url: str, monkeypatch: pytest.Mon
     rig.worker.close()
 
 
-def test_what_waits_for_a_step_when_the_engine_closes_is_given_up(store_url: str) -> None:
+def test_close_drops_saves_that_wait_for_their_step(store_url: str) -> None:
     rig = make_rig(store_url)
     start_ahead(rig)
     rig.worker.close()

@@ -1,4 +1,4 @@
-"""Memory that the shm store makes ready for what will be put next."""
+"""Memory that the shm store allocates ahead of the next puts."""
 
 import errno
 import os
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.alone
 
 
 def _await_ahead(store):
-    """Until what was to be made ready is, or was refused."""
+    """Waits until the requested memory is allocated or was refused."""
     ahead = store._ahead
     with ahead._changed:
         assert ahead._changed.wait_for(lambda: not (ahead._is_requested or ahead._is_busy), 30)
 
 
 def _await_closed(store):
-    """Until its thread has ended."""
+    """Waits until the thread that allocates memory ahead has ended."""
     store._ahead._thread.join(30)
 
 
@@ -37,7 +37,7 @@ def _refuse_memory(patched):
     patched.setattr(os, "posix_fallocate", refuse)
 
 
-def test_memory_is_made_ready_for_the_next_put(monkeypatch):
+def test_memory_is_allocated_ahead_for_the_next_put(monkeypatch):
     first, second, third = random_keys(3)
     with opened() as (store, contents, _):
         put(store, first, 1, 1 << 20)
@@ -47,7 +47,7 @@ def test_memory_is_made_ready_for_the_next_put(monkeypatch):
         contents.check()
         [spare] = contents.extents(State.FREE)
         with monkeypatch.context() as patched:
-            _refuse_memory(patched)  # as it would be for any that is new
+            _refuse_memory(patched)  # so that only spare memory can serve the put
             put(store, second, 2, 1 << 20)
             _await_ahead(store)
             assert contents.objects()[second].index == spare.index
@@ -61,7 +61,7 @@ def test_memory_is_made_ready_for_the_next_put(monkeypatch):
             assert read(store, key, 1 << 20) == filled(byte, 1 << 20).to_bytes()
 
 
-def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
+def test_memory_ahead_evicts_nothing_and_keeps_the_bound(monkeypatch):
     keys, most, map_in = random_keys(40), [], mapped_memory.MappedMemory.map_in
     with opened(max_bytes=32 << 20) as (store, contents, _):
 
@@ -87,7 +87,7 @@ def test_what_is_made_ready_evicts_nothing_and_keeps_the_bound(monkeypatch):
         assert 2 << 20 <= max(most) < 32 << 20
 
 
-def test_what_is_being_made_ready_takes_no_room_of_objects(monkeypatch):
+def test_memory_being_allocated_ahead_takes_no_room_from_objects(monkeypatch):
     keys, held = random_keys(16), []
     with opened(max_bytes=16 << 20, lease_s=600) as (store, contents, url):
 
@@ -107,8 +107,8 @@ def test_what_is_being_made_ready_takes_no_room_of_objects(monkeypatch):
         contents.check()
 
 
-def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
-    """Of two rooms: there is memory for all of the one and for one of two of the other."""
+def test_no_memory_is_allocated_for_sizes_that_free_extents_serve(monkeypatch):
+    """Free extents have memory for the one size of 1 MiB and for one of two sizes of 4 MiB."""
     needs_shared_memory(512 << 20)
     keys = random_keys(6)
     with opened() as (store, contents, _):
@@ -126,10 +126,10 @@ def test_what_is_ready_already_is_not_made_ready_again(monkeypatch):
         assert all(extent.generation == 1 for extent in spare)
 
 
-@pytest.mark.parametrize("what_frees", ["the next try", "a call", "close"])
-def test_what_was_made_ready_while_the_lock_was_kept_is_free_later(monkeypatch, what_frees):
+@pytest.mark.parametrize("freed_by", ["the next try", "a call", "close"])
+def test_memory_allocated_while_the_lock_was_held_becomes_free_later(monkeypatch, freed_by):
     (key,) = random_keys(1)
-    monkeypatch.setattr(memory_ahead, "_RETRY_S", 0.0 if what_frees == "the next try" else 30.0)
+    monkeypatch.setattr(memory_ahead, "_RETRY_S", 0.0 if freed_by == "the next try" else 30.0)
     with opened(timeout_s=0.2) as (_, contents, url), closing(open_store(url)) as other:
         held, has_failed, may_go_on = (threading.Event() for _ in range(3))
         store = open_store(url)
@@ -147,7 +147,7 @@ def test_what_was_made_ready_while_the_lock_was_kept_is_free_later(monkeypatch, 
             holder.start()
             assert held.wait(30)
 
-        def provide_and_tell(is_unwanted):
+        def provide_and_note(is_unwanted):
             try:
                 provide(is_unwanted)
             except StoreUnavailableError:
@@ -155,15 +155,15 @@ def test_what_was_made_ready_while_the_lock_was_kept_is_free_later(monkeypatch, 
                 raise
 
         interposed(monkeypatch, "map_in", hold_from_now_on)
-        monkeypatch.setattr(arena, "provide_ahead", provide_and_tell)
+        monkeypatch.setattr(arena, "provide_ahead", provide_and_note)
         put(store, key, 1, 1 << 20)
         assert has_failed.wait(30)
         assert contents.extents(State.AHEAD)
         may_go_on.set()
         holder.join()
-        if what_frees == "the next try":
+        if freed_by == "the next try":
             _await_ahead(store)
-        elif what_frees == "a call":
+        elif freed_by == "a call":
             assert store.contains_prefix([key]) == 1
         else:
             store.close()
@@ -174,12 +174,12 @@ def test_what_was_made_ready_while_the_lock_was_kept_is_free_later(monkeypatch, 
         store.close()
 
 
-def test_many_puts_ask_for_memory_once(monkeypatch):
-    asked, is_busy, may_go_on = [], threading.Event(), threading.Event()
+def test_puts_during_an_allocation_request_only_one_more(monkeypatch):
+    requests, is_busy, may_go_on = [], threading.Event(), threading.Event()
     with opened() as (store, contents, _):
 
         def provide(is_unwanted):
-            asked.append(1)
+            requests.append(1)
             is_busy.set()
             assert may_go_on.wait(30)
 
@@ -191,11 +191,11 @@ def test_many_puts_ask_for_memory_once(monkeypatch):
             put(store, key, 1, 1 << 20)
         may_go_on.set()
         _await_ahead(store)
-        assert asked == [1, 1]
+        assert requests == [1, 1]
         assert contents.header.spare_bytes == 0
 
 
-def test_what_others_may_need_of_a_file_system_is_left_to_them(monkeypatch):
+def test_memory_ahead_leaves_a_reserve_of_the_file_system_free(monkeypatch):
     first, second = random_keys(2)
     with opened() as (store, contents, _):
         for key, free_bytes, expected in ((first, 8 << 20, 0), (second, 9 << 20, 1 << 20)):
@@ -206,7 +206,7 @@ def test_what_others_may_need_of_a_file_system_is_left_to_them(monkeypatch):
             assert contents.table.header.spare_bytes == expected
 
 
-def test_little_is_not_worth_memory_ahead():
+def test_small_objects_get_no_memory_ahead():
     (key,) = random_keys(1)
     with opened() as (store, contents, _):
         put(store, key, 1, 100_000)
@@ -214,20 +214,20 @@ def test_little_is_not_worth_memory_ahead():
         assert contents.header.spare_bytes == 0
 
 
-def test_a_store_that_is_closed_while_memory_is_made_ready_leaves_nothing(monkeypatch):
+def test_a_store_closed_during_an_allocation_leaves_no_memory_ahead(monkeypatch):
     (key,) = random_keys(1)
     with opened() as (store, contents, url):
         other = open_store(url)
         interposed(monkeypatch, "map_in", other._objects.close)
         put(other, key, 1, 1 << 20)
         other.close()
-        open_store(url).close()  # lists
+        open_store(url).close()  # opening lists the extents
         assert not contents.extents(State.AHEAD)
         contents.check()
         assert read(store, key, 1 << 20) == filled(1, 1 << 20).to_bytes()
 
 
-def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
+def test_a_closing_store_allocates_no_more_memory_ahead(monkeypatch):
     needs_shared_memory(128 << 20)
     provided = []
     with opened() as (_, contents, url):
@@ -250,7 +250,7 @@ def test_a_store_that_is_closed_makes_no_more_ready(monkeypatch):
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full):
+def test_both_lock_waits_of_an_allocation_share_one_deadline(monkeypatch, is_full):
     deadlines = []
     with opened() as (store, _, _):
         monkeypatch.setattr(store._ahead, "request", lambda: None)
@@ -272,15 +272,13 @@ def test_memory_ahead_waits_for_the_lock_until_one_deadline(monkeypatch, is_full
     ("error", "num_logged"),
     [(OSError("full"), 0), (StoreUnavailableError("locked"), 0), (ArithmeticError("a bug"), 1)],
 )
-def test_after_a_failure_memory_is_not_asked_for_with_each_put(
-    monkeypatch, caplog, error, num_logged
-):
-    asked, pauses, is_pausing, may_go_on = [], [], threading.Event(), threading.Event()
+def test_after_a_failure_not_every_put_requests_memory(monkeypatch, caplog, error, num_logged):
+    requests, pauses, is_pausing, may_go_on = [], [], threading.Event(), threading.Event()
     with opened() as (store, _, _):
 
         def fail_once(is_unwanted):
-            asked.append(1)
-            if len(asked) == 1:
+            requests.append(1)
+            if len(requests) == 1:
                 raise error
 
         def pause(seconds):
@@ -296,23 +294,23 @@ def test_after_a_failure_memory_is_not_asked_for_with_each_put(
         assert is_pausing.wait(30)
         for key in random_keys(5):
             put(store, key, 1, 1 << 20)
-        assert len(asked) == 1
+        assert len(requests) == 1
         assert pauses == [memory_ahead._PAUSE_S, memory_ahead._RETRY_S]
         may_go_on.set()
         _await_ahead(store)
-        assert len(asked) == 2
+        assert len(requests) == 2
         logged = [record for record in caplog.records if record.name == "baton.kvstore"]
         assert [record.exc_info[1] for record in logged] == [error] * num_logged
 
 
-def test_memory_is_requested_for_again_when_no_thread_was_to_be_had(monkeypatch):
+def test_memory_is_requested_again_after_no_thread_could_start(monkeypatch):
     *others, last = random_keys(9)
-    asked = []
+    requests = []
     with opened() as (store, contents, _):
         provide = store._objects.provide_ahead
 
         def note_and_provide(is_unwanted):
-            asked.append(1)
+            requests.append(1)
             provide(is_unwanted)
 
         def refuse(*args):
@@ -325,11 +323,11 @@ def test_memory_is_requested_for_again_when_no_thread_was_to_be_had(monkeypatch)
                 put(store, key, 1, 1 << 20)
         put(store, last, 1, 1 << 20)
         _await_ahead(store)
-        assert asked == [1]
+        assert requests == [1]
         assert contents.header.spare_bytes == 1 << 20
 
 
-def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
+def test_a_put_into_full_memory_frees_spare_memory_first(monkeypatch):
     first, second = random_keys(2)
     with opened() as (store, contents, _):
         put(store, first, 1, 1 << 20)
@@ -352,15 +350,15 @@ def test_a_put_that_finds_memory_full_takes_what_is_spare_first(monkeypatch):
         contents.check()
 
 
-def test_a_put_that_finds_memory_full_looks_behind_what_may_still_be_read(monkeypatch):
+def test_a_put_into_full_memory_skips_extents_that_may_still_be_read(monkeypatch):
     read_just_now, old, new = random_keys(3)
     with opened() as (store, contents, _):
         monkeypatch.setattr(store._ahead, "request", lambda: None)
         put(store, read_just_now, 1, 1 << 20)
         put(store, old, 1, 4 << 20)
-        kept, given_back = contents.objects()[read_just_now], contents.objects()[old]
+        kept, freed = contents.objects()[read_just_now], contents.objects()[old]
         store.delete([read_just_now, old])
-        given_back.touched_ns = 0
+        freed.touched_ns = 0
         allocate = os.posix_fallocate
 
         def allocate_if_there_is_some(fd, start, num_bytes):
@@ -372,11 +370,11 @@ def test_a_put_that_finds_memory_full_looks_behind_what_may_still_be_read(monkey
         put(store, new, 2, 3 << 20)
         assert read(store, new, 3 << 20) == filled(2, 3 << 20).to_bytes()
         assert kept.resident_bytes == 1 << 20
-        assert given_back.resident_bytes == 0
+        assert freed.resident_bytes == 0
         contents.check()
 
 
-def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_anew(monkeypatch):
+def test_a_table_grows_into_spare_memory_and_a_failed_put_counts_no_change(monkeypatch):
     first, second, third = random_keys(3)
     with opened() as (store, contents, _):
         monkeypatch.setattr(store._ahead, "request", lambda: None)
@@ -393,7 +391,7 @@ def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_a
         monkeypatch.setattr(os, "posix_fallocate", allocate_if_none_is_spare)
         num_changes = contents.header.num_changes
         with pytest.raises(StoreUnavailableError, match="No space left"):
-            put(store, second, 2, 8 << 20)  # what is spare may still be read
+            put(store, second, 2, 8 << 20)  # the spare extent may still be read
         assert contents.header.num_changes == num_changes
         contents.check()
         spare.touched_ns = 0
@@ -406,7 +404,7 @@ def test_a_table_that_finds_memory_full_takes_what_is_spare_and_counts_nothing_a
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_what_a_dead_process_was_making_ready_is_no_ones_for_long(monkeypatch, is_full):
+def test_memory_that_a_dead_process_allocated_ahead_is_freed(monkeypatch, is_full):
     keys = random_keys(40)
     with opened(max_bytes=32 << 20) as (store, contents, url):
         monkeypatch.setattr(store._ahead, "request", lambda: None)

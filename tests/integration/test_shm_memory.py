@@ -1,4 +1,4 @@
-"""What the shm store takes of a machine's memory, full or not, and what goes when."""
+"""The shm store's memory use, whether memory is full or not, and its evictions."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ from tests.support.shm_arena import interposed, opened, put, refusing
 _PAGE = 4096
 
 
-def test_what_an_object_leaves_serves_the_next_of_its_size():
+def test_a_deleted_objects_extent_serves_the_next_object_of_its_size():
     old, other, new = random_keys(3)
     with opened() as (store, contents, _):
         put(store, old, 1, 5000)
@@ -31,7 +31,7 @@ def test_what_an_object_leaves_serves_the_next_of_its_size():
 
 
 class Clock:
-    """Stands still but for touches, each of which is later than the one before."""
+    """A clock that only `wait` advances, apart from one nanosecond for each reading."""
 
     def __init__(self):
         self.now_ns = 10**15
@@ -51,7 +51,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_memory_is_for_what_is_there(clock):
+def test_memory_in_use_is_bounded_and_shrinks_after_deletes(clock):
     keys = random_keys(40)
     with opened(max_bytes=100 * _PAGE) as (store, contents, _):
         for index, key in enumerate(keys):
@@ -68,7 +68,7 @@ def test_memory_is_for_what_is_there(clock):
         assert contents.memory_bytes() == 95 * _PAGE
 
 
-def test_memory_that_was_spare_stays_with_what_is_put_there(clock):
+def test_an_object_put_into_spare_memory_keeps_that_memory(clock):
     kept, other = random_keys(2)
     with opened(max_bytes=100 * _PAGE) as (store, contents, _):
         put(store, kept, 1, 10 * _PAGE)
@@ -76,13 +76,13 @@ def test_memory_that_was_spare_stays_with_what_is_put_there(clock):
         put(store, kept, 2, 10 * _PAGE)
         put(store, other, 3, 20 * _PAGE)
         clock.wait(5)
-        store.delete([other])  # more than may be spare
+        store.delete([other])  # larger than the limit of spare memory
         assert contents.memory_bytes() == 10 * _PAGE
         assert read(store, kept, 10 * _PAGE) == filled(2, 10 * _PAGE).to_bytes()
         contents.check()
 
 
-def test_full_memory_is_unavailable_and_leaves_nothing(monkeypatch):
+def test_a_put_into_full_memory_fails_and_leaves_nothing(monkeypatch):
     keys = random_keys(3)
     with opened() as (store, contents, _):
         put(store, keys[0], 1, 5000)
@@ -95,7 +95,7 @@ def test_full_memory_is_unavailable_and_leaves_nothing(monkeypatch):
         assert store.contains_prefix(keys) == 3
 
 
-def test_changes_are_told_in_the_order_of_the_last_ones():
+def test_changes_are_listed_in_the_order_of_each_extents_last_change():
     keys = random_keys(3)
     with opened() as (store, contents, _):
         for key in keys:
@@ -103,12 +103,12 @@ def test_changes_are_told_in_the_order_of_the_last_ones():
         num_seen = contents.table.header.num_changes
         for key in (keys[1], keys[2], keys[0]):
             store.delete([key])
-        put(store, keys[2], 1, 5000)  # where the last one was
+        put(store, keys[2], 1, 5000)  # reuses the extent that was freed last
         changed = [extent.index for extent in contents.table.changes_since(num_seen)]
         assert changed == [1, 2, 0]
 
 
-def test_what_may_still_be_read_keeps_its_memory(clock, monkeypatch):
+def test_a_deleted_object_keeps_its_memory_while_it_may_be_read(clock, monkeypatch):
     (key,) = random_keys(1)
     with opened(max_bytes=100 * _PAGE) as (store, contents, url), closing(open_store(url)) as other:
         put(store, key, 1, 90 * _PAGE)
@@ -127,7 +127,7 @@ def test_what_may_still_be_read_keeps_its_memory(clock, monkeypatch):
         assert contents.memory_bytes() == 0
 
 
-def test_time_that_passes_in_a_listing_frees_nothing_twice(clock, monkeypatch):
+def test_objects_that_expire_during_a_listing_are_freed_once(clock, monkeypatch):
     keys = random_keys(8)
     with opened(max_bytes=8 * _PAGE, ttl_s=1) as (first, contents, url):
         for key in keys:
@@ -149,8 +149,8 @@ def test_time_that_passes_in_a_listing_frees_nothing_twice(clock, monkeypatch):
         contents.check()
 
 
-def test_the_table_has_memory_before_it_is_written_to(monkeypatch):
-    """Who wrote where none is to be had would be killed."""
+def test_the_table_is_allocated_before_it_is_written(monkeypatch):
+    """Writing an unallocated page of a full /dev/shm would raise SIGBUS."""
     with opened() as (store, contents, _):
 
         def table_bytes():
@@ -166,7 +166,7 @@ def test_the_table_has_memory_before_it_is_written_to(monkeypatch):
         assert header_bytes < table_bytes() <= header_bytes + 3 * _PAGE
 
 
-_FILL_AND_GO_ON = """
+_FILL_AND_CONTINUE = """
 import sys
 from pathlib import Path
 from kvstore.conformance.objects import blank, filled, random_keys
@@ -198,7 +198,7 @@ print("survived")
 """
 
 
-_LIVE_IN_A_CONTAINER = """
+_FILL_A_SMALL_STORE = """
 import sys
 from pathlib import Path
 from kvstore.conformance.objects import filled, random_keys, read
@@ -211,35 +211,35 @@ keys = random_keys(100)
 for number, key in enumerate(keys):
     store.put([key], [filled(number, 1 << 20)])
 alive = [key for key in keys if store.contains_prefix([key])]
-assert alive == keys[-len(alive):], "a younger one went before an older one"
+assert alive == keys[-len(alive):], "a younger object was evicted before an older one"
 assert 24 <= len(alive) <= 32, len(alive)
 assert read(store, keys[-1], 1 << 20) == filled(99, 1 << 20).to_bytes()
 print("survived")
 """
 
 
-def run_in_memory_of(size, tmp_path, program):
-    """Runs a program that gets a folder of that size; skips where none can be mounted."""
+def run_in_tmpfs(size, tmp_path, program):
+    """Runs a program with a tmpfs of that size; skips the test if none can be mounted."""
     enter = ["unshare", "--map-root-user", "--mount"]
     if not shutil.which("unshare") or subprocess.run([*enter, "true"], check=False).returncode:
-        pytest.skip("no namespace of mounts can be made")
+        pytest.skip("no mount namespace can be created")
     mount = f'mount -t tmpfs -o size={size} tmpfs "$1" && exec "$0" -c "$2" "$1"'
     command = [*enter, "sh", "-c", mount, sys.executable, tmp_path, program]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_full_memory_kills_nobody(tmp_path):
-    """In a file system of 8 MB: whoever touches a mapped page that cannot be had is killed."""
-    done = run_in_memory_of("8m", tmp_path, _FILL_AND_GO_ON)
+def test_a_process_survives_full_memory(tmp_path):
+    """In a tmpfs of 8 MB, touching a mapped page that cannot be allocated raises SIGBUS."""
+    done = run_in_tmpfs("8m", tmp_path, _FILL_AND_CONTINUE)
     assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
 
 
-def test_a_container_with_dockers_default_has_a_store_of_half_of_it(tmp_path):
-    done = run_in_memory_of("64m", tmp_path, _LIVE_IN_A_CONTAINER)
+def test_the_default_store_takes_half_of_dockers_default_memory(tmp_path):
+    done = run_in_tmpfs("64m", tmp_path, _FILL_A_SMALL_STORE)
     assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
 
 
-def test_a_failed_put_hinders_nobody(monkeypatch):
+def test_a_failed_put_leaves_its_room_to_other_puts(monkeypatch):
     keys = random_keys(2)
     with opened(max_bytes=10_000) as (store, contents, url), closing(open_store(url)) as other:
         with refusing(monkeypatch, 1), pytest.raises(StoreUnavailableError, match="No space"):
@@ -248,8 +248,8 @@ def test_a_failed_put_hinders_nobody(monkeypatch):
         contents.check()
 
 
-def test_what_a_dead_writer_had_gives_all_its_memory_back(clock):
-    """Also what the object before it left, which was larger."""
+def test_all_memory_of_a_dead_writers_extent_is_freed(clock):
+    """The extent also has memory left from an earlier, larger object."""
     with opened() as (store, contents, url):
         (key,) = random_keys(1)
         put(store, key, 1, 48 * _PAGE)
@@ -259,15 +259,15 @@ def test_what_a_dead_writer_had_gives_all_its_memory_back(clock):
             extent = arena._space.reserve(45 * _PAGE)
         assert extent.resident_bytes == 48 * _PAGE
         extent.writer = 12345
-        open_store(url).close()  # lists
-        assert contents.memory_bytes() == 48 * _PAGE, "what lay there may still be read"
+        open_store(url).close()  # opening lists the extents
+        assert contents.memory_bytes() == 48 * _PAGE, "the earlier object may still be read"
         clock.wait(5)
         open_store(url).close()
         assert contents.memory_bytes() == store.stats().num_bytes == 0
         contents.check()
 
 
-def test_memory_grows_under_who_has_mapped_it(monkeypatch):
+def test_the_memory_file_grows_while_stores_have_it_mapped(monkeypatch):
     monkeypatch.setattr(mapped_memory, "_FIRST_BYTES", _PAGE)
     keys = random_keys(30)
     with opened() as (store, contents, url), closing(open_store(url)) as other:
@@ -279,7 +279,7 @@ def test_memory_grows_under_who_has_mapped_it(monkeypatch):
         contents.check()
 
 
-def test_a_full_table_is_unavailable(monkeypatch):
+def test_a_put_into_a_full_table_fails(monkeypatch):
     keys = random_keys(3)
     with opened() as (store, contents, _):
         monkeypatch.setattr(extent_table, "_MAX_EXTENTS", 2)
@@ -292,7 +292,7 @@ def test_a_full_table_is_unavailable(monkeypatch):
         contents.check()
 
 
-def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(clock):
+def test_stats_count_removals_and_the_oldest_age_at_the_last_listing(clock):
     keys = random_keys(10)
     with opened(ttl_s=600, max_bytes=900) as (first, contents, url):
         assert first.stats().oldest_age_s is None
@@ -311,7 +311,7 @@ def test_stats_tell_what_went_and_the_age_that_the_last_listing_saw(clock):
             assert stats.oldest_age_s == pytest.approx(300)
 
 
-def test_a_leased_object_stays_until_its_lease_is_over(clock):
+def test_a_leased_object_is_kept_until_its_lease_ends(clock):
     keys = random_keys(11)
     with opened(max_bytes=1000, lease_s=600) as (store, contents, _):
         store.put(keys[:10], [filled(1, 100)] * 10)
@@ -325,7 +325,7 @@ def test_a_leased_object_stays_until_its_lease_is_over(clock):
 
 
 def test_the_default_bound_is_half_of_the_free_memory(monkeypatch):
-    """Free memory counts what the store holds itself, so that every opener finds one bound."""
+    """Free memory includes what the store itself holds, so every opener finds the same bound."""
     with opened() as (_, contents, url):
 
         def disk_usage(path):

@@ -1,4 +1,4 @@
-"""The shm store between processes, of which some are killed."""
+"""The shm store shared by processes, some of which are killed."""
 
 import multiprocessing
 import random
@@ -42,7 +42,7 @@ def test_a_writer_killed_half_way_leaves_nothing():
         writer.start()
         try:
             assert has_begun.wait(_DEADLINE_S)
-            open_store(url).close()  # lists
+            open_store(url).close()  # opening lists the extents
             assert store.contains_prefix([b"k" * 32]) == 0
             assert store.stats().num_bytes == 5000
         finally:
@@ -59,16 +59,16 @@ def _take_the_lock(url, has_lock):
     with closing(open_store(url)) as store:
         note_changes = extent_table.ExtentTable.note_changes
 
-        def stop_at_it(table, extents):
+        def note_and_stop(table, extents):
             note_changes(table, extents)
             has_lock.set()
             threading.Event().wait()
 
-        extent_table.ExtentTable.note_changes = stop_at_it
+        extent_table.ExtentTable.note_changes = note_and_stop
         store.delete([b"k" * 32])
 
 
-def test_a_process_killed_with_the_lock_hinders_nobody():
+def test_the_store_recovers_from_a_process_killed_with_the_lock():
     (other,) = random_keys(1)
     with opened() as (store, contents, url):
         store.put([b"k" * 32, other], [filled(1, 5000)] * 2)
@@ -86,7 +86,7 @@ def test_a_process_killed_with_the_lock_hinders_nobody():
         contents.check()
 
 
-def test_a_put_that_outlasts_its_store_has_its_extent_for_itself(monkeypatch):
+def test_the_extent_of_a_put_that_outlasts_its_store_is_not_reused(monkeypatch):
     late, new = random_keys(2)
     may_write, write = threading.Event(), MappedMemory.write
     has_begun = threading.Event()
@@ -112,11 +112,11 @@ def test_a_put_that_outlasts_its_store_has_its_extent_for_itself(monkeypatch):
         thread.start()
         assert has_begun.wait(_DEADLINE_S)
         store.close()
-        open_store(url).close()  # lists
+        open_store(url).close()  # opening lists the extents
         put(other, new, 2, 5000)
         may_write.set()
         thread.join()
-        assert failed, "it cannot be committed"
+        assert failed, "a put cannot be committed after the close"
         assert read(other, new, 5000) == filled(2, 5000).to_bytes()
         open_store(url).close()
         assert other.stats().num_bytes == 5000
@@ -128,7 +128,7 @@ _CHURNED_BYTES = 20_000
 
 
 def _churn(url, seed):
-    """Puts, deletes and reads objects of a byte per key; how many reads were torn or foreign."""
+    """Puts, deletes and reads objects, each filled with its key's byte; counts wrong reads."""
     generator = random.Random(seed)
     num_wrong = 0
     with closing(open_store(url)) as store:
@@ -146,7 +146,7 @@ def _churn(url, seed):
     return num_wrong
 
 
-def test_processes_never_read_anothers_bytes_and_keep_one_bound():
+def test_processes_never_read_a_wrong_object_and_share_one_bound():
     max_bytes = 30 * _CHURNED_BYTES
     with opened(max_bytes=max_bytes, timeout_s=30) as (store, contents, url):
         with _SPAWN.Pool(3) as pool:

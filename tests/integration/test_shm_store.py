@@ -1,4 +1,4 @@
-"""The shm store's folder, lock and options, and calls in the midst of others."""
+"""The shm store's folder, lock and options, and calls that overlap."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ from kvstore.stores.shm.writers import Writers
 from tests.support.shm_arena import interposed, opened, put
 
 
-def test_what_goes_while_it_is_read_is_missing(monkeypatch):
+def test_an_object_deleted_during_its_read_is_missing(monkeypatch):
     old, new = random_keys(2)
     with opened() as (store, contents, url), closing(open_store(url)) as other:
         put(store, old, 1, 5000)
@@ -37,7 +37,7 @@ def test_what_goes_while_it_is_read_is_missing(monkeypatch):
         assert read(store, new, 5000) == filled(2, 5000).to_bytes()
 
 
-def test_what_comes_back_while_it_is_read_is_another(monkeypatch):
+def test_an_object_replaced_during_its_read_is_missing(monkeypatch):
     (key,) = random_keys(1)
     with opened() as (store, _, url), closing(open_store(url)) as other:
         put(store, key, 1, 5000)
@@ -51,7 +51,7 @@ def test_what_comes_back_while_it_is_read_is_another(monkeypatch):
         assert read(store, key, 5000) == filled(2, 5000).to_bytes()
 
 
-def test_who_was_first_wins(monkeypatch):
+def test_the_first_of_two_puts_of_a_key_wins(monkeypatch):
     (key,) = random_keys(1)
     with opened() as (store, contents, url), closing(open_store(url)) as other:
         interposed(monkeypatch, "write", lambda: put(other, key, 2, 5000))
@@ -69,7 +69,7 @@ def test_one_key_twice_in_a_batch_is_one_object():
         contents.check()
 
 
-def test_a_held_lock_is_unavailable_in_time():
+def test_calls_fail_in_time_while_the_lock_is_held():
     keys = random_keys(2)
     with opened(timeout_s=0.1) as (store, contents, _):
         put(store, keys[0], 1, 100)
@@ -88,7 +88,7 @@ def test_a_held_lock_is_unavailable_in_time():
         assert store.contains_prefix(keys) == 2
 
 
-def test_a_folder_that_vanished_is_unavailable():
+def test_a_store_whose_folder_was_removed_is_unavailable():
     with opened() as (store, contents, url):
         keys = random_keys(1)
         put(store, keys[0], 1, 100)
@@ -113,8 +113,8 @@ def test_the_table_of_another_version_is_refused(spoil):
         assert store.stats().num_bytes == 0 or spoil == "length"
 
 
-def test_who_is_about_to_close_begins_nothing(monkeypatch):
-    """Without a mark, others would take its extent for a dead writer's."""
+def test_a_put_while_the_store_closes_is_refused(monkeypatch):
+    """Without the store's mark, other processes would count its writer as dead."""
     (key,) = random_keys(1)
     close, refused = Writers.close, []
 
@@ -149,8 +149,8 @@ def test_a_closed_store_is_unavailable():
                 call()
 
 
-def test_a_store_that_is_closed_while_it_is_read_gives_nothing(monkeypatch):
-    """Without a file, memory that is mapped is nobody's, and zeros."""
+def test_a_read_during_close_returns_the_right_object_or_fails(monkeypatch):
+    """A mapping made after the file was closed would be anonymous memory, full of zeros."""
     (key,) = random_keys(1)
     with opened() as (store, _, url):
         put(store, key, 1, 5000)
@@ -163,7 +163,7 @@ def test_a_store_that_is_closed_while_it_is_read_gives_nothing(monkeypatch):
             if fd == memory._fd and not closers:
                 closers.append(threading.Thread(target=reader.close))
                 closers[0].start()
-                closers[0].join(0.2)  # until it is over, or waits
+                closers[0].join(0.2)  # until the close ends or waits for the reader
             return found
 
         monkeypatch.setattr(os, "fstat", close_after)
@@ -175,7 +175,7 @@ def test_a_store_that_is_closed_while_it_is_read_gives_nothing(monkeypatch):
         assert value in (None, filled(1, 5000).to_bytes())
 
 
-def test_a_mark_that_goes_while_others_list_is_none(monkeypatch):
+def test_a_writers_mark_removed_during_a_listing_is_ignored(monkeypatch):
     with opened() as (_, _, url):
         look = Path.iterdir
 
@@ -189,7 +189,7 @@ def test_a_mark_that_goes_while_others_list_is_none(monkeypatch):
             assert store._objects._writers.own in store._objects._writers.living()
 
 
-def test_who_opens_waits_for_nobody_who_is_stopped():
+def test_opening_a_store_does_not_wait_for_a_held_lock():
     (key,) = random_keys(1)
     with opened(timeout_s=0.1) as (store, contents, url):
         put(store, key, 1, 100)
@@ -200,7 +200,7 @@ def test_who_opens_waits_for_nobody_who_is_stopped():
             assert other.contains_prefix([key]) == 1
 
 
-def test_who_missed_too_many_changes_looks_at_all(monkeypatch):
+def test_a_store_that_missed_too_many_changes_reads_the_whole_table(monkeypatch):
     kept, gone, passing = random_keys(3)
     with opened() as (store, contents, url), closing(open_store(url)) as other:
         store.put([kept, gone], [filled(1, 100), filled(2, 100)])
@@ -216,7 +216,7 @@ def test_who_missed_too_many_changes_looks_at_all(monkeypatch):
         contents.check()
 
 
-def test_it_is_a_private_folder_of_the_machines_shared_memory():
+def test_the_store_is_a_private_folder_in_dev_shm():
     with opened() as (store, contents, _):
         put(store, *random_keys(1), 1, 100)
         folder = contents.folder
@@ -231,7 +231,7 @@ def shared_memory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_without_a_name_it_is_default(shared_memory):
+def test_a_store_without_a_name_is_called_default(shared_memory):
     open_store("shm://").close()
     assert (shared_memory / "baton-default").is_dir()
 
@@ -244,13 +244,13 @@ def test_a_folder_that_others_can_use_is_refused(shared_memory):
             open_store(f"shm://{name}")
 
 
-def test_a_machine_without_shared_memory_is_told_what_to_use(tmp_path, monkeypatch):
+def test_the_error_without_shared_memory_names_an_alternative(tmp_path, monkeypatch):
     monkeypatch.setattr(shm_store, "_SHARED_MEMORY", tmp_path / "absent")
     with pytest.raises(ConfigurationError, match="use file:///path"):
         open_store("shm://x")
 
 
-def test_memory_cannot_be_synced():
+def test_fsync_is_refused_for_a_store_in_memory():
     with pytest.raises(ConfigurationError, match="fsync has no meaning in memory"):
         open_store("shm://never-made?fsync=commit")
 
@@ -262,8 +262,8 @@ def test_little_free_memory_is_an_error_that_says_what_to_do(tmp_path, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigurationError) as raised:
         open_store("shm://little")
-    for told in (str(tmp_path), "14.0 MiB", "16 MiB", "--shm-size", "max_bytes=", "file:///path"):
-        assert told in raised.value.message
+    for words in (str(tmp_path), "14.0 MiB", "16 MiB", "--shm-size", "max_bytes=", "file:///path"):
+        assert words in raised.value.message
     assert not list(tmp_path.iterdir())
     open_store("shm://little?max_bytes=1MiB").close()
-    open_store("shm://little").close()  # the folder is there
+    open_store("shm://little").close()  # the folder exists already

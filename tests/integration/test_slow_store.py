@@ -1,4 +1,4 @@
-"""A real decode engine before a store that answers late: it computes, and comes back to it."""
+"""A real decode engine computes while its store is slow, and uses the store again afterwards."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ PROMPT_TOKENS = 40
 
 
 class HeldStore:
-    """Lets no read of a store through until it is opened."""
+    """Holds the reads of a store until `is_open` is set."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._get_frames_into = store.get_into
@@ -41,7 +41,7 @@ class HeldStore:
 
 
 class Decode:
-    """A decode engine whose clock can be put forward, over a store that is held."""
+    """A decode engine on a held store, with a clock that tests can advance."""
 
     def __init__(self, model: Path, url: str) -> None:
         self._ahead_s = 0.0
@@ -64,7 +64,10 @@ class Decode:
         self.metrics = self.core.kv_metrics.of("memory")
 
     def run(self, request: EngineRequest) -> tuple[list[int], int]:
-        """The request's tokens, and how many of its prompt's were loaded. Its loads may go on."""
+        """Runs a request; returns its tokens and its number of loaded prompt tokens.
+
+        Its loads may continue afterwards.
+        """
         self.core.check(request)
         outputs = self.core.add_request(request)
         while self.core.has_unfinished:
@@ -73,10 +76,10 @@ class Decode:
         assert outputs[-1].finish_reason is FinishReason.LENGTH
         return tokens_of(outputs), outputs[-1].cached_tokens
 
-    def given_up(self, stage: str) -> float:
+    def num_given_up(self, stage: str) -> float:
         return self.metrics.snapshot()[0]["baton_kv_loads_given_up", stage]
 
-    def put_clock_forward(self, seconds: float) -> None:
+    def advance_clock(self, seconds: float) -> None:
         self._ahead_s += seconds
 
     def end_transfers(self) -> None:
@@ -121,7 +124,7 @@ def _requests(count: int) -> list[EngineRequest]:
     ]
 
 
-def test_a_slow_store_is_given_up_and_used_again_once_it_is_quick(
+def test_a_slow_stores_loads_are_dropped_and_it_is_used_again_once_it_is_fast(
     model: Path, prefill: EngineCore, decode: Decode
 ) -> None:
     requests = _requests(7)
@@ -136,20 +139,20 @@ def test_a_slow_store_is_given_up_and_used_again_once_it_is_quick(
         tokens, num_cached = decode.run(request)
         assert (first + tokens, num_cached) == (expected[request.spec.request_id], num_loaded)
 
-    # Those that hang are given up; then none is begun.
+    # Loads that hang are dropped; after four of them no load is started.
     for request in handed[:4]:
         check(request, 0)
-    assert decode.given_up("loading") == 4
+    assert decode.num_given_up("loading") == 4
     check(handed[4], 0)
-    assert decode.given_up("admission") == 1
+    assert decode.num_given_up("admission") == 1
 
-    # All that was given up ends, and touched nothing that others use.
+    # The dropped loads end, and have touched no block of another request.
     decode.held.is_open.set()
     decode.end_transfers()
 
-    # A load that is tried is quick, and from then on all are taken.
-    decode.put_clock_forward(6.0)
+    # One trial load is fast, and from then on every request loads.
+    decode.advance_clock(6.0)
     check(handed[5], PROMPT_TOKENS)
     check(handed[6], PROMPT_TOKENS)
-    assert decode.given_up("admission") == 1
+    assert decode.num_given_up("admission") == 1
     decode.end_transfers()

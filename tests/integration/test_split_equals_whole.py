@@ -1,7 +1,7 @@
 """Invariant 1: split equals whole equals `transformers`, for every connector and family.
 
-Two real engines with pools of their own, joined by a real connector, beside one
-undivided engine. Greedy, float32: the tokens must be identical.
+Two real engines with their own pools and a real connector, and one engine for both roles,
+generate greedily in float32: the tokens must be identical.
 """
 
 import shutil
@@ -81,13 +81,13 @@ def test_split_equals_transformers_for_variants(variant: str, connector_url: str
 def check_split(
     variant: str, connector_url: str, block_size: int, **overrides: object
 ) -> list[int]:
-    """Returns the steps that saves were begun ahead of; 0 for those that were not."""
+    """Returns for each save the step that it was started ahead of; 0 if it was not."""
     path = tiny_checkpoint(variant)
     flags = {
         "block_size": block_size,
         "kv_connector": connector_url,
         "max_num_batched_tokens": 2 * block_size,
-        # Computing such prompts takes less time than loading them: load them all the same.
+        # Computing such prompts takes less time than loading them; with `fail` they are loaded.
         "kv_load_failure_policy": "fail",
         **overrides,
     }
@@ -108,14 +108,14 @@ def check_split(
         outputs = split.outputs[request.spec.request_id]
         tokens = [*request.progress[0].output_token_ids, *tokens_of(outputs)]
         assert tokens == reference_greedy(path, request.spec.prompt_token_ids, NUM_TOKENS)
-        # Nothing is recomputed: the whole prompt came through the connector.
+        # The whole prompt came through the connector, and nothing was recomputed.
         assert outputs[0].cached_tokens == len(request.spec.prompt_token_ids)
         assert outputs[-1].finish_reason is FinishReason.LENGTH
     return steps_saved
 
 
 def steps_of_saves(core: EngineCore) -> list[int]:
-    """Grows with each save that the connector is given."""
+    """Returns a list that gets the step of each save that the connector starts."""
     worker, steps = core._connector, []
     start = worker.start
 
@@ -135,7 +135,7 @@ def test_whole_equals_transformers(variant: str, caching: bool, block_size: int)
     core = build_core(path, "both", block_size=block_size, enable_prefix_caching=caching)
     requests = make_requests(block_size)
 
-    for _ in range(2):  # the second time from the prefix cache
+    for _ in range(2):  # the second run uses the prefix cache
         outputs = run_all(core, requests)
         for request in requests:
             tokens = tokens_of(outputs[request.spec.request_id])

@@ -1,4 +1,4 @@
-"""The store connector's worker half on real tensors: bytes, faults, cancels, bounds."""
+"""The store connector's worker on real tensors: bytes, faults, cancels and bounds."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,9 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[[KvStore | None], ConnectorRig
     rigs: list[ConnectorRig] = []
 
     def make(store: KvStore | None = None, **options: Any) -> ConnectorRig:
-        if isinstance(store, FaultyStore):  # which may write to memory after a call
+        if isinstance(
+            store, FaultyStore
+        ):  # its fault may change the bytes that a call has read, so staging keeps them
             options = {"copier_of": StagedCopier, **options}
         rigs.append(ConnectorRig(store or open_store(f"memory://{tmp_path.name}"), **options))
         return rigs[-1]
@@ -34,7 +36,7 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[[KvStore | None], ConnectorRig
         rig.worker.close()
 
 
-def test_blocks_come_back_as_they_were(make_rig: Callable[..., ConnectorRig]) -> None:
+def test_saved_blocks_are_loaded_unchanged(make_rig: Callable[..., ConnectorRig]) -> None:
     rig = make_rig()
     rig.save(range(10, 30))
 
@@ -42,7 +44,7 @@ def test_blocks_come_back_as_they_were(make_rig: Callable[..., ConnectorRig]) ->
     assert torch.equal(rig.pool[40:60], rig.pool[10:30])
 
 
-def test_what_lies_behind_a_tail_does_not_leave_the_process(
+def test_only_the_valid_tokens_of_a_partial_tail_are_saved(
     make_rig: Callable[..., ConnectorRig],
 ) -> None:
     rig = make_rig()
@@ -54,7 +56,9 @@ def test_what_lies_behind_a_tail_does_not_leave_the_process(
     assert not rig.pool[12, ..., 3:, :].any()
 
 
-def test_more_jobs_than_staging_holds_all_end(make_rig: Callable[..., ConnectorRig]) -> None:
+def test_all_jobs_end_when_there_are_more_than_staging_holds(
+    make_rig: Callable[..., ConnectorRig],
+) -> None:
     rig = make_rig()
     jobs = tuple(SaveJob(i, keys(8, 8 * i), tuple(range(8))) for i in range(50))
     rig.start(saves=jobs)
@@ -77,7 +81,7 @@ def test_a_missing_block_ends_the_prefix(make_rig: Callable[..., ConnectorRig]) 
 
 
 class FaultyStore(KvStore):
-    """Delegates to a store; `fault` may change what was read, or fail."""
+    """Delegates to a store; `fault` gets the objects of a read, and may change them or fail."""
 
     def __init__(self, store: KvStore, fault: Callable[[list[KvObject]], None]) -> None:
         self._store, self._fault = store, fault
@@ -115,14 +119,14 @@ class FaultyStore(KvStore):
         self._store.close()
 
 
-def flip(harmed: KvObject, byte: int) -> None:
-    value = bytearray(harmed.to_bytes())
+def flip(corrupt_object: KvObject, byte: int) -> None:
+    value = bytearray(corrupt_object.to_bytes())
     value[byte] ^= 1
-    harmed.fill(value)
+    corrupt_object.fill(value)
 
 
 @pytest.mark.parametrize("byte", [0, HEADER_BYTES - 1, HEADER_BYTES, -1])
-def test_a_flipped_byte_is_never_scattered(
+def test_a_block_with_a_flipped_bit_is_never_written_to_the_pool(
     make_rig: Callable[..., ConnectorRig], byte: int, tmp_path: Path
 ) -> None:
     def corrupt(objects: list[KvObject]) -> None:
@@ -136,7 +140,7 @@ def test_a_flipped_byte_is_never_scattered(
 
     assert rig.load(range(20, 24)) == LoadResult(1, 2, "corrupt")
     assert torch.equal(rig.pool[22:], before[22:])
-    assert store.contains_prefix(keys(4)) == 2, "the corrupt object is gone"
+    assert store.contains_prefix(keys(4)) == 2, "the corrupt object is deleted"
 
 
 def test_an_object_under_a_foreign_key_is_refused(make_rig: Callable[..., ConnectorRig]) -> None:
@@ -159,12 +163,12 @@ def test_an_object_of_another_size_is_refused(make_rig: Callable[..., ConnectorR
 def test_a_cancelled_load_writes_nothing(
     make_rig: Callable[..., ConnectorRig], tmp_path: Path
 ) -> None:
-    reading, go_on = threading.Event(), threading.Event()
+    reading, may_continue = threading.Event(), threading.Event()
 
     def wait(objects: list[KvObject]) -> None:
         if objects:
             reading.set()
-            go_on.wait(TIMEOUT_S)
+            may_continue.wait(TIMEOUT_S)
 
     rig = make_rig(FaultyStore(open_store(f"memory://{tmp_path.name}"), wait))
     rig.save(range(4))
@@ -172,8 +176,8 @@ def test_a_cancelled_load_writes_nothing(
     rig.start(loads=(LoadJob(1, keys(4), (20, 21, 22, 23)),))
     assert reading.wait(TIMEOUT_S)
     rig.start(cancelled_loads=(1,))
-    assert not rig.worker.poll(), "the job ends when its I/O has"
-    go_on.set()
+    assert not rig.worker.poll(), "the job ends only after its I/O"
+    may_continue.set()
 
     (result,) = rig.results(1)
 
@@ -181,22 +185,22 @@ def test_a_cancelled_load_writes_nothing(
     assert torch.equal(rig.pool, before)
 
 
-def test_a_load_that_is_cancelled_before_its_turn_is_not_fetched(
+def test_a_load_cancelled_while_it_is_queued_is_not_fetched(
     make_rig: Callable[..., ConnectorRig], tmp_path: Path
 ) -> None:
-    reading, go_on = threading.Semaphore(0), threading.Event()
+    reading, may_continue = threading.Semaphore(0), threading.Event()
 
     def wait(objects: list[KvObject]) -> None:
         reading.release()
-        go_on.wait(TIMEOUT_S)
+        may_continue.wait(TIMEOUT_S)
 
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), wait)
     rig = make_rig(store)
     rig.start(loads=tuple(LoadJob(index, keys(1), (index,)) for index in range(4)))
-    for _ in range(2):  # one in each thread
+    for _ in range(2):  # one load in each thread
         assert reading.acquire(timeout=TIMEOUT_S)
     rig.start(cancelled_loads=(2, 3))
-    go_on.set()
+    may_continue.set()
 
     results = {result.job_id: result for result in rig.results(4)}
     assert {results[2], results[3]} == {
@@ -225,7 +229,9 @@ def test_an_outage_fails_jobs_and_trips_the_breaker(
     assert LookupResult(200, 0) in results
     assert LoadResult(100, 0, "unavailable") in results
     assert all(not r.committed for r in results if isinstance(r, SaveResult))
-    assert store.num_calls <= 4, "reads and writes found out at once on each thread; no more"
+    assert store.num_calls <= 4, (
+        "each thread calls the failing store once to read and once to write"
+    )
 
 
 def test_the_breaker_probes_again_after_its_cooldown(tmp_path: Path) -> None:
@@ -249,19 +255,19 @@ def test_the_breaker_probes_again_after_its_cooldown(tmp_path: Path) -> None:
 
 
 def test_only_one_call_probes_a_store_that_was_down(tmp_path: Path) -> None:
-    now, probing, go_on = [0.0], threading.Event(), threading.Event()
+    now, probing, may_continue = [0.0], threading.Event(), threading.Event()
 
     def hang(objects: list[KvObject]) -> None:
         probing.set()
-        go_on.wait(TIMEOUT_S)
+        may_continue.wait(TIMEOUT_S)
         raise StoreUnavailableError("down")
 
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), hang)
     breaker = StoreConnectorWorker(store, clock=lambda: now[0])
-    go_on.set()
+    may_continue.set()
     with pytest.raises(StoreUnavailableError):
         breaker.num_held(keys(1))
-    go_on.clear()
+    may_continue.clear()
     probing.clear()
     now[0] = 2.0
     with ThreadPoolExecutor(1) as executor:
@@ -270,12 +276,12 @@ def test_only_one_call_probes_a_store_that_was_down(tmp_path: Path) -> None:
         for _ in range(5):
             with pytest.raises(StoreUnavailableError, match="a moment ago"):
                 breaker.num_held(keys(1))
-        go_on.set()
+        may_continue.set()
         assert isinstance(probe.exception(TIMEOUT_S), StoreUnavailableError)
     assert store.num_calls == 2
 
 
-def test_a_store_that_takes_no_more_still_serves(tmp_path: Path) -> None:
+def test_lookups_continue_on_a_store_that_refuses_puts(tmp_path: Path) -> None:
     class FullStore(FaultyStore):
         def put(self, keys: Sequence[bytes], objects: Sequence[KvObject]) -> None:
             raise StoreUnavailableError("full")
@@ -289,27 +295,27 @@ def test_a_store_that_takes_no_more_still_serves(tmp_path: Path) -> None:
     assert breaker.num_held(keys(1)) == 1
 
 
-def test_a_look_up_that_nobody_wants_is_not_made(
+def test_a_cancelled_lookup_is_not_made(
     make_rig: Callable[..., ConnectorRig], tmp_path: Path
 ) -> None:
-    entered, go_on = threading.Event(), threading.Event()
+    entered, may_continue = threading.Event(), threading.Event()
 
     def wait(objects: list[KvObject]) -> None:
         entered.set()
-        go_on.wait(TIMEOUT_S)
+        may_continue.wait(TIMEOUT_S)
 
     store = FaultyStore(open_store(f"memory://{tmp_path.name}"), wait)
     rig = make_rig(store)
     rig.start(lookups=tuple(LookupJob(index, keys(1)) for index in range(3)))
     assert entered.wait(TIMEOUT_S)
     rig.start(cancelled_lookups=(1,))
-    go_on.set()
+    may_continue.set()
 
     assert {result.job_id for result in rig.results(2)} == {0, 2}
     assert store.num_calls <= 2
 
 
-def test_a_silent_store_is_spared_ever_longer(
+def test_the_cooldown_grows_while_a_store_times_out(
     make_rig: Callable[..., ConnectorRig], tmp_path: Path
 ) -> None:
     now = [0.0]
@@ -325,11 +331,11 @@ def test_a_silent_store_is_spared_ever_longer(
         for _ in range(3):
             assert rig.load([1]) == LoadResult(1, 0, "unavailable")
         calls.append(store.num_calls - before)
-    assert calls == [1, 1, 0, 1], "a failed probe makes the next cool-down longer"
+    assert calls == [1, 1, 0, 1], "a failed probe makes the next cooldown longer"
 
 
 class FailingStore(FaultyStore):
-    """Takes nothing new; removes nothing either, unless `deletes`."""
+    """Refuses every put, and every delete unless `deletes`."""
 
     def __init__(self, store: KvStore, *, deletes: bool) -> None:
         super().__init__(store, lambda objects: None)
@@ -345,7 +351,7 @@ class FailingStore(FaultyStore):
 
 
 @pytest.mark.parametrize("deletes", [True, False])
-def test_what_is_corrupt_is_told_and_removed_where_that_can_be(
+def test_a_corrupt_object_is_logged_and_deleted_if_possible(
     make_rig: Callable[..., ConnectorRig],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -354,9 +360,9 @@ def test_what_is_corrupt_is_told_and_removed_where_that_can_be(
 ) -> None:
     inner = open_store(f"memory://{tmp_path.name}")
     make_rig(inner).save(range(4))
-    harmed = blank(HEADER_BYTES + LAYOUT.block_bytes)
+    corrupt_object = blank(HEADER_BYTES + LAYOUT.block_bytes)
     inner.delete(keys(1, 2))
-    inner.put(keys(1, 2), [harmed])
+    inner.put(keys(1, 2), [corrupt_object])
     rig = make_rig(FailingStore(inner, deletes=deletes))
     rig.start(saves=(SaveJob(7, keys(1, 9), (9,)),))
     assert rig.results(1) == [SaveResult(7, committed=False, error="unavailable")]

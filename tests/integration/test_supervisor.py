@@ -19,21 +19,21 @@ DEADLINE_S = 30
 
 
 class Lines:
-    """The lines that processes wrote, and a way to wait for one."""
+    """Records the lines that processes write, and waits for one."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self._news = asyncio.Event()
+        self._line_written = asyncio.Event()
 
     def write(self, line: str) -> None:
         self.seen.append(line)
-        self._news.set()
+        self._line_written.set()
 
     async def wait_for(self, text: str, times: int = 1) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while sum(text in line for line in self.seen) < times:
-                self._news.clear()
-                await self._news.wait()
+                self._line_written.clear()
+                await self._line_written.wait()
 
     def pids(self) -> list[int]:
         return [int(line.split()[-1]) for line in self.seen if " pid " in line]
@@ -46,7 +46,7 @@ async def lines():
 
 @pytest.fixture
 async def supervise(lines):
-    """Starts a scripted worker; all are stopped at the end."""
+    """Yields a function that starts scripted workers, and stops them all at the end."""
     started = []
 
     def start(*arguments: str) -> SupervisedProcess:
@@ -67,7 +67,7 @@ async def test_output_is_prefixed(lines, supervise):
     assert lines.seen == [f"worker | pid {process.pid}", "worker | ready"]
 
 
-async def test_stop_asks_first(lines, supervise):
+async def test_stop_terminates_a_process_before_killing_it(lines, supervise):
     process = supervise("serve")
     await lines.wait_for("ready")
     await process.stop()
@@ -77,7 +77,7 @@ async def test_stop_asks_first(lines, supervise):
     assert not process.died.is_set()
 
 
-async def test_stop_kills_who_does_not_listen(lines, supervise):
+async def test_stop_kills_a_process_that_ignores_termination(lines, supervise):
     process = supervise("stubborn")
     await lines.wait_for("ready")
     await process.stop()
@@ -120,6 +120,6 @@ def test_a_killed_parent_leaves_no_orphan():
     for pid in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             remaining.append(psutil.Process(pid))
-    # Where nobody reaps orphans they stay as zombies, which hold nothing.
+    # Without an init process that reaps orphans, they stay as zombies without resources.
     _, alive = psutil.wait_procs(remaining, timeout=10)
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)

@@ -1,4 +1,4 @@
-"""Loads from a backend that returns more statuses than were asked for, or fewer."""
+"""Loads from a backend that returns more statuses than were requested, or fewer."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,14 +15,14 @@ from tests.support.connector_rig import ConnectorRig, keys
 from tests.support.held_copier import StagedCopier
 
 HIT = GetStatus.HIT
-Tell = Callable[[list[GetStatus]], list[GetStatus]]
+ChangeStatuses = Callable[[list[GetStatus]], list[GetStatus]]
 
 
-class TellingBackend:
+class StatusChangingBackend:
     """Wraps a backend and changes the statuses that `fetch` returns."""
 
-    def __init__(self, inner: Backend, tell: Tell) -> None:
-        self._inner, self._tell = inner, tell
+    def __init__(self, inner: Backend, change: ChangeStatuses) -> None:
+        self._inner, self._change = inner, change
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         return self._inner.num_held(keys)
@@ -33,7 +33,7 @@ class TellingBackend:
     def fetch(
         self, job: LoadJob, keys: Sequence[bytes], objects: Sequence[KvObject]
     ) -> list[GetStatus]:
-        return self._tell(list(self._inner.fetch(job, keys, objects)))
+        return self._change(list(self._inner.fetch(job, keys, objects)))
 
     def discard(self, key: bytes) -> None:
         self._inner.discard(key)
@@ -47,19 +47,19 @@ def rig(request, tmp_path) -> Iterator[ConnectorRig]:
 
 
 @pytest.mark.parametrize(
-    ("tell", "expected"),
+    ("change", "expected"),
     [
         (lambda statuses: statuses[:-2], LoadResult(1, 4, "missing")),
         (lambda statuses: [], LoadResult(1, 0, "missing")),
         (lambda statuses: [*statuses, HIT, HIT], LoadResult(1, 6)),
         (lambda statuses: [*statuses, GetStatus.MISSING], LoadResult(1, 6)),
     ],
-    ids=["too few", "none", "too many", "missing ones behind"],
+    ids=["too few", "none", "too many", "extra missing"],
 )
-def test_what_nothing_is_told_of_is_missing_and_the_rest_ignored(
-    rig: ConnectorRig, tell: Tell, expected: LoadResult
+def test_blocks_without_a_status_are_missing_and_extra_statuses_ignored(
+    rig: ConnectorRig, change: ChangeStatuses, expected: LoadResult
 ) -> None:
-    rig.worker.wrap_backend(lambda inner: TellingBackend(inner, tell))
+    rig.worker.wrap_backend(lambda inner: StatusChangingBackend(inner, change))
     rig.save(range(6))
     before = rig.pool.clone()
     assert rig.load(range(10, 16)) == expected
@@ -69,8 +69,10 @@ def test_what_nothing_is_told_of_is_missing_and_the_rest_ignored(
         assert torch.equal(block, old) or not block.any()
 
 
-def test_hits_behind_a_corrupt_one_do_not_hide_it(rig: ConnectorRig) -> None:
-    rig.worker.wrap_backend(lambda inner: TellingBackend(inner, lambda told: 2 * told))
+def test_extra_hits_do_not_hide_a_corrupt_block(rig: ConnectorRig) -> None:
+    rig.worker.wrap_backend(
+        lambda inner: StatusChangingBackend(inner, lambda statuses: 2 * statuses)
+    )
     rig.save(range(6))
     rig.store.delete(keys(1, 3))
     rig.store.put(keys(1, 3), [filled(0xFF, 10_000)])

@@ -1,4 +1,4 @@
-"""The store connector's worker half where objects are not the pool's blocks."""
+"""The store connector's worker with a transfer form that differs from the pool's blocks."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -10,8 +10,7 @@ import torch
 
 from kvstore.jobs import LoadResult, LookupJob, LookupResult, SaveJob, SaveResult
 from kvstore.layout import KvLayout
-from kvstore.mover import mover as staged_mover
-from kvstore.mover import staging
+from kvstore.mover import mover, staging
 from kvstore.mover.piece_io import PieceIo
 from kvstore.registry import open_store
 from kvstore.transfer_form import WHOLE, HeadShare, TransferForm
@@ -24,9 +23,9 @@ MakeRig = Callable[..., ConnectorRig]
 
 @pytest.fixture
 def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
-    """Rigs over one store, with pieces of few objects, in segments and in place."""
+    """Makes rigs on one store, with pieces of few objects, in segments and in place."""
     monkeypatch.setattr(staging, "_SEGMENT_BYTES", 2000)
-    monkeypatch.setattr(staged_mover, "_LEAST_PIECE_BYTES", 2000)
+    monkeypatch.setattr(mover, "_LEAST_PIECE_BYTES", 2000)
     rigs: list[ConnectorRig] = []
 
     def make(
@@ -42,7 +41,9 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRi
         rig.worker.close()
 
 
-def test_a_tails_slices_are_all_cleared_whatever_pieces_they_are_in(make_rig: MakeRig) -> None:
+def test_all_slices_of_a_partial_tail_are_cleared_in_whichever_piece_they_are(
+    make_rig: MakeRig,
+) -> None:
     form = TransferForm(4, "float32", num_head_slices=4)
     rig = make_rig(form)
     rig.save([3, 8], num_tail_tokens=3)
@@ -59,7 +60,7 @@ def test_a_tails_slices_are_all_cleared_whatever_pieces_they_are_in(make_rig: Ma
         (TransferForm(8, "float32"), 16, "read_in_place", 4),  # 2048 bytes each
     ],
 )
-def test_jobs_of_many_pieces_are_told_in_blocks(
+def test_jobs_of_many_pieces_report_their_number_of_blocks(
     make_rig: MakeRig,
     monkeypatch: pytest.MonkeyPatch,
     form: TransferForm,
@@ -79,13 +80,13 @@ def test_jobs_of_many_pieces_are_told_in_blocks(
     assert len(moved) == num_pieces
 
 
-def test_two_ranks_publish_and_one_reads(make_rig: MakeRig) -> None:
+def test_one_rank_loads_what_two_ranks_saved(make_rig: MakeRig) -> None:
     form, half = TransferForm(4, "float32", 2), replace(LAYOUT, num_kv_heads=2)
     first, second = (make_rig(form, half, HeadShare(rank, 2)) for rank in (0, 1))
     reader = make_rig(form)
     first.save(range(6))
     reader.start(lookups=(LookupJob(7, keys(6)),))
-    assert reader.results(1) == [LookupResult(7, 0)], "half of the heads are none"
+    assert reader.results(1) == [LookupResult(7, 0)], "a block with half of its heads is not found"
     assert reader.load(range(20, 26)) == LoadResult(1, 0, "missing")
     second.save(range(4))
     reader.start(lookups=(LookupJob(7, keys(6)),))
@@ -94,7 +95,7 @@ def test_two_ranks_publish_and_one_reads(make_rig: MakeRig) -> None:
     assert torch.equal(reader.pool[10:12], torch.cat([first.pool[:2], second.pool[:2]], dim=3))
 
 
-def test_one_publishes_and_two_ranks_read(make_rig: MakeRig) -> None:
+def test_two_ranks_load_what_one_rank_saved(make_rig: MakeRig) -> None:
     form, half = TransferForm(8, "float32", 4), replace(LAYOUT, num_kv_heads=2)
     whole = make_rig(form)
     whole.save(range(6))
@@ -104,7 +105,7 @@ def test_one_publishes_and_two_ranks_read(make_rig: MakeRig) -> None:
         assert torch.equal(reader.pool[9:15], whole.pool[:6].chunk(2, dim=3)[rank])
 
 
-def test_what_is_deleted_is_every_slice(make_rig: MakeRig) -> None:
+def test_a_delete_removes_every_slice_of_a_block(make_rig: MakeRig) -> None:
     rig = make_rig(TransferForm(8, "float32", 2))
     rig.save([0])
     assert rig.store.stats().num_objects == 2
@@ -114,7 +115,7 @@ def test_what_is_deleted_is_every_slice(make_rig: MakeRig) -> None:
     assert rig.store.stats().num_objects == 0
 
 
-def test_what_others_saved_is_not_put_again(make_rig: MakeRig) -> None:
+def test_blocks_found_in_the_store_are_not_put_again(make_rig: MakeRig) -> None:
     rig = make_rig(TransferForm(4, "float32", 2))
     rig.save(range(3))
     puts = rig.store.stats().puts
@@ -132,7 +133,7 @@ def test_numbers_that_the_form_cannot_hold_are_not_published(
         rig.start(saves=(SaveJob(0, keys(6), tuple(range(6))),))
         assert rig.results(1) == [SaveResult(0, committed=False, error="failed")]
     assert "cannot hold" in caplog.text
-    rig.save([0, 1, 2], first_key=20)  # the tokens beside it can be
+    rig.save([0, 1, 2], first_key=20)  # the form can hold the other tokens
 
 
 def test_numbers_that_the_pool_cannot_hold_are_not_loaded(make_rig: MakeRig) -> None:

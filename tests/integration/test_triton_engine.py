@@ -26,12 +26,12 @@ FLAGS = {
 
 @pytest.fixture(autouse=True)
 def _no_warm_up(monkeypatch):
-    """It takes half of an engine's time here; test_compiled_before_serving.py is about it."""
+    """Skips the warm-up, which takes long here and is tested in test_compiled_before_serving.py."""
     monkeypatch.setattr(device_steps, "_warm_up_batches", lambda model: ())
 
 
 def _tokens(variant, draws, **flags):
-    """The tokens of a prompt per draw."""
+    """Returns the tokens of each prompt, drawn with the parameters at its position in `draws`."""
     core = build_core(tiny_checkpoint(variant), "both", **(FLAGS | flags))
     requests = [
         engine_request(
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_transformers(variant, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_keeps_to_the_first_choice(dtype, monkeypatch):
+def test_half_precision_draws_the_first_token_of_float32(dtype, monkeypatch):
     use_kind("triton, eager", monkeypatch)
     drawn = _tokens("llama", ({}, {}), dtype=dtype)
     assert [tokens[0] for tokens in drawn] == [tokens[0] for tokens in _reference("llama")]

@@ -34,16 +34,16 @@ class TurnTaker:
             text=True,
         )
 
-    def tell(self, command):
+    def send(self, command):
         self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
 
-    def hear(self):
+    def read_reply(self):
         return self.process.stdout.readline().strip()
 
-    def ask(self, command):
-        self.tell(command)
-        return self.hear()
+    def request(self, command):
+        self.send(command)
+        return self.read_reply()
 
     def kill(self):
         self.process.kill()
@@ -94,19 +94,19 @@ def sleeps(monkeypatch):
     return taken
 
 
-def test_two_that_always_want_a_turn_alternate(start, tmp_path):
+def test_two_engines_that_always_want_a_turn_alternate(start, tmp_path):
     order, count = tmp_path / "order", 50
     takers = [start(), start()]
     for taker in takers:
-        taker.tell(f"steps {count} {order}")
-    assert [taker.hear() for taker in takers] == ["done", "done"]
+        taker.send(f"steps {count} {order}")
+    assert [taker.read_reply() for taker in takers] == ["done", "done"]
     pids = order.read_text().split()
     assert len(pids) == 2 * count
     assert all(one != other for one, other in itertools.pairwise(pids))
 
 
 def test_turns_never_overlap(make):
-    """Many threads, each with its own `Turns`, increment a counter without further locking."""
+    """Threads, each with its own `Turns`, record every turn that is held during one of theirs."""
     count, held, overlaps = 100, [], []
 
     def compute(turns):
@@ -148,18 +148,18 @@ def test_one_thread_may_step_two_engines(make, sleeps):
 
 def test_the_turn_of_a_killed_engine_passes_to_the_next(start, tmp_path):
     holder, waiter = start(), start()
-    assert holder.ask("take") == "taken"
-    waiter.tell("take")
+    assert holder.request("take") == "taken"
+    waiter.send("take")
     wait_until(lambda: is_held(tmp_path / "next"))
     holder.kill()
-    assert waiter.hear() == "taken"
+    assert waiter.read_reply() == "taken"
     assert is_held(tmp_path / "turn")
 
 
 def test_a_killed_engine_that_was_next_does_not_block_the_others(start, make, tmp_path):
     waiter, turns = start(), make()
     with turns.wait_for_turn():
-        waiter.tell("take")
+        waiter.send("take")
         wait_until(lambda: is_held(tmp_path / "next"))
         waiter.kill()
     with turns.wait_for_turn():
@@ -168,8 +168,8 @@ def test_a_killed_engine_that_was_next_does_not_block_the_others(start, make, tm
 
 def test_a_forked_child_does_not_keep_the_turn(start, tmp_path):
     holder = start()
-    assert holder.ask("take") == "taken"
-    child = psutil.Process(int(holder.ask("fork")))
+    assert holder.request("take") == "taken"
+    child = psutil.Process(int(holder.request("fork")))
     holder.kill()
     wait_until(lambda: not is_held(tmp_path / "turn"))
     assert child.status() != psutil.STATUS_ZOMBIE
@@ -177,7 +177,7 @@ def test_a_forked_child_does_not_keep_the_turn(start, tmp_path):
 
 def test_a_stopped_engine_delays_the_others_once(start, make, sleeps, caplog):
     stopped, turns = start(), make(longest_turn_s=BOUND_S)
-    assert stopped.ask("take") == "taken"
+    assert stopped.request("take") == "taken"
     stopped.process.send_signal(signal.SIGSTOP)
     waited = count_sleeps_of_steps(turns, sleeps, 5)
     assert waited[0] > 0
@@ -200,7 +200,7 @@ def test_a_folder_whose_files_cannot_be_locked_is_refused(make, monkeypatch):
 def test_an_engine_stopped_while_next_delays_the_others_once(start, make, sleeps, caplog, tmp_path):
     stopped, turns = start(), make(longest_turn_s=BOUND_S)
     with turns.wait_for_turn():
-        stopped.tell("take")
+        stopped.send("take")
         wait_until(lambda: is_held(tmp_path / "next"))
         stopped.process.send_signal(signal.SIGSTOP)
     waited = count_sleeps_of_steps(turns, sleeps, 3)
@@ -213,16 +213,16 @@ def test_a_stopped_engine_takes_turns_again_once_it_continues(
     start, make, sleeps, caplog, tmp_path
 ):
     stopped, turns = start(), make(longest_turn_s=BOUND_S)
-    assert stopped.ask("take") == "taken"
+    assert stopped.request("take") == "taken"
     stopped.process.send_signal(signal.SIGSTOP)
     count_sleeps_of_steps(turns, sleeps, 2)
     stopped.process.send_signal(signal.SIGCONT)
-    assert stopped.ask("give") == "given"
+    assert stopped.request("give") == "given"
     with turns.wait_for_turn():
         assert is_held(tmp_path / "turn")
     assert len(caplog.records) == 1
 
-    assert stopped.ask("take") == "taken"
+    assert stopped.request("take") == "taken"
     waited = count_sleeps_of_steps(turns, sleeps, 2)
     assert waited[0] > 0
     assert waited[1] == 0
@@ -233,11 +233,11 @@ def test_an_engine_that_takes_another_turn_is_waited_for_again(start, make, slee
     """A slow engine, unlike a stopped one, gets the full time limit in each turn."""
     slow, turns = start(), make(longest_turn_s=BOUND_S)
     for _ in range(3):
-        assert slow.ask("take") == "taken"
+        assert slow.request("take") == "taken"
         waited = count_sleeps_of_steps(turns, sleeps, 2)
         assert waited[0] > 0
         assert waited[1] == 0
-        assert slow.ask("give") == "given"
+        assert slow.request("give") == "given"
     assert len(caplog.records) == 1
 
 
@@ -252,7 +252,7 @@ def count_sleeps_of_steps(turns, sleeps, num_steps):
 
 def test_a_waiting_engine_polls_less_often_with_time(start, make, sleeps):
     holder, turns = start(), make(longest_turn_s=BOUND_S)
-    assert holder.ask("take") == "taken"
+    assert holder.request("take") == "taken"
     with turns.wait_for_turn():
         pass
     assert sleeps == sorted(sleeps)

@@ -1,4 +1,4 @@
-"""Commands whose reader has left, as `head` does: they end quietly."""
+"""Commands end quietly if the reader of their output has exited, as `head` does."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ def run(*arguments, **streams):
     return subprocess.run([*command, *arguments], check=False, timeout=60, **streams)
 
 
-def test_generate_cancels_and_ends_without_a_word(unread_pipe):
+def test_generate_cancels_its_request_and_ends_quietly(unread_pipe):
     with running_fake_generation() as server:
         arguments = ("generate", "hang", "--address", server.address)
         ended = run(*arguments, stdout=unread_pipe, stderr=subprocess.PIPE)
@@ -25,13 +25,13 @@ def test_generate_cancels_and_ends_without_a_word(unread_pipe):
     assert (ended.returncode, ended.stderr) == (BROKEN_PIPE_STATUS, b"")
 
 
-def test_figures_that_nobody_reads_are_no_failure_of_the_text(unread_pipe):
+def test_generate_prints_its_text_if_stderr_is_not_read(unread_pipe):
     with running_fake_generation() as server:
         arguments = ("generate", "hi", "--address", server.address)
         ended = run(*arguments, stdout=subprocess.PIPE, stderr=unread_pipe)
     assert (ended.returncode, ended.stdout) == (BROKEN_PIPE_STATUS, b"Hello, world\n")
 
 
-def test_output_that_is_written_at_the_end_alone(unread_pipe):
+def test_a_command_that_prints_only_at_its_end_ends_quietly(unread_pipe):
     ended = run("health", "127.0.0.1:1", stdout=unread_pipe, stderr=subprocess.PIPE)
     assert (ended.returncode, ended.stderr) == (BROKEN_PIPE_STATUS, b"")

@@ -38,7 +38,7 @@ class StrictBuffer(HostBuffer):
 
 @pytest.fixture
 def stored(tmp_path):
-    """Tensors of odd sizes and several types, in a file, by name."""
+    """Saves tensors of odd sizes and several types; returns them and their places by name."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "a": torch.randn(3, 5, generator=generator),
@@ -52,7 +52,7 @@ def stored(tmp_path):
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 7, 16, 61, 4096])
-def test_every_byte_arrives_for_any_size_of_the_buffers(stored, buffer_bytes):
+def test_every_byte_is_copied_for_any_size_of_the_buffers(stored, buffer_bytes):
     tensors, places = stored
     targets = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
     copied = []
@@ -86,7 +86,7 @@ def test_buffers_are_overwritten_only_after_the_device_has_copied_them(stored):
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_models_load_as_without_it(variant, dtype, monkeypatch):
+def test_models_load_the_same_weights_as_without_an_upload(variant, dtype, monkeypatch):
     folder = str(tiny_checkpoint(variant))
     expected = load_model(folder, dtype, "cpu", progress=False)
     monkeypatch.setattr(loader, "_UPLOADED_TO", ("cpu",))
@@ -106,7 +106,7 @@ def _weights_of(loaded):
     return [m.weight.data for m in packed] + [p.data for p in loaded.model.parameters()]
 
 
-def test_a_file_that_became_shorter(stored):
+def test_a_truncated_file_is_an_error(stored):
     _, places = stored
     file = places["d"].file
     file.write_bytes(file.read_bytes()[: places["d"].offset + 100])
@@ -115,7 +115,7 @@ def test_a_file_that_became_shorter(stored):
         upload([(places["d"], target)], _CPU, lambda _: None, buffer_bytes=64)
 
 
-def test_a_file_that_was_deleted(stored):
+def test_a_deleted_file_is_an_error(stored):
     _, places = stored
     places["d"].file.unlink()
     target = torch.empty(64, dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_a_file_that_was_deleted(stored):
         upload([(places["d"], target)], _CPU, lambda _: None)
 
 
-def test_a_device_that_fails_ends_the_reader_too(stored):
+def test_a_failure_of_the_device_ends_the_reader_thread(stored):
     _, places = stored
     before = threading.active_count()
 

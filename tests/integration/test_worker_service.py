@@ -1,4 +1,4 @@
-"""WorkerService over a scripted engine, and the channel's retries of it."""
+"""WorkerService over a scripted engine, and the retries of its methods by channels."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ async def worker(served):
     return worker_pb2_grpc.WorkerServiceStub(served[1])
 
 
-async def test_info_and_load(worker, engine):
+async def test_info_and_load_are_those_of_the_engine(worker, engine):
     info = await worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
     assert info.role == worker_pb2.WORKER_ROLE_PREFILL
     assert (info.namespace, info.num_blocks, info.kv_connector) == (engine.namespace, 64, "memory")
@@ -93,7 +93,7 @@ async def test_abort_ends_requests_with_a_reason(served, worker, engine):
         (["", "/", "d", "c/", "c/fedcba9876543210/1", "0123456789abcdef"], set()),
     ],
 )
-async def test_abort_takes_the_names_of_routers_and_of_clients(worker, engine, named, ended):
+async def test_abort_accepts_request_ids_of_routers_and_of_clients(worker, engine, named, ended):
     ids = {"c/0123456789abcdef", "c/fedcba9876543210/12", "c/d/0000000000000000", "cc", "c/x/1"}
     for request_id in ids:
         engine.submit(engine_request(request_id, (5,)), lambda output: None)
