@@ -5,15 +5,12 @@ import math
 import pytest
 
 from baton.errors import InternalError
-from engine.batch import DrawParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import FinishReason
 from engine.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import prompt_of, reference_greedy, tiny_checkpoint
 from tests.support.requests import engine_request
-
-_GREEDY = DrawParams(0.0, 0, 1.0, 0)
 
 
 @pytest.fixture

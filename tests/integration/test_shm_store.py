@@ -110,7 +110,8 @@ def test_the_table_of_another_version_is_refused(spoil):
             contents.header.format += 1
         with pytest.raises(ConfigurationError, match="another version of Baton made it"):
             open_store(url)
-        assert store.stats().num_bytes == 0 or spoil == "length"
+        if spoil == "format":  # the open store still reads its table
+            assert store.stats().num_bytes == 0
 
 
 def test_a_put_while_the_store_closes_is_refused(monkeypatch):
