@@ -1,4 +1,4 @@
-"""Rounding errors of K and V as 8-bit floats with a factor."""
+"""Rounding errors of K and V as 8-bit floats with a scale."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_every_element_comes_back_within_half_a_step(values):
 
 @settings(max_examples=100, deadline=None)
 @given(vectors)
-def test_the_largest_element_is_kept_and_signs_are(values):
+def test_the_largest_element_and_all_signs_are_kept(values):
     states = torch.tensor([values])
     restored = _restored(*quantize_kv(states))
     largest = states.abs().argmax()
@@ -50,7 +50,7 @@ def test_the_largest_element_is_kept_and_signs_are(values):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(*[st.floats(-_LARGE, _LARGE, width=32)] * 4), min_size=1, max_size=6))
-def test_a_token_depends_on_no_other(tokens):
+def test_a_token_is_quantized_independently_of_others(tokens):
     together = quantize_kv(torch.tensor(tokens))
     for index, token in enumerate(tokens):
         alone = quantize_kv(torch.tensor([token]))
@@ -66,7 +66,7 @@ def test_zeros_come_back_as_zeros(dtype):
     assert scales.shape == (2, 3)
 
 
-def test_values_too_small_for_their_own_factor_stay_small():
+def test_values_too_small_for_their_own_scale_stay_small():
     smallest = torch.tensor([[1e-45, -1e-45, 0.0], [_TINY, -_TINY / 2, 0.0]])
     narrow, scales = quantize_kv(smallest)
     assert scales.isfinite().all()

@@ -1,4 +1,4 @@
-"""Text that comes token by token is the text of all tokens, cut before the first stop."""
+"""Streamed text equals the text of all tokens, cut before the first stop."""
 
 from functools import cache
 from itertools import chain
@@ -26,7 +26,7 @@ WRITERS = {
 kinds = pytest.mark.parametrize("kind", sorted(WRITERS))
 thorough = settings(max_examples=250, deadline=None)
 
-# Whole texts, single bytes of cut or invalid characters, and anything at all.
+# Whole texts and, below, the bytes of incomplete or invalid characters.
 TEXTS = [
     "hello",
     " the dog",
@@ -85,7 +85,7 @@ def chunked(draw, items):
 
 
 def text_after(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
-    """The whole text less what it shares with the prompt's."""
+    """Returns the whole text without the prefix that it shares with the prompt's text."""
     before, after = tokenizer.decode(prompt), tokenizer.decode(prompt + output)
     num_shared = len(commonprefix([before, after]))  # noqa: RUF071 - characters are meant
     return after[num_shared:]
@@ -107,7 +107,7 @@ def test_pieces_join_to_the_whole_text(kind, data):
 @kinds
 @thorough
 @given(data=st.data())
-def test_what_is_emitted_never_changes_and_lags_by_little(kind, data):
+def test_emitted_text_is_final_and_lags_only_at_incomplete_characters(kind, data):
     tokenizer = load(kind)
     output = data.draw(token_lists(kind, max_pieces=6), "output")
     detokenizer, streamed = IncrementalDetokenizer(tokenizer, []), ""
@@ -138,7 +138,7 @@ def test_a_character_begun_by_the_prompt_is_completed(kind):
 
 
 @kinds
-def test_a_run_of_byte_tokens_begun_by_the_prompt_goes_on(kind):
+def test_a_run_of_byte_tokens_begun_by_the_prompt_is_continued(kind):
     tokenizer = load(kind)
     run = [byte_ids(kind)[byte] for byte in "日本語の文字".encode()]
     detokenizer = IncrementalDetokenizer(tokenizer, run[:9])
@@ -166,7 +166,7 @@ def test_the_cost_per_token_does_not_grow(kind, monkeypatch):
 
 
 def naive_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Before the stop that ends first; of those that end there, the longest."""
+    """Cuts before the stop that ends first; if several end there, before the longest."""
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not found:
         return text, None
@@ -221,7 +221,7 @@ def test_a_stream_is_the_text_cut_before_its_stop(kind, data):
     for chunk in data.draw(chunked(output), "chunks"):
         if matched is None:
             other, stream = stream, stream.fork()
-            other.push(output)  # goes its own way
+            other.push(output)  # must not affect its fork
             piece = stream.push(chunk)
             streamed, matched = streamed + piece.text, piece.matched_stop
             num_tokens += piece.num_tokens
