@@ -8,7 +8,7 @@ import pytest
 from tests.support.redis_server import RedisServer
 from tests.support.routes import HELD_S, open_route
 from tests.support.scene import running_scene
-from tests.support.two_hosts import running_two_hosts, why_not
+from tests.support.two_hosts import running_two_hosts, why_unavailable
 
 TIMEOUT_S = 3.0  # how long the connectors wait for an answer
 
@@ -68,7 +68,7 @@ async def test_no_token_is_lost_when_redis_is_killed_during_loads_and_saves(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
 @pytest.mark.parametrize("scheme", ["grpc", "nixl"])
 async def test_no_token_is_lost_when_the_cable_between_two_hosts_is_unplugged(
     scheme: str, tmp_path: Path

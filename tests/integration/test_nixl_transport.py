@@ -259,7 +259,7 @@ def test_a_remote_that_is_stopped_costs_the_timeout_and_can_be_added_later(new_r
             transport.add_peer("stopped", remote.metadata, 1.0)
         assert time.monotonic() - began < 10.0
         pool.bytes[:] = 7
-        remote.go_on()
+        remote.resume()
         assert np.array_equal(remote.now(), remote.bytes)
         assert (pool.bytes == 7).all()
         transport.remove_peer("stopped")

@@ -140,7 +140,7 @@ def test_a_stopped_peer_costs_one_timeout_and_is_found_again(
     assert {decode.loads[job].error for job in jobs} == {"unavailable"}
     assert time.monotonic() - began_at < 4 * TIMEOUT_S
 
-    prefill.go_on()
+    prefill.resume()
     give_up_at = time.monotonic() + 15
     while (result := decode.load(handoff, range(16))).num_blocks < 16:
         assert time.monotonic() < give_up_at, result

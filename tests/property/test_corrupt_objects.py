@@ -20,11 +20,11 @@ from tests.support.nixl_remote import needs_process_vm_readv
 from tests.support.redis_server import RedisServer
 from tests.support.shm_arena import needs_shared_memory
 from tests.support.spoiled_objects import (
-    ArenaShelf,
-    FileShelf,
-    MemoryShelf,
-    RedisShelf,
-    Shelf,
+    RawArenaObjects,
+    RawFileObjects,
+    RawMemoryObjects,
+    RawObjects,
+    RawRedisObjects,
     spoil,
     spoil_in_place,
 )
@@ -85,20 +85,20 @@ def check_load(reader: TinyEngine, publisher: TinyEngine, load: Load, job: int) 
     assert (rest.eq(POISON) | rest.eq(0)).all()
 
 
-def open_shelf(
+def open_raw_objects(
     kind: str, closing: ExitStack, folder: Path, redis_server: RedisServer
-) -> tuple[str, Callable[[], Shelf]]:
+) -> tuple[str, Callable[[], RawObjects]]:
     """Returns a store's URL, and a function that gives access to its objects once it is open."""
     name = closing.enter_context(fresh_shm_name())
     if kind == "redis":
         client = closing.enter_context(Redis(port=redis_server.port))
-        return f"{redis_server.url}?timeout_s=20", lambda: RedisShelf(client)
+        return f"{redis_server.url}?timeout_s=20", lambda: RawRedisObjects(client)
     if kind == "memory":
-        return f"memory://{name}?lease_s=0", lambda: MemoryShelf(name)
+        return f"memory://{name}?lease_s=0", lambda: RawMemoryObjects(name)
     options = "lease_s=0&max_bytes=128MiB&timeout_s=20"
     if kind == "shm":
-        return f"shm://{name}?{options}", lambda: ArenaShelf(Path(f"/dev/shm/baton-{name}"))
-    return f"file://{folder}/kv?{options}", lambda: FileShelf(folder / "kv")
+        return f"shm://{name}?{options}", lambda: RawArenaObjects(Path(f"/dev/shm/baton-{name}"))
+    return f"file://{folder}/kv?{options}", lambda: RawFileObjects(folder / "kv")
 
 
 @pytest.mark.timeout(300)
@@ -108,7 +108,7 @@ def open_shelf(
 def test_none_of_ten_thousand_spoiled_objects_is_used(
     closing: ExitStack, tmp_path: Path, redis_server: RedisServer, kind: str
 ) -> None:
-    url, open_objects = open_shelf(kind, closing, tmp_path, redis_server)
+    url, open_objects = open_raw_objects(kind, closing, tmp_path, redis_server)
     check_store(closing, url, open_objects, SMALL, NUM_SPOILED)
 
 
@@ -118,20 +118,20 @@ def test_no_large_spoiled_object_is_used(
 ) -> None:
     if kind == "shm":
         needs_shared_memory(128 << 20)
-    url, open_objects = open_shelf(kind, closing, tmp_path, redis_server)
+    url, open_objects = open_raw_objects(kind, closing, tmp_path, redis_server)
     check_store(closing, url, open_objects, LARGE, NUM_SPOILED_LARGE)
 
 
 def check_store(
     closing: ExitStack,
     url: str,
-    open_objects: Callable[[], Shelf],
+    open_objects: Callable[[], RawObjects],
     layout: KvLayout,
     num_spoiled: int,
 ) -> None:
     """Spoils objects of a store until `num_spoiled` were requested; checks every load."""
     publisher, reader = (open_engine(closing, url, layout) for _ in range(2))
-    shelf, rng = open_objects(), random.Random(11)
+    raw, rng = open_objects(), random.Random(11)
     others = [bytes(rng.randbytes(layout.block_bytes + 64))]
     while num_spoiled > 0:
         keys = random_prompt(NUM_BLOCKS)
@@ -140,24 +140,24 @@ def check_store(
         for load in loads:
             others = [
                 *others[-7:],
-                spoil_one(shelf, keys[load.blocks[load.num_intact]], rng, others),
+                spoil_one(raw, keys[load.blocks[load.num_intact]], rng, others),
             ]
         reader.block_bytes.fill_(POISON)
         jobs = [start_load(reader, keys, load) for load in loads]
         reader.run_until(lambda jobs=jobs: all(job in reader.loads for job in jobs), "loads")
         for load, job in zip(loads, jobs, strict=True):
             check_load(reader, publisher, load, job)
-            assert shelf.read(keys[load.blocks[load.num_intact]]) is None, (
+            assert raw.read(keys[load.blocks[load.num_intact]]) is None, (
                 "the spoiled object is still there"
             )
         num_spoiled -= len(loads)
 
 
-def spoil_one(shelf: Shelf, key: bytes, rng: random.Random, others: list[bytes]) -> bytes:
+def spoil_one(raw: RawObjects, key: bytes, rng: random.Random, others: list[bytes]) -> bytes:
     """Spoils an object; returns its original value."""
-    value = shelf.read(key)
+    value = raw.read(key)
     assert value is not None
-    shelf.write(key, spoil(value, rng, others))
+    raw.write(key, spoil(value, rng, others))
     return value
 
 

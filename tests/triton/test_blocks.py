@@ -9,7 +9,7 @@ from tests.support.devices import DEVICE, IS_CUDA
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
-# 90 words end within a program's part, and 4110 within its second.
+# 90 words end within a program's first part, and 4110 within its second.
 BLOCK_WORDS = [1, 90, 4096, 4110]
 
 
@@ -126,7 +126,7 @@ def test_swapped_blocks_arrive_bit_for_bit(pairs):
 
 
 def test_adjacent_blocks_are_one_transfer(monkeypatch):
-    """Blocks that lie side by side in both pools are one transfer."""
+    """Blocks are copied together if they are adjacent in both pools."""
     copies = []
     copy = torch.Tensor.copy_
 
@@ -141,7 +141,7 @@ def test_adjacent_blocks_are_one_transfer(monkeypatch):
     assert copies == [3, 1, 2]
 
 
-def test_no_blocks_change_nothing():
+def test_empty_lists_of_blocks_change_nothing():
     pool = random_pool()
     before = bits(pool).clone()
     blocks.copy_blocks(pool, [])
