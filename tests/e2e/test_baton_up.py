@@ -51,7 +51,7 @@ class Up:
             return "".join(self.seen) + (await self.process.stdout.read()).decode()
 
     def children(self) -> dict[str, psutil.Process]:
-        """The processes by their module."""
+        """Returns the child processes by their module."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return {child.cmdline()[2]: child for child in children}
 

@@ -137,7 +137,7 @@ def test_the_pool_fills_its_share_of_gpu_memory_and_no_more(share, make_runner):
     assert runner.kv_pool.nbytes > 0.7 * share * total
 
 
-@pytest.mark.skipif(not IS_CUDA, reason="host pools are pinned beside a GPU only")
+@pytest.mark.skipif(not IS_CUDA, reason="host pools are pinned only with a GPU")
 def test_the_host_pool_is_pinned(make_runner):
     runner = make_runner(preemption_mode="swap", swap_space=2**20)
     assert runner._host_pool.is_pinned()

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def _sampled(case):
-    """Samples with `engine.runtime.sampler`, which treats greedy and filtered draws apart."""
+    """Samples with `engine.runtime.sampler`, which separates greedy, filtered and other draws."""
     records = np.zeros(len(case.draw_ids), sampler.DRAW_RECORD)
     chosen = case.draws.take(case.draw_ids)
     for field in fields(DrawTable):

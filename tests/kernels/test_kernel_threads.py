@@ -99,7 +99,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads, dtype):
         assert same(work(), expected)
 
 
-@native_only("torch's threads are not ours")
+@native_only("torch's threads are not Baton's")
 def test_thousands_of_tiny_jobs_on_more_threads_than_cores(threads):
     weight, hidden = filled_weight(normal(70, 8)), normal(1, 8)
     threads(1)
@@ -109,7 +109,7 @@ def test_thousands_of_tiny_jobs_on_more_threads_than_cores(threads):
         assert torch.equal(kernels.linear(hidden, weight), expected)
 
 
-@native_only("torch's threads are not ours")
+@native_only("torch's threads are not Baton's")
 @pytest.mark.parametrize("count", [1, 4])
 def test_several_python_threads_may_call_kernels(threads, count):
     works = [some_work(seed=seed) for seed in range(3)]
@@ -123,7 +123,7 @@ def test_several_python_threads_may_call_kernels(threads, count):
         assert all(pool.map(run, range(len(works)), timeout=LIMIT_S))
 
 
-@native_only("torch's threads are not ours")
+@native_only("torch's threads are not Baton's")
 def test_the_number_of_threads_may_change_during_computation(threads):
     work, is_over = some_work(), Event()
     expected = work()
@@ -147,7 +147,7 @@ def test_the_number_of_threads_may_change_during_computation(threads):
     assert all(results)
 
 
-@native_only("forks of torch's threads are torch's matter")
+@native_only("torch handles its threads in forks itself")
 def test_kernels_work_in_forked_children():
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.forking_process"],

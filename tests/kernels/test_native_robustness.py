@@ -14,7 +14,7 @@ pytestmark = pytest.mark.alone
 ROOT = Path(__file__).parents[2]
 
 
-@native_only("torch's memory and threads are torch's matter")
+@native_only("torch manages its own memory and threads")
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not limit a process's memory")
 @pytest.mark.parametrize("refused", ["attention", "threads"])
 def test_kernels_raise_and_keep_working_if_memory_or_threads_are_refused(refused):

@@ -37,7 +37,7 @@ CHUNK_STEPS = [
     ([(2, 40)], []),
 ]
 SEQUENCE_LEN = 90
-# The first tokens of one sequence lie in the blocks of another.
+# (sequence, other sequence, number of the first tokens that are in blocks of the other).
 SHARED_PREFIXES = [(4, 0, 24), (5, 1, 16)]
 
 
@@ -158,7 +158,7 @@ def test_a_layers_kv_is_written_when_its_mark_is_called(variant):
                 assert not torch.equal(pool[blocks, index], before[blocks, index])
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 def test_long_steps_are_not_recorded(monkeypatch):
     monkeypatch.setattr(recorded_steps, "_MAX_TOKENS", 8)
     session = chunk_session("llama", "float32")
@@ -168,7 +168,7 @@ def test_long_steps_are_not_recorded(monkeypatch):
     assert model.num_runs == 2 + 3
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 def test_sizes_seen_long_ago_are_forgotten(monkeypatch):
     monkeypatch.setattr(recorded_steps, "_MAX_SIZES_SEEN", 2)
     session = chunk_session("llama", "float32")
@@ -193,7 +193,7 @@ def test_recording_is_not_tried_again_after_a_failure(monkeypatch):
     assert model.num_runs == len(STEPS) + IS_NATIVE  # the failed recording ran it once more
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 def test_the_least_recently_used_recordings_are_dropped(monkeypatch):
     monkeypatch.setattr(recorded_steps, "_MAX_RECORDINGS", 2)
     plain, session = prefilled("llama", "float32"), prefilled("llama", "float32")
@@ -223,7 +223,7 @@ def test_a_non_finite_sequence_does_not_affect_others(variant):
     assert torch.equal(logits[others], expected[others])
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 def test_engines_of_one_process_record_and_run_concurrently():
     variants = ["llama", "qwen3_mostly_sliding", "llama"]
 

@@ -26,7 +26,7 @@ class Chain:
         wide = kernels.linear(self.hidden, self.up)
         gated = kernels.linear_silu_and_mul(wide, self._gate)
         first = kernels.rms_norm(gated, self._norm, 1e-6)
-        again = kernels.linear(first, self.up, None, wide)[:, 16:64]  # rows that lie apart
+        again = kernels.linear(first, self.up, None, wide)[:, 16:64]  # rows with a stride
         return kernels.rms_norm(again, self._norm, 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Arguments with which the native library would access foreign memory are refused before."""
+"""The kernels refuse arguments with which the native library would access foreign memory."""
 
 from dataclasses import replace
 

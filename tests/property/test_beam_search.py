@@ -103,12 +103,12 @@ def test_running_beams_are_distinct_and_unstopped_and_end_within_max_tokens(draw
 
 
 @given(searches())
-def test_reports_of_more_tokens_than_asked_for_change_nothing(drawn):
+def test_reports_of_more_tokens_than_needed_change_nothing(drawn):
     table, case = drawn
-    asked, all_tokens = BeamSearch(**case), BeamSearch(**case)
-    history = run(asked, table, asked.num_top)
+    top_tokens, all_tokens = BeamSearch(**case), BeamSearch(**case)
+    history = run(top_tokens, table, top_tokens.num_top)
     assert history == run(all_tokens, table, table.vocab_size)
-    assert asked.results() == all_tokens.results()
+    assert top_tokens.results() == all_tokens.results()
 
 
 def hypotheses(table, stops, max_tokens):

@@ -25,7 +25,7 @@ def _restored(narrow, scales):
 
 @settings(max_examples=200, deadline=None)
 @given(vectors)
-def test_every_element_comes_back_within_half_a_step(values):
+def test_every_element_is_restored_within_half_a_step(values):
     states = torch.tensor([values])
     narrow, scales = quantize_kv(states)
     assert narrow.dtype is torch.float8_e4m3fn
@@ -59,7 +59,7 @@ def test_a_token_is_quantized_independently_of_others(tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_zeros_come_back_as_zeros(dtype):
+def test_zeros_are_restored_as_zeros(dtype):
     narrow, scales = quantize_kv(torch.zeros(2, 3, 8, dtype=dtype))
     assert (narrow.view(torch.uint8) == 0).all()
     assert (scales > 0).all()
@@ -75,7 +75,7 @@ def test_values_too_small_for_their_own_scale_stay_small():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_non_finite_values_do_not_come_back_finite(bad):
+def test_non_finite_values_are_not_restored_as_finite(bad):
     states = torch.tensor([[1.0, 2.0, 3.0], [1.0, bad, 3.0]])
     restored = _restored(*quantize_kv(states))
     assert restored[0].isfinite().all()

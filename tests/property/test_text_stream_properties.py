@@ -79,7 +79,7 @@ def token_lists(kind: str, max_pieces: int = 10) -> st.SearchStrategy[list[int]]
 
 @st.composite
 def chunked(draw, items):
-    """`items` cut anywhere, empty chunks included."""
+    """Divides `items` anywhere into chunks, some of which may be empty."""
     cuts = sorted(draw(st.lists(st.integers(0, len(items)), max_size=8)))
     return [items[a:b] for a, b in zip([0, *cuts], [*cuts, len(items)], strict=True)]
 
@@ -121,7 +121,7 @@ def test_emitted_text_is_final_and_lags_only_at_incomplete_characters(kind, data
 
 
 @kinds
-def test_a_character_in_pieces_comes_whole(kind):
+def test_a_character_in_pieces_is_emitted_whole(kind):
     tokenizer = load(kind)
     smiley = [byte_ids(kind)[byte] for byte in "😀".encode()]
     detokenizer = IncrementalDetokenizer(tokenizer, [])
@@ -147,7 +147,7 @@ def test_a_run_of_byte_tokens_begun_by_the_prompt_is_continued(kind):
 
 @kinds
 def test_the_cost_per_token_does_not_grow(kind, monkeypatch):
-    """Even for endless bytes that never become a character."""
+    """The cost stays the same even for bytes that never become a character."""
     tokenizer = load(kind)
     num_decoded, decode = 0, Tokenizer.decode
 
@@ -202,7 +202,7 @@ def test_only_a_possible_stop_is_held_back(text, stops):
 
 
 def stops_in(text: str) -> st.SearchStrategy[list[str]]:
-    """Stops that occur in `text`, or begin at its end, or are elsewhere."""
+    """Stops that occur in `text`, begin at its end, or do not occur in it."""
     start, length = st.integers(0, len(text)), st.integers(1, 4)
     inside = st.builds(lambda start, length: text[start : start + length], start, length)
     return st.lists(st.one_of(inside.filter(bool), inside.map(lambda t: t + "#")), max_size=3)

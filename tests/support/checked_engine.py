@@ -142,7 +142,7 @@ class CheckedEngine:
         self.followed_keys: set[bytes] = set()
         self.counts = Counter[str]()
         self._next_event = 1
-        self._num_steps_may_fail = 0  # steps that may still end requests with InternalError
+        self._num_fallible_steps = 0  # steps that may still end requests with InternalError
 
     # Operations.
 
@@ -183,11 +183,11 @@ class CheckedEngine:
         """Runs one step and checks outputs, batches and invariants."""
         if self.runner.fault is not None:
             # With async scheduling the failure is seen later, with the next batch in flight.
-            self._num_steps_may_fail = 4
+            self._num_fallible_steps = 4
         self.core.run_step(self._on_outputs)
         self._check_runner()
         if not self.core.is_stalled and self.runner.fault is None:
-            self._num_steps_may_fail = max(0, self._num_steps_may_fail - 1)
+            self._num_fallible_steps = max(0, self._num_fallible_steps - 1)
         self._check_batches()
         self.check()
 
@@ -297,4 +297,4 @@ class CheckedEngine:
                 assert self.config.kv_load_failure_policy == "fail"
             case _:
                 assert isinstance(output.error, InternalError)
-                assert self._num_steps_may_fail > 0, "no step was broken"
+                assert self._num_fallible_steps > 0, "no step was broken"

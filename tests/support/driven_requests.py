@@ -13,7 +13,7 @@ GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 @dataclass
 class DrivenRequest:
-    """A prompt being generated in blocks of its own: `tables` has one tuple per layer group."""
+    """A request that runs in its own blocks; `tables` has their ids, one tuple per layer group."""
 
     prompt: tuple[int, ...]
     row: int

@@ -40,21 +40,21 @@ def request(
 
 def handed_over(request_id: str, num_tokens: int = 10, **fields: object) -> EngineRequest:
     """Returns a request that prefill has handed over, with a first token."""
-    asked = request(request_id, num_tokens, **fields)
-    keys = BlockKeyChain(NAMESPACE, 4, cache_salt=asked.spec.cache_salt)
+    resumed = request(request_id, num_tokens, **fields)
+    keys = BlockKeyChain(NAMESPACE, 4, cache_salt=resumed.spec.cache_salt)
     handoff = KvHandoff(
         handoff_id="h",
         namespace=NAMESPACE,
-        block_keys=keys.of_prompt(asked.spec.prompt_token_ids, "h"),
+        block_keys=keys.of_prompt(resumed.spec.prompt_token_ids, "h"),
         num_tokens=num_tokens,
         connector="fake",
         digest_scheme="xxh3-128",
         lease_ms=1000,
     )
-    begun = tuple(
-        progress_of(asked, index, (0,)) for index in range(asked.spec.params.num_candidates)
+    progress = tuple(
+        progress_of(resumed, index, (0,)) for index in range(resumed.spec.params.num_candidates)
     )
-    return replace(asked, progress=begun, handoff=handoff)
+    return replace(resumed, progress=progress, handoff=handoff)
 
 
 class DrivenScheduler:

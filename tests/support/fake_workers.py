@@ -229,11 +229,11 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             self._may_end.set()
 
     def answer(self) -> None:
-        """Ends `hold`."""
+        """Lets prompts that `hold` keeps waiting continue."""
         self._may_answer.set()
 
     def end(self) -> None:
-        """Ends `hold_end`."""
+        """Lets ends that `hold_end` keeps waiting continue."""
         self._may_end.set()
 
     def _add_servicer(self, server: RpcServer) -> None:
@@ -459,7 +459,7 @@ async def first_of(workers: Sequence[Any], condition: Callable[[Any], object]) -
     for waiter in pending:
         waiter.cancel()
     found = done.pop()
-    found.result()  # raises if the time was up
+    found.result()  # raises if it timed out
     return waiters[found]
 
 

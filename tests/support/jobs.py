@@ -56,5 +56,5 @@ async def retry_until_served(job: Job, client: AsyncClient) -> None:
         try:
             return await job.run(client)
         except UnavailableError:
-            assert time.monotonic() < deadline, "the replica that came back is not used"
+            assert time.monotonic() < deadline, "the restarted replica is not used"
             await asyncio.sleep(0.05)

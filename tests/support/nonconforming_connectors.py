@@ -263,7 +263,7 @@ class ForgetfulWorker(GoodWorker):
 
 
 class LastingWorker(GoodWorker):
-    """Goes on lending after it was closed."""
+    """Still lends blocks after it was closed."""
 
     def close(self):
         pass

@@ -112,7 +112,7 @@ class ForgetfulStore(MemoryStore):
 
 
 class HastyStore(MemoryStore):
-    """Does not return the URL's `timeout_s`."""
+    """Does not report the URL's `timeout_s`."""
 
     @classmethod
     def from_url(cls, url):

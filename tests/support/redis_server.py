@@ -53,7 +53,7 @@ class RedisServer:
         await_true(self._answers, "redis-server answers")
 
     def stop(self) -> None:
-        """Ends the process with SIGTERM; does nothing if it was never started."""
+        """Ends the process with SIGTERM; does nothing if it has ended or was never started."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGCONT)

@@ -19,7 +19,7 @@ from tests.support.routes import Route
 
 __all__ = ["DEADLINE_S", "NUM_JOBS", "Scene", "await_started", "first_of", "running_scene"]
 
-DEADLINE_S = 150.0  # of streams that wait for a process to start again
+DEADLINE_S = 150.0  # for streams that wait for a process to restart
 NUM_JOBS = 3
 _NUM_TOKENS = 30
 _NUM_PROMPT_TOKENS = 100
@@ -75,7 +75,7 @@ class Scene:
         before = await _num_loaded(self.cluster.decode[0])
         give_up_at = time.monotonic() + DEADLINE_S
         while await _num_loaded(self.cluster.decode[0]) == before:
-            assert time.monotonic() < give_up_at, "KV is not loaded any more"
+            assert time.monotonic() < give_up_at, "KV is no longer loaded"
             await asyncio.gather(*self.start_jobs(2)[1])
         await self.cluster.wait_pools_full(timeout_s=60)
 

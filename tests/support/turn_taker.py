@@ -3,7 +3,7 @@
 take            waits for a turn and prints "taken"
 give            ends the turn and prints "given"
 steps N FILE    takes N turns, writes its pid to FILE in each, and prints "done". A turn lasts
-                until another process is next, or the others have had all of their turns.
+                until another process is next, or has had all of its turns.
 fork            starts a child that runs until stdin ends; prints its pid
 """
 

@@ -70,7 +70,7 @@ class TwoHosts(Route):
             stack.callback(_run, "ip", "netns", "delete", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "link", "add", name, "type", "veth", "peer", "name", "here", "netns", name)
-            stack.callback(_run, "ip", "link", "delete", name)  # a namespace takes its time
+            stack.callback(_run, "ip", "link", "delete", name)  # deleting a namespace may take time
             _run("ip", "address", "add", f"{self._here[tier]}/30", "dev", name)
             _run("ip", "link", "set", name, "up")
             _run("ip", "-n", name, "address", "add", f"{self.places[tier].host}/30", "dev", "here")

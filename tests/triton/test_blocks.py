@@ -57,7 +57,7 @@ def test_rows_may_be_strided(header_bytes):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_ids_may_lie_in_a_tensor_on_any_device(dtype):
+def test_ids_may_be_a_tensor_on_any_device(dtype):
     pool, out = random_pool(), torch.empty(3, 90, device=DEVICE)
     for device in (DEVICE, "cpu"):
         ids = torch.tensor([4, 4, 2], dtype=dtype, device=device)
@@ -67,7 +67,7 @@ def test_ids_may_lie_in_a_tensor_on_any_device(dtype):
     assert torch.equal(bits(pool)[[8, 0]], bits(out)[1:])
 
 
-@pytest.mark.skipif(not IS_CUDA, reason="the host is another device only beside a GPU")
+@pytest.mark.skipif(not IS_CUDA, reason="the host is another device only with a GPU")
 @pytest.mark.parametrize("pinned", [False, True])
 def test_blocks_travel_to_the_host_and_back(pinned):
     pool, other = random_pool(), random_pool()

@@ -148,7 +148,7 @@ def test_weights_are_rounded_to_whole_units():
     assert kept.sum() == 1
 
 
-def test_tokens_depend_on_the_noise_of_all_seeds_and_positions():
+def test_tokens_depend_on_every_noise_word_and_the_whole_seed_and_position():
     """With equal logits only the noise decides; tokens differ, and equal the reference's."""
     seeds = (0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
     draws = draw_table(*((1.0, 0, 1.0, seed) for seed in seeds))
