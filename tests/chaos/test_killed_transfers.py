@@ -1,4 +1,4 @@
-"""kill -9 of either tier before, in and after a transfer: no token is lost, and nothing leaks."""
+"""Either tier is killed before, during or after a transfer: no token is lost, nothing leaks."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,9 @@ from tests.support.scene import NUM_JOBS, await_started, first_of, running_scene
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ROUTES)
-async def test_prefill_is_killed(name: str, tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_no_token_is_lost_when_prefill_is_killed_around_a_transfer(
+    name: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
     async with (
         open_route(name, redis_server) as route,
         running_scene(route, tmp_path) as scene,
@@ -21,8 +23,8 @@ async def test_prefill_is_killed(name: str, tmp_path: Path, redis_server: RedisS
         cluster, (prefill,) = scene.cluster, scene.cluster.prefill
         await asyncio.gather(*scene.start_jobs()[1])
 
-        # Before: it has been asked, and has computed nothing.
-        jobs = scene.make_jobs(NUM_JOBS)  # what takes long before it does not answer
+        # Before: prefill has the requests and has computed nothing.
+        jobs = scene.make_jobs(NUM_JOBS)  # slow, so it comes before prefill stops answering
         prefill.freeze()
         tasks = scene.start(jobs)
         await await_started(cluster, prefill, 2 * NUM_JOBS)
@@ -31,7 +33,7 @@ async def test_prefill_is_killed(name: str, tmp_path: Path, redis_server: RedisS
         await asyncio.gather(*tasks)
         await scene.check_recovered(prefill)
 
-        # During: some of its KV has gone out, and not all.
+        # During: part of its KV has been sent.
         route.hold_saves()
         tasks = await scene.start_until_held()
         prefill.kill()
@@ -39,7 +41,7 @@ async def test_prefill_is_killed(name: str, tmp_path: Path, redis_server: RedisS
         await asyncio.gather(*tasks)
         await scene.check_recovered(prefill)
 
-        # After: decode has all that it needs.
+        # After: decode has all the KV that it needs.
         jobs, tasks = scene.start_jobs()
         for job, task in zip(jobs, tasks, strict=True):
             await first_of(task, job.has_tokens.wait())
@@ -51,7 +53,7 @@ async def test_prefill_is_killed(name: str, tmp_path: Path, redis_server: RedisS
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ROUTES)
-async def test_decode_is_killed_while_it_loads(
+async def test_no_token_is_lost_when_decode_is_killed_during_a_load(
     name: str, tmp_path: Path, redis_server: RedisServer
 ) -> None:
     async with (
@@ -66,7 +68,8 @@ async def test_decode_is_killed_while_it_loads(
         decode.kill()
         route.release()
         decode.flags.append(f"--kv-connector={route.decode_url}")
-        # They wait for it, and go on where they were. What nobody took over ends with its lease.
+        # The streams wait for decode and continue. Handoffs that were never loaded end with
+        # their leases.
         await scene.check_recovered(decode)
         await asyncio.gather(*tasks)
         await scene.cluster.wait_pools_full(timeout_s=60)

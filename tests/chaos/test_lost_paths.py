@@ -1,4 +1,4 @@
-"""The network, or Redis, goes in the midst of a transfer and comes back: no token is lost."""
+"""The network or Redis fails during a transfer and comes back: no token is lost."""
 
 import asyncio
 from pathlib import Path
@@ -8,15 +8,15 @@ import pytest
 from tests.support.redis_server import RedisServer
 from tests.support.routes import HELD_S, open_route
 from tests.support.scene import running_scene
-from tests.support.two_hosts import running_two_hosts, why_not
+from tests.support.two_hosts import running_two_hosts, why_unavailable
 
-TIMEOUT_S = 3.0  # of the connectors: what does not answer is waited for so long
+TIMEOUT_S = 3.0  # how long the connectors wait for an answer
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["redis", "grpc", "nixl"])
-async def test_the_path_is_lost_and_comes_back(
+async def test_no_token_is_lost_when_the_network_fails_and_returns(
     name: str, tmp_path: Path, redis_server: RedisServer
 ) -> None:
     async with (
@@ -25,7 +25,7 @@ async def test_the_path_is_lost_and_comes_back(
     ):
         await asyncio.gather(*scene.start_jobs()[1])
 
-        # Connections are reset in the midst of an answer, and no new ones taken.
+        # Connections are reset in the middle of a response, and new ones are refused.
         route.hold_loads()
         tasks = await scene.start_until_held()
         for path in route.paths:
@@ -35,20 +35,20 @@ async def test_the_path_is_lost_and_comes_back(
             await path.start()
         await scene.check_recovered()
 
-        # Nothing passes any more, in the midst of an answer, and nobody is told.
+        # Traffic stops in the middle of a response, without an error at either end.
         route.hold_loads()
         tasks = await scene.start_until_held()
         for path in route.paths:
             path.hold()
         await asyncio.gather(*tasks, *scene.start_jobs()[1])
-        # What was on its way comes late, when nobody waits for it any more.
+        # The delayed bytes arrive after the readers have given up.
         route.release()
         await scene.check_recovered()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_redis_is_killed_while_its_objects_are_read(
+async def test_no_token_is_lost_when_redis_is_killed_during_loads_and_saves(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     async with (
@@ -68,9 +68,11 @@ async def test_redis_is_killed_while_its_objects_are_read(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
 @pytest.mark.parametrize("scheme", ["grpc", "nixl"])
-async def test_a_cable_is_unplugged_between_two_hosts(scheme: str, tmp_path: Path) -> None:
+async def test_no_token_is_lost_when_the_cable_between_two_hosts_is_unplugged(
+    scheme: str, tmp_path: Path
+) -> None:
     with running_two_hosts(scheme, f"timeout_s={HELD_S:g}") as hosts:
         async with running_scene(hosts, tmp_path, places=hosts.places) as scene:
             await scene.check_recovered()

@@ -1,4 +1,4 @@
-"""Processes are killed, stopped and abandoned: right tokens or a typed error, and no leak."""
+"""Killed or paused processes and cancelled requests: right tokens or a typed error, no leak."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from tests.support.redis_server import RedisServer
 
 
 async def run_while(client: AsyncClient, jobs: Sequence[Job], disturb: Coroutine) -> None:
-    """Runs all jobs, and the disturbance once each has had tokens from decode."""
+    """Runs all jobs; runs `disturb` once each job has received tokens from decode."""
     tasks = [asyncio.create_task(job.run(client)) for job in jobs]
     await asyncio.gather(*(job.has_tokens.wait() for job in jobs))
     await disturb
@@ -38,13 +38,13 @@ async def test_cancel_and_deadline_at_every_stage_free_everything(tmp_path: Path
             tmp_path,
             model=tiny_checkpoint("llama"),
             kv_connector=f"file://{tmp_path}/kv",
-            # Small chunks and few seats: a prompt takes many steps, others wait in the queue.
+            # Small chunks and batches: a prompt takes many steps and others wait in the queue.
             worker_flags=["--max-num-batched-tokens=4", "--max-num-seqs=2"],
             router_flags=["--max-local-prefill-tokens=0", "--resume-timeout-s=2"],
         ) as cluster,
         AsyncClient(cluster.router.address) as client,
     ):
-        for num_yields in (0, 1, 5, 50):  # queued, in prefill, or wherever that is
+        for num_yields in (0, 1, 5, 50):  # while queued, in prefill, or later
             tasks = [asyncio.create_task(job.run(client)) for job in jobs]
             for _ in range(num_yields):
                 await asyncio.sleep(0)
@@ -70,13 +70,13 @@ async def test_cancel_and_deadline_at_every_stage_free_everything(tmp_path: Path
             await cluster.wait_pools_full()
 
         await jobs[1].run(client)
-        await check_the_only_decode_lost(cluster, client, jobs)
+        await check_loss_of_the_only_decode(cluster, client, jobs)
 
 
-async def check_the_only_decode_lost(
+async def check_loss_of_the_only_decode(
     cluster: Cluster, client: AsyncClient, jobs: Sequence[Job]
 ) -> None:
-    """A typed error while no decode replica is left; service once it is back."""
+    """Checks for a typed error without a decode replica, and for service once it is back."""
     for job in jobs:
         job.has_tokens.clear()
     tasks = [asyncio.create_task(job.run(client)) for job in jobs]
@@ -93,7 +93,7 @@ async def check_the_only_decode_lost(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_lost_replicas_cost_no_token(tmp_path: Path) -> None:
+async def test_no_token_is_lost_when_replicas_are_killed(tmp_path: Path) -> None:
     jobs = [Job(seed) for seed in range(8)]
     async with (
         running_cluster(
@@ -113,14 +113,14 @@ async def test_lost_replicas_cost_no_token(tmp_path: Path) -> None:
         await asyncio.gather(*tasks)
         await cluster.wait_pools_full()
 
-        await call(cluster.prefill[1].kill)  # the stated policy: decode computes prompts itself
+        await call(cluster.prefill[1].kill)  # without prefill, decode computes prompts itself
         await asyncio.gather(*(job.run(client) for job in jobs))
         await cluster.wait_pools_full()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_a_stopped_redis_slows_and_does_not_stop(
+async def test_streams_continue_while_redis_is_paused_or_down(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     jobs = [Job(seed, num_tokens=30) for seed in range(6)]

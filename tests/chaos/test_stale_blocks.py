@@ -1,4 +1,4 @@
-"""A prefill process comes back at its address with other KV in the same blocks: never used."""
+"""A prefill process restarts with other KV in the same blocks: old handoffs never load it."""
 
 import re
 from pathlib import Path
@@ -27,10 +27,10 @@ NUM_TOKENS = 12
         ("nixl", "recompute"),
     ],
 )
-async def test_other_kv_at_the_same_place_is_not_taken(
+async def test_a_handoff_from_before_a_restart_does_not_load_the_new_kv(
     name: str, policy: str, tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """Were it taken, attention would go to other prompts, and draw other tokens."""
+    """The new KV belongs to other prompts, so loading it would give other tokens."""
     async with (
         open_route(name, redis_server) as route,
         running_scene(
@@ -40,12 +40,12 @@ async def test_other_kv_at_the_same_place_is_not_taken(
         (prefill,), (decode,) = scene.cluster.prefill, scene.cluster.decode
         prompts = [prompt_of(NUM_PROMPT_TOKENS, seed) for seed in range(2 * NUM_PROMPTS)]
         expected = [reference_greedy(tiny_checkpoint("llama"), p, NUM_TOKENS) for p in prompts]
-        met, *old = [
+        first, *old = [
             await prefill_at(prefill, f"old {index}", prompt, NUM_TOKENS)
             for index, prompt in enumerate(prompts[:NUM_PROMPTS])
         ]
-        # Decode has met the process: it knows where the blocks of others lie, too.
-        assert await decode_at(decode, met) == expected[0]
+        # Decode now has the addresses of all blocks of the old process.
+        assert await decode_at(decode, first) == expected[0]
 
         prefill.kill()
         await prefill.restart()

@@ -11,7 +11,7 @@ from tests.support.cluster import Cluster, running_cluster
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """A router before one prefill and one decode replica; tests leave all of them running."""
+    """A router with one prefill and one decode replica; tests must not stop any of them."""
     folder = tmp_path_factory.mktemp("cluster")
     async with running_cluster(
         folder,

@@ -1,4 +1,4 @@
-"""`baton up` as a user runs it: three processes, a completion, deaths, an orderly end."""
+"""`baton up` as a user runs it: three processes, a completion, killed workers, shutdown."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ class Up:
             return "".join(self.seen) + (await self.process.stdout.read()).decode()
 
     def children(self) -> dict[str, psutil.Process]:
-        """The processes by their module."""
+        """Returns the child processes by their module."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return {child.cmdline()[2]: child for child in children}
 
@@ -74,7 +74,7 @@ async def running_up(*arguments: str, output: int = asyncio.subprocess.PIPE):
         if process.returncode is None:
             process.kill()
         await process.wait()
-        for folder in run_folders(process.pid):  # there are some after a kill
+        for folder in run_folders(process.pid):  # a killed process leaves them behind
             shutil.rmtree(folder)
 
 
@@ -89,13 +89,13 @@ async def wait_until_ready(up: Up) -> None:
 
 
 def assert_all_end(processes: list[psutil.Process]) -> None:
-    # Where nobody reaps orphans they stay as zombies, which hold nothing.
+    # Without an init process orphans stay zombies, which hold no resources.
     _, alive = psutil.wait_procs(processes, timeout=15)
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
 async def generate_when_back(router: str) -> list[int]:
-    """Asks until the cluster serves again."""
+    """Retries until the cluster serves again; returns the tokens."""
     deadline = time.monotonic() + START_TIMEOUT_S
     with Client(router) as client:
         while True:
@@ -107,7 +107,7 @@ async def generate_when_back(router: str) -> list[int]:
                 await asyncio.sleep(0.1)
 
 
-async def test_a_cluster_serves_heals_and_ends():
+async def test_a_cluster_serves_restarts_a_killed_worker_and_shuts_down():
     path = tiny_checkpoint("llama")
     expected = reference_greedy(path, PROMPT, 8)
     async with running_up("--model", str(path), "--dtype", "float32") as up:
@@ -133,7 +133,7 @@ async def test_a_cluster_serves_heals_and_ends():
         assert run_folders(up.process.pid) == []
 
 
-async def test_make_run_streams_the_demo():
+async def test_the_demo_prints_a_completion_and_a_working_client_command():
     async with running_up("--demo") as up:
         await wait_until_ready(up)
         text = "".join(up.seen)
@@ -163,7 +163,7 @@ def turns_folder_of_workers(up: Up) -> Path:
 
 
 @pytest.mark.slow
-async def test_a_cluster_whose_output_nobody_reads_serves_on(unread_pipe):
+async def test_a_cluster_serves_while_its_output_is_not_read(unread_pipe):
     path = tiny_checkpoint("llama")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

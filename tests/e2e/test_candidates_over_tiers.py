@@ -29,7 +29,7 @@ PROMPTS = [prompt_of(length, seed=length) for length in (5, 32, 50)]
 
 
 @pytest.mark.slow
-async def test_two_tiers_equal_one_process(tmp_path: Path) -> None:
+async def test_candidates_of_two_tiers_equal_those_of_one_process(tmp_path: Path) -> None:
     model = tiny_checkpoint("llama")
     expected = expected_outputs(model)
     store = f"file://{tmp_path}/kv"
@@ -72,7 +72,7 @@ def rounded_like(
 async def check_streams(
     client: AsyncClient, expected: dict[str, list[tuple[Completion, ...]]]
 ) -> None:
-    """A stop text ends its candidate alone, the others go on to their end."""
+    """Checks that a stop text ends only its own candidate."""
     whole = expected["drawn"][0]
     stop = next(
         character
@@ -95,7 +95,7 @@ async def kill_and_check(
     cluster: Cluster,
     expected: dict[str, list[tuple[Completion, ...]]],
 ) -> None:
-    """A decode replica dies under streams of candidates: nobody notices."""
+    """Kills a decode replica under streams of candidates; checks that no token is lost."""
     long = replace(DRAWN, max_tokens=300)
     before = await asyncio.gather(
         *(client.generate(prompt, long, timeout_s=60) for prompt in PROMPTS)
@@ -113,13 +113,13 @@ async def collect(
     prompt: list[int],
     params: SamplingParams,
     victim: ServerProcess,
-    kills: bool,
+    kills_victim: bool,
 ) -> dict[int, list[int]]:
     token_ids: dict[int, list[int]] = {index: [] for index in range(params.n)}
     async for chunk in client.stream(prompt, params, timeout_s=60):
         token_ids[chunk.index].extend(chunk.token_ids)
-        if kills and len(token_ids[0]) > 20:
-            kills = False
+        if kills_victim and len(token_ids[0]) > 20:
+            kills_victim = False
             victim.kill()
     return token_ids
 

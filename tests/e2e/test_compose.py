@@ -62,7 +62,7 @@ def test_the_image_checks_the_port_that_services_listen_on():
     assert re.search(r"^USER \d+$", dockerfile, re.MULTILINE), "runs as root"
 
 
-def test_workers_take_turns_in_a_folder_that_the_image_lets_them_write_to():
+def test_the_turns_folder_is_shared_by_workers_and_writable_in_the_image():
     services = load_compose({})
     for tier in ("prefill", "decode"):
         assert "--turns-folder=/turns" in services[tier]["command"]
@@ -72,7 +72,7 @@ def test_workers_take_turns_in_a_folder_that_the_image_lets_them_write_to():
 
 
 @pytest.mark.slow
-async def test_the_services_commands_make_a_cluster(tmp_path):
+async def test_the_services_commands_start_a_working_cluster(tmp_path):
     with ComposeProcesses(tmp_path, {}) as services:
         try:
             await wait_until_serving(services.addresses["prefill"], START_TIMEOUT_S)

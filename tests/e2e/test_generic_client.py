@@ -1,4 +1,4 @@
-"""A client that knows nothing but reflection, against every process of a real cluster."""
+"""A client that uses only gRPC reflection, against every process of a real cluster."""
 
 import asyncio
 
@@ -41,7 +41,7 @@ BAD_REQUESTS = {
 
 
 class GenericClient:
-    """Calls methods by name; all it knows comes from the server's reflection."""
+    """Calls methods by name; takes all message types from the server's reflection."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
@@ -95,12 +95,12 @@ def check_generation(address: str) -> None:
 def check_bad_requests(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         client = GenericClient(channel)
-        for told, fields in BAD_REQUESTS.items():
-            with pytest.raises(grpc.RpcError, match=told) as caught:
+        for message, fields in BAD_REQUESTS.items():
+            with pytest.raises(grpc.RpcError, match=message) as caught:
                 client.call(GENERATE, **fields)
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, told
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, message
         with pytest.raises(grpc.RpcError) as caught:
-            client.call_bytes(GENERATE, b"\x1a\x02\xff\xfe")  # field 3, text: no UTF-8
+            client.call_bytes(GENERATE, b"\x1a\x02\xff\xfe")  # field 3, text: not UTF-8
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

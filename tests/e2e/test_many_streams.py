@@ -27,7 +27,7 @@ NUM_STREAMS = 200
 
 
 def make_prompts() -> list[tuple[list[int], int]]:
-    """Prompts of mixed lengths, most of which begin like others, and how many tokens to draw."""
+    """Prompts of mixed lengths, most with a shared prefix, and how many tokens to generate."""
     draw = random.Random(1)
     prefixes = [prompt_of(length, seed=length) for length in (20, 48, 96, 130)]
     prompts = []
@@ -73,7 +73,9 @@ async def prefill_at(server: ServerProcess, request_id: str, prompt: list[int]) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_200_streams_are_each_right(tmp_path: Path, redis_server: RedisServer) -> None:
+async def test_200_concurrent_streams_are_all_correct(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
     path = tiny_checkpoint("llama")
     expected = [
         (prompt, reference_greedy(path, prompt, num_tokens))
@@ -94,8 +96,8 @@ async def test_200_streams_are_each_right(tmp_path: Path, redis_server: RedisSer
         assert sum(usage.cached_tokens for usage in usages) > 0
         await cluster.wait_pools_full()
 
-        # What one replica computed, the other finds in the store.
-        # Where loads have been slower than computing, it tries one only now and then.
+        # A replica finds in the store what the other has computed. If loads have been slower
+        # than computing, it tries a load only now and then.
         give_up_at, num_found = time.monotonic() + 60, 0
         for seed in itertools.count(77):
             fresh = prompt_of(100, seed=seed)

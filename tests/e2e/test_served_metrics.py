@@ -1,4 +1,4 @@
-"""What a cluster's workers tell Prometheus of a prompt that was handed over."""
+"""The Prometheus metrics of a cluster's workers after a prompt was handed over."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ PROMPT_TOKENS = 100  # six full blocks of 16, and a tail
 
 
 async def _scrape(worker: ServerProcess) -> dict[tuple[str, str], float]:
-    """Samples by their names and directions, which are empty where there are none."""
+    """Returns samples by name and `direction` label, which is empty for samples without one."""
     (url,) = re.findall(r"serving metrics url=(\S+)", worker.log())
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read().decode())
     return {
@@ -29,12 +29,12 @@ async def _scrape(worker: ServerProcess) -> dict[tuple[str, str], float]:
 def _increase(
     before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]
 ) -> dict[tuple[str, str], float]:
-    """By how much samples have grown: other tests use the cluster, too."""
+    """Returns the growth of each sample, since other tests use the same cluster."""
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
 @pytest.mark.slow
-async def test_workers_tell_what_they_saved_and_loaded(shared_cluster: Cluster) -> None:
+async def test_workers_export_what_they_saved_and_loaded(shared_cluster: Cluster) -> None:
     prefill, decode = shared_cluster.workers
     saved_before, loaded_before = await _scrape(prefill), await _scrape(decode)
     async with AsyncClient(shared_cluster.router.address) as client:

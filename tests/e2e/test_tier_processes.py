@@ -41,7 +41,7 @@ async def spawn(module, *args):
 
 
 async def port_of(process, port_file):
-    """The port a process writes once it listens; its log if it ends before."""
+    """Returns the port that a process writes once it listens; fails with its log if it ends."""
     ended = asyncio.create_task(process.wait())
     async with asyncio.timeout(START_TIMEOUT_S):
         while not port_file.exists():
@@ -93,7 +93,7 @@ def spec_of(prompt):
 
 
 async def prefilled(channel, spec, namespace, decode_stream):
-    """The prompt's first tokens and handoff; what is saved is told to decode as it comes."""
+    """Returns the prompt's first tokens and handoff; forwards saved blocks to decode."""
     events = {}
     message = prefill_pb2.PrefillRequest(spec=spec, namespace=namespace)
     async for response in prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(message, timeout=30):
@@ -139,7 +139,7 @@ async def test_prefill_hands_over_and_decode_finishes_while_draining(tmp_path):
         assert await decode_process.wait() == 0
 
 
-async def test_a_start_that_fails_is_one_readable_line(tmp_path):
+async def test_a_failed_start_prints_one_readable_line(tmp_path):
     modules = ("prefill_service", "decode_service")
     (model := tmp_path / "empty").mkdir()
     store = f"--kv-connector=file://{tmp_path}/kv"

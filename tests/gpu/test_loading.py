@@ -14,7 +14,7 @@ from tests.support.devices import DEVICE
 _VARIANTS = ("llama", "llama_sharded", "llama_tied_biased", "qwen3", "opt", "gpt2")
 
 
-def test_tensors_larger_than_the_buffers(tmp_path):
+def test_tensors_larger_than_the_upload_buffers_arrive_unchanged(tmp_path):
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "large": torch.randn(1001, 1003, generator=generator),
@@ -37,7 +37,7 @@ def _load(folder, dtype="auto", device=DEVICE, **options) -> LoadedModel:
 
 
 def _parameters(loaded):
-    """Norms and biases, and the weights of layers whose order in memory is that of their rows."""
+    """Norms, biases, and the weights of layers that allocate their own memory."""
     weights = {
         name: module.weight.data
         for name, module in loaded.model.named_modules()
@@ -48,18 +48,18 @@ def _parameters(loaded):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("variant", _VARIANTS)
-def test_every_weight_arrives(variant, dtype):
+def test_weights_on_the_device_equal_those_on_the_cpu(variant, dtype):
     folder = tiny_checkpoint(variant)
-    there, here = _load(folder, dtype), _load(folder, dtype, "cpu")
+    on_device, on_cpu = _load(folder, dtype), _load(folder, dtype, "cpu")
     token_ids = torch.arange(0, 200, 7)
     names = ("embed_tokens", "wte")
-    (name,) = (name for name in names if hasattr(there.model, name))
-    embedded = getattr(there.model, name)(token_ids.to(DEVICE))
-    assert torch.equal(embedded.cpu(), getattr(here.model, name)(token_ids))
-    assert there.fingerprint == here.fingerprint
-    hidden = embedded[:, : here.model.config.hidden_size]
-    expected = here.model.logits(hidden.cpu())
-    torch.testing.assert_close(there.model.logits(hidden).cpu(), expected, atol=0.05, rtol=0.02)
+    (name,) = (name for name in names if hasattr(on_device.model, name))
+    embedded = getattr(on_device.model, name)(token_ids.to(DEVICE))
+    assert torch.equal(embedded.cpu(), getattr(on_cpu.model, name)(token_ids))
+    assert on_device.fingerprint == on_cpu.fingerprint
+    hidden = embedded[:, : on_cpu.model.config.hidden_size]
+    expected = on_cpu.model.logits(hidden.cpu())
+    torch.testing.assert_close(on_device.model.logits(hidden).cpu(), expected, atol=0.05, rtol=0.02)
 
 
 def test_all_tensors_are_on_the_device():
@@ -70,7 +70,7 @@ def test_all_tensors_are_on_the_device():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_random_weights_are_drawn_there(tmp_path, dtype):
+def test_random_weights_are_drawn_on_the_device_and_repeat(tmp_path, dtype):
     shutil.copy(tiny_checkpoint("llama") / "config.json", tmp_path)
     first, second = (_load(tmp_path, dtype, load_format="dummy") for _ in range(2))
     assert first.fingerprint == second.fingerprint

@@ -1,4 +1,4 @@
-"""`ModelRunner` on a GPU, compared with `transformers`: chunks, decoding, draws, pools, swaps."""
+"""`ModelRunner` on a GPU, compared with `transformers`: chunks, decoding, sampling, swaps."""
 
 import math
 from functools import cache
@@ -21,7 +21,7 @@ from tests.support.driven_requests import DrivenRequest, generate, run_step, sca
 _NUM_TOKENS = 6
 _NUM_BLOCKS = 96
 _BF16_LOGPROB = 0.25
-"""How far log-probabilities of a three-layer model may be from float32's."""
+"""Allowed difference of a three-layer model's log-probabilities from those in float32."""
 _VARIANTS = ("llama", "llama_sharded", "qwen2_alternating", "qwen3", "opt", "gpt2")
 
 
@@ -76,7 +76,7 @@ def test_graphs_and_eager_steps_draw_the_same(make_runner):
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2"])
-def test_bfloat16_stays_near_float32s_probabilities(variant, make_runner):
+def test_bfloat16_log_probabilities_are_close_to_those_of_float32(variant, make_runner):
     runner, length = make_runner(variant, dtype="bfloat16"), 37
     (request,) = _requests(runner, (length,), wants_logprobs=True)
     run_step(runner, 1, [request])
@@ -103,7 +103,7 @@ def test_a_step_may_be_submitted_before_the_previous_one_is_read(make_runner):
     assert tokens == _reference("llama", length)
 
 
-def test_blocks_swapped_out_and_in_elsewhere_are_as_good(make_runner):
+def test_a_request_continues_after_its_blocks_are_swapped_in_elsewhere(make_runner):
     runner, length = make_runner(preemption_mode="swap", swap_space=2**20), 33
     (request,) = _requests(runner, (length,))
     generate(runner, [request], num_tokens=3)
@@ -127,7 +127,7 @@ def test_blocks_swapped_out_and_in_elsewhere_are_as_good(make_runner):
 
 @pytest.mark.skipif(not IS_CUDA, reason="a CPU's memory is not profiled")
 @pytest.mark.parametrize("share", [0.1, 0.3])
-def test_the_pool_fills_the_share_of_the_gpu_and_no_more(share, make_runner):
+def test_the_pool_fills_its_share_of_gpu_memory_and_no_more(share, make_runner):
     torch.cuda.empty_cache()
     free_before, total = torch.cuda.mem_get_info()
     runner = make_runner(num_gpu_blocks_override=None, gpu_memory_utilization=share, swap_space=0)
@@ -137,7 +137,7 @@ def test_the_pool_fills_the_share_of_the_gpu_and_no_more(share, make_runner):
     assert runner.kv_pool.nbytes > 0.7 * share * total
 
 
-@pytest.mark.skipif(not IS_CUDA, reason="host pools are pinned beside a GPU only")
+@pytest.mark.skipif(not IS_CUDA, reason="host pools are pinned only with a GPU")
 def test_the_host_pool_is_pinned(make_runner):
     runner = make_runner(preemption_mode="swap", swap_space=2**20)
     assert runner._host_pool.is_pinned()

@@ -1,4 +1,4 @@
-"""KV copies beside the steps of a real GPU: their content, and that they wait for no step."""
+"""KV copies on side streams of a GPU: they keep every bit and do not wait for compute."""
 
 from collections.abc import Iterator
 
@@ -63,7 +63,7 @@ def busy() -> torch.cuda.Event:
     return end
 
 
-def test_blocks_go_out_and_come_back_as_they_were(copier, pool, segment) -> None:
+def test_gathered_and_scattered_blocks_keep_every_bit(copier, pool, segment) -> None:
     before = pool.clone()
     sources = list(range(segment.num_slots))[::-1]
     targets = list(range(_NUM_BLOCKS - segment.num_slots, _NUM_BLOCKS))
@@ -77,7 +77,7 @@ def test_blocks_go_out_and_come_back_as_they_were(copier, pool, segment) -> None
     assert torch.equal(_bits(pool[:first]), _bits(before[:first]))
 
 
-def test_many_copies_follow_each_other_through_one_staging_tensor(copier, pool) -> None:
+def test_consecutive_copies_share_one_staging_tensor(copier, pool) -> None:
     segments = [Segment(LAYOUT, pinned=True) for _ in range(8)]
     copies = [copier.gather([2 * i, 2 * i + 1], each) for i, each in enumerate(segments)]
     copies[-1].wait()
@@ -87,17 +87,17 @@ def test_many_copies_follow_each_other_through_one_staging_tensor(copier, pool) 
         assert torch.equal(each.payload[:2], expected)
 
 
-def test_copies_run_beside_a_busy_device(copier, pool, segment, busy) -> None:
+def test_copies_do_not_wait_for_the_compute_stream(copier, pool, segment, busy) -> None:
     copier.gather([1, 2], segment).wait()
     copier.scatter(segment, [30, 31]).wait()
-    assert not busy.query(), "it waited for the compute stream"
+    assert not busy.query(), "the copies waited for the compute stream"
 
-    # What is launched after the wait reads what was loaded.
+    # Operations launched after the wait read the loaded blocks.
     later = pool[30:32].clone()
     assert torch.equal(_bits(later), _bits(pool[1:3]))
 
 
-def test_a_copy_that_cannot_start_does_not_hurt_the_next(copier, pool, segment) -> None:
+def test_a_copy_that_fails_to_start_does_not_affect_the_next(copier, pool, segment) -> None:
     with pytest.raises(RuntimeError):
         copier.gather(range(segment.num_slots + 1), segment)
     copier.gather([3], segment).wait()
@@ -106,13 +106,13 @@ def test_a_copy_that_cannot_start_does_not_hurt_the_next(copier, pool, segment) 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "fp8_e4m3"])
-def test_parts_of_blocks_are_converted_as_on_a_cpu(dtype: str) -> None:
+def test_converted_blocks_equal_those_of_the_cpu_copier(dtype: str) -> None:
     form = TransferForm(8, dtype, num_head_slices=2)
-    cut = BlockSlicing.of(LAYOUT, form)
+    slicing = BlockSlicing.of(LAYOUT, form)
     on_cpu = torch.randn(_NUM_BLOCKS, *LAYOUT.block_shape).to(torch.bfloat16)
     on_gpu = on_cpu.to(DEVICE)
-    copiers = [ConvertingCopier(on_cpu, cut), SideStreamCopier(on_gpu, cut)]
-    segments = [Segment(cut.object_layout, pinned=True) for _ in copiers]
+    copiers = [ConvertingCopier(on_cpu, slicing), SideStreamCopier(on_gpu, slicing)]
+    segments = [Segment(slicing.object_layout, pinned=True) for _ in copiers]
     count = min(segments[0].num_slots, 30)
     for each, segment in zip(copiers, segments, strict=True):
         each.gather(range(7, 7 + count), segment).wait()
@@ -124,10 +124,10 @@ def test_parts_of_blocks_are_converted_as_on_a_cpu(dtype: str) -> None:
 
 
 def test_a_number_out_of_range_is_reported_when_the_copy_ends() -> None:
-    cut = BlockSlicing.of(LAYOUT, TransferForm(LAYOUT.block_size, "float16"))
+    slicing = BlockSlicing.of(LAYOUT, TransferForm(LAYOUT.block_size, "float16"))
     pool = torch.zeros(4, *LAYOUT.block_shape, dtype=torch.bfloat16, device=DEVICE)
     pool[2, 1, 1, 1, 1, 1] = 1e6
-    copier, segment = SideStreamCopier(pool, cut), Segment(cut.object_layout, pinned=True)
+    copier, segment = SideStreamCopier(pool, slicing), Segment(slicing.object_layout, pinned=True)
     with pytest.raises(RangeError):
         copier.gather([1, 2], segment).wait()
     copier.gather([1, 3], segment).wait()
@@ -141,12 +141,12 @@ def rig() -> Iterator[ConnectorRig]:
     rig.worker.close()
 
 
-def test_jobs_end_while_the_device_is_busy(rig, busy) -> None:
+def test_jobs_do_not_wait_for_the_compute_stream(rig, busy) -> None:
     rig.start(saves=(SaveJob(0, keys(20), tuple(range(20)), 3),))
     assert rig.results(1) == [SaveResult(0, committed=True)]
     rig.start(loads=(LoadJob(1, keys(20), tuple(range(40, 60))),))
     assert rig.results(1) == [LoadResult(1, 20)]
-    assert not busy.query(), "it waited for the compute stream"
+    assert not busy.query(), "the jobs waited for the compute stream"
 
     assert torch.equal(rig.pool[40:59], rig.pool[:19])
     assert torch.equal(rig.pool[59, ..., :3, :], rig.pool[19, ..., :3, :])

@@ -58,7 +58,7 @@ def build(path: Path, role: str, url: str, **flags: object) -> EngineCore:
 
 
 def run_split(prefill: EngineCore, decode: EngineCore, *, tells_saved: bool = True) -> SplitRun:
-    split = SplitRun(prefill, decode, tells_saved=tells_saved)
+    split = SplitRun(prefill, decode, prefetches_saved=tells_saved)
     try:
         split.run(make_requests())
     finally:

@@ -259,7 +259,7 @@ def test_adding_a_stopped_remote_times_out_and_succeeds_later(new_remote):
             transport.add_peer("stopped", remote.metadata, 1.0)
         assert time.monotonic() - began < 10.0
         pool.bytes[:] = 7
-        remote.go_on()
+        remote.resume()
         assert np.array_equal(remote.now(), remote.bytes)
         assert (pool.bytes == 7).all()
         transport.remove_peer("stopped")

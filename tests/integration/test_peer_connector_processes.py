@@ -142,7 +142,7 @@ def test_loads_from_a_stopped_peer_fail_in_time_and_succeed_once_it_continues(
     assert {decode.loads[job].error for job in jobs} == {"unavailable"}
     assert time.monotonic() - began_at < 4 * TIMEOUT_S
 
-    prefill.go_on()
+    prefill.resume()
     give_up_at = time.monotonic() + 15
     while (result := decode.load(handoff, range(16))).num_blocks < 16:
         assert time.monotonic() < give_up_at, result

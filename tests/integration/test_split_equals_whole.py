@@ -103,7 +103,7 @@ def check_split(
         prefill.close()
         decode.close()
 
-    assert split.num_told > 0
+    assert split.num_reported > 0
     for request in split.handed.values():
         outputs = split.outputs[request.spec.request_id]
         tokens = [*request.progress[0].output_token_ids, *tokens_of(outputs)]

@@ -1,7 +1,7 @@
-"""A token's result is the same to the last bit whatever runs beside it, and on how many threads.
+"""A token's result has the same bits in any batch and on any number of threads.
 
-So split equals whole, a replica that resumes a request draws what the first would have, and
-chunks of any size make one prompt.
+Therefore split engines draw the tokens of an undivided one, a replica that resumes a request
+draws the tokens of the first, and a prompt may be computed in chunks of any size.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ def layers(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["linear", "head", "gated", "norm"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(name, dtype):
+def test_a_row_does_not_depend_on_other_rows(name, dtype):
     run, hidden = layers(dtype)[name], normal(100, 90, dtype=dtype, seed=4)
     whole = run(hidden, slice(None))
     for first, end in ROW_RANGES:
@@ -110,19 +110,19 @@ def whole(variant, dtype):
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 149])
-def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(variant, dtype, chunk_size):
+def test_a_prompt_in_chunks_has_the_logits_of_the_whole_prompt(variant, dtype, chunk_size):
     assert torch.equal(in_chunks(variant, dtype, chunk_size), whole(variant, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_prompt_beside_others_is_the_prompt_alone(variant, dtype):
+def test_a_prompts_logits_do_not_depend_on_other_prompts(variant, dtype):
     prompts = [*NEIGHBOURS, PROMPT]
     session = PagedSession(loaded(variant, dtype), [len(prompt) for prompt in prompts], seed=3)
     place = len(NEIGHBOURS)
     logits = []
     for start, length in ((0, 5), (5, 1), (6, 100), (106, 1), (107, 43)):
-        # The others end one after the other; each runs ahead by its number.
+        # The other prompts advance by `index` more tokens per step, so they end one by one.
         work = [
             (index, prompt[session.done[index] :][: length + index])
             for index, prompt in enumerate(prompts[:place])
@@ -135,6 +135,6 @@ def test_a_prompt_beside_others_is_the_prompt_alone(variant, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_prompt_on_several_threads_is_the_prompt_on_one(variant, dtype):
+def test_a_prompts_logits_do_not_depend_on_the_number_of_threads(variant, dtype):
     results = on_threads([1, 2, 5], lambda: in_chunks(variant, dtype, 75))
     assert all(torch.equal(result, whole(variant, dtype)) for result in results)

@@ -1,4 +1,4 @@
-"""Tokens of `kernels.draw_tokens` on the CPU: those of the engine's sampler, and nothing else."""
+"""Tokens of `kernels.draw_tokens` on the CPU equal those of the engine's sampler."""
 
 import math
 from dataclasses import fields
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def _sampled(case):
-    """By `engine.runtime.sampler`, which draws greedy, filtered and other draws apart."""
+    """Samples with `engine.runtime.sampler`, which separates greedy, filtered and other draws."""
     records = np.zeros(len(case.draw_ids), sampler.DRAW_RECORD)
     chosen = case.draws.take(case.draw_ids)
     for field in fields(DrawTable):
@@ -29,7 +29,7 @@ def _sampled(case):
 
 @pytest.mark.parametrize("kind", LOGIT_KINDS)
 @pytest.mark.parametrize("vocab_size", [1, 6, 901])
-def test_tokens_equal_the_samplers(kind, vocab_size):
+def test_tokens_equal_those_of_the_sampler(kind, vocab_size):
     ids = torch.arange(40)
     logits, draws = make_logits(kind, 40, vocab_size), make_draws(40, vocab_size)
     case = DrawCase(logits, draws, ids, ids * 1000)

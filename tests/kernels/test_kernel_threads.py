@@ -1,4 +1,4 @@
-"""The threads that kernels share their work among: more than cores, several callers, forks."""
+"""The thread pool of the kernels: more threads than cores, several callers, forks."""
 
 import os
 import subprocess
@@ -25,14 +25,14 @@ LIMIT_S = 60
 
 @pytest.fixture
 def threads():
-    """Sets the number of threads; it is put back."""
+    """Sets the number of threads; restores it after the test."""
     before = kernels.num_threads()
     yield kernels.set_num_threads
     kernels.set_num_threads(before)
 
 
 def some_work(dtype=torch.float32, seed=0):
-    """A function that computes a bit of everything: a list of tensors."""
+    """Returns a function that runs several kernels and returns their results."""
     weight = filled_weight(normal(100, 64, dtype=dtype, seed=seed))
     hidden, norm = normal(17, 64, dtype=dtype, seed=seed), normal(64, dtype=dtype)
     logits = normal(9, 3000, seed=seed)
@@ -53,8 +53,8 @@ def same(results, expected):
     return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-def settles_at(num_threads):
-    """The system counts an ended thread for some moments more."""
+def reaches_thread_count(num_threads):
+    """Waits for a number of threads, as the system counts an ended thread for a moment more."""
     deadline = time.monotonic() + 10
     while psutil.Process().num_threads() != num_threads:
         if time.monotonic() > deadline:
@@ -85,7 +85,7 @@ def test_threads_are_created_and_ended(threads):
     for count in (4, 2, 7, 1):
         threads(count)
         work()
-        assert settles_at(before + count - 1)
+        assert reaches_thread_count(before + count - 1)
 
 
 @native_only("torch's bits may depend on its threads")
@@ -99,7 +99,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads, dtype):
         assert same(work(), expected)
 
 
-@native_only("torch's threads are not ours")
+@native_only("torch's threads are not Baton's")
 def test_thousands_of_tiny_jobs_on_more_threads_than_cores(threads):
     weight, hidden = filled_weight(normal(70, 8)), normal(1, 8)
     threads(1)
@@ -109,9 +109,9 @@ def test_thousands_of_tiny_jobs_on_more_threads_than_cores(threads):
         assert torch.equal(kernels.linear(hidden, weight), expected)
 
 
-@native_only("torch's threads are not ours")
+@native_only("torch's threads are not Baton's")
 @pytest.mark.parametrize("count", [1, 4])
-def test_several_python_threads_may_call(threads, count):
+def test_several_python_threads_may_call_kernels(threads, count):
     works = [some_work(seed=seed) for seed in range(3)]
     expected = [work() for work in works]
     threads(count)
@@ -123,8 +123,8 @@ def test_several_python_threads_may_call(threads, count):
         assert all(pool.map(run, range(len(works)), timeout=LIMIT_S))
 
 
-@native_only("torch's threads are not ours")
-def test_the_number_may_change_while_others_compute(threads):
+@native_only("torch's threads are not Baton's")
+def test_the_number_of_threads_may_change_during_computation(threads):
     work, is_over = some_work(), Event()
     expected = work()
 
@@ -147,8 +147,8 @@ def test_the_number_may_change_while_others_compute(threads):
     assert all(results)
 
 
-@native_only("forks of torch's threads are torch's matter")
-def test_children_of_forks_compute():
+@native_only("torch handles its threads in forks itself")
+def test_kernels_work_in_forked_children():
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.forking_process"],
         cwd=ROOT,

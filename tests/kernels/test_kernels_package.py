@@ -68,8 +68,8 @@ def _append_name(called, name, *_):
     called.append(name)
 
 
-def packages_brought_by(code, before):
-    """Top-level packages that a process has after some code and did not have before it."""
+def packages_imported_by(code, before):
+    """Returns the top-level packages that some code imports in a new process."""
     code = (
         f"import sys, json, {before}; before = set(sys.modules); {code}; "
         "print(json.dumps(sorted({m.partition('.')[0] for m in set(sys.modules) - before})))"
@@ -78,9 +78,9 @@ def packages_brought_by(code, before):
     return set(json.loads(output))
 
 
-def test_importing_kernels_imports_nothing_heavy_and_using_them_torch_alone():
-    assert packages_brought_by("import kernels", "importlib, json, typing") == {"kernels"}
-    assert packages_brought_by("import kernels; kernels.linear", "torch") <= {"baton", "kernels"}
+def test_importing_kernels_imports_no_other_package_and_using_them_only_torch():
+    assert packages_imported_by("import kernels", "importlib, json, typing") == {"kernels"}
+    assert packages_imported_by("import kernels; kernels.linear", "torch") <= {"baton", "kernels"}
 
 
 def test_the_package_has_the_kernels_their_types_and_no_other_names():
@@ -100,6 +100,6 @@ def test_transformers_does_not_mistake_our_folder_for_its_kernels_package():
     assert Path(kernels.__file__).parent.parent == Path(baton.__file__).parent.parent
     assert not hasattr(kernels, "__version__")
     assert not is_kernels_available()
-    # An installed Baton may lend our folder its own version; that must not look like theirs.
+    # With Baton installed, its version may be taken for the folder's; it must be out of range.
     theirs = (import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION)
     assert not Version(theirs[0]) <= Version(baton.__version__) < Version(theirs[1])

@@ -102,7 +102,7 @@ def test_rows_and_columns_may_be_strided(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_that_is_not_finite_spoils_no_other(dtype):
+def test_a_non_finite_row_does_not_affect_others(dtype):
     hidden, matrix = normal(26, 50, dtype=dtype), normal(70, 50, dtype=dtype)
     weight = filled_weight(matrix)
     expected = kernels.linear(hidden, weight)
@@ -164,7 +164,7 @@ def test_gates_far_from_zero_neither_overflow_nor_vanish(dtype):
     weight = filled_weight(matrix, WeightUse.GATED_LINEAR)
     out = kernels.linear_silu_and_mul(hidden, weight, torch.tensor([0.0, 1.0], dtype=dtype))
     wide = hidden.double()
-    # What is below the smallest normal number may be flushed to zero.
+    # Results below the smallest normal number may be flushed to zero.
     bound = 3 * eps_of(dtype) * wide.abs() * wide.sigmoid() + 1e-35
     assert_within(out, wide * wide.sigmoid(), bound)
 

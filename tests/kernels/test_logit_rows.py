@@ -1,4 +1,4 @@
-"""Logits of some tokens equal, bit for bit, those of computing all tokens; so does the KV."""
+"""A step that computes logits of some tokens only gives the logits and KV of a full step."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.support.checkpoints import VARIANTS, prompt_of
 from tests.support.kernel_checks import native_only
 from tests.support.paged_session import PagedSession, loaded
 
-# What torch computes for OPT and GPT-2 may depend on the rows beside it in the last bit.
+# The last bit of torch's results for OPT and GPT-2 may depend on other rows of the batch.
 NATIVE_VARIANTS = [name for name in VARIANTS if not name.startswith(("opt", "gpt2"))]
 LENGTHS = (150, 40, 9, 70)
 PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
@@ -23,13 +23,13 @@ STEPS = [
 ]
 
 
-def run(variant, dtype, asks):
+def run(variant, dtype, selects_rows):
     """Returns the logits of each step's chosen tokens, and the pool."""
     session = PagedSession(loaded(variant, dtype), LENGTHS)
     logits = []
     for step, wanted in STEPS:
         work = [(i, PROMPTS[i][session.done[i] :][:length]) for i, length in step]
-        if asks:
+        if selects_rows:
             logits.append(session.step_with_logits_of(work, wanted))
         else:
             whole = session.step(work)
@@ -41,9 +41,9 @@ def run(variant, dtype, asks):
 @native_only("torch's sums depend on the size of a batch")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", NATIVE_VARIANTS)
-def test_logits_of_some_tokens_have_the_bits_of_computing_all(variant, dtype):
-    some, pool = run(variant, dtype, asks=True)
-    everything, expected_pool = run(variant, dtype, asks=False)
+def test_logits_of_some_tokens_equal_those_of_all_bit_for_bit(variant, dtype):
+    some, pool = run(variant, dtype, selects_rows=True)
+    everything, expected_pool = run(variant, dtype, selects_rows=False)
     for got, expected in zip(some, everything, strict=True):
         assert got.shape == expected.shape
         assert got.isfinite().all()
@@ -52,9 +52,9 @@ def test_logits_of_some_tokens_have_the_bits_of_computing_all(variant, dtype):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_of_some_tokens_are_close_to_computing_all(variant):
-    some, _ = run(variant, "float32", asks=True)
-    everything, _ = run(variant, "float32", asks=False)
+def test_logits_of_some_tokens_are_close_to_those_of_all(variant):
+    some, _ = run(variant, "float32", selects_rows=True)
+    everything, _ = run(variant, "float32", selects_rows=False)
     for got, expected in zip(some, everything, strict=True):
         torch.testing.assert_close(got, expected, atol=5e-5, rtol=0)
 

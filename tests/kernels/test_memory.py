@@ -1,4 +1,4 @@
-"""Fresh memory: zeros, whether the system knows large pages or not."""
+"""Fresh memory is zero, with and without large pages."""
 
 import errno
 import mmap

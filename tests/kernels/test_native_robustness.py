@@ -1,4 +1,4 @@
-"""The native kernels where the system refuses memory or threads: an error, then on as before."""
+"""The native kernels raise an error if the system refuses memory or threads, and keep working."""
 
 import os
 import subprocess
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.alone
 ROOT = Path(__file__).parents[2]
 
 
-@native_only("torch's memory and threads are torch's matter")
+@native_only("torch manages its own memory and threads")
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not limit a process's memory")
 @pytest.mark.parametrize("refused", ["attention", "threads"])
-def test_a_refusal_of_the_system_is_an_error_and_the_process_continues(refused):
+def test_kernels_raise_and_keep_working_if_memory_or_threads_are_refused(refused):
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.limited_process", refused],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Paged attention of whichever kernels serve the CPU, against float64, over pools full of NaN."""
+"""Paged attention of the kernels that serve the CPU, against float64, in pools full of NaN."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ def test_chunks_of_more_rows_than_one_unit_of_work(heads, span, sliding_window, 
     case.check(sliding_window)
 
 
-def test_more_heads_share_a_kv_head_than_a_unit_has_rows():
+def test_more_heads_per_kv_head_than_rows_in_a_unit_of_work():
     make_case([(70, 3), (5, 1)], num_heads=200, num_kv_heads=1, head_dim=8).check()
 
 
@@ -107,7 +107,7 @@ def test_any_shape(spans, heads, sliding_window, **shape):
 @pytest.mark.parametrize("block_size", [1, 16, 48])
 def test_blocks_before_the_windows_may_be_freed(block_size, sliding_window, dtype):
     case = make_case([(200, 1), (170, 60), (64, 5), (3, 1)], block_size=block_size, dtype=dtype)
-    case.forgetting(sliding_window).check(sliding_window)
+    case.with_freed_blocks(sliding_window).check(sliding_window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,7 +119,7 @@ def test_tables_may_name_any_blocks_past_the_contexts(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spans", [[(6, 1), (0, 1), (70, 1)], [(0, 1), (9, 8)]])
-def test_an_empty_context_yields_zeros_and_spoils_no_neighbour(spans, dtype):
+def test_an_empty_context_yields_zeros_and_does_not_affect_others(spans, dtype):
     case = make_case(spans, head_dim=8, dtype=dtype)
     expected = case.check()
     contexts = torch.tensor([sum(span) * (span != (0, 1)) for span in spans], dtype=torch.int32)
@@ -138,7 +138,7 @@ def test_scores_far_from_zero(size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_part_of_a_wider_tensor_attends_as_its_copy_does(dtype):
+def test_a_slice_of_a_wider_query_gives_the_result_of_its_copy(dtype):
     case = make_case(MIXES["mixed"], head_dim=8, dtype=dtype)
     expected = case.check()
     wide = torch.full((len(case.query), 10, 8), torch.nan, dtype=dtype)
@@ -150,7 +150,7 @@ def test_a_part_of_a_wider_tensor_attends_as_its_copy_does(dtype):
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (0, 4, 1, 3, 2, 5), (3, 1, 0, 2, 4, 5)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pools_whose_axes_lie_in_another_order(order, dtype):
+def test_pools_may_have_axes_in_another_memory_order(order, dtype):
     case = make_case(MIXES["mixed"], head_dim=8, dtype=dtype)
     back = [order.index(axis) for axis in range(6)]
     pool = case.pool.permute(order).contiguous().permute(back)
@@ -158,7 +158,7 @@ def test_pools_whose_axes_lie_in_another_order(order, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_pool_and_the_query_are_left_as_they_were(dtype):
+def test_attention_does_not_change_the_pool_or_the_query(dtype):
     case = make_case(MIXES["mixed"], head_dim=8, dtype=dtype)
     pool, query = case.pool.clone(), case.query.clone()
     case.attend(sliding_window=3)
@@ -168,7 +168,7 @@ def test_the_pool_and_the_query_are_left_as_they_were(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spans", [MIXES["mixed"], MIXES["decode"]])
-def test_a_sequence_that_is_not_finite_spoils_no_other(spans, dtype):
+def test_a_non_finite_sequence_does_not_affect_others(spans, dtype):
     case = make_case(spans, head_dim=8, dtype=dtype)
     expected = case.attend()
     starts = case.meta.query_starts.tolist()
@@ -181,7 +181,7 @@ def test_a_sequence_that_is_not_finite_spoils_no_other(spans, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_query_that_is_not_finite_spoils_no_other_token_or_head(dtype):
+def test_a_non_finite_query_does_not_affect_other_tokens_or_heads(dtype):
     case = make_case([(40, 30)], head_dim=8, dtype=dtype)
     expected = case.attend()
     case.query[17, 2, 5] = torch.nan

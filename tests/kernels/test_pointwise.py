@@ -22,7 +22,7 @@ def check_rms_norm(hidden, weight, eps=1e-5):
     expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
     assert out.shape == hidden.shape
     assert out.dtype == hidden.dtype
-    # Rounded before the weight comes and after; the mean is a sum in float32.
+    # Rounded before and after the weight is applied; the mean is a sum in float32.
     num_eps = 4 + hidden.shape[-1] ** 0.5 / 4
     assert_within(out, expected, (eps_of(hidden.dtype) + num_eps * EPS32) * expected.abs())
 
@@ -118,7 +118,7 @@ def test_row_maxima_of_ties_nan_and_infinities(data):
 
 @pytest.mark.parametrize("place", [0, 7, 8, 31, 32, 64, 98, 99, 100])
 @pytest.mark.parametrize("value", [5.0, math.inf, math.nan])
-def test_the_largest_is_found_wherever_it_is(place, value):
+def test_the_largest_logit_is_found_at_any_place(place, value):
     logits = normal(2, 101).clamp(max=4)
     logits[1, place] = value
     check_maxima(logits)

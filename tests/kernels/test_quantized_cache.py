@@ -1,4 +1,4 @@
-"""Writing and reading a KV cache of 8-bit floats with factors, in a pool full of NaN."""
+"""Writing and reading a KV cache of 8-bit floats with scales, in a pool full of NaN."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Models whose steps are recorded and run again give the bits they gave."""
+"""Recorded steps of whole models give the same bits as steps that run through Python."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,14 +15,14 @@ from tests.support.kernel_checks import IS_NATIVE, native_only
 from tests.support.paged_session import BLOCK_SIZE, PagedSession, loaded
 
 PROMPTS = [prompt_of(length, seed=length) for length in (5, 1, 30, 8, 64, 17, 2, 40)]
-# Which sequences decode in each step: every size comes again, after smaller and larger ones.
+# The sequences that decode in each step; each size recurs after smaller and larger ones.
 STEPS = [[0], list(range(8)), [3, 1, 2], [1], [7, 6, 5, 4, 3, 2, 1, 0], [0, 5, 6], [4], [2, 6]]
 STEPS += [[5, 7], list(range(8)), [6], [1, 3, 5], [2, 4]]
 NUM_SIZES = len({len(step) for step in STEPS})
 
-# Chunks of prompts: each step (sequence, number of tokens), and the indices of those that ask.
-# Sizes come again with other sequences, more of them, other contexts, behind cached prefixes,
-# beside sequences that decode.
+# Chunks of prompts: each step's (sequence, number of tokens), and the indices that need logits.
+# Sizes recur with other sequences, more of them, other contexts, cached prefixes, and together
+# with sequences that decode.
 CHUNK_STEPS = [
     ([(0, 40)], []),
     ([(1, 24), (2, 16)], []),
@@ -37,7 +37,7 @@ CHUNK_STEPS = [
     ([(2, 40)], []),
 ]
 SEQUENCE_LEN = 90
-# The first tokens of one sequence lie in the blocks of another.
+# (sequence, other sequence, number of the first tokens that are in blocks of the other).
 SHARED_PREFIXES = [(4, 0, 24), (5, 1, 16)]
 
 
@@ -69,7 +69,7 @@ def recorder_of(session):
 
 
 def is_recorded(variant):
-    """Operations of torch are among those of OPT and GPT-2."""
+    """Whether steps can be recorded: those of OPT and GPT-2 use operations of torch."""
     return IS_NATIVE and not variant.startswith(("opt", "gpt2"))
 
 
@@ -85,7 +85,7 @@ def run_recorded(steps, session, work, wanted=None):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_recorded_decoding_equals_decoding(variant, dtype):
+def test_recorded_decode_steps_equal_plain_ones(variant, dtype):
     plain, recorded = prefilled(variant, dtype), prefilled(variant, dtype)
     model, decode = recorder_of(recorded)
     for step, sequences in enumerate(STEPS):
@@ -114,7 +114,7 @@ def chunk_work(session, step):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_recorded_chunks_equal_chunks(variant, dtype):
+def test_recorded_chunk_steps_equal_plain_ones(variant, dtype):
     plain, recorded = chunk_session(variant, dtype), chunk_session(variant, dtype)
     model, steps = recorder_of(recorded)
     runs = []
@@ -125,7 +125,7 @@ def test_recorded_chunks_equal_chunks(variant, dtype):
         assert torch.equal(logits, expected)
         runs.append(model.num_runs)
     assert torch.equal(plain.pool.view(torch.int16), recorded.pool.view(torch.int16))
-    if is_recorded(variant):  # when it comes for the second time
+    if is_recorded(variant):  # when a size occurs for the second time
         assert runs == [1, 2, 3, 3, 4, 4, 5, 6, 6, 6, 6]
 
 
@@ -139,7 +139,7 @@ def test_a_layers_kv_is_written_when_its_mark_is_called(variant):
     def see(num_layers):
         seen_pools.append((num_layers, pool.clone()))
 
-    for sequence in range(3):  # through Python; recorded, if possible; from the recording
+    for sequence in range(3):  # run through Python, then recorded if possible, then replayed
         seen_pools.clear()
         work = chunk_work(session, [(sequence, 40)])
         steps.inputs.fill(*session.batch(work, [0]), decode_rows=np.zeros(0, np.int64))
@@ -147,7 +147,7 @@ def test_a_layers_kv_is_written_when_its_mark_is_called(variant):
         steps.scores(see)
         numbers = [number for number, _ in seen_pools]
         if sequence == 1:
-            assert not numbers, "while a step is recorded, its commands have not run"
+            assert not numbers, "marks were called while a step was recorded"
             continue
         assert numbers == list(range(1, len(slots) + 1))
         for number, seen in seen_pools:
@@ -158,7 +158,7 @@ def test_a_layers_kv_is_written_when_its_mark_is_called(variant):
                 assert not torch.equal(pool[blocks, index], before[blocks, index])
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 def test_long_steps_are_not_recorded(monkeypatch):
     monkeypatch.setattr(recorded_steps, "_MAX_TOKENS", 8)
     session = chunk_session("llama", "float32")
@@ -168,7 +168,7 @@ def test_long_steps_are_not_recorded(monkeypatch):
     assert model.num_runs == 2 + 3
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 def test_sizes_seen_long_ago_are_forgotten(monkeypatch):
     monkeypatch.setattr(recorded_steps, "_MAX_SIZES_SEEN", 2)
     session = chunk_session("llama", "float32")
@@ -180,7 +180,7 @@ def test_sizes_seen_long_ago_are_forgotten(monkeypatch):
     assert runs == [1, 2, 3, 4, 5, 5, 6, 6]
 
 
-def test_recording_is_tried_once_per_size_that_cannot_be_recorded(monkeypatch):
+def test_recording_is_not_tried_again_after_a_failure(monkeypatch):
     session = prefilled("gpt2", "float32")
     model, decode = recorder_of(session)
     tries = []
@@ -190,10 +190,10 @@ def test_recording_is_tried_once_per_size_that_cannot_be_recorded(monkeypatch):
         run_recorded(decode, session, decode_work(step, sequences))
     assert len(tries) == 1
     assert not decode._recordings
-    assert model.num_runs == len(STEPS) + IS_NATIVE  # the try is not the step
+    assert model.num_runs == len(STEPS) + IS_NATIVE  # the failed recording ran it once more
 
 
-@native_only("others record nothing")
+@native_only("other kernels record nothing")
 def test_the_least_recently_used_recordings_are_dropped(monkeypatch):
     monkeypatch.setattr(recorded_steps, "_MAX_RECORDINGS", 2)
     plain, session = prefilled("llama", "float32"), prefilled("llama", "float32")
@@ -207,38 +207,38 @@ def test_the_least_recently_used_recordings_are_dropped(monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3_mostly_sliding", "gpt2"])
-def test_a_sequence_that_is_not_finite_spoils_no_other(variant):
+def test_a_non_finite_sequence_does_not_affect_others(variant):
     plain, recorded = prefilled(variant, "float32"), prefilled(variant, "float32")
     _, decode = recorder_of(recorded)
-    everyone = list(range(8))
+    sequences = list(range(8))
     for step in range(2):
-        work = decode_work(step, everyone)
+        work = decode_work(step, sequences)
         assert torch.equal(run_recorded(decode, recorded, work), torch.cat(plain.step(work)))
     for tables in recorded.tables:
         recorded.pool[tables[5]] = torch.nan
-    work = decode_work(2, everyone)
+    work = decode_work(2, sequences)
     logits, expected = run_recorded(decode, recorded, work), torch.cat(plain.step(work))
     assert logits[5].isnan().all()
-    others = [row for row in everyone if row != 5]
+    others = [row for row in sequences if row != 5]
     assert torch.equal(logits[others], expected[others])
 
 
-@native_only("others record nothing")
-def test_engines_of_one_process_record_and_run_at_once():
+@native_only("other kernels record nothing")
+def test_engines_of_one_process_record_and_run_concurrently():
     variants = ["llama", "qwen3_mostly_sliding", "llama"]
 
-    def decode_all(index, decodes):
+    def decode_all(index, replays):
         session = prefilled(variants[index], "float32", seed=index)
         _, decode = recorder_of(session)
         for step, sequences in enumerate(STEPS):
             work = decode_work(step, sequences)
-            if decodes:
+            if replays:
                 yield run_recorded(decode, session, work)
             else:
                 yield torch.cat(session.step(work))
 
-    expected = [list(decode_all(index, decodes=False)) for index in range(3)]
+    expected = [list(decode_all(index, replays=False)) for index in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda i: list(decode_all(i, decodes=True)), range(3), timeout=60))
+        results = list(pool.map(lambda i: list(decode_all(i, replays=True)), range(3), timeout=60))
     for got, wanted in zip(results, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

@@ -1,4 +1,4 @@
-"""Steps recorded and run again give the bits that the same step gives through Python."""
+"""Recorded steps give the same bits as the steps give through Python."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ class Chain:
         wide = kernels.linear(self.hidden, self.up)
         gated = kernels.linear_silu_and_mul(wide, self._gate)
         first = kernels.rms_norm(gated, self._norm, 1e-6)
-        again = kernels.linear(first, self.up, None, wide)[:, 16:64]  # rows that lie apart
+        again = kernels.linear(first, self.up, None, wide)[:, 16:64]  # rows with a stride
         return kernels.rms_norm(again, self._norm, 1e-6)
 
 
@@ -84,7 +84,7 @@ def test_tensors_of_the_recorded_run_may_be_freed():
 
 
 @native_only("other kernels record nothing")
-def test_a_result_outlives_later_commands():
+def test_later_commands_do_not_overwrite_the_result():
     chain, other = Chain(5, torch.float32), Chain(5, torch.float32, seed=9)
 
     def run():
@@ -165,7 +165,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("inference", [True, False])
-def test_steps_with_torch_operations_are_right_and_not_recorded(foreign, inference):
+def test_steps_with_torch_operations_are_correct_and_not_recorded(foreign, inference):
     chain = Chain(3, torch.float32)
 
     def run():
@@ -261,7 +261,7 @@ def test_a_result_that_no_kernel_computes_is_not_recorded():
 
 
 @native_only("other kernels record nothing")
-def test_a_run_that_fails_leaves_nothing_behind():
+def test_a_failed_run_does_not_affect_later_recordings():
     chain, arena = Chain(3, torch.float32), Arena()
 
     def fail():

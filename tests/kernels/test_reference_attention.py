@@ -29,7 +29,7 @@ MIXES = {
 
 @pytest.mark.parametrize("sliding_window", [None, 1, 2, 4, 7, 1000])
 @pytest.mark.parametrize("mix", MIXES)
-def test_matches_the_oracle(mix, sliding_window):
+def test_attention_matches_the_oracle(mix, sliding_window):
     case = make_case(MIXES[mix])
     torch.testing.assert_close(
         attend(case, sliding_window).double(), case.expected(sliding_window), atol=2e-6, rtol=2e-6
@@ -44,7 +44,9 @@ def test_matches_the_oracle(mix, sliding_window):
     block_size=st.sampled_from([1, 3, 8, 16]),
     sliding_window=st.none() | st.integers(1, 12),
 )
-def test_matches_the_oracle_for_any_shape(spans, heads, head_dim, block_size, sliding_window):
+def test_attention_matches_the_oracle_for_any_shape(
+    spans, heads, head_dim, block_size, sliding_window
+):
     case = make_case(
         spans, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, block_size=block_size
     )
@@ -63,7 +65,7 @@ def test_narrow_types_stay_within_their_rounding(dtype):
     torch.testing.assert_close(output.double(), case.expected(), atol=tolerance, rtol=tolerance)
 
 
-def test_decode_rows_in_several_passes_are_the_same(monkeypatch):
+def test_decode_rows_in_several_passes_give_the_same_result(monkeypatch):
     case = make_case(MIXES["decode"])
     whole = attend(case)
     monkeypatch.setattr(attention, "_MAX_GATHERED_ELEMENTS", 1000)
@@ -80,7 +82,7 @@ def test_slots_before_the_window_may_hold_anything():
     torch.testing.assert_close(attend(case, 5).double(), expected, atol=2e-6, rtol=2e-6)
 
 
-def test_an_empty_context_yields_zeros_and_spoils_no_neighbour():
+def test_an_empty_context_yields_zeros_and_does_not_affect_others():
     case = make_case([(6, 1), (0, 1)])
     emptied = replace(case.meta, context_lens=torch.tensor([7, 0], dtype=torch.int32))
     output = attend(replace(case, meta=emptied))
@@ -88,10 +90,10 @@ def test_an_empty_context_yields_zeros_and_spoils_no_neighbour():
     assert torch.equal(output[1], torch.zeros_like(output[1]))
 
 
-def test_a_rows_result_hardly_depends_on_its_neighbours():
+def test_a_rows_result_is_nearly_independent_of_other_rows():
     alone = make_case([(21, 1)], seed=3)
     crowd = make_case([(21, 1), (90, 1), (2, 1)], seed=3)
-    # The same first sequence, laid into the crowd's pool.
+    # The crowd's first sequence gets the KV of `alone`.
     table = crowd.meta.block_tables[:1]
     _, whole = step_metadata([(0, 22)], [table[0].tolist()], 4)
     cache.write_kv(*alone.contexts[0], crowd.kv_layer, whole.slot_mapping)
@@ -100,7 +102,7 @@ def test_a_rows_result_hardly_depends_on_its_neighbours():
     torch.testing.assert_close(crowded, attend(alone)[0], atol=3e-7, rtol=3e-7)
 
 
-def test_attention_leaves_the_pool_as_it_was():
+def test_attention_does_not_change_the_pool():
     case = make_case(MIXES["mixed"])
     before = case.pool.clone()
     attend(case, sliding_window=3)

@@ -77,7 +77,7 @@ def test_swapped_blocks_arrive_bit_for_bit(dtype):
     assert torch.equal(bits(host), expected)
 
 
-def test_no_copies_change_nothing():
+def test_an_empty_list_of_copies_changes_nothing():
     pool = random_pool(torch.float32)
     before = bits(pool).clone()
     kernels.copy_blocks(pool, [])

@@ -1,4 +1,4 @@
-"""What is done to queries, keys and values before attention, against float64."""
+"""Preparation of queries, keys and values for attention, against float64."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("head_dim", [2, 8, 64, 80, 96, 128])
-def test_rotated(head_dim, has_norms, dtype):
+def test_states_with_rotation(head_dim, has_norms, dtype):
     make_case(head_dim=head_dim, has_norms=has_norms, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("head_dim", [1, 5, 31, 64])
-def test_not_rotated(head_dim, has_norms, dtype):
+def test_states_without_rotation(head_dim, has_norms, dtype):
     make_case(head_dim=head_dim, has_norms=has_norms, dtype=dtype, rotates=False).check()
 
 
@@ -59,8 +59,8 @@ def test_many_tokens_over_several_threads(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_parts(dtype):
-    """Copies, as of GPT-2's parts, and heads that do not lie side by side."""
+def test_parts_may_be_strided(dtype):
+    """Contiguous copies, as for GPT-2, and heads that are not adjacent."""
     case = make_case(dtype=dtype, has_norms=True)
     parts = [part.clone() for part in case.parts()]
     case.check([part.clone() for part in parts])
@@ -69,7 +69,7 @@ def test_strided_parts(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_and_the_rest_of_a_wider_tensor_stay(dtype):
+def test_values_and_the_rest_of_a_wider_tensor_are_unchanged(dtype):
     case = make_case(dtype=dtype)
     wide = torch.full((len(case.qkv), 13, 8), 3.0, dtype=dtype)
     wide[:, 2:12] = case.qkv
@@ -82,7 +82,7 @@ def test_values_and_the_rest_of_a_wider_tensor_stay(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_that_is_not_finite_spoils_no_other(dtype):
+def test_a_non_finite_token_does_not_affect_others(dtype):
     case = make_case(dtype=dtype, has_norms=True)
     spoiled = make_case(dtype=dtype, has_norms=True)
     spoiled.qkv[4, 1:7, 3] = torch.nan  # some heads of its query and a key

@@ -1,4 +1,4 @@
-"""Sequences that begin with the same blocks get together what each gets alone, bit for bit."""
+"""Attention over sequences that share leading blocks equals that over each alone, bit for bit."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_shared_blocks_change_no_bit(num_shared, window, dtype):
         contexts.append(num_shared * BLOCK_SIZE + tail)
         tables.append([*shared, *range(free, free + num_own)])
         free += num_own
-    # One that leaves the others in the middle, one that shares nothing, one as short as a tile.
+    # One more shares half of the prefix, and one shares nothing.
     contexts.append((num_shared + 3) * BLOCK_SIZE)
     tables.append(
         [*shared[: num_shared // 2], *range(free, free + num_shared - num_shared // 2 + 3)]
@@ -51,6 +51,6 @@ def test_shared_blocks_change_no_bit(num_shared, window, dtype):
 
 
 def _bound(dtype):
-    """None for the native kernels; torch sums in an order that depends on the batch."""
+    """Returns 0 for the native kernels; torch sums in an order that depends on the batch."""
     native = type(kernels.make_weight(1, 1, dtype, torch.device("cpu"), kernels.WeightUse.LINEAR))
     return 0 if native.__name__ == "PackedWeight" else 2e-2

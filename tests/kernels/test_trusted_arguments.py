@@ -1,4 +1,4 @@
-"""What the native library would read or write beyond is refused before it is called."""
+"""The kernels refuse arguments with which the native library would access foreign memory."""
 
 from dataclasses import replace
 
@@ -32,18 +32,18 @@ HIDDEN = normal(3, 8)
         (HIDDEN, None, normal(3, 40).bfloat16(), None),
     ],
 )
-def test_linear(hidden, bias, residual, out_dtype):
+def test_linear_refuses_wrong_types_and_shapes(hidden, bias, residual, out_dtype):
     with pytest.raises(AssertionError):
         kernels.linear(hidden, WEIGHT, bias, residual, out_dtype=out_dtype)
 
 
-def test_a_bias_of_one_half_of_a_gated_layer():
+def test_a_gated_layer_refuses_a_bias_for_half_of_it():
     with pytest.raises(AssertionError):
         kernels.linear_silu_and_mul(HIDDEN, GATED, normal(20))
 
 
 @pytest.mark.parametrize("token_ids", [torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2).long()])
-def test_embed(token_ids):
+def test_embed_and_take_rows_refuse_wrong_token_ids(token_ids):
     with pytest.raises(AssertionError):
         kernels.embed(token_ids, WEIGHT)
     with pytest.raises(AssertionError):
@@ -51,12 +51,12 @@ def test_embed(token_ids):
 
 
 @pytest.mark.parametrize("weight", [normal(7), normal(8).bfloat16(), normal(16)[::2]])
-def test_rms_norm(weight):
+def test_rms_norm_refuses_wrong_weights(weight):
     with pytest.raises(AssertionError):
         kernels.rms_norm(HIDDEN, weight, 1e-6)
 
 
-def test_row_maxima():
+def test_row_maxima_refuses_wrong_logits_and_outputs():
     with pytest.raises(AssertionError):
         kernels.row_maxima(HIDDEN.bfloat16())
     right = torch.ones(3), torch.ones(3).long()
@@ -75,13 +75,13 @@ def test_row_maxima():
     ("positions", "frequencies"),
     [(torch.zeros(3, dtype=torch.int32), torch.ones(4)), (torch.zeros(3).long(), normal(8)[::2])],
 )
-def test_rotary_angles(positions, frequencies):
+def test_rotary_angles_refuses_wrong_positions_and_frequencies(positions, frequencies):
     with pytest.raises(AssertionError):
         kernels.rotary_angles(positions, frequencies, 1.0)
 
 
 @pytest.mark.parametrize("field", ["block_tables", "query_starts", "context_lens", "slot_mapping"])
-def test_metadata_of_another_integer_type(field):
+def test_paged_attention_refuses_metadata_of_another_integer_type(field):
     case = make_case([(7, 1), (20, 1)], head_dim=8)
     other = torch.int32 if field == "slot_mapping" else torch.int64
     meta = replace(case.meta, **{field: getattr(case.meta, field).to(other)})
@@ -102,26 +102,26 @@ def prepare(head_dim=8, query=None, rotation=None, norms=None):
     "angles",
     [torch.ones(2, 3), torch.ones(1, 4), torch.ones(2, 4).bfloat16(), torch.ones(4, 2).t()],
 )
-def test_rotations(angles):
+def test_rotations_of_wrong_types_and_shapes_are_refused(angles):
     right = torch.ones(2, 4)
     for rotation in (Rotation(angles, right), Rotation(right, angles)):
         with pytest.raises(AssertionError):
             prepare(rotation=rotation)
 
 
-def test_heads_of_odd_width_are_not_rotated():
+def test_rotation_of_heads_of_odd_size_is_refused():
     with pytest.raises(AssertionError):
         prepare(head_dim=7, rotation=Rotation(torch.ones(2, 3), torch.ones(2, 3)))
 
 
 @pytest.mark.parametrize("weight", [normal(7), normal(8).bfloat16()])
-def test_norms_of_heads(weight):
+def test_head_norms_of_wrong_types_and_shapes_are_refused(weight):
     for norms in (QkNorms(weight, normal(8), 1e-6), QkNorms(normal(8), weight, 1e-6)):
         with pytest.raises(AssertionError):
             prepare(norms=norms)
 
 
 @pytest.mark.parametrize("query", [normal(3, 6, 8), normal(2, 6, 6), normal(2, 5, 8)])
-def test_queries_of_another_shape(query):
+def test_queries_of_another_shape_are_refused(query):
     with pytest.raises(AssertionError):
         prepare(query=query)

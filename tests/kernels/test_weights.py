@@ -18,8 +18,8 @@ def rows_of(weight):
     return kernels.embed(torch.arange(weight.num_rows), weight)
 
 
-def cut(boundaries, stop):
-    """(first, count) of the parts of `range(stop)` between boundaries."""
+def parts_between(boundaries, stop):
+    """Returns (first, count) of the parts of `range(stop)` between boundaries."""
     edges = [0, *sorted({b for b in boundaries if 0 < b < stop}), stop]
     return [(first, end - first) for first, end in itertools.pairwise(edges)]
 
@@ -33,10 +33,12 @@ def cut(boundaries, stop):
     dtype=st.sampled_from(DTYPES),
     data=st.data(),
 )
-def test_parts_in_any_order_make_the_whole(num_rows, num_columns, boundaries, use, dtype, data):
+def test_a_weight_may_be_filled_in_parts_in_any_order(
+    num_rows, num_columns, boundaries, use, dtype, data
+):
     matrix = normal(num_rows, num_columns, dtype=dtype)
     weight = kernels.make_weight(num_rows, num_columns, dtype, CPU, use)
-    for first, count in data.draw(st.permutations(cut(boundaries, num_rows))):
+    for first, count in data.draw(st.permutations(parts_between(boundaries, num_rows))):
         weight.rows(first, count).copy_(matrix[first : first + count])
     assert torch.equal(rows_of(weight), matrix)
 
@@ -48,10 +50,10 @@ def test_parts_in_any_order_make_the_whole(num_rows, num_columns, boundaries, us
     dtype=st.sampled_from(DTYPES),
     data=st.data(),
 )
-def test_parts_of_the_halves_of_a_gated_weight(half, boundaries, dtype, data):
+def test_a_gated_weight_may_be_filled_in_parts_in_any_order(half, boundaries, dtype, data):
     matrix, hidden = normal(2 * half, 9, dtype=dtype), normal(3, 9, dtype=dtype, seed=1)
     weight = kernels.make_weight(2 * half, 9, dtype, CPU, WeightUse.GATED_LINEAR)
-    parts = cut([*boundaries, half], 2 * half)  # within one half each
+    parts = parts_between([*boundaries, half], 2 * half)  # within one half each
     for first, count in data.draw(st.permutations(parts)):
         weight.rows(first, count).copy_(matrix[first : first + count])
     whole = filled_weight(matrix, WeightUse.GATED_LINEAR)
@@ -96,7 +98,7 @@ def test_a_source_of_another_shape_is_refused(shape, use):
         weight.rows(5, 13).copy_(torch.zeros(shape))
 
 
-@native_only("rows of a tensor are a slice")
+@native_only("slices of tensors do not check their bounds")
 @pytest.mark.parametrize(
     ("use", "first", "count"),
     [
@@ -114,7 +116,7 @@ def test_rows_past_the_end_or_of_both_halves_are_refused(use, first, count):
         weight.rows(first, count)
 
 
-@native_only("memory of a tensor is what it was")
+@native_only("the memory of a new tensor is not zeroed")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_were_not_filled_are_zero(dtype):
     weight = kernels.make_weight(100, 13, dtype, CPU, WeightUse.LINEAR)
@@ -126,7 +128,7 @@ def test_rows_that_were_not_filled_are_zero(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_leave_others_as_they_were(dtype):
+def test_filling_rows_does_not_change_others(dtype):
     matrix = normal(70, 9, dtype=dtype)
     weight = filled_weight(matrix)
     weight.rows(31, 2).copy_(torch.zeros(2, 9))

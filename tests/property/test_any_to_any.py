@@ -1,6 +1,6 @@
-"""Blocks between any two pools: what is gathered from one and scattered into the other.
+"""Transfers between pools of any two layouts: gathered from one, scattered into the other.
 
-The reference goes token by token and head by head.
+The reference works token by token and head by head.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ LAYERS, HEADS, HEAD_DIM = 4, 4, 8
 
 @pytest.fixture(autouse=True, scope="module")
 def small_segments() -> Iterator[None]:
-    """A slot is a view, of which 4 MiB of tiny blocks have tens of thousands."""
+    """Shrinks segments: with tiny blocks, 4 MiB would hold tens of thousands of slots."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_SEGMENT_BYTES", 2**16)
         yield
@@ -37,13 +37,13 @@ def small_segments() -> Iterator[None]:
 class Pool:
     """One rank's pool."""
 
-    cut: BlockSlicing
+    slicing: BlockSlicing
     blocks: torch.Tensor
 
     @property
     def tokens(self) -> torch.Tensor:
         """K and V in float32, `[num_layers, 2, heads, tokens of the pool, head_dim]`."""
-        views = view_blocks(self.blocks, self.cut.layout)
+        views = view_blocks(self.blocks, self.slicing.layout)
         states = views.states.float()
         if views.scales is not None:
             states = states * views.scales.unsqueeze(-1)
@@ -74,7 +74,7 @@ def _torch(dtype: str) -> torch.dtype:
 
 
 def as_type(tokens: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Rounded to a type, in float32."""
+    """Rounds tokens to a type; returns them in float32."""
     if dtype != FP8:
         return tokens.to(_torch(dtype)).float()
     narrow, scales = quantize_kv(tokens)
@@ -82,23 +82,25 @@ def as_type(tokens: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def gather(pool: Pool, block_ids: list[int]) -> dict[bytes, bytes]:
-    """Objects of transfer blocks by key, the block's number."""
-    segment = Segment(pool.cut.object_layout, pinned=False)
+    """Returns objects by key, made from the transfer block's index in `block_ids`."""
+    segment = Segment(pool.slicing.object_layout, pinned=False)
     segment.frames.fill_(0xAA)
-    keys = pool.cut.object_keys([bytes([index]) for index in range(len(block_ids))])
-    ids = pool.cut.object_ids(block_ids)
-    copy = copier_for(pool.blocks, pool.cut).gather(ids, segment)
+    keys = pool.slicing.object_keys([bytes([index]) for index in range(len(block_ids))])
+    ids = pool.slicing.object_ids(block_ids)
+    copy = copier_for(pool.blocks, pool.slicing).gather(ids, segment)
     if copy is not None:
         copy.wait()
     return {key: bytes(segment.payload[i].numpy()) for i, key in enumerate(keys)}
 
 
 def scatter(pool: Pool, objects: dict[bytes, bytes], block_ids: list[int]) -> None:
-    segment = Segment(pool.cut.object_layout, pinned=False)
-    keys = pool.cut.object_keys([bytes([index]) for index in range(len(block_ids))])
+    segment = Segment(pool.slicing.object_layout, pinned=False)
+    keys = pool.slicing.object_keys([bytes([index]) for index in range(len(block_ids))])
     for index, key in enumerate(keys):
         segment.payload[index] = torch.frombuffer(bytearray(objects[key]), dtype=torch.uint8)
-    copy = copier_for(pool.blocks, pool.cut).scatter(segment, pool.cut.object_ids(block_ids))
+    copy = copier_for(pool.blocks, pool.slicing).scatter(
+        segment, pool.slicing.object_ids(block_ids)
+    )
     if copy is not None:
         copy.wait()
 
@@ -139,7 +141,7 @@ def tokens_at(pools: list[Pool], block_ids: list[int], size: int) -> torch.Tenso
 
 @settings(max_examples=150, deadline=None)
 @given(two_sides())
-def test_any_pool_to_any_pool(drawn) -> None:
+def test_blocks_are_transferred_between_any_two_pools(drawn) -> None:
     form, (sources, targets), (source_ids, target_ids) = drawn
     objects: dict[bytes, bytes] = {}
     for pool in sources:
@@ -148,14 +150,14 @@ def test_any_pool_to_any_pool(drawn) -> None:
         assert torch.equal(pool.blocks, before)
     assert len(objects) == len(source_ids) * form.num_head_slices * form.num_layer_slices
 
-    num_tokens = targets[0].blocks.shape[0] * targets[0].cut.layout.block_size
+    num_tokens = targets[0].blocks.shape[0] * targets[0].slicing.layout.block_size
     others = sorted(set(range(num_tokens // form.block_size)) - set(target_ids))
     untouched = tokens_at(targets, others, form.block_size)
     for pool in targets:
         scatter(pool, objects, target_ids)
 
     sent = tokens_at(sources, source_ids, form.block_size)
-    source_type, target_type = sources[0].cut.layout.dtype, targets[0].cut.layout.dtype
+    source_type, target_type = sources[0].slicing.layout.dtype, targets[0].slicing.layout.dtype
     expected = sent if source_type == form.dtype else as_type(sent, form.dtype)
     if target_type != form.dtype:
         expected = as_type(expected, target_type)
@@ -165,22 +167,24 @@ def test_any_pool_to_any_pool(drawn) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(two_sides())
-def test_runs_of_bytes_are_the_object(drawn) -> None:
+def test_the_byte_runs_of_an_object_equal_its_gathered_bytes(drawn) -> None:
     _, sides, places = drawn
     for pools, block_ids in zip(sides, places, strict=True):
         for pool in pools:
-            ids = pool.cut.object_ids(block_ids)
+            ids = pool.slicing.object_ids(block_ids)
             for number, gathered in zip(ids, gather(pool, block_ids).values(), strict=True):
-                found = object_runs(pool.cut, number)
+                found = object_runs(pool.slicing, number)
                 if found is None:
-                    assert pool.cut.layout.dtype != pool.cut.form.dtype
+                    assert pool.slicing.layout.dtype != pool.slicing.form.dtype
                     continue
                 block_id, runs = found
-                assert len(runs) <= min(end.cut.max_runs for side in sides for end in side)
+                assert len(runs) <= min(end.slicing.max_runs for side in sides for end in side)
                 block = bytes(pool.blocks[block_id].view(torch.uint8).flatten().numpy())
                 assert b"".join(block[start : start + size] for start, size in runs) == gathered
                 ends = [start + size for start, size in runs[:-1]]
-                assert all(a != b for a, (b, _) in zip(ends, runs[1:], strict=True)), "in one"
+                assert all(a != b for a, (b, _) in zip(ends, runs[1:], strict=True)), (
+                    "runs are not merged"
+                )
 
 
 @settings(max_examples=60, deadline=None)
@@ -191,20 +195,20 @@ def test_runs_of_bytes_are_the_object(drawn) -> None:
     num_tokens=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_of_a_tail_nothing_but_its_tokens_leaves(
+def test_only_the_valid_tokens_of_a_partial_tail_are_sent(
     dtype: str, num_parts: int, num_slices: int, num_tokens: int, seed: int
 ) -> None:
     form = TransferForm(4, dtype, num_slices)
     pool = make_pool(form, num_parts, HeadShare(), "bfloat16", seed)
-    segment = Segment(pool.cut.object_layout, pinned=False)
-    ids = pool.cut.object_ids([2])
-    copy = copier_for(pool.blocks, pool.cut).gather(ids, segment)
+    segment = Segment(pool.slicing.object_layout, pinned=False)
+    ids = pool.slicing.object_ids([2])
+    copy = copier_for(pool.blocks, pool.slicing).gather(ids, segment)
     if copy is not None:
         copy.wait()
     for slot in range(len(ids)):
         segment.clear_after(slot, num_tokens)
     other = make_pool(form, num_parts, HeadShare(), "float32", seed + 1)
-    copy = copier_for(other.blocks, other.cut).scatter(segment, ids)
+    copy = copier_for(other.blocks, other.slicing).scatter(segment, ids)
     if copy is not None:
         copy.wait()
     sent, arrived = (tokens_at([each], [2], 4)[:, :, :, 0] for each in (pool, other))
@@ -213,13 +217,13 @@ def test_of_a_tail_nothing_but_its_tokens_leaves(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_is_loaded_in_8_bits_is_what_the_engine_itself_would_have_written(dtype: str) -> None:
+def test_blocks_loaded_into_an_fp8_pool_equal_those_written_by_the_engine(dtype: str) -> None:
     form = TransferForm(4, dtype)
     source = make_pool(form, 1, HeadShare(), dtype)
     target = make_pool(form, 2, HeadShare(), FP8, seed=1)
     expected = target.blocks.clone()
-    views = view_blocks(expected, target.cut.layout)
-    states = view_blocks(source.blocks, source.cut.layout).states
+    views = view_blocks(expected, target.slicing.layout)
+    states = view_blocks(source.blocks, source.slicing.layout).states
     for layer in range(LAYERS):
         key, value = (states[3, layer, index].transpose(0, 1) for index in (0, 1))
         slots = torch.arange(4 * 7, 4 * 8)
@@ -232,7 +236,7 @@ def test_what_is_loaded_in_8_bits_is_what_the_engine_itself_would_have_written(d
 
 @pytest.mark.parametrize("poison", [0xFF, 0x7F])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_poisoned_neighbours_stay_where_they_are(dtype: str, poison: int) -> None:
+def test_gathering_a_block_reads_no_neighbouring_block(dtype: str, poison: int) -> None:
     form = TransferForm(4, "float16", 2)
     source = make_pool(form, 3, HeadShare(), dtype)
     clean = gather(source, [4])
@@ -243,21 +247,23 @@ def test_poisoned_neighbours_stay_where_they_are(dtype: str, poison: int) -> Non
 
 
 def _fill(pool: Pool, number: int, byte: int) -> None:
-    block, part = divmod(number, pool.cut.transfer_blocks)
-    views = view_blocks(pool.blocks, pool.cut.layout)
-    tokens = slice(part * pool.cut.form.block_size, (part + 1) * pool.cut.form.block_size)
+    block, part = divmod(number, pool.slicing.transfer_blocks)
+    views = view_blocks(pool.blocks, pool.slicing.layout)
+    tokens = slice(part * pool.slicing.form.block_size, (part + 1) * pool.slicing.form.block_size)
     views.states[block, :, :, :, tokens].view(torch.uint8).fill_(byte)
     if views.scales is not None:
         views.scales[block, :, :, :, tokens].view(torch.uint8).fill_(byte)
 
 
-@pytest.mark.parametrize("ours", ["float32", "bfloat16", FP8])
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", FP8])
 @pytest.mark.parametrize("number", [65_600.0, -1e6])
-def test_a_number_that_became_infinite_is_told(ours: str, number: float) -> None:
+def test_a_number_beyond_the_range_of_the_transfer_type_is_refused(
+    pool_dtype: str, number: float
+) -> None:
     form = TransferForm(4, "float16")
-    pool = make_pool(form, 2, HeadShare(), ours)
+    pool = make_pool(form, 2, HeadShare(), pool_dtype)
     states = torch.full((1, HEAD_DIM), number)
-    views = view_blocks(pool.blocks, pool.cut.layout)
+    views = view_blocks(pool.blocks, pool.slicing.layout)
     if views.scales is None:
         views.states[1, 0, 1, 2, 5] = number
     else:
@@ -269,7 +275,7 @@ def test_a_number_that_became_infinite_is_told(ours: str, number: float) -> None
     assert len(gather(pool, [2])) == 1
 
 
-def test_what_is_not_finite_is_not_hidden() -> None:
+def test_non_finite_numbers_stay_non_finite() -> None:
     form = TransferForm(4, "float16")
     pool = make_pool(form, 1, HeadShare(), "bfloat16")
     pool.blocks[1, 0, 0, 0, 0, :2] = torch.tensor([torch.inf, torch.nan])
@@ -279,24 +285,24 @@ def test_what_is_not_finite_is_not_hidden() -> None:
     assert other.tokens[0, 0, 1, 8].isfinite().all()
 
 
-def test_blocks_that_go_as_they_are_take_one_copy() -> None:
+def test_only_blocks_that_need_conversion_use_the_converting_copier() -> None:
     layout = KvLayout(LAYERS, HEADS, 4, HEAD_DIM, "bfloat16")
     pool = torch.zeros(2, *layout.block_shape, dtype=torch.bfloat16)
     assert isinstance(copier_for(pool, BlockSlicing.of(layout)), HostCopier)
-    cut = BlockSlicing(layout, TransferForm(2, "bfloat16"))
-    assert isinstance(copier_for(pool, cut), ConvertingCopier)
+    slicing = BlockSlicing(layout, TransferForm(2, "bfloat16"))
+    assert isinstance(copier_for(pool, slicing), ConvertingCopier)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 5, 6])
-def test_odd_heads_are_copied_in_narrower_words(head_dim: int) -> None:
+def test_heads_of_odd_sizes_are_copied_exactly(head_dim: int) -> None:
     layout = KvLayout(1, 2, 6, head_dim, "bfloat16")
-    cut = BlockSlicing(layout, TransferForm(2, "bfloat16", 2))
+    slicing = BlockSlicing(layout, TransferForm(2, "bfloat16", 2))
     pool = torch.randn(3, *layout.block_shape).to(torch.bfloat16)
-    segment = Segment(cut.object_layout, pinned=False)
-    objects = ConvertedObjects(pool, cut)
+    segment = Segment(slicing.object_layout, pinned=False)
+    objects = ConvertedObjects(pool, slicing)
     objects.read([9], segment.payload[:1])
-    found = segment.payload[0].view(torch.bfloat16).view(cut.object_layout.block_shape)
+    found = segment.payload[0].view(torch.bfloat16).view(slicing.object_layout.block_shape)
     assert torch.equal(found[:, :, 0], pool[1, :, :, 1, 2:4])
     target = torch.zeros_like(pool)
-    ConvertedObjects(target, cut).write(segment.payload[:1], [0])
+    ConvertedObjects(target, slicing).write(segment.payload[:1], [0])
     assert torch.equal(target[0, :, :, 0, :2], pool[1, :, :, 1, 2:4])

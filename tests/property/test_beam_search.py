@@ -1,4 +1,4 @@
-"""Beam search over drawn tables of log-probabilities, beside the exhaustive search."""
+"""Beam search over random tables of log-probabilities, compared with exhaustive search."""
 
 from itertools import product
 from math import fsum
@@ -46,7 +46,7 @@ TABLES = st.builds(
 
 @st.composite
 def searches(draw):
-    """A table and the arguments of a search in it, some of whose tokens are no stop tokens."""
+    """A table and the arguments of a search in it; at least one token is not a stop token."""
     table = draw(TABLES)
     stops = draw(st.sets(st.integers(0, table.vocab_size - 1), max_size=table.vocab_size - 1))
     width = draw(st.integers(1, 5))
@@ -59,7 +59,7 @@ def searches(draw):
 
 
 def run(search, table, num_top):
-    """All steps' running beams, each a tuple of tokens."""
+    """Runs a search; returns each step's running beams as tuples of tokens."""
     steps = search.start(table.report((), num_top))
     history = [[(step.token_id,) for step in steps]]
     while not search.is_done:
@@ -103,12 +103,12 @@ def test_running_beams_are_distinct_and_unstopped_and_end_within_max_tokens(draw
 
 
 @given(searches())
-def test_reports_of_more_tokens_than_asked_for_change_nothing(drawn):
+def test_reports_of_more_tokens_than_needed_change_nothing(drawn):
     table, case = drawn
-    asked, all_tokens = BeamSearch(**case), BeamSearch(**case)
-    history = run(asked, table, asked.num_top)
+    top_tokens, all_tokens = BeamSearch(**case), BeamSearch(**case)
+    history = run(top_tokens, table, top_tokens.num_top)
     assert history == run(all_tokens, table, table.vocab_size)
-    assert asked.results() == all_tokens.results()
+    assert top_tokens.results() == all_tokens.results()
 
 
 def hypotheses(table, stops, max_tokens):
@@ -124,7 +124,7 @@ def hypotheses(table, stops, max_tokens):
     st.sets(st.integers(0, 1)),
     SCORING,
 )
-def test_with_a_beam_for_every_hypothesis_it_finds_all(sizes, seed, stops, scoring):
+def test_a_search_with_a_beam_per_hypothesis_finds_all_of_them(sizes, seed, stops, scoring):
     vocab_size, max_tokens = sizes
     table = Table(vocab_size, seed, num_values=10**9)
     width = vocab_size**max_tokens

@@ -42,18 +42,18 @@ def test_times_ascend_from_zero_and_repeat(process):
 
 
 @given(RATES, st.floats(0.01, 100))
-def test_bursts_keep_the_rate_and_come_together(rate, period_s):
+def test_bursts_arrive_together_and_keep_the_rate(rate, period_s):
     process = ArrivalProcess(kind="bursts", request_rate=rate, burst_period_s=period_s)
     for index, time_s in enumerate(times(process)):
         number = round(time_s / period_s)
         assert time_s == pytest.approx(number * period_s)
-        # The period of the arrival at a constant rate.
+        # The request's arrival time at a constant rate lies in this period.
         assert number * period_s <= index / rate * (1 + 1e-9)
         assert index / rate < (number + 1) * period_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1, 4])
-def test_gamma_has_its_mean_and_its_spread(burstiness):
+def test_gamma_arrivals_have_the_stated_mean_and_spread(burstiness):
     process = ArrivalProcess(kind="gamma", request_rate=5, burstiness=burstiness)
     gaps = [late - early for early, late in pairwise(times(process, 20_000))]
     mean = statistics.mean(gaps)
@@ -68,7 +68,7 @@ def test_poisson_is_gamma_with_a_shape_of_one():
 
 
 @given(st.integers(1, 30), st.data())
-def test_only_requests_that_wait_for_none_get_times(num_requests, data):
+def test_only_requests_without_a_predecessor_get_arrival_times(num_requests, data):
     requests = [
         BenchRequest(
             (1,), 1, after=data.draw(st.none() | st.integers(0, index - 1)) if index else None
@@ -83,7 +83,7 @@ def test_only_requests_that_wait_for_none_get_times(num_requests, data):
     assert [r.after for r in timed] == [r.after for r in requests]
 
 
-def test_a_trace_keeps_its_times():
+def test_a_trace_keeps_its_arrival_times():
     process = ArrivalProcess(kind="trace")
     timed = Workload("w", [BenchRequest((1,), 1, arrival_s=3.0)])
     assert process.apply(timed) is timed

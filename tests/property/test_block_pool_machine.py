@@ -29,7 +29,7 @@ class PoolMachine(RuleBasedStateMachine):
         if answer is Allocation.OK:
             in_order = list(self.pool._free)
             blocks = self.pool.allocate(count)
-            assert blocks == in_order[:count], "taken in eviction order"
+            assert blocks == in_order[:count], "blocks are not taken in eviction order"
             held = {block for owner in self.owners for block in owner}
             assert len(set(blocks)) == count
             assert held.isdisjoint(blocks)

@@ -1,4 +1,4 @@
-"""`BlockRanges` and `BlockLocations` against lists of ranges, and what is refused of a peer's."""
+"""`BlockRanges` and `BlockLocations` against lists of ranges; malformed messages are refused."""
 
 from itertools import accumulate
 
@@ -30,16 +30,16 @@ def as_lists(ranges):
 
 
 @given(blocks=BLOCKS)
-def test_locations_survive_the_wire(blocks):
+def test_locations_are_unchanged_by_encoding_and_decoding(blocks):
     sent = locations_of(blocks)
     message = pb.KvBlockLocations.FromString(sent.to_proto().SerializeToString())
-    came = BlockLocations.from_proto(message)
-    assert came.headers == sent.headers
-    assert as_lists(came.ranges) == blocks
+    received = BlockLocations.from_proto(message)
+    assert received.headers == sent.headers
+    assert as_lists(received.ranges) == blocks
 
 
 @given(blocks=BLOCKS, data=st.data())
-def test_some_of_the_blocks_are_selected_in_any_order(blocks, data):
+def test_select_returns_the_wanted_blocks_in_their_order(blocks, data):
     wanted = data.draw(st.lists(st.integers(0, len(blocks) - 1)) if blocks else st.just([]))
     found = locations_of(blocks).select(wanted)
     assert as_lists(found.ranges) == [blocks[index] for index in wanted]
@@ -47,14 +47,14 @@ def test_some_of_the_blocks_are_selected_in_any_order(blocks, data):
 
 
 @given(blocks=BLOCKS)
-def test_the_leading_blocks_that_have_ranges_are_reachable(blocks):
+def test_num_reachable_counts_the_leading_blocks_that_have_ranges(blocks):
     lengths = [len(block) for block in blocks]
     expected = lengths.index(0) if 0 in lengths else len(lengths)
     assert locations_of(blocks).ranges.num_reachable == expected
 
 
 @given(blocks=BLOCKS, data=st.data())
-def test_parts_of_places_go_with_the_ranges(blocks, data):
+def test_parts_of_divides_places_like_the_ranges_of_their_blocks(blocks, data):
     sizes = [sum(run[1] for run in block) for block in blocks]
     starts = [data.draw(st.integers(0, 2**50)) for _ in blocks]
     parts = locations_of(blocks).ranges.parts_of(make_ranges(starts, sizes, 3))
@@ -65,7 +65,7 @@ def test_parts_of_places_go_with_the_ranges(blocks, data):
     assert parts.tolist() == expected
 
 
-def test_places_that_are_not_as_long_as_the_blocks_are_refused():
+def test_places_of_other_sizes_than_their_blocks_are_refused():
     ranges = locations_of([[(0, 10, 0), (90, 5, 0)], [(50, 15, 0)]]).ranges
     assert ranges.parts_of(make_ranges([7, 8], 15)).tolist() == [[7, 10, 0], [17, 5, 0], [8, 15, 0]]
     for sizes in ([15, 14], [16, 15], [15], [15, 15, 15]):
@@ -73,11 +73,11 @@ def test_places_that_are_not_as_long_as_the_blocks_are_refused():
             ranges.parts_of(make_ranges(range(len(sizes)), sizes))
 
 
-def test_what_makes_no_sense_is_refused():
+def test_inconsistent_messages_are_refused():
     whole = locations_of([[(0, 10, 0), (90, 5, 0)], []]).to_proto()
     assert len(BlockLocations.from_proto(whole)) == 2
 
-    def spoilt(change):
+    def malformed(change):
         message = pb.KvBlockLocations.FromString(whole.SerializeToString())
         change(message)
         return message
@@ -92,7 +92,7 @@ def test_what_makes_no_sense_is_refused():
         (lambda message: message.ranges.num_bytes.append(1), "not equally long"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            BlockLocations.from_proto(spoilt(change))
+            BlockLocations.from_proto(malformed(change))
     with pytest.raises(ValueError, match="not equally long"):
         ranges_from_proto(pb.KvMemoryRanges(addresses=[1], num_bytes=[2]))
     assert ranges_from_proto(ranges_to_proto(make_ranges([], 0))).shape == (0, 3)

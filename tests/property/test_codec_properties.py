@@ -1,4 +1,4 @@
-"""The block codec: what was sealed verifies, and nothing else does."""
+"""The block codec: sealed objects verify, and all others are refused."""
 
 import pytest
 from hypothesis import given
@@ -19,12 +19,12 @@ def _sealed(payload, key):
 
 
 def verify(whole, key):
-    """Of an object in one run, as long as it may be."""
+    """Verifies an object whose header and payload are adjacent in `whole`."""
     return codec.verify([KvObject.split(whole, HEADER_BYTES)], [key])
 
 
 @given(_PAYLOADS, _KEYS)
-def test_header_and_payload_may_lie_apart(payload, key):
+def test_header_and_payload_may_be_separate_buffers(payload, key):
     header = memoryview(bytearray(HEADER_BYTES))
     seal([(header, memoryview(payload))], [key])
     assert header == _sealed(payload, key)[:HEADER_BYTES]
@@ -101,13 +101,13 @@ def test_a_frame_of_another_version_is_refused(monkeypatch, name):
 
 
 @pytest.mark.parametrize("length", [0, HEADER_BYTES - 1, HEADER_BYTES + 1])
-def test_a_slot_without_room_for_just_a_header_is_a_bug(length):
+def test_sealing_a_header_of_another_length_raises(length):
     with pytest.raises(ValueError, match="64"):
         seal([(memoryview(bytearray(length)), memoryview(b"payload"))], [b"k" * 32])
 
 
-def test_the_format_is_what_other_versions_can_read():
-    """Changing this needs a new format version."""
+def test_the_format_equals_its_recorded_bytes():
+    """A change of these bytes needs a new format version, since other versions read them."""
     slot = _sealed(bytes(range(16)), bytes(32))
     assert bytes(slot[:48]) == b"BATONKV\0" + b"\1\0\1\0" + bytes(4) + b"\x10" + bytes(31)
     assert bytes(slot[48:64]).hex() == "5caf67f97ab55db9bcf99b21865f3940"

@@ -20,17 +20,17 @@ from tests.support.nixl_remote import needs_process_vm_readv
 from tests.support.redis_server import RedisServer
 from tests.support.shm_arena import needs_shared_memory
 from tests.support.spoiled_objects import (
-    ArenaShelf,
-    FileShelf,
-    MemoryShelf,
-    RedisShelf,
-    Shelf,
+    RawArenaObjects,
+    RawFileObjects,
+    RawMemoryObjects,
+    RawObjects,
+    RawRedisObjects,
     spoil,
     spoil_in_place,
 )
 
 SMALL = KvLayout(num_layers=2, num_kv_heads=1, block_size=4, head_dim=16, dtype="float32")
-# Sixteen objects a call.
+# Sixteen objects per call.
 LARGE = KvLayout(num_layers=4, num_kv_heads=4, block_size=16, head_dim=64, dtype="float32")
 POISON = 0xA5
 NUM_SPOILED = 10_000
@@ -53,113 +53,115 @@ def open_engine(closing: ExitStack, url: str, layout: KvLayout) -> TinyEngine:
 
 @dataclass
 class Load:
-    """Blocks that are asked for together: whole ones, a spoiled one, and maybe one behind it.
+    """The blocks of one load: intact ones, a spoiled one, and maybe one behind it.
 
     Attributes:
-        blocks: numbers of the keys and of the blocks, here and there.
-        num_whole: leading blocks that are whole.
+        blocks: indices of the keys, which are also the block ids in both pools.
+        num_intact: leading blocks that are not spoiled.
     """
 
     blocks: range
-    num_whole: int
+    num_intact: int
 
 
-def cut_into_loads(lots: random.Random) -> list[Load]:
-    """Loads of all blocks of a pool."""
+def cut_into_loads(rng: random.Random) -> list[Load]:
+    """Divides all blocks of a pool into loads."""
     loads, first = [], 0
     while first < NUM_BLOCKS:
-        num_whole = lots.choice((0, 0, 0, 1, 2))
-        end = min(NUM_BLOCKS, first + num_whole + lots.choice((1, 1, 2)))
-        loads.append(Load(range(first, end), min(num_whole, end - first - 1)))
+        num_intact = rng.choice((0, 0, 0, 1, 2))
+        end = min(NUM_BLOCKS, first + num_intact + rng.choice((1, 1, 2)))
+        loads.append(Load(range(first, end), min(num_intact, end - first - 1)))
         first = end
     return loads
 
 
 def check_load(reader: TinyEngine, publisher: TinyEngine, load: Load, job: int) -> None:
-    """Whole blocks came as they were, and of all others not a byte; what was read may be zeroed."""
+    """Checks that intact blocks are unchanged, and all others were not written or are zeroed."""
     result = reader.loads[job]
-    first, end = load.blocks[0], load.blocks[0] + load.num_whole
-    assert (result.num_blocks, result.error) == (load.num_whole, "corrupt")
+    first, end = load.blocks[0], load.blocks[0] + load.num_intact
+    assert (result.num_blocks, result.error) == (load.num_intact, "corrupt")
     assert torch.equal(reader.block_bytes[first:end], publisher.block_bytes[first:end])
     rest = reader.block_bytes[end : load.blocks[-1] + 1]
     assert (rest.eq(POISON) | rest.eq(0)).all()
 
 
-def open_shelf(
+def open_raw_objects(
     kind: str, closing: ExitStack, folder: Path, redis_server: RedisServer
-) -> tuple[str, Callable[[], Shelf]]:
-    """A store's URL, and its objects once it is open."""
+) -> tuple[str, Callable[[], RawObjects]]:
+    """Returns a store's URL, and a function that gives access to its objects once it is open."""
     name = closing.enter_context(fresh_shm_name())
     if kind == "redis":
         client = closing.enter_context(Redis(port=redis_server.port))
-        return f"{redis_server.url}?timeout_s=20", lambda: RedisShelf(client)
+        return f"{redis_server.url}?timeout_s=20", lambda: RawRedisObjects(client)
     if kind == "memory":
-        return f"memory://{name}?lease_s=0", lambda: MemoryShelf(name)
+        return f"memory://{name}?lease_s=0", lambda: RawMemoryObjects(name)
     options = "lease_s=0&max_bytes=128MiB&timeout_s=20"
     if kind == "shm":
-        return f"shm://{name}?{options}", lambda: ArenaShelf(Path(f"/dev/shm/baton-{name}"))
-    return f"file://{folder}/kv?{options}", lambda: FileShelf(folder / "kv")
+        return f"shm://{name}?{options}", lambda: RawArenaObjects(Path(f"/dev/shm/baton-{name}"))
+    return f"file://{folder}/kv?{options}", lambda: RawFileObjects(folder / "kv")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind", ["memory", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)]
 )
-def test_none_of_ten_thousand_is_used(
+def test_none_of_ten_thousand_spoiled_objects_is_used(
     closing: ExitStack, tmp_path: Path, redis_server: RedisServer, kind: str
 ) -> None:
-    url, open_it = open_shelf(kind, closing, tmp_path, redis_server)
-    check_store(closing, url, open_it, SMALL, NUM_SPOILED)
+    url, open_objects = open_raw_objects(kind, closing, tmp_path, redis_server)
+    check_store(closing, url, open_objects, SMALL, NUM_SPOILED)
 
 
 @pytest.mark.parametrize("kind", ["memory", "shm", "file"])
-def test_none_is_used_where_objects_are_large(
+def test_no_large_spoiled_object_is_used(
     closing: ExitStack, tmp_path: Path, redis_server: RedisServer, kind: str
 ) -> None:
     if kind == "shm":
         needs_shared_memory(128 << 20)
-    url, open_it = open_shelf(kind, closing, tmp_path, redis_server)
-    check_store(closing, url, open_it, LARGE, NUM_SPOILED_LARGE)
+    url, open_objects = open_raw_objects(kind, closing, tmp_path, redis_server)
+    check_store(closing, url, open_objects, LARGE, NUM_SPOILED_LARGE)
 
 
 def check_store(
     closing: ExitStack,
     url: str,
-    open_it: Callable[[], Shelf],
+    open_objects: Callable[[], RawObjects],
     layout: KvLayout,
     num_spoiled: int,
 ) -> None:
-    """Spoils objects of a store until so many were asked for."""
+    """Spoils objects of a store until `num_spoiled` were requested; checks every load."""
     publisher, reader = (open_engine(closing, url, layout) for _ in range(2))
-    shelf, lots = open_it(), random.Random(11)
-    others = [bytes(lots.randbytes(layout.block_bytes + 64))]
+    raw, rng = open_objects(), random.Random(11)
+    others = [bytes(rng.randbytes(layout.block_bytes + 64))]
     while num_spoiled > 0:
         keys = random_prompt(NUM_BLOCKS)
-        loads = cut_into_loads(lots)
+        loads = cut_into_loads(rng)
         assert publisher.save(keys, range(NUM_BLOCKS)).committed
         for load in loads:
             others = [
                 *others[-7:],
-                spoil_one(shelf, keys[load.blocks[load.num_whole]], lots, others),
+                spoil_one(raw, keys[load.blocks[load.num_intact]], rng, others),
             ]
         reader.block_bytes.fill_(POISON)
-        jobs = [start(reader, keys, load) for load in loads]
+        jobs = [start_load(reader, keys, load) for load in loads]
         reader.run_until(lambda jobs=jobs: all(job in reader.loads for job in jobs), "loads")
         for load, job in zip(loads, jobs, strict=True):
             check_load(reader, publisher, load, job)
-            assert shelf.read(keys[load.blocks[load.num_whole]]) is None, "it can be found again"
+            assert raw.read(keys[load.blocks[load.num_intact]]) is None, (
+                "the spoiled object is still there"
+            )
         num_spoiled -= len(loads)
 
 
-def spoil_one(shelf: Shelf, key: bytes, lots: random.Random, others: list[bytes]) -> bytes:
-    """Spoils an object; returns it as it was."""
-    value = shelf.read(key)
+def spoil_one(raw: RawObjects, key: bytes, rng: random.Random, others: list[bytes]) -> bytes:
+    """Spoils an object; returns its original value."""
+    value = raw.read(key)
     assert value is not None
-    shelf.write(key, spoil(value, lots, others))
+    raw.write(key, spoil(value, rng, others))
     return value
 
 
-def start(reader: TinyEngine, keys: tuple[bytes, ...], load: Load) -> int:
+def start_load(reader: TinyEngine, keys: tuple[bytes, ...], load: Load) -> int:
     return reader.scheduler.load([keys[block] for block in load.blocks], list(load.blocks))
 
 
@@ -167,12 +169,12 @@ def start(reader: TinyEngine, keys: tuple[bytes, ...], load: Load) -> int:
 
 
 class Spoiler:
-    """Spoils what is on its way, every time; keeps some of what it saw, to show it again."""
+    """Spoils values in transit; keeps some earlier ones to replace later values with them."""
 
     def __init__(self) -> None:
         self.num_spoiled = 0
         self._lots = random.Random(12)
-        self._seen: dict[int, list[bytes]] = {}  # by length
+        self._seen: dict[int, list[bytes]] = {}  # values by their length
 
     def spoil(self, value: bytes) -> bytes:
         others = self._seen.setdefault(len(value), [bytes(len(value))])
@@ -187,7 +189,7 @@ class Spoiler:
 
 
 def spoil_messages(monkeypatch: pytest.MonkeyPatch, spoiler: Spoiler) -> None:
-    """Of `grpc://`: the messages that blocks come in, some of them short."""
+    """Spoils the messages in which `grpc://` sends blocks, and truncates some of them."""
     to_message = service.to_message
 
     def spoiled(chunk):
@@ -211,7 +213,7 @@ def spoil_slots(monkeypatch: pytest.MonkeyPatch, spoiler: Spoiler) -> None:
 
 
 @pytest.mark.parametrize("url", ["grpc://", "nixl://"])
-def test_nothing_that_is_spoiled_on_the_wire_is_used(
+def test_no_block_spoiled_on_the_wire_is_used(
     monkeypatch: pytest.MonkeyPatch, closing: ExitStack, url: str
 ) -> None:
     if url == "nixl://":
@@ -230,7 +232,7 @@ def test_nothing_that_is_spoiled_on_the_wire_is_used(
         results = [reader.loads[job] for job in jobs]
         assert {result.num_blocks for result in results} == {0}
         assert {result.error for result in results} <= {"corrupt", "missing"}
-        assert not reader.block_bytes.any(), "refused blocks are zeroed"
+        assert not reader.block_bytes.any(), "refused blocks are not zeroed"
 
     monkeypatch.undo()
     assert reader.load(handoff, range(NUM_BLOCKS)).num_blocks == NUM_BLOCKS

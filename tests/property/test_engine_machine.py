@@ -1,8 +1,8 @@
 """State machine over a prefill, a decode and an undivided engine with a shared store.
 
-Tiny pools, a vocabulary of two, transfers that end late, fail, never report, or lose their
-store, steps that raise, deadlines, aborts, ids used again: whatever happens,
-tokens are right, blocks are conserved, and every request ends.
+With tiny pools, a vocabulary of two, transfers that end late, fail, never report, or lose their
+store, steps that raise, deadlines, aborts, and ids that are used again, tokens are always right,
+blocks are conserved, and every request ends.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ PROMPTS = st.builds(
 )
 MISHAPS = (
     *("abort", "finish_candidate", "finish_candidate", "break_next_step", "pass_time"),
-    *("lose_transfer", "find_transfers", "lose_object", "release_handoff", "end_lease"),
+    *("lose_transfer", "restore_transfers", "lose_object", "release_handoff", "end_lease"),
     *("reset_prefix_cache", "watch"),
 )
 WINDOWS = [(None,), (None,), (3,), (5, None), (None, 2), (2, 6)]
@@ -193,10 +193,10 @@ class Cluster(RuleBasedStateMachine):
         if worker.pending:
             worker.end(index % len(worker.pending), fails=fails)
 
-    # What may happen at any moment. One rule, so that it does not happen all the time.
+    # Mishaps at any moment. They share one rule, so that they are not chosen too often.
 
     @rule(engine=ENGINES, index=MANY, what=st.sampled_from(MISHAPS))
-    def meddle(self, engine: int, index: int, what: str) -> None:
+    def inject_mishap(self, engine: int, index: int, what: str) -> None:
         getattr(self, f"_{what}")(self.engines[engine], index)
         self.engines[engine].check()
 
@@ -205,13 +205,13 @@ class Cluster(RuleBasedStateMachine):
             engine.abort(sorted(engine.live)[index % len(engine.live)])
 
     def _finish_candidate(self, engine: CheckedEngine, index: int) -> None:
-        told = [
+        running = [
             (checked.request.spec.request_id, candidate)
             for checked in engine.live.values()
-            for candidate in checked.told.keys() - checked.ended
+            for candidate in checked.received.keys() - checked.ended
         ]
-        if told:
-            engine.finish_candidate(*told[index % len(told)])
+        if running:
+            engine.finish_candidate(*running[index % len(running)])
 
     def _break_next_step(self, engine: CheckedEngine, index: int) -> None:
         engine.break_next_step(("raise", "not finite")[index % 2])
@@ -223,8 +223,8 @@ class Cluster(RuleBasedStateMachine):
         if engine.worker.pending:
             engine.worker.lose(index % len(engine.worker.pending))
 
-    def _find_transfers(self, engine: CheckedEngine, index: int) -> None:
-        engine.worker.find()
+    def _restore_transfers(self, engine: CheckedEngine, index: int) -> None:
+        engine.worker.restore_lost()
 
     def _lose_object(self, engine: CheckedEngine, index: int) -> None:
         if self.store:
@@ -251,20 +251,20 @@ class Cluster(RuleBasedStateMachine):
     # The end.
 
     def teardown(self) -> None:
-        """With nothing broken any more, every request ends and every block is free."""
+        """Checks that without further faults every request ends and every block is free."""
         engines = getattr(self, "engines", ())
         for engine in engines:
             engine.runner.fault = None
         self._run_until(lambda: not any(engine.live for engine in engines))
         for engine in engines:
-            # A lost job keeps its blocks: who needs the whole pool has to wait for it.
+            # A lost job keeps its blocks; a request that needs the whole pool waits for it.
             assert not engine.live or engine.worker.lost, "a request starved"
-            engine.worker.find()
+            engine.worker.restore_lost()
         self._run_until(lambda: not any(engine.core.has_work for engine in engines))
-        self.run_all(1)  # what was told last is offered
+        self.run_all(1)  # offers the leases of the last handoffs
         self._end_leases()
         for engine in engines:
-            self._step(engine)  # with overlap the last step is still to be committed
+            self._step(engine)  # with async scheduling, the last step is still to be committed
             engine.check_is_empty()
             self._check_full_load(engine)
 
@@ -275,7 +275,7 @@ class Cluster(RuleBasedStateMachine):
                 engine.worker.end_lease(lease_id)
 
     def _run_until(self, is_over: Callable[[], bool]) -> None:
-        """At most until nothing has happened for longer than any time limit."""
+        """Runs until `is_over`, or until all engines are idle for longer than any time limit."""
         num_idle = 0
         for _ in range(3000):
             if is_over() or num_idle > 100:
@@ -285,7 +285,7 @@ class Cluster(RuleBasedStateMachine):
             self.run_all(1)
             is_idle = all(engine.core.is_stalled for engine in self.engines)
             num_idle = num_idle + 1 if is_idle else 0
-        raise AssertionError("this goes on and on")
+        raise AssertionError("the engines do not come to rest")
 
     def _check_full_load(self, engine: CheckedEngine) -> None:
         """Checks that as many sequences run at once as the configuration allows."""
@@ -329,7 +329,7 @@ class Cluster(RuleBasedStateMachine):
         decode.add(CheckedRequest.of(request, decode.info))
 
     def _free_id(self) -> str:
-        """One of few ids, so that they are used again."""
+        """Returns one of few ids, so that ids are used again."""
         live = {request_id for engine in self.engines for request_id in engine.live}
         return next(f"r{i}" for i in range(99) if f"r{i}" not in live)
 
@@ -342,7 +342,7 @@ def _blocks_of_largest(info: ModelInfo, config: dict[str, object]) -> int:
 
 
 def _resumed(request: EngineRequest, nums_tokens: list[int]) -> EngineRequest:
-    """The request as another replica left it; as it was, where that had done nothing."""
+    """Returns the request as another replica left it; unchanged if that had no progress."""
     params = request.spec.params
     if not nums_tokens or params.max_tokens == 1:
         return request

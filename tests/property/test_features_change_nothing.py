@@ -1,7 +1,7 @@
-"""What memory and scheduling do never changes an output.
+"""Features of scheduling and memory management never change an output.
 
-Random sets of requests of all kinds get the same of a plain engine, with a pool for all of
-them, as with each feature, with all of them together, and alone.
+Random sets of requests of all kinds get the same outputs from a plain engine with a large pool
+as from engines with each feature, with all features together, and when each request runs alone.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ WINDOWS = [(None,), (3,), (5, None), (2, 6, None)]
 
 @st.composite
 def requests(draw: st.DrawFn, *, fewest: int = 1) -> list[EngineRequest]:
-    """Prompts that begin alike or not, candidates, beams."""
+    """Requests with or without a shared prefix, with candidates or beams."""
     start = tuple(draw(st.lists(st.integers(0, 1), max_size=9)))
     return [draw(_request(str(index), start)) for index in range(draw(st.integers(fewest, 7)))]
 
@@ -74,65 +74,65 @@ def _request(draw: st.DrawFn, request_id: str, start: tuple[int, ...]) -> Engine
 
 
 def run(
-    asked: list[EngineRequest],
+    batch: list[EngineRequest],
     num_blocks: int,
     config: dict[str, object],
     *,
     windows: tuple[int | None, ...] = (None,),
     num_host_blocks: int = 0,
 ) -> tuple[list[CheckedRequest], Counter[str]]:
-    """What each request got, by request, and how often what happened."""
+    """Returns what each request received, in their order, and how often each event occurred."""
     info = fake_info(4, MAX_MODEL_LEN, windows=windows)
     engine = CheckedEngine(info, num_blocks, num_host_blocks=num_host_blocks, **config)
-    for request in asked:
+    for request in batch:
         engine.add(CheckedRequest.of(request, info))
     for _ in range(3000):
         if not engine.core.has_work:
             break
         engine.step()
-    engine.step()  # with overlap the last step is still to be committed
+    engine.step()  # with async scheduling, the last step is still to be committed
     engine.check_is_empty()
     happened = engine.counts
     happened["preemptions"] = engine.core.load().num_preemptions
     happened["hits"] = engine.core.load().prefix_cache_hits
-    return [engine.finished[request.spec.request_id] for request in asked], happened
+    return [engine.finished[request.spec.request_id] for request in batch], happened
 
 
 def blocks_of_largest(
-    asked: list[EngineRequest], config: dict[str, object], windows: tuple[int | None, ...]
+    batch: list[EngineRequest], config: dict[str, object], windows: tuple[int | None, ...]
 ) -> int:
     """Returns the fewest blocks with which each request can run alone."""
     info = fake_info(4, MAX_MODEL_LEN, windows=windows)
-    return max(num_blocks_needed(request.spec, fake_config(**config), info) for request in asked)
+    return max(num_blocks_needed(request.spec, fake_config(**config), info) for request in batch)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 @settings(max_examples=40, deadline=None)
-@given(asked=requests())
-def test_a_feature_changes_no_output(feature: str, asked: list[EngineRequest]) -> None:
-    plain, _ = run(asked, 500, PLAIN)
+@given(batch=requests())
+def test_a_feature_changes_no_output(feature: str, batch: list[EngineRequest]) -> None:
+    plain, _ = run(batch, 500, PLAIN)
 
-    assert run(asked, 500, FEATURES[feature])[0] == plain
+    assert run(batch, 500, FEATURES[feature])[0] == plain
 
 
 @settings(max_examples=40, deadline=None)
-@given(asked=requests(), windows=st.sampled_from(WINDOWS), caching=st.booleans())
+@given(batch=requests(), windows=st.sampled_from(WINDOWS), caching=st.booleans())
 def test_a_window_changes_no_output(
-    asked: list[EngineRequest], windows: tuple[int | None, ...], caching: bool
+    batch: list[EngineRequest], windows: tuple[int | None, ...], caching: bool
 ) -> None:
     """The fake model draws from the whole sequence, whatever attention sees."""
-    plain, _ = run(asked, 500, PLAIN)
+    plain, _ = run(batch, 500, PLAIN)
     config = CHUNKED | {"enable_prefix_caching": caching}
 
-    assert run(asked, 900, config, windows=windows)[0] == plain
+    assert run(batch, 900, config, windows=windows)[0] == plain
 
 
 @settings(max_examples=40, deadline=None)
-@given(asked=requests())
-def test_batch_neighbours_change_no_output(asked: list[EngineRequest]) -> None:
-    together, _ = run(asked, 500, PLAIN)
+@given(batch=requests())
+def test_batch_neighbours_change_no_output(batch: list[EngineRequest]) -> None:
+    together, _ = run(batch, 500, PLAIN)
 
-    assert [run([request], 500, PLAIN)[0][0] for request in asked] == together
+    assert [run([request], 500, PLAIN)[0][0] for request in batch] == together
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,12 @@ def test_preemption_changes_no_output(feature: str) -> None:
     happened = Counter[str]()
 
     @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.nested_given])
-    @given(asked=requests(fewest=4), windows=st.sampled_from(WINDOWS), caching=st.booleans())
-    def compare(asked: list[EngineRequest], windows: tuple[int | None, ...], caching: bool) -> None:
-        plain, _ = run(asked, 500, PLAIN)
+    @given(batch=requests(fewest=4), windows=st.sampled_from(WINDOWS), caching=st.booleans())
+    def compare(batch: list[EngineRequest], windows: tuple[int | None, ...], caching: bool) -> None:
+        plain, _ = run(batch, 500, PLAIN)
         crowded, counts = run(
-            asked,
-            blocks_of_largest(asked, config, windows),
+            batch,
+            blocks_of_largest(batch, config, windows),
             config | {"enable_prefix_caching": caching},
             windows=windows,
             num_host_blocks=num_host_blocks,
@@ -171,5 +171,5 @@ def test_preemption_changes_no_output(feature: str) -> None:
         happened.update(counts)
 
     compare()
-    assert happened["preemptions"] > 15, "the pool was not too small"
+    assert happened["preemptions"] > 15, "the pool was large enough to run without preemptions"
     assert ("swap" in feature or "auto" in feature) == (happened["swapped blocks"] > 0)

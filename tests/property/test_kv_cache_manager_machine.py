@@ -24,7 +24,7 @@ from engine.kv_cache.spec import KvCacheSpec
 
 MAX_TOKENS = 12
 MANY = st.integers(0, 50)
-FOREIGN = "written by somebody else"
+FOREIGN = "written by another owner"
 WINDOWS = [(None,), (3,), (None, 3), (1, 4, None), (2, None, None)]
 ACTIONS = (
     *("chunk",) * 5,
@@ -177,7 +177,7 @@ class ManagerMachine(RuleBasedStateMachine):
             seq.is_stale = True
 
     @rule(count=st.integers(1, 4))
-    def take_foreign(self, count: int) -> None:
+    def allocate_foreign(self, count: int) -> None:
         """Another owner, such as a load, allocates blocks and writes to them at once."""
         if self.kv.pool.can_allocate(count) is Allocation.OK:
             taken = self.kv.pool.allocate(count)
@@ -186,7 +186,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.content[block] = [FOREIGN] * self.spec.block_size
 
     @rule()
-    def give_foreign(self) -> None:
+    def release_foreign(self) -> None:
         assert all(slot == FOREIGN for block in self.foreign for slot in self.content[block])
         self.kv.pool.release(self.foreign)
         self.foreign = []
@@ -275,7 +275,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.free(index)
 
     def _do_foreign(self, index: int, amount: int) -> None:
-        (self.give_foreign if index % 2 else self.take_foreign)(*[amount % 3 + 1][index % 2 :])
+        (self.release_foreign if index % 2 else self.allocate_foreign)(
+            *[amount % 3 + 1][index % 2 :]
+        )
 
     def _do_swap_out(self, index: int, amount: int) -> None:
         group = [seq for i, seq in enumerate(self.seqs) if (i + index) % 3 <= amount % 3]
@@ -328,7 +330,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert taken == missing
         places = [(c.layer_group, c.first_index + len(c.block_ids)) for c in changes]
         assert not set(places) & {(c.layer_group, c.first_index) for c in changes}, (
-            "runs are merged"
+            "adjacent runs are not merged"
         )
         return changes
 
@@ -473,7 +475,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.report_step()
         while self.saves:
             self.end_save()
-        self.give_foreign()
+        self.release_foreign()
         while self.seqs:
             self.free(0)
         while self.swapped:

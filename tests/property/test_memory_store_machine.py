@@ -1,4 +1,4 @@
-"""The memory store against a model: a bounded dictionary in order of touch, with a clock."""
+"""State machine of the memory store; its model is a bounded dictionary in order of last use."""
 
 import pytest
 from hypothesis import settings
@@ -18,7 +18,7 @@ _SIZES = st.integers(15, 60)
 
 
 class MemoryStoreMachine(RuleBasedStateMachine):
-    """The model: `{key: (value, when touched)}`, the least recently touched first."""
+    """The model is `{key: (value, time of last use)}`, the least recently used first."""
 
     def __init__(self):
         super().__init__()
@@ -45,8 +45,8 @@ class MemoryStoreMachine(RuleBasedStateMachine):
         self.num_expired += len(self.model) - len(alive)
         self.model = alive
 
-    def oldest_in_the_way(self, size):
-        """The oldest keys without which an object of that size fits."""
+    def keys_to_evict(self, size):
+        """Returns the least recently used keys that leave room for `size` bytes if evicted."""
         excess = sum(len(v) for v, _ in self.model.values()) + size - _MAX_BYTES
         keys = []
         for key, (value, _) in self.model.items():
@@ -59,19 +59,21 @@ class MemoryStoreMachine(RuleBasedStateMachine):
     @rule(key=_KEYS, size=_SIZES, byte=st.integers(0, 255))
     def put(self, key, size, byte):
         value = bytes([byte]) * size
-        in_the_way = [] if key in self.model else self.oldest_in_the_way(size)
-        if any(self.now_s - self.model[k][1] < _LEASE_S for k in in_the_way):
+        evicted_keys = [] if key in self.model else self.keys_to_evict(size)
+        if any(self.now_s - self.model[k][1] < _LEASE_S for k in evicted_keys):
             with pytest.raises(StoreUnavailableError, match="full of leased objects"):
                 self.store.put([key], [as_object(value)])
         else:
             self.store.put([key], [as_object(value)])
-            self.num_evicted += len(in_the_way)
-            for evicted_key in in_the_way:
+            self.num_evicted += len(evicted_keys)
+            for evicted_key in evicted_keys:
                 del self.model[evicted_key]
             kept_value, _ = self.model.pop(key, (value, 0))
             self.model[key] = (kept_value, self.now_s)
         if key not in self.model or self.model[key][0] is value:
-            assert len(self.store._objects.entries) == len(self.model), "expired take memory"
+            assert len(self.store._objects.entries) == len(self.model), (
+                "expired objects take memory"
+            )
 
     @rule(key=_KEYS, size=_SIZES)
     def get(self, key, size):

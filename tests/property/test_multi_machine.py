@@ -1,9 +1,9 @@
-"""A connector over several members, whose jobs end in any order and any way.
+"""State machine of a connector over several members, whose jobs end in any order and any way.
 
-The machine checks that each job has one result; that a load's good blocks came under the right
-keys, from one member at a time; that a member which did not answer is not asked again, and that
-all others are asked before a load ends short; and that blocks are released once, when no member
-reads them any more.
+The machine checks that each job has one result; that a load's valid blocks have the right keys
+and are written by one member at a time; that a member that did not answer is not tried again, and
+all others are tried before a load ends short; and that blocks are released once, after the last
+member has read them.
 """
 
 from hypothesis import settings
@@ -15,8 +15,8 @@ from tests.support.fake_members import FakeMember, Members
 
 _ALL = tuple(bytes([number]) * 32 for number in range(6))
 _KEYS = st.lists(st.sampled_from(_ALL), min_size=1, max_size=4, unique=True)
-_LASTING = ("unavailable", "timed out", "failed", "cancelled")
-_ERRORS = st.sampled_from(("missing", "corrupt", *_LASTING))
+_FINAL_ERRORS = ("unavailable", "timed out", "failed", "cancelled")
+_ERRORS = st.sampled_from(("missing", "corrupt", *_FINAL_ERRORS))
 
 
 class MultiMachine(RuleBasedStateMachine):
@@ -28,13 +28,13 @@ class MultiMachine(RuleBasedStateMachine):
         self.all = Members(self.peer, self.far, self.near)
         self.next_block = 0
         self.pool = {}
-        self.loads = {}  # job: (keys, blocks, with a handoff)
+        self.loads = {}  # job: (keys, blocks, has a handoff)
         self.cancelled = set()
-        self.answers = {}  # blocks of a load: (member, first key asked for, blocks, error)
-        self.saves = {}  # job: keys
+        self.answers = {}  # last block of a load: [(member, first key, valid blocks, error)]
+        self.saves = {}  # job: blocks
         self.lookups = {}  # job: keys
         self.held = set()
-        self.ended_saves = {}  # keys of a save: outcomes of its members
+        self.ended_saves = {}  # blocks of a save: results of its members
 
     def blocks(self, count):
         self.next_block += count
@@ -131,7 +131,7 @@ class MultiMachine(RuleBasedStateMachine):
                 key for key, owner in zip(_ALL, owners, strict=True) if owner == index
             }
 
-    # Results that the engine gets.
+    # Results for the engine.
 
     @rule()
     def step(self):
@@ -155,13 +155,13 @@ class MultiMachine(RuleBasedStateMachine):
         assert tuple(self.pool[block] for block in blocks[:num_good]) == keys[:num_good]
         assert bool(result.error) == (num_good < len(keys))
         answers = self.answers.pop(blocks[-1], [])
-        lost = [name for name, _, _, error in answers if error in _LASTING]
-        assert len(lost) == len(set(lost)), "one that did not answer was asked again"
+        lost = [name for name, _, _, error in answers if error in _FINAL_ERRORS]
+        assert len(lost) == len(set(lost)), "a member that did not answer was tried again"
         if num_good < len(keys) and result.job_id not in self.cancelled:
             ends = [(name, keys.index(first) + count) for name, first, count, _ in answers]
             lacking = {name for name, end in ends if end == num_good}
             sources = {"peer", "far", "near"} if has_handoff else {"far", "near"}
-            assert lacking | set(lost) == sources, "a source was not asked"
+            assert lacking | set(lost) == sources, "a source was not tried"
 
     def check_save(self, result):
         outcomes = self.ended_saves.pop(self.saves.pop(result.job_id))
@@ -194,7 +194,7 @@ class MultiMachine(RuleBasedStateMachine):
 
     def teardown(self):
         """All jobs end."""
-        for _ in range(6):  # as often as a job goes from member to member
+        for _ in range(6):  # more rounds than a job has members to try
             self.end_all()
             self.step()
         assert not self.loads
@@ -203,9 +203,9 @@ class MultiMachine(RuleBasedStateMachine):
         for job_id in self.lookups:
             assert self.all.scheduler.num_found(job_id) is not None
             self.all.scheduler.forget_lookup(job_id)
-        half = self.all.scheduler
-        assert not any((half._lookups, half._loads, half._saves))
-        assert not any(member.loads or member.saves for member in half._members)
+        scheduler = self.all.scheduler
+        assert not any((scheduler._lookups, scheduler._loads, scheduler._saves))
+        assert not any(member.loads or member.saves for member in scheduler._members)
 
 
 MultiMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

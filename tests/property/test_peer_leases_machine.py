@@ -1,4 +1,4 @@
-"""Leases and reads at random: every job is released once, and never under a read."""
+"""State machine of leases and reads: every job is released once, and never during a read."""
 
 import math
 
@@ -31,8 +31,8 @@ class LeaseMachine(RuleBasedStateMachine):
         self.gone: set[str] = set()
         self.lease_jobs: dict[str, set[int]] = {}
         self.save_of: dict[int, str] = {}
-        self.held: set[int] = set()  # jobs whose save said is_held, and that are not released yet
-        self.over: set[int] = set()  # of them, those whose lease has ended
+        self.held: set[int] = set()  # jobs whose blocks are lent and not yet released
+        self.over: set[int] = set()  # jobs whose lease has ended
         self.open: dict[BlockRead, set[int]] = {}
 
     def _forget(self, lease: str) -> None:
@@ -140,16 +140,16 @@ class LeaseMachine(RuleBasedStateMachine):
     def _check_released(self) -> None:
         released = self.table.take_released().job_ids
         assert len(set(released)) == len(released)
-        assert set(released) <= self.held & self.over, "only what was held, and once"
+        assert set(released) <= self.held & self.over, "a job was released early or twice"
         for jobs in self.open.values():
-            assert not jobs & set(released), "never under a read"
+            assert not jobs & set(released), "a job was released during a read"
         self.held -= set(released)
 
     def teardown(self) -> None:
         self.table.end_all()
         for read in self.open:
             self.table.close_read(read.read_id)
-        assert set(self.table.take_released().job_ids) == self.held, "nothing stays behind"
+        assert set(self.table.take_released().job_ids) == self.held, "a held job was not released"
         assert not self.table._headers
         assert not self.table._reads
 
@@ -160,14 +160,14 @@ LeaseMachine.TestCase.settings = settings(
 TestLeases = LeaseMachine.TestCase
 
 
-def test_a_lease_that_has_run_out_is_not_found_before_the_sweep_either() -> None:
+def test_an_expired_lease_is_not_found_even_before_the_sweep() -> None:
     now = [0.0]
     table = LeaseTable(LEASE_S, lambda: now[0])
     for job, lease in enumerate("ab"):
         table.begin_save(lease, job)
         table.end_save(job, [LentBlock(b"k", b"header", job)])
     now[0] = 10 * LEASE_S
-    assert table.next_deadline is None, "it was not offered"
+    assert table.next_deadline is None, "a lease that was not offered has a deadline"
     table.offer("ab")
     now[0] = table.next_deadline or 0
     assert now[0] == 11 * LEASE_S
@@ -176,7 +176,7 @@ def test_a_lease_that_has_run_out_is_not_found_before_the_sweep_either() -> None
         table.open_read("a", [b"k"], READ_S)
     assert table.renew(["b"]) == ["b"]
     assert table.take_released().job_ids == (0, 1)
-    assert [table.sweep(), table.sweep()] == [2, 0], "each is counted once"
+    assert [table.sweep(), table.sweep()] == [2, 0], "an expiry was counted twice"
 
 
 def test_a_read_keeps_what_its_lease_had_lent() -> None:
@@ -199,7 +199,7 @@ def test_a_read_keeps_what_its_lease_had_lent() -> None:
         pass
 
 
-def test_a_block_that_several_leases_lend_is_hashed_once() -> None:
+def test_a_blocks_header_is_kept_while_any_lease_lends_it() -> None:
     table = LeaseTable(LEASE_S, lambda: 0.0)
     for job, lease in enumerate("ab"):
         table.begin_save(lease, job)
@@ -212,11 +212,11 @@ def test_a_block_that_several_leases_lend_is_hashed_once() -> None:
     assert table.known_header(b"k", 7) is None
 
 
-def test_slots_of_tails_come_back_with_their_jobs() -> None:
+def test_tail_slots_are_released_with_their_jobs() -> None:
     table = LeaseTable(LEASE_S, lambda: 0.0)
     table.begin_save("a", 0)
     table.end_save(0, [LentBlock(b"k", b"header", 7, tail_slot=3)])
-    assert table.known_header(b"k", 7) is None, "the block itself is not what was hashed"
+    assert table.known_header(b"k", 7) is None, "a tail's header was returned for its block"
 
     table.end(["a"])
     released = table.take_released()

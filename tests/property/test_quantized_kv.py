@@ -1,4 +1,4 @@
-"""Rounding errors of K and V as 8-bit floats with a factor."""
+"""Rounding errors of K and V as 8-bit floats with a scale."""
 
 import math
 
@@ -25,7 +25,7 @@ def _restored(narrow, scales):
 
 @settings(max_examples=200, deadline=None)
 @given(vectors)
-def test_every_element_comes_back_within_half_a_step(values):
+def test_every_element_is_restored_within_half_a_step(values):
     states = torch.tensor([values])
     narrow, scales = quantize_kv(states)
     assert narrow.dtype is torch.float8_e4m3fn
@@ -39,7 +39,7 @@ def test_every_element_comes_back_within_half_a_step(values):
 
 @settings(max_examples=100, deadline=None)
 @given(vectors)
-def test_the_largest_element_is_kept_and_signs_are(values):
+def test_the_largest_element_and_all_signs_are_kept(values):
     states = torch.tensor([values])
     restored = _restored(*quantize_kv(states))
     largest = states.abs().argmax()
@@ -50,7 +50,7 @@ def test_the_largest_element_is_kept_and_signs_are(values):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(*[st.floats(-_LARGE, _LARGE, width=32)] * 4), min_size=1, max_size=6))
-def test_a_token_depends_on_no_other(tokens):
+def test_a_token_is_quantized_independently_of_others(tokens):
     together = quantize_kv(torch.tensor(tokens))
     for index, token in enumerate(tokens):
         alone = quantize_kv(torch.tensor([token]))
@@ -59,14 +59,14 @@ def test_a_token_depends_on_no_other(tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_zeros_come_back_as_zeros(dtype):
+def test_zeros_are_restored_as_zeros(dtype):
     narrow, scales = quantize_kv(torch.zeros(2, 3, 8, dtype=dtype))
     assert (narrow.view(torch.uint8) == 0).all()
     assert (scales > 0).all()
     assert scales.shape == (2, 3)
 
 
-def test_values_too_small_for_their_own_factor_stay_small():
+def test_values_too_small_for_their_own_scale_stay_small():
     smallest = torch.tensor([[1e-45, -1e-45, 0.0], [_TINY, -_TINY / 2, 0.0]])
     narrow, scales = quantize_kv(smallest)
     assert scales.isfinite().all()
@@ -75,7 +75,7 @@ def test_values_too_small_for_their_own_factor_stay_small():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_non_finite_values_do_not_come_back_finite(bad):
+def test_non_finite_values_are_not_restored_as_finite(bad):
     states = torch.tensor([[1.0, 2.0, 3.0], [1.0, bad, 3.0]])
     restored = _restored(*quantize_kv(states))
     assert restored[0].isfinite().all()

@@ -1,4 +1,4 @@
-"""Redis replies are read as they were written, however the network cuts them."""
+"""Redis replies are parsed correctly however the network fragments them."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ _PIECES = st.lists(st.integers(1, 100), min_size=1, max_size=20)
 
 
 @dataclass
-class CutSocket:
-    """Delivers bytes in pieces of these sizes, over and over, and then ends."""
+class FragmentingSocket:
+    """Delivers its data in pieces of `sizes`, used cyclically, and then ends."""
 
     data: bytes
     sizes: list[int] = field(default_factory=lambda: [1 << 20])
@@ -44,19 +44,19 @@ def reader_of(socket):
     return reader
 
 
-def written(reply):
+def encoded(reply):
     if reply is None:
         return b"$-1\r\n"
     if isinstance(reply, int):
         return b":%d\r\n" % reply
     if isinstance(reply, bytes):
         return b"$%d\r\n%s\r\n" % (len(reply), reply)
-    return b"*%d\r\n" % len(reply) + b"".join(map(written, reply))
+    return b"*%d\r\n" % len(reply) + b"".join(map(encoded, reply))
 
 
 @given(st.lists(_REPLIES, max_size=8), _PIECES)
 def test_replies_are_read_back(replies, sizes):
-    reader = reader_of(CutSocket(b"".join(map(written, replies)), sizes))
+    reader = reader_of(FragmentingSocket(b"".join(map(encoded, replies)), sizes))
     assert [reader.read_response() for _ in replies] == replies
 
 
@@ -68,9 +68,9 @@ def test_replies_are_read_back(replies, sizes):
 )
 def test_values_go_into_their_buffers_and_nowhere_else(values, between, sizes, num_header_bytes):
     data = b"".join(
-        written(value) + written(other) for (value, _), other in zip(values, between, strict=False)
+        encoded(value) + encoded(other) for (value, _), other in zip(values, between, strict=False)
     )
-    reader = reader_of(CutSocket(data, sizes))
+    reader = reader_of(FragmentingSocket(data, sizes))
     for (value, difference), other in zip(values, between, strict=False):
         room = bytearray(b"\xee" * (max(0, len(value) + difference) + 2))
         into = as_object(memoryview(room)[1:-1], num_header_bytes)
@@ -84,14 +84,14 @@ def test_values_go_into_their_buffers_and_nowhere_else(values, between, sizes, n
 
 
 @given(_LINES, _PIECES)
-def test_lines_are_read(text, sizes):
-    reader = reader_of(CutSocket(b"+" + text + b"\r\n$-1\r\n", sizes))
+def test_simple_strings_and_null_are_read(text, sizes):
+    reader = reader_of(FragmentingSocket(b"+" + text + b"\r\n$-1\r\n", sizes))
     assert reader.read_reply(as_object(bytearray(3))) == text
     assert reader.read_reply(as_object(bytearray(3))) is None
 
 
-def test_an_error_is_a_value_and_one_about_the_connection_is_raised():
-    reader = reader_of(CutSocket(b"-WRONGTYPE no\r\n-LOADING wait\r\n-LOADING wait\r\n"))
+def test_read_reply_returns_errors_and_read_response_raises_connection_errors():
+    reader = reader_of(FragmentingSocket(b"-WRONGTYPE no\r\n-LOADING wait\r\n-LOADING wait\r\n"))
     assert isinstance(reader.read_reply(), ResponseError)
     assert isinstance(reader.read_reply(), RedisConnectionError)
     with pytest.raises(RedisConnectionError, match="wait"):
@@ -112,20 +112,20 @@ def test_an_error_is_a_value_and_one_about_the_connection_is_raised():
         b"+" + b"x" * _READ_BYTES,
     ],
 )
-def test_what_is_no_reply_is_an_error(data):
+def test_malformed_replies_are_refused(data):
     with pytest.raises(InvalidResponse):
-        reader_of(CutSocket(data)).read_reply()
+        reader_of(FragmentingSocket(data)).read_reply()
 
 
 @given(st.binary(max_size=200), _PIECES)
-def test_any_bytes_are_replies_or_an_error(data, sizes):
-    reader = reader_of(CutSocket(data, sizes))
+def test_arbitrary_bytes_are_replies_or_an_error(data, sizes):
+    reader = reader_of(FragmentingSocket(data, sizes))
     with pytest.raises((InvalidResponse, RedisConnectionError)):
         list(iter(reader.read_response, object()))
 
 
 def test_a_closed_connection_is_an_error():
-    reader = reader_of(CutSocket(b":1\r\n"))
+    reader = reader_of(FragmentingSocket(b":1\r\n"))
     reader.on_disconnect()
     with pytest.raises(RedisConnectionError, match="closed"):
         reader.read_reply()

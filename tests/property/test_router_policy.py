@@ -1,4 +1,4 @@
-"""The routing policy's promises, for any fleet."""
+"""Properties of the routing policy that hold for any fleet."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def chosen(fleet, replica_id):
     return next(state for state in fleet if state.replica_id == replica_id)
 
 
-def test_nobody_is_picked_from_nobody():
+def test_an_empty_fleet_gives_no_replica():
     assert pick_decode([], 3) is None
     assert pick_prefill([], 30, BLOCK_SIZE) is None
 
@@ -49,7 +49,7 @@ def test_choices_do_not_depend_on_the_order_of_candidates(fleet, num_blocks, rng
 
 
 @given(fleets(), st.integers(1, 12))
-def test_decode_with_room_is_preferred(fleet, num_blocks):
+def test_a_decode_replica_with_room_is_preferred(fleet, num_blocks):
     def has_room(state):
         return max(num_blocks - state.overlap_blocks, 0) <= state.num_free_blocks
 
@@ -72,7 +72,7 @@ def test_no_decode_replica_is_better_in_every_respect(fleet, num_blocks):
 
 
 @given(fleets(), st.integers(1, 200))
-def test_more_overlap_or_a_shorter_queue_never_loses_prefill_its_turn(fleet, num_tokens):
+def test_a_chosen_prefill_replica_stays_chosen_with_more_overlap_or_less_queue(fleet, num_tokens):
     winner = pick_prefill(fleet, num_tokens, BLOCK_SIZE)
     for better in (
         {"overlap_blocks": chosen(fleet, winner).overlap_blocks + 1},

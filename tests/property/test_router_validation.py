@@ -1,4 +1,4 @@
-"""Validation accepts what the contract allows, refuses the rest, and says why."""
+"""Validation accepts what the contract allows and refuses the rest with a reason."""
 
 import math
 
@@ -48,7 +48,7 @@ def message(**fields):
     token_ids=st.lists(UINT32, min_size=1, max_size=20),
     priority=st.integers(-(2**31), 2**31 - 1),
 )
-def test_what_the_contract_allows_arrives_unchanged(sampling, stopping, token_ids, priority):
+def test_valid_requests_are_parsed_unchanged(sampling, stopping, token_ids, priority):
     request = generation_pb2.GenerateRequest(
         request_id="r",
         model="m",

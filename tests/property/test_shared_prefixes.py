@@ -1,4 +1,4 @@
-"""Sequences that share blocks, in any way, attend as each does alone."""
+"""Attention over sequences that share blocks equals attention over each sequence alone."""
 
 import torch
 from hypothesis import example, given, settings
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 def shared_tables(draw):
     """Block size, (start, query length) of each sequence, and its blocks.
 
-    Each sequence begins with some blocks of an earlier one, itself perhaps another's.
+    Each sequence begins with some blocks of an earlier one, which may share them in turn.
     """
     block_size = draw(st.sampled_from([1, 3, 16, 32, 48, 128]))
     spans, tables, num_blocks = [], [], 1
@@ -26,7 +26,7 @@ def shared_tables(draw):
         length = min(context, draw(st.sampled_from([1, 1, 1, 1, 2, 30])))
         size = -(-context // block_size)
         parent = tables[draw(st.integers(0, index - 1))] if index else []
-        # About as many tokens as some whole tiles, whatever their size of a power of two.
+        # Near a whole number of tiles, for any tile size that is a power of two.
         num_shared = draw(st.sampled_from([0, 128, 256, 384, 512, 700])) // block_size
         shared = parent[: min(size, max(0, num_shared + draw(st.integers(-1, 1))))]
         own = range(num_blocks, num_blocks + size - len(shared))
@@ -36,7 +36,7 @@ def shared_tables(draw):
     return block_size, spans, tables, num_blocks
 
 
-# The first shares less with the second than with the third.
+# The first sequence shares less with the second than with the third.
 LESS_THEN_MORE = (
     128,
     [(639, 1)] * 3,
@@ -53,7 +53,7 @@ LESS_THEN_MORE = (
     dtype=st.sampled_from(DTYPES),
     num_threads=st.sampled_from([1, 3]),
 )
-def test_sharing_blocks_changes_nothing(drawn, sliding_window, dtype, num_threads):
+def test_sharing_blocks_does_not_change_attention(drawn, sliding_window, dtype, num_threads):
     block_size, spans, tables, num_blocks = drawn
     pool = normal(num_blocks, 2, NUM_KV_HEADS, block_size, HEAD_DIM, dtype=dtype)
     pool[0] = torch.nan

@@ -1,4 +1,4 @@
-"""Any calls of two processes on one arena, either of which may be killed between any two writes."""
+"""State machine of two processes on one arena; either may be killed between any two writes."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ from kvstore.url import StoreLimits
 from tests.support.shm_arena import ArenaContents
 
 MAX_BYTES = 100_000
-MAX_SPARE_BYTES = MAX_BYTES // 2  # more than the store's own share: there is room for several
+MAX_SPARE_BYTES = MAX_BYTES // 2  # above the product's share: room for several extents
 TTL_S, LEASE_S = 100, 10
 KEYS = [bytes([number]) * 32 for number in range(14)]
 SIZES = (0, 1, 100, 4096, 5000, 9000, 20_000)
@@ -32,7 +32,7 @@ SOME_KEYS = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)
 
 
 class DiedError(BaseException):
-    """Nothing of the process comes after it."""
+    """The simulated process was killed."""
 
 
 class Clock:
@@ -40,13 +40,13 @@ class Clock:
         self.now_ns = 10**12
 
     def monotonic_ns(self):
-        self.now_ns += 1  # no two touches at once
+        self.now_ns += 1  # no two touches at the same time
         return self.now_ns
 
 
 @contextmanager
 def dies_after(num_writes):
-    """Lets so many things be changed, and no other."""
+    """Raises `DiedError` at the first change of shared state after `num_writes` changes."""
     left = iter(range(num_writes))
 
     def or_die(call):
@@ -120,17 +120,17 @@ class ShmArenaMachine(RuleBasedStateMachine):
         return {key for key, touched_ns in self.touched().items() if self.is_alive(touched_ns)}
 
     def settle(self, before, called, *, may_lack=frozenset()):
-        """What a call left is what it should have, and is expected from now on."""
+        """Checks which objects a call evicted and added; expects the present ones from now on."""
         now = self.touched()
         gone = before.keys() - now.keys() - set(may_lack)
         for key in gone:
             age_ns = self.clock.now_ns - before[key]
-            assert age_ns > LEASE_S * 10**9, "evicted in its lease"
+            assert age_ns > LEASE_S * 10**9, "an object was evicted during its lease"
         stayed = [before[key] for key in before.keys() & now.keys() if now[key] == before[key]]
         evicted = [before[key] for key in gone if self.is_alive(before[key])]
-        # An object that somebody died at may have been passed over until the next listing.
+        # An object whose writer died may be skipped by evictions until the next listing.
         if evicted and stayed and not self.has_died:
-            assert max(evicted) < min(stayed), "a younger one went before an older one"
+            assert max(evicted) < min(stayed), "a younger object was evicted before an older one"
         for key in now.keys() - before.keys():
             assert key in called
         self.expected = {key: self.expected[key] for key in now}
@@ -143,21 +143,21 @@ class ShmArenaMachine(RuleBasedStateMachine):
         try:
             self.arenas[arena].put(keys, objects)
             was_refused = False
-        except StoreUnavailableError:  # of leased objects; `settle` looks
+        except StoreUnavailableError:  # full of leased objects; `settle` checks
             was_refused = True
-        self.take_in(keys, values, alive)
+        self.expect_put(keys, values, alive)
         self.settle(before, keys)
         if not was_refused:
             assert keys[-1] in self.expected
 
-    def take_in(self, keys, values, alive):
-        """Of one key twice, what of both came first."""
+    def expect_put(self, keys, values, alive):
+        """Expects the values of a put; of a key given twice, the first value."""
         for key, value in reversed(list(zip(keys, values, strict=True))):
             if key not in alive:
                 self.expected[key] = value
-        lying = self.contents.objects()
-        for key in set(keys) & lying.keys():
-            found = self.contents.bytes_at(lying[key])
+        stored = self.contents.objects()
+        for key in set(keys) & stored.keys():
+            found = self.contents.bytes_at(stored[key])
             if found != self.expected[key]:  # the first was evicted for the second
                 assert found in [v for k, v in zip(keys, values, strict=True) if k == key]
                 self.expected[key] = found
@@ -195,11 +195,11 @@ class ShmArenaMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, 6, 30, 80]))
     def wait(self, seconds):
         self.clock.now_ns += seconds * 10**9
-        assert not self.arenas[0].count_prefix([])  # gives back what may have been read
+        assert not self.arenas[0].count_prefix([])  # frees memory that was held for readers
         if seconds > 2:
             self.reopen(0)
             taken = self.contents.extents(State.WRITTEN_TO, State.AHEAD)
-            assert not taken, "what a dead writer had stays"
+            assert not taken, "a dead writer's extents were not freed"
 
     @rule(arena=ARENAS)
     def reopen(self, arena):
@@ -214,7 +214,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
         values = [self.new_value(size) for _ in keys]
         put = self.arenas[arena].put
         self.die(arena, num_writes, put, keys, [as_object(value) for value in values])
-        self.take_in(keys, values, alive)
+        self.expect_put(keys, values, alive)
         self.settle(before, keys)
 
     @rule(arena=ARENAS, keys=SOME_KEYS, num_writes=st.integers(0, 20))
@@ -231,7 +231,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
 
     @rule(arena=ARENAS, keys=SOME_KEYS)
     def provide_ahead(self, arena, keys):
-        """Memory for objects like those that are put before."""
+        """Provides memory ahead for objects of the size that was just put."""
         self.delete(arena, keys)
         self.put(arena, keys, [100] * 6)
         before, header = self.touched(), self.contents.header
@@ -243,7 +243,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
 
     @rule(arena=ARENAS, keys=SOME_KEYS, num_writes=st.integers(0, 100))
     def die_while_providing(self, arena, keys, num_writes):
-        """Before, after, or between any two of several extents."""
+        """Kills a process before, after or between the extents that it provides ahead."""
         self.delete(arena, keys)
         self.put(arena, keys, [100] * 6)
         before = self.touched()
@@ -251,7 +251,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
         self.settle(before, ())
 
     def die(self, arena, num_writes, call, *args):
-        """Lets a process die in a call, if it gets that far, or after it."""
+        """Kills a process at the write after `num_writes` of a call, or after the call."""
         with suppress(DiedError, StoreUnavailableError), dies_after(num_writes):
             call(*args)
         self.replace_dead(arena)
@@ -265,7 +265,7 @@ class ShmArenaMachine(RuleBasedStateMachine):
         self.arenas[arena] = self.opened()
 
     @invariant()
-    def holds(self):
+    def arena_is_consistent(self):
         if not hasattr(self, "arenas"):
             return
         contents = self.contents
@@ -279,12 +279,12 @@ class ShmArenaMachine(RuleBasedStateMachine):
         ahead_bytes = sum(extent.num_bytes for extent in contents.extents(State.AHEAD))
         assert contents.header.spare_bytes - ahead_bytes <= limit_bytes or may_be_read
         resident_bytes = sum(extent.resident_bytes for extent in contents.extents())
-        # Who dies may leave memory with an extent that nobody counts, until the next use of it.
+        # A killed process may leave memory with an extent, uncounted until its next use.
         assert contents.memory_bytes() >= resident_bytes
         assert self.has_died or contents.memory_bytes() == resident_bytes
 
 
-def test_who_dies_anywhere_while_making_several_ready_leaves_nothing():
+def test_a_process_killed_while_providing_memory_ahead_leaves_nothing():
     seen, is_over = set(), False
     for num_writes in count():
         machine = ShmArenaMachine()
@@ -298,7 +298,7 @@ def test_who_dies_anywhere_while_making_several_ready_leaves_nothing():
             ahead = machine.contents.extents(State.AHEAD)
             seen.add((len(ahead), sum(bool(extent.resident_bytes) for extent in ahead)))
         machine.replace_dead(0)
-        machine.holds()
+        machine.arena_is_consistent()
         machine.contents.check_index(machine.arenas[1])
         assert not machine.contents.extents(State.AHEAD)
         assert machine.expected.keys() == set(KEYS[:3])

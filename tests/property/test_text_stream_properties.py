@@ -1,4 +1,4 @@
-"""Text that comes token by token is the text of all tokens, cut before the first stop."""
+"""Streamed text equals the text of all tokens, cut before the first stop."""
 
 from functools import cache
 from itertools import chain
@@ -26,7 +26,7 @@ WRITERS = {
 kinds = pytest.mark.parametrize("kind", sorted(WRITERS))
 thorough = settings(max_examples=250, deadline=None)
 
-# Whole texts, single bytes of cut or invalid characters, and anything at all.
+# Whole texts and, below, the bytes of incomplete or invalid characters.
 TEXTS = [
     "hello",
     " the dog",
@@ -79,13 +79,13 @@ def token_lists(kind: str, max_pieces: int = 10) -> st.SearchStrategy[list[int]]
 
 @st.composite
 def chunked(draw, items):
-    """`items` cut anywhere, empty chunks included."""
+    """Divides `items` anywhere into chunks, some of which may be empty."""
     cuts = sorted(draw(st.lists(st.integers(0, len(items)), max_size=8)))
     return [items[a:b] for a, b in zip([0, *cuts], [*cuts, len(items)], strict=True)]
 
 
 def text_after(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
-    """The whole text less what it shares with the prompt's."""
+    """Returns the whole text without the prefix that it shares with the prompt's text."""
     before, after = tokenizer.decode(prompt), tokenizer.decode(prompt + output)
     num_shared = len(commonprefix([before, after]))  # noqa: RUF071 - characters are meant
     return after[num_shared:]
@@ -107,7 +107,7 @@ def test_pieces_join_to_the_whole_text(kind, data):
 @kinds
 @thorough
 @given(data=st.data())
-def test_what_is_emitted_never_changes_and_lags_by_little(kind, data):
+def test_emitted_text_is_final_and_lags_only_at_incomplete_characters(kind, data):
     tokenizer = load(kind)
     output = data.draw(token_lists(kind, max_pieces=6), "output")
     detokenizer, streamed = IncrementalDetokenizer(tokenizer, []), ""
@@ -121,7 +121,7 @@ def test_what_is_emitted_never_changes_and_lags_by_little(kind, data):
 
 
 @kinds
-def test_a_character_in_pieces_comes_whole(kind):
+def test_a_character_in_pieces_is_emitted_whole(kind):
     tokenizer = load(kind)
     smiley = [byte_ids(kind)[byte] for byte in "😀".encode()]
     detokenizer = IncrementalDetokenizer(tokenizer, [])
@@ -138,7 +138,7 @@ def test_a_character_begun_by_the_prompt_is_completed(kind):
 
 
 @kinds
-def test_a_run_of_byte_tokens_begun_by_the_prompt_goes_on(kind):
+def test_a_run_of_byte_tokens_begun_by_the_prompt_is_continued(kind):
     tokenizer = load(kind)
     run = [byte_ids(kind)[byte] for byte in "日本語の文字".encode()]
     detokenizer = IncrementalDetokenizer(tokenizer, run[:9])
@@ -147,7 +147,7 @@ def test_a_run_of_byte_tokens_begun_by_the_prompt_goes_on(kind):
 
 @kinds
 def test_the_cost_per_token_does_not_grow(kind, monkeypatch):
-    """Even for endless bytes that never become a character."""
+    """The cost stays the same even for bytes that never become a character."""
     tokenizer = load(kind)
     num_decoded, decode = 0, Tokenizer.decode
 
@@ -166,7 +166,7 @@ def test_the_cost_per_token_does_not_grow(kind, monkeypatch):
 
 
 def naive_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Before the stop that ends first; of those that end there, the longest."""
+    """Cuts before the stop that ends first; if several end there, before the longest."""
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not found:
         return text, None
@@ -202,7 +202,7 @@ def test_only_a_possible_stop_is_held_back(text, stops):
 
 
 def stops_in(text: str) -> st.SearchStrategy[list[str]]:
-    """Stops that occur in `text`, or begin at its end, or are elsewhere."""
+    """Stops that occur in `text`, begin at its end, or do not occur in it."""
     start, length = st.integers(0, len(text)), st.integers(1, 4)
     inside = st.builds(lambda start, length: text[start : start + length], start, length)
     return st.lists(st.one_of(inside.filter(bool), inside.map(lambda t: t + "#")), max_size=3)
@@ -221,7 +221,7 @@ def test_a_stream_is_the_text_cut_before_its_stop(kind, data):
     for chunk in data.draw(chunked(output), "chunks"):
         if matched is None:
             other, stream = stream, stream.fork()
-            other.push(output)  # goes its own way
+            other.push(output)  # must not affect its fork
             piece = stream.push(chunk)
             streamed, matched = streamed + piece.text, piece.matched_stop
             num_tokens += piece.num_tokens

@@ -1,7 +1,7 @@
-"""Compiles for a GPU what launchers launch, on a machine that needs none.
+"""Compiles launched kernels for a GPU, on a machine that may have none.
 
-Inside `compiling`, a launch runs nothing: its kernel is compiled for the arguments it was given,
-down to machine code. Only in a process where `triton` does not interpret.
+Inside `compiling`, a launch runs nothing: its kernel is compiled to machine code for the given
+arguments. This works only in a process where `triton` does not interpret.
 """
 
 from collections.abc import Iterator
@@ -34,12 +34,12 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as it was compiled.
+    """A compiled kernel.
 
     Attributes:
-        name: of its function.
+        name: name of the kernel's function.
         shared_bytes: shared memory of a program.
-        ptx: what it became on the way.
+        ptx: the kernel's PTX code.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Compiled:
 
 @contextmanager
 def compiling(device_name: str) -> Iterator[list[Compiled]]:
-    """Yields what is compiled, with the launch parameters of a device."""
+    """Yields a list of the kernels compiled so far, with the launch parameters of a device."""
     compiled: list[Compiled] = []
     seen = set()
 
@@ -69,7 +69,7 @@ def compiling(device_name: str) -> Iterator[list[Compiled]]:
 
 
 def _source(function, args, kwargs):
-    """The kernel for these arguments, specialized as a launch would, and what tells it apart."""
+    """Returns the kernel, specialized for these arguments as by a launch, and its key."""
     values = dict(zip(function.arg_names, args, strict=False))
     values.update({name: kwargs[name] for name in function.arg_names if name in kwargs})
     signature, constants, attributes = {}, {}, {}

@@ -1,4 +1,4 @@
-"""Steps of attention over pools full of NaN, and what they must give, in float64."""
+"""Steps of attention over pools full of NaN, and their expected results in float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,24 +14,24 @@ from tests.support.paged_batches import meta_on, shuffled_tables, step_metadata
 __all__ = ["AttentionCase", "make_case"]
 
 _EPS32 = torch.finfo(torch.float32).eps
-# Torch keeps scores in the type of the operands, where ours are float32.
+# Torch keeps scores in the type of the operands; the native kernels keep them in float32.
 _NARROW_SCORES_FACTOR = 8
 _LAYER = 1
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A step whose KV is in one layer of a pool of three, and the same KV laid plain.
+    """A step with its KV in one layer of a pool of three, and the same KV as plain tensors.
 
     Attributes:
         query: `[num_tokens, num_heads, head_dim]`.
-        pool: NaN wherever `contexts` was not written.
-        meta: of the step.
+        pool: KV pool; NaN except where `contexts` was written.
+        meta: metadata of the step.
         contexts: per sequence K and V, `[context, num_kv_heads, head_dim]`.
         spans: (start, query length) of each sequence.
         scale: factor on the scores.
-        soft_cap: of the scores.
-        scales_pool: factors of a pool of 8-bit floats, laid out as its tokens.
+        soft_cap: cap of the scores; None for none.
+        scales_pool: scales of a pool of 8-bit floats, laid out as its tokens.
     """
 
     query: torch.Tensor
@@ -60,7 +60,7 @@ class AttentionCase:
         )
 
     def expected(self, sliding_window: int | None = None) -> torch.Tensor:
-        """`[num_tokens, num_heads, head_dim]` float64, on the CPU."""
+        """Returns `[num_tokens, num_heads, head_dim]` float64, on the CPU."""
         return self._expected_and_errors(sliding_window)[0]
 
     def check(
@@ -74,9 +74,9 @@ class AttentionCase:
 
         Args:
             sliding_window: how many tokens a query sees.
-            module: has `paged_attention`.
-            rounding: by which share of itself a number may change when it is stored as the
-                type; that of the CPU's kernels if None.
+            module: module with `paged_attention`.
+            rounding: largest relative change of a number when it is stored as the type; that
+                of the CPU's kernels if None.
         """
         output = self.attend(sliding_window, module=module)
         assert output.dtype == self.query.dtype
@@ -93,7 +93,7 @@ class AttentionCase:
         return output
 
     def on(self, device: torch.device) -> "AttentionCase":
-        """The case with what kernels read on `device`."""
+        """Returns the case with all tensors that kernels read on `device`."""
         scales_pool = None if self.scales_pool is None else self.scales_pool.to(device)
         return replace(
             self,
@@ -104,7 +104,7 @@ class AttentionCase:
         )
 
     def quantized(self) -> "AttentionCase":
-        """The case with a pool of 8-bit floats; what it expects is what these say."""
+        """Returns the case with a pool of 8-bit floats; it expects results of the rounded KV."""
         narrow, scales_pool = quantize_kv(self.pool)
         contexts = [
             tuple(narrow.double() * scales.double().unsqueeze(-1) for narrow, scales in pair)
@@ -112,8 +112,8 @@ class AttentionCase:
         ]
         return replace(self, pool=narrow, scales_pool=scales_pool, contexts=contexts)
 
-    def forgetting(self, sliding_window: int) -> "AttentionCase":
-        """The case without what lies before the windows: NaN, and block tables of zeros."""
+    def with_freed_blocks(self, sliding_window: int) -> "AttentionCase":
+        """Returns the case with NaN and zeroed block tables before the windows."""
         pool, tables = self.pool.clone(), self.meta.block_tables.clone()
         block_size = pool.shape[4]
         for (start, _), table in zip(self.spans, tables, strict=True):
@@ -127,7 +127,7 @@ class AttentionCase:
     def _expected_and_errors(
         self, sliding_window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The result, the same sums of magnitudes, and by which share of these float32 may err."""
+        """Returns the result, the sums of magnitudes, and float32's error relative to these."""
         chunks = self.query.to(CPU).double().split([length for _, length in self.spans])
         parts = [
             _attend(query, start, *context, self.scale, sliding_window, self.soft_cap)
@@ -179,11 +179,11 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One sequence's tokens.
+    """Computes the attention of one sequence's tokens.
 
     Returns:
-        The result and the same sums of magnitudes, each `[tokens, heads, dim]`; how far, relative
-        to themselves, weights may be off for scores summed in float32, `[tokens, heads, 1]`.
+        The result and the same sums of magnitudes, each `[tokens, heads, dim]`; the largest
+        relative error of weights whose scores are summed in float32, `[tokens, heads, 1]`.
     """
     distances = torch.arange(start, start + len(query)).unsqueeze(1) - torch.arange(len(keys))
     seen = (distances >= 0) & (distances < (sliding_window or len(keys) + 1))

@@ -29,35 +29,38 @@ __all__ = ["CheckedEngine", "CheckedRequest"]
 
 @dataclass
 class CheckedRequest:
-    """A request, what it must get, and what it has got so far on all tiers.
+    """A request, its expected outputs, and its outputs so far on all tiers.
 
-    `told` has the tokens so far of each candidate, or of each returned hypothesis of a ranked
-    request. `ended` has the numbers of those that have ended.
+    Attributes:
+        request: the request.
+        expected: expected outputs by candidate, or by returned hypothesis of a ranked request.
+        received: tokens so far, by the same index.
+        ended: the indices that have ended.
     """
 
     request: EngineRequest
     expected: list[Expected]
-    told: dict[int, list[int]] = field(default_factory=dict)
+    received: dict[int, list[int]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
 
     @classmethod
     def of(cls, request: EngineRequest, info: ModelInfo) -> "CheckedRequest":
         self = cls(request, expected_results(request, info.max_model_len))
         if not request.spec.params.is_ranked and request.progress:
-            self.told = {p.index: list(p.output_token_ids) for p in request.progress}
-            self.ended = set(range(request.spec.params.num_candidates)) - self.told.keys()
+            self.received = {p.index: list(p.output_token_ids) for p in request.progress}
+            self.ended = set(range(request.spec.params.num_candidates)) - self.received.keys()
         return self
 
     @property
     def is_over(self) -> bool:
         return len(self.ended) == len(self.expected)
 
-    def take(self, output: RequestOutput) -> None:
-        """Tokens of a candidate, or its end by STOP or LENGTH."""
+    def check_output(self, output: RequestOutput) -> None:
+        """Checks and records tokens of a candidate, or its end by STOP or LENGTH."""
         index, request = output.index, self.request
-        assert index not in self.ended, "a candidate that has ended is told of"
+        assert index not in self.ended, "a candidate that has ended has another output"
         assert output.finish_reason or (output.token_ids and not request.spec.params.is_ranked)
-        expected, tokens = self.expected[index], self.told.setdefault(index, [])
+        expected, tokens = self.expected[index], self.received.setdefault(index, [])
         tokens += output.token_ids
         assert tuple(tokens) == expected.token_ids[: len(tokens)]
         if output.finish_reason:
@@ -67,10 +70,10 @@ class CheckedRequest:
         assert output.is_last == self.is_over
 
     def check_first_tokens(self, output: RequestOutput, info: ModelInfo) -> None:
-        """What prefill has drawn is what the candidates, or beams, begin with."""
+        """Checks prefill's tokens: the first tokens of the candidates, or the first beams."""
         request, is_ranked = self.request, self.request.spec.params.is_ranked
         assert not output.is_last
-        assert not self.told
+        assert not self.received
         if request.spec.params.beam_width is not None:
             pairs = tuple(zip(output.token_ids, output.logprobs, strict=True))
             assert pairs == first_beams(request)
@@ -81,10 +84,10 @@ class CheckedRequest:
 
 
 class CheckedEngine:
-    """One core, its runner and connector worker, and the requests that run on it.
+    """One engine core with its runner and connector worker, and the requests that run on it.
 
     Args:
-        info: the fake model's facts.
+        info: the fake model's description.
         num_blocks: KV blocks in the pool.
         store: the connector's store; None runs without a connector.
         clock: the engine's clock.
@@ -139,12 +142,12 @@ class CheckedEngine:
         self.followed_keys: set[bytes] = set()
         self.counts = Counter[str]()
         self._next_event = 1
-        self._num_shaky_steps = 0  # so many steps may still end requests with InternalError
+        self._num_fallible_steps = 0  # steps that may still end requests with InternalError
 
     # Operations.
 
     def add(self, checked: CheckedRequest) -> None:
-        """Queues a request unless it can never fit: the engine refuses it then."""
+        """Queues a request; checks that the engine refuses one that can never fit."""
         request = checked.request
         if num_blocks_needed(request.spec, self.config, self.info) > self.core.num_blocks:
             with pytest.raises(ResourceExhaustedError):
@@ -153,7 +156,7 @@ class CheckedEngine:
         self.core.check(request)
         self.live[request.spec.request_id] = checked
         for output in self.core.add_request(request):
-            self._take(output)
+            self._on_output(output)
 
     def abort(self, request_id: str) -> None:
         outputs = self.core.abort([request_id, "unknown"])
@@ -162,7 +165,7 @@ class CheckedEngine:
         self._first_tokens.pop(request_id, None)
 
     def finish_candidate(self, request_id: str, index: int) -> None:
-        """Ends a candidate, as a router does that has found a stop text."""
+        """Ends a candidate, as a router does when it finds a stop text."""
         checked = self.live[request_id]
         outputs = self.core.finish_candidate(request_id, index)
         checked.ended.add(index)
@@ -172,24 +175,24 @@ class CheckedEngine:
             del self.live[request_id]
 
     def break_next_step(self, fault: str) -> None:
-        """Not so often in a row that the engine gives up."""
+        """Injects a fault, but not so often in a row that the engine gives up."""
         if self.runner.num_raised_in_row == 0 and self.runner.fault is None:
             self.runner.fault = fault
 
     def step(self) -> None:
-        """One step, after which everything is as it should be."""
+        """Runs one step and checks outputs, batches and invariants."""
         if self.runner.fault is not None:
-            # With overlap the outcome comes later, and the next batch may be in flight too.
-            self._num_shaky_steps = 4
-        self.core.run_step(self._take_all)
+            # With async scheduling the failure is seen later, with the next batch in flight.
+            self._num_fallible_steps = 4
+        self.core.run_step(self._on_outputs)
         self._check_runner()
         if not self.core.is_stalled and self.runner.fault is None:
-            self._num_shaky_steps = max(0, self._num_shaky_steps - 1)
+            self._num_fallible_steps = max(0, self._num_fallible_steps - 1)
         self._check_batches()
         self.check()
 
     def watch(self) -> None:
-        """Begins to follow the prefix cache, or begins anew."""
+        """Starts or restarts following the prefix cache's events."""
         self._follow(self.core.watch_kv_events(True))
         self.check()
 
@@ -207,7 +210,7 @@ class CheckedEngine:
             assert self.followed_keys == set(self.core.scheduler.kv.pool.cached_keys())
 
     def check_is_empty(self) -> None:
-        """Nothing runs, and nothing is held."""
+        """Checks that no request is left and no block is held."""
         load = self.core.load()
         assert not self.live, "a request starved"
         assert not self.core.has_work
@@ -241,27 +244,27 @@ class CheckedEngine:
                 case _:
                     self.followed_keys.clear()
 
-    def _take_all(self, outputs: list[RequestOutput]) -> None:
+    def _on_outputs(self, outputs: list[RequestOutput]) -> None:
         assert outputs
         self._check_runner()
-        told = Counter[tuple[str, int]]()
+        counts = Counter[tuple[str, int]]()
         for output in outputs:
             if output.finish_reason is not FinishReason.ERROR and output.token_ids:
-                told[output.request_id, output.index] += 1
-            self._take(output)
-        assert max(told.values(), default=1) == 1, "a candidate has two outputs in a step"
+                counts[output.request_id, output.index] += 1
+            self._on_output(output)
+        assert max(counts.values(), default=1) == 1, "a candidate has two outputs in a step"
 
-    def _take(self, output: RequestOutput) -> None:
+    def _on_output(self, output: RequestOutput) -> None:
         checked = self.live[output.request_id]
         if output.saved is not None:
-            self._take_saved(checked.request, output.saved)
+            self._on_saved(checked.request, output.saved)
             return
         match output.finish_reason:
             case None if self.config.role == "prefill":
                 checked.check_first_tokens(output, self.info)
                 self._first_tokens[output.request_id] = output
             case None | FinishReason.STOP | FinishReason.LENGTH:
-                checked.take(output)
+                checked.check_output(output)
             case FinishReason.HANDOFF:
                 assert output.is_last
                 assert not output.token_ids
@@ -276,7 +279,7 @@ class CheckedEngine:
             self._first_tokens.pop(output.request_id, None)
             self.finished[output.request_id] = self.live.pop(output.request_id)
 
-    def _take_saved(self, request: EngineRequest, saved: KvHandoff) -> None:
+    def _on_saved(self, request: EngineRequest, saved: KvHandoff) -> None:
         """Checks a report of saved blocks: full ones, in order, each once per handoff id."""
         self._num_saved[saved.handoff_id] += len(saved.block_keys)
         num_tokens = self._num_saved[saved.handoff_id] * self.config.transfer_block_size
@@ -294,4 +297,4 @@ class CheckedEngine:
                 assert self.config.kv_load_failure_policy == "fail"
             case _:
                 assert isinstance(output.error, InternalError)
-                assert self._num_shaky_steps > 0, "no step was broken"
+                assert self._num_fallible_steps > 0, "no step was broken"

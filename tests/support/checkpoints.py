@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every model family, and what `transformers` generates from them.
+"""Tiny random checkpoints of every model family, and the tokens `transformers` generates.
 
 `tiny_checkpoint(variant)` gives a folder with config, safetensors weights and
 a byte-level tokenizer whose token ids 0 to 255 are the bytes themselves.
@@ -56,7 +56,7 @@ def _layer_types(*kinds: str) -> dict[str, Any]:
     }
 
 
-# variant -> (family, what its config adds to the family's)
+# variant -> (family, overrides of the family's config)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_tied_biased": (
@@ -86,7 +86,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1},
     ),
-    # Layers of two kinds in one group each, the first kind's the smaller.
+    # Two layer groups, one per kind of attention.
     "qwen2_alternating": (
         "qwen2",
         {
@@ -116,7 +116,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def tiny_checkpoint(variant: str) -> Path:
-    """Folder of the variant's checkpoint, made once per process; not to be changed."""
+    """Returns the folder of the variant's checkpoint, made once per process; do not change it."""
     import transformers
 
     family, overrides = VARIANTS[variant]
@@ -131,11 +131,11 @@ def tiny_checkpoint(variant: str) -> Path:
 
 
 def reference_greedy(path: Path, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The tokens that `transformers` draws greedily with its KV cache, past any end token."""
+    """Returns the greedy tokens of `transformers` with its KV cache; no end token stops it."""
     return list(_reference_greedy(path, tuple(prompt_ids), num_tokens))
 
 
-@cache  # Many tests compare with the same generations, each of which takes a while.
+@cache  # Many tests compare with the same generations, which are slow.
 def _reference_greedy(path: Path, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     import transformers
 
@@ -153,7 +153,7 @@ def _reference_greedy(path: Path, prompt_ids: tuple[int, ...], num_tokens: int) 
 def logits_with_cache(
     model: torch.nn.Module, token_ids: torch.Tensor, kv_cache: object
 ) -> torch.Tensor:
-    """Logits of tokens that follow those in `kv_cache`, a `transformers.Cache` that grows by them.
+    """Returns logits of tokens after those in `kv_cache`, a `transformers.Cache`; extends it.
 
     Releases of `transformers` before 5.24 call the argument `past_key_values`.
     """
@@ -218,7 +218,7 @@ def _family_config(family: str, overrides: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def _randomize(model: Any, seed: int) -> None:
-    """Gives every parameter random values of a scale at which each layer matters."""
+    """Gives every parameter random values, scaled so that each layer affects the logits."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -28,8 +28,8 @@ class Place:
 
     Attributes:
         host: address that it listens on.
-        prefix: of its command line, say one that enters a network namespace.
-        environment: variables of its own.
+        prefix: start of its command line, for example a command that enters a network namespace.
+        environment: further environment variables.
     """
 
     host: str = "127.0.0.1"
@@ -45,7 +45,7 @@ class ServerProcess:
 
     Attributes:
         address: `host:port`.
-        flags: of its command line; what is changed counts from the next start on.
+        flags: flags of its command line; changes apply from the next start on.
         process: the running process.
     """
 
@@ -98,22 +98,22 @@ class ServerProcess:
         self.process.wait()
 
     def freeze(self) -> None:
-        """Stops the process where it is: it keeps its connections and does nothing."""
+        """Stops the process with SIGSTOP: it keeps its connections and does nothing."""
         self.process.send_signal(signal.SIGSTOP)
 
     async def restart(self) -> None:
-        """Starts it again at its address, after its end."""
+        """Starts the ended process again at its address; waits until it serves."""
         self.start()
         await self.wait_serving()
 
     def stop(self) -> int:
-        """Ends the process in good order; returns its exit status."""
+        """Ends the process with SIGTERM; returns its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=30)
 
 
 class Cluster:
-    """A router before some prefill and decode replicas."""
+    """A router with prefill and decode replicas."""
 
     def __init__(
         self, router: ServerProcess, prefill: list[ServerProcess], decode: list[ServerProcess]
@@ -125,7 +125,7 @@ class Cluster:
         return [*self.prefill, *self.decode]
 
     async def wait_pools_full(self, timeout_s: float = 20.0) -> None:
-        """Waits until no worker that lives holds a block or a request."""
+        """Waits until no running worker holds a block or a request."""
         alive = [worker for worker in self.workers if worker.process.poll() is None]
         deadline = time.monotonic() + timeout_s
         while True:
@@ -160,9 +160,9 @@ async def running_cluster(
     router_flags: Sequence[str] = ("--max-local-prefill-tokens=0",),
     places: Mapping[str, Place] | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Starts the processes, waits until all serve, and ends them in the end.
+    """Starts the processes, waits until all serve, and kills them at the end.
 
-    Flags of a tier come after those of all workers, and win. Places are by tier.
+    Flags of a tier override those of all workers. `places` are by tier.
     """
     own_flags = {"prefill": prefill_flags, "decode": decode_flags}
     places = places or {}

@@ -1,7 +1,7 @@
 """Runs the services of `docker-compose.yml` as processes of this machine, by their own commands.
 
 Each service gets one process. Container names and ports become 127.0.0.1 and
-free ports; what is mounted becomes the folder that it is here. Nothing else of a
+free ports; mounted folders become folders of this machine. Nothing else of a
 command changes.
 """
 
@@ -72,7 +72,7 @@ class ComposeProcesses:
         return [str(Path(sys.executable).with_name(program)), *arguments]
 
     def log(self, name: str) -> str:
-        """What a service has written."""
+        """Returns the output of a service."""
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def _localize(self, name: str, argument: str) -> str:
@@ -88,7 +88,7 @@ class ComposeProcesses:
         return replaced
 
     def _mounted(self, source: str) -> Path:
-        """The folder that is mounted: one of this machine, or a named volume's."""
+        """Returns the mounted folder: one of this machine, or a named volume's."""
         if "/" in source:
             return (ROOT / source).resolve()
         volume = self._folder / source
@@ -111,7 +111,7 @@ class ComposeProcesses:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL."""
+    """Ends a process with SIGTERM, or with SIGKILL if that takes too long."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(20)

@@ -1,4 +1,4 @@
-"""Takes away a process's right to read other processes' memory, as many containers do."""
+"""Forbids a process to read other processes' memory, as many containers do."""
 
 import ctypes
 import platform
@@ -15,8 +15,8 @@ _ALLOW, _FAIL_WITH_EPERM = 0x7FFF0000, 0x00050001
 
 
 def forbid_process_vm_calls() -> None:
-    """Has the kernel refuse this process's calls, for good."""
-    # A program of Linux's seccomp: the number of a call is compared, and the call refused.
+    """Makes the kernel refuse these calls of this process until it ends."""
+    # A seccomp filter: compares the number of a system call and refuses the call.
     program = [struct.pack("HBBI", _LOAD_WORD, 0, 0, 0)]
     for number in _CALLS[platform.machine()]:
         program.append(struct.pack("HBBI", _JUMP_IF_EQUAL, 0, 1, number))

@@ -15,7 +15,7 @@ def start_suite(url, folder, *arguments, python_path=""):
 
     Args:
         url: the store to test.
-        folder: made, and worked in.
+        folder: new working folder; created here.
         arguments: more arguments for pytest.
         python_path: a folder of installed packages.
     """
@@ -37,19 +37,19 @@ def start_suite(url, folder, *arguments, python_path=""):
 
 
 def with_python_path(folder):
-    """This process's environment, with a folder in front of where Python looks for modules."""
+    """Returns this process's environment with a folder at the front of PYTHONPATH."""
     folders = [str(folder), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def install_stores(folder, source, class_names, group="baton.kv_stores"):
-    """Lays out a package as an installer would, which names its stores as entry points.
+    """Installs a package that declares its stores as entry points.
 
     Args:
-        folder: stands for site-packages.
-        source: the package's one module.
-        class_names: of the store of each scheme.
-        group: of the entry points; that of connectors makes them connectors.
+        folder: folder used as site-packages.
+        source: text of the package's one module.
+        class_names: class name of the store of each scheme.
+        group: group of the entry points; that of connectors makes them connectors.
     """
     (folder / "third_party_stores.py").write_text(source)
     metadata = folder / "third_party_stores-1.0.dist-info"

@@ -1,4 +1,4 @@
-"""A store connector's worker with a pool of random blocks, given jobs that tests number."""
+"""A store connector's worker with a pool of random blocks; tests give the jobs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ class ConnectorRig:
     """The worker half and its pool of 64 blocks.
 
     Args:
-        store: where it saves to and loads from.
-        copier_of: makes what copies its blocks.
-        device: the pool's.
+        store: the store that it saves to and loads from.
+        copier_of: makes the copier of its blocks.
+        device: device of the pool.
         pool: its pool; None for one of random blocks in `LAYOUT`.
         layout: the shape and type of the given pool's blocks.
         form: see `KvConnectorWorker.register_pool`.
-        share: see there.
-        clock: of the breakers.
+        share: see `KvConnectorWorker.register_pool`.
+        clock: clock of the breakers.
 
     Attributes:
         woken: set whenever the worker half reports that it has results.
@@ -75,7 +75,7 @@ class ConnectorRig:
         self.worker.start(ConnectorWork(**{name: list(jobs) for name, jobs in work.items()}))
 
     def results(self, count: int) -> list[LookupResult | LoadResult | SaveResult]:
-        """Waits for `count` results, and returns all that have come since the last call."""
+        """Waits for `count` results; returns all results since the last call."""
         kinds = (self._driver.lookups, self._driver.loads, self._driver.saves)
         self._driver.run_until(lambda: sum(map(len, kinds)) >= count, f"{count} results")
         found = [result for results in kinds for result in results.values()]

@@ -1,6 +1,7 @@
-"""Where the tests of the Triton kernels and of the device runtime compute.
+"""The device of the tests of the Triton kernels and of the device runtime.
 
-On the CPU, through Triton's interpreter; with `BATON_TEST_DEVICE=cuda` compiled, on a GPU.
+It is the CPU, where Triton interprets kernels, or with `BATON_TEST_DEVICE=cuda` a GPU, where it
+compiles them.
 """
 
 import os
@@ -14,9 +15,10 @@ IS_CUDA = DEVICE.type == "cuda"
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """By which share of itself a kernel's number may change when it is stored as `dtype`.
+    """Returns the largest relative change of a kernel's number when it is stored as `dtype`.
 
-    Half the distance of two numbers; Triton's interpreter cuts bfloat16 off instead of rounding.
+    It is half the distance of two numbers, or the whole one for bfloat16 in Triton's interpreter,
+    which truncates instead of rounding.
     """
     is_cut_off = dtype == torch.bfloat16 and not IS_CUDA
     return torch.finfo(dtype).eps * (1.0 if is_cut_off else 0.5)

@@ -26,11 +26,11 @@ class DrawCase:
     logit_rows: torch.Tensor | None = None
 
     def expected(self):
-        """What the reference draws."""
+        """Returns the tokens that the reference draws."""
         return self.draw(reference, torch.device("cpu"))
 
     def draw(self, module, device, out=None):
-        """Draws by `module`, on `device`; the tokens come back to the CPU."""
+        """Draws with `module` on `device`; returns the tokens on the CPU."""
         maxima, likeliest = reference.row_maxima(self.logits)
         rows = None if self.logit_rows is None else self.logit_rows.to(device)
         tokens = module.draw_tokens(
@@ -46,24 +46,24 @@ class DrawCase:
         return tokens.cpu()
 
     def replace(self, **changes):
-        """The same with other arguments."""
+        """Returns the case with some arguments replaced."""
         return replace(self, **changes)
 
 
 def _to_device(logits, device):
-    """In memory laid out as on the CPU."""
+    """Copies a tensor to `device`; keeps its strides."""
     copy = torch.empty_strided(logits.shape, logits.stride(), device=device)
     return copy.copy_(logits)
 
 
 def table_on(device, draws):
-    """A table's copy on `device`."""
+    """Returns a table's copy on `device`."""
     columns = {field.name: getattr(draws, field.name) for field in fields(DrawTable)}
     return DrawTable(**{name: column.to(device) for name, column in columns.items()})
 
 
 def draw_table(*records):
-    """A table of (temperature, top_k, top_p, seed); seeds are unsigned."""
+    """Returns a table of (temperature, top_k, top_p, seed); seeds are unsigned."""
     temperatures, top_ks, top_ps, seeds = zip(*records, strict=True)
     return DrawTable(
         temperature=torch.tensor(temperatures, dtype=torch.float64),
@@ -74,7 +74,7 @@ def draw_table(*records):
 
 
 def make_draws(count, vocab_size, seed=0):
-    """`count` ways of drawing, all kinds among them."""
+    """Returns a table of `count` random draws of all kinds."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(values):
@@ -88,10 +88,10 @@ def make_draws(count, vocab_size, seed=0):
 
 
 def make_logits(kind, rows, vocab_size, seed=0):
-    """`[rows, vocab_size]` float32 of one of `LOGIT_KINDS`."""
+    """Returns `[rows, vocab_size]` float32 logits of one of `LOGIT_KINDS`."""
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
     if kind == "ties":
-        return (logits / 2).round()  # zeros of both signs among them
+        return (logits / 2).round()  # includes zeros of both signs
     if kind == "equal":
         return torch.full_like(logits, -7.25)
     if kind == "masked":
@@ -102,6 +102,6 @@ def make_logits(kind, rows, vocab_size, seed=0):
         return logits.scatter(-1, logits.argmin(dim=-1, keepdim=True), 40.0)
     if kind == "negative":
         return -logits.abs() - 1e-3
-    if kind == "near":  # float64 cannot tell the distances of many from the largest
+    if kind == "near":  # in float64, many have the same distance from the largest
         return (logits * 1e-20).scatter(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     return logits

@@ -1,4 +1,4 @@
-"""Drives a `ModelRunner` by hand: prompts in chunks, then rows that decode."""
+"""Drives a `ModelRunner` step by step: prompts in chunks, then rows that decode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ GREEDY = DrawParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 @dataclass
 class DrivenRequest:
-    """A prompt being generated in blocks of its own: `tables` has one tuple per layer group."""
+    """A request that runs in its own blocks; `tables` has their ids, one tuple per layer group."""
 
     prompt: tuple[int, ...]
     row: int
@@ -61,7 +61,7 @@ class DrivenRequest:
 
 
 def run_step(runner: ModelRunner, step: int, requests: Sequence[DrivenRequest]) -> None:
-    """One step of all `requests`; those whose prompt is computed decode."""
+    """Runs one step of all `requests`; those whose prompt is computed decode."""
     prompts = [request for request in requests if not request.decodes]
     decoding = [request for request in requests if request.decodes]
     new = [request for request in prompts if request.num_computed == 0]
@@ -84,7 +84,7 @@ def run_step(runner: ModelRunner, step: int, requests: Sequence[DrivenRequest]) 
 def generate(
     runner: ModelRunner, requests: Sequence[DrivenRequest], num_tokens: int
 ) -> list[list[int]]:
-    """Steps until every request has drawn `num_tokens`; joins each at its first step."""
+    """Runs steps until every request has `num_tokens`; adds each at its `first_step`."""
     step = 0
     while any(len(request.drawn) < num_tokens for request in requests):
         running = [
@@ -105,7 +105,7 @@ def scattered_tables(
     num_blocks: int = 64,
     seed: int = 0,
 ) -> list[list[tuple[int, ...]]]:
-    """Disjoint block tables over the pool, by sequence and group."""
+    """Returns disjoint block tables over the pool, by sequence and layer group."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
     assert num_sequences * num_layer_groups * blocks_each <= num_blocks
     taken = iter(order)

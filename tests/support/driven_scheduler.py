@@ -32,45 +32,45 @@ NAMESPACE = b"namespace"
 def request(
     request_id: str, num_tokens: int = 6, *, first_token: int = 1, **fields: object
 ) -> EngineRequest:
-    """One whose prompt is `first_token` and ones."""
+    """Returns a request whose prompt is `first_token`, followed by ones."""
     prompt = (first_token, *(1,) * (num_tokens - 1))
     defaults = {"prompt_token_ids": prompt, "max_tokens": 4}
     return engine_request(request_id=request_id, **(defaults | fields))
 
 
 def handed_over(request_id: str, num_tokens: int = 10, **fields: object) -> EngineRequest:
-    """One that prefill has handed over, with a first token."""
-    asked = request(request_id, num_tokens, **fields)
-    keys = BlockKeyChain(NAMESPACE, 4, cache_salt=asked.spec.cache_salt)
+    """Returns a request that prefill has handed over, with a first token."""
+    resumed = request(request_id, num_tokens, **fields)
+    keys = BlockKeyChain(NAMESPACE, 4, cache_salt=resumed.spec.cache_salt)
     handoff = KvHandoff(
         handoff_id="h",
         namespace=NAMESPACE,
-        block_keys=keys.of_prompt(asked.spec.prompt_token_ids, "h"),
+        block_keys=keys.of_prompt(resumed.spec.prompt_token_ids, "h"),
         num_tokens=num_tokens,
         connector="fake",
         digest_scheme="xxh3-128",
         lease_ms=1000,
     )
-    begun = tuple(
-        progress_of(asked, index, (0,)) for index in range(asked.spec.params.num_candidates)
+    progress = tuple(
+        progress_of(resumed, index, (0,)) for index in range(resumed.spec.params.num_candidates)
     )
-    return replace(asked, progress=begun, handoff=handoff)
+    return replace(resumed, progress=progress, handoff=handoff)
 
 
 class DrivenScheduler:
-    """Blocks of four tokens, sequences of up to 64.
+    """A scheduler with blocks of four tokens and sequences of up to 64 tokens.
 
     Args:
         num_blocks: KV blocks in the pool.
         num_host_blocks: KV blocks in the host pool.
-        windows: one per layer group.
-        with_connector: whether there is a connector, whose jobs end when the test says.
+        windows: sliding window of each layer group.
+        with_connector: whether it has a connector, whose jobs the test ends.
         config: fields of the engine's configuration.
 
     Attributes:
         now: the scheduler's clock.
-        metrics: counts its transfers.
-        shares: tokens per request in the last step that was scheduled.
+        metrics: counts of its transfers.
+        shares: tokens per request in the last scheduled step.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class DrivenScheduler:
         return outputs
 
     def fail(self, batch: ScheduledBatch) -> list[RequestOutput]:
-        """A step whose execution raises."""
-        outputs = self.scheduler.fail(batch, InternalError("as the test asked"))
+        """Fails a step, as if its execution had raised."""
+        outputs = self.scheduler.fail(batch, InternalError("injected by the test"))
         self.scheduler.check()
         return outputs
 
     def step(self) -> list[RequestOutput]:
-        """A whole step; what each request got is in `shares`."""
+        """Runs a whole step; `shares` has the tokens of each request."""
         batch = self.begin()
         return [] if batch is None else self.end(batch)
 
@@ -141,7 +141,7 @@ class DrivenScheduler:
         return [output for _ in range(count) for output in self.step()]
 
     def run(self, max_steps: int = 400) -> dict[str, list[int]]:
-        """Steps until all is over; tokens of candidate 0 by request."""
+        """Runs steps until no request is left; returns tokens of candidate 0 by request."""
         tokens: dict[str, list[int]] = {}
         for _ in range(max_steps):
             if self.scheduler.num_unfinished == 0:
@@ -151,13 +151,13 @@ class DrivenScheduler:
                     tokens.setdefault(output.request_id, []).extend(output.token_ids)
         raise AssertionError("a request starved")
 
-    # What the connector's worker half would report.
+    # Results that the connector's worker half would report.
 
     def work(self) -> ConnectorWork:
         return self.scheduler.build_work()
 
     def answer(self, num_found: int = 0) -> ConnectorWork:
-        """Answers the look-ups that have been asked for; returns what else there is to do."""
+        """Answers all pending look-ups; returns the connector's work."""
         work = self.work()
         lookups = tuple(LookupResult(job.job_id, num_found) for job in work.lookups)
         self.scheduler.apply(TransferResults(lookups=lookups))
@@ -166,7 +166,7 @@ class DrivenScheduler:
     def end_load(
         self, job: LoadJob, token_ids: Sequence[int], num_blocks: int | None = None, error: str = ""
     ) -> list[RequestOutput]:
-        """Ends a load of the first blocks of `token_ids`, the last of which may be a tail."""
+        """Ends a load of the first blocks of `token_ids`; the last one may be a partial tail."""
         num_blocks = len(job.block_ids) if num_blocks is None else num_blocks
         for index, block_id in enumerate(job.block_ids[:num_blocks]):
             ends = range(4 * index + 1, min(4 * index + 4, len(token_ids)) + 1)

@@ -1,4 +1,4 @@
-"""What a fake decode worker sends of one request's candidates, step by step."""
+"""The outputs of a fake decode worker for one request's candidates, step by step."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ class FakeCandidates:
 
     @property
     def num_tokens(self) -> int:
-        """What the candidate that is furthest has."""
+        """Returns the largest number of tokens of an unfinished candidate."""
         return max(self.unfinished.values())
 
     def advance(self) -> list[request_pb2.CandidateOutput]:
-        """One step's outputs."""
+        """Runs one step; returns its outputs."""
         for request_id, index in self._worker.finished_candidates:
             if request_id == self._spec.request_id:
                 self.unfinished.pop(index, None)
@@ -38,7 +38,7 @@ class FakeCandidates:
             outputs = [] if self.unfinished else self._best()
         if outputs:
             outputs[-1].is_last = not self.unfinished
-            self._tell_of_prompt(outputs[0])
+            self._add_prompt_figures(outputs[0])
         return outputs
 
     def _advance(self, index: int) -> request_pb2.CandidateOutput:
@@ -57,14 +57,14 @@ class FakeCandidates:
             del self.unfinished[index]
         return output
 
-    def _tell_of_prompt(self, output: request_pb2.CandidateOutput) -> None:
+    def _add_prompt_figures(self, output: request_pb2.CandidateOutput) -> None:
         if self._is_first:
             self._is_first = False
             output.cached_tokens = 2 * self._worker.info.block_size
             output.timings.CopyFrom(common_pb2.Timings(queue_ms=10, prefill_ms=20, load_ms=30))
 
     def _best(self) -> list[request_pb2.CandidateOutput]:
-        """The candidates with the highest numbers are the best."""
+        """Returns the best candidates: those with the highest indices."""
         best = sorted(self._ranked, key=lambda output: -output.index)
         best = best[: self._spec.sampling.n]
         for rank, output in enumerate(best):
@@ -83,5 +83,5 @@ def is_ranked(spec: request_pb2.RequestSpec) -> bool:
 
 
 def given_tokens(start: decode_pb2.StartDecode) -> dict[int, list[int]]:
-    """What a replica was told that each candidate has."""
+    """Returns the tokens that a start message gives for each candidate."""
     return {given.index: list(given.output_token_ids) for given in start.candidates}

@@ -11,11 +11,11 @@ class FakeCompletions(ThreadingHTTPServer):
     """Answers every completion with `events`, one server-sent event each.
 
     Attributes:
-        url: of the API, to `/v1`.
-        events: objects, or texts that are sent as they are.
-        status: of every completion.
-        bodies: of the completions asked for.
-        headers: of the last one.
+        url: URL of the API, to `/v1`.
+        events: objects, or texts that are sent unchanged.
+        status: HTTP status of every completion.
+        bodies: bodies of the requests.
+        headers: headers of the last request.
     """
 
     daemon_threads = True

@@ -1,9 +1,9 @@
-"""A connector's worker half over a dict, whose jobs end when and how the test says.
+"""A connector's worker half over a dict; the test decides when and how its jobs end.
 
-It uses all freedom that the contract leaves: saves read the pool, and loads write to it, only at
-their end, even if the load was cancelled before. If it lends blocks, other workers read its pool
-until the lease has ended, and it reports the release late. A save ahead of its step can end as
-soon as the step has computed its layers.
+It uses all freedom that the contract allows: saves read the pool and loads write to it only at
+their end, even after a load was cancelled. If it lends blocks, other workers read its pool until
+the lease has ended, and it reports the release late. A save that is started ahead of its step can
+end as soon as the step has computed its layers.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ Job = LookupJob | LoadJob | SaveJob
 
 @dataclass(frozen=True)
 class Lent:
-    """A transfer block in its owner's pool, of which the first slots may be read."""
+    """A transfer block in its owner's pool; its first `num_slots` slots may be read."""
 
-    pool: "CutPool"
+    pool: "SlicedPool"
     block_id: int
     num_slots: int
     job_id: int
@@ -41,8 +41,8 @@ class Lent:
         return block[: self.num_slots] + [None] * (len(block) - self.num_slots)
 
 
-class CutPool:
-    """A pool of token slots as transfer blocks."""
+class SlicedPool:
+    """Gives access to a pool of token slots by transfer block."""
 
     def __init__(self, pool: list[list[Any]], size: int) -> None:
         self._pool, self._size = pool, size
@@ -62,15 +62,15 @@ class CutPool:
 
 
 Store = dict[Any, Any]
-"""Blocks by key; those that are lent by (lease, key)."""
+"""Blocks by key, and lent blocks by (lease, key)."""
 
 
 class FakeWorker(KvConnectorWorker):
-    """Saves to a store that others share.
+    """Saves to a shared store.
 
     Args:
         store: the saved blocks.
-        lends: whether it saves nothing, but lets others read its pool.
+        lends: whether it lets others read its pool instead of saving.
         ends_in_steps: whether the oldest pending job ends whenever a step reports layers.
     """
 
@@ -83,8 +83,10 @@ class FakeWorker(KvConnectorWorker):
         self._ended: set[str] = set()
         self._released: list[int] = []
         self.pending: list[Job] = []
-        self.waiting: list[SaveJob] = []  # for their step
-        self._seen: dict[int, list[list[Any]]] = {}  # what lay in saved blocks at the start
+        self.waiting: list[SaveJob] = []  # until their step has computed
+        self._saved_content: dict[
+            int, list[list[Any]]
+        ] = {}  # content of saved blocks at the start of the save
         self.lost: list[Job] = []
         self._results: list[LookupResult | LoadResult | SaveResult] = []
 
@@ -95,7 +97,7 @@ class FakeWorker(KvConnectorWorker):
         form: TransferForm | None = None,
         share: HeadShare = WHOLE,
     ) -> None:
-        self._pool = CutPool(pool, BlockSlicing.of(layout, form, share).form.block_size)
+        self._pool = SlicedPool(pool, BlockSlicing.of(layout, form, share).form.block_size)
         self._num_layers = layout.num_layers
 
     def set_waker(self, wake: Callable[[], None]) -> None:
@@ -106,7 +108,7 @@ class FakeWorker(KvConnectorWorker):
         for save in work.saves:
             (self.waiting if save.step else self.pending).append(save)
             if not save.step:
-                self._seen[save.job_id] = self._look_at(save)
+                self._saved_content[save.job_id] = self._content_of(save)
         for key in work.deletes:
             self.store.pop(key, None)
         self._offered.update(dict.fromkeys(work.offered))
@@ -134,21 +136,21 @@ class FakeWorker(KvConnectorWorker):
 
     @property
     def leases(self) -> list[str]:
-        """The leases that were offered and have not ended, in this order."""
+        """The leases that were offered and have not ended, in the order of their offers."""
         return [lease_id for lease_id in self._offered if lease_id in self._held]
 
     def end_lease(self, lease_id: str) -> None:
-        """Ends a lease, as by release or by timeout: its blocks cannot be read any more."""
+        """Ends a lease, as a release or a timeout does: its blocks can no longer be read."""
         self._ended.add(lease_id)
         for name in [n for n in self.store if isinstance(n, tuple) and n[0] == lease_id]:
             del self.store[name]
         self._released += self._held.pop(lease_id, ())
 
     def lose(self, index: int) -> None:
-        """Holds back one pending job until `find`; it may move bytes until then."""
+        """Holds back a pending job until `restore_lost`; it may still move bytes."""
         self.lost.append(self.pending.pop(index))
 
-    def find(self) -> None:
+    def restore_lost(self) -> None:
         """Makes held-back jobs pending again."""
         self.pending += self.lost
         self.lost.clear()
@@ -180,16 +182,16 @@ class FakeWorker(KvConnectorWorker):
             self._pool[block_id] = [("garbage",)] * len(self._pool[block_id])
         return LoadResult(job.job_id, limit, "failed" if fails else "")
 
-    def _look_at(self, job: SaveJob) -> list[list[Any]]:
-        """Returns what a job saves; it may be read at any time from its start to its end."""
+    def _content_of(self, job: SaveJob) -> list[list[Any]]:
+        """Returns the blocks that a job saves, which must not change until the job ends."""
         blocks = [list(self._pool[block_id]) for block_id in job.block_ids]
         if job.num_tail_tokens:
             del blocks[-1][job.num_tail_tokens :]
         return blocks
 
     def _save(self, job: SaveJob, *, fails: bool) -> SaveResult:
-        seen = self._seen.pop(job.job_id, None)
-        assert seen is None or seen == self._look_at(job), "blocks change while they are saved"
+        seen = self._saved_content.pop(job.job_id, None)
+        assert seen is None or seen == self._content_of(job), "blocks change while they are saved"
         if fails:
             return SaveResult(job.job_id, committed=False)
         if self.lends:

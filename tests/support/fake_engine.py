@@ -16,7 +16,7 @@ NAMESPACE = bytes(range(32))
 
 
 class FakeEngine:
-    """Records what it is told; `emit` plays one engine step."""
+    """Records all calls; `emit` delivers the outputs of one engine step."""
 
     def __init__(self, role: str) -> None:
         self.config = EngineConfig(model="tests/scripted", role=role, kv_connector="memory://fake")
@@ -145,7 +145,7 @@ class FakeEngine:
         return self._is_draining
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition on what the engine was told."""
+        """Waits for a condition on the recorded calls."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()

@@ -13,12 +13,12 @@ from baton.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
     """Answers every prompt with "Hello, world"; some prompts make it misbehave.
 
-    Asked for n candidates, it streams as many, in turns; each has a score.
+    A request for n candidates gets all of them in alternating messages, with scores.
 
     "fail": RESOURCE_EXHAUSTED. "truncate": the stream ends early; with several
-    candidates, once all but the last have ended. "hang": the
+    candidates, after all but the last have ended. "hang": the
     stream stays open after its first message; `cancelled` is set when the
-    client leaves.
+    client disconnects.
     """
 
     def __init__(self) -> None:

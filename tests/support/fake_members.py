@@ -1,4 +1,4 @@
-"""Members of a `multi://` connector whose jobs end when and how the test says. Pure."""
+"""Members of a `multi://` connector; the test decides when and how their jobs end."""
 
 from dataclasses import dataclass, field
 
@@ -23,11 +23,11 @@ Job = LookupJob | LoadJob | SaveJob
 
 @dataclass
 class FakeMember:
-    """One member: its scheduler half, and what its worker half was asked to do.
+    """One member: its scheduler half, and the work that its worker half has received.
 
     Attributes:
         objects: keys of the blocks that it has.
-        pending: jobs whose result is not in.
+        pending: jobs without a result.
         held: its save jobs that lend blocks.
         received: all other work, in order, as (field, item).
     """
@@ -112,13 +112,13 @@ class Members:
         )
 
     def start(self) -> None:
-        """Hands each member its work, as the worker half does."""
+        """Gives each member its work, as the worker half does."""
         work = self.scheduler.build_work()
         for member, share in zip(self.members, work.members, strict=True):
             member.start(share)
 
     def poll(self) -> TransferResults:
-        """Returns the results that the engine gets."""
+        """Returns the results for the engine."""
         every = tuple(member.poll() for member in self.members)
         return self.scheduler.update(MultiResults(members=every))
 

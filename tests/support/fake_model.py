@@ -1,4 +1,4 @@
-"""The model that `FakeRunner` runs: what is drawn after a sequence is a hash of it."""
+"""The model of `FakeRunner`: the next token is a hash of the sequence."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def fake_info(
     vocab_size: int = VOCAB_SIZE,
     windows: tuple[int | None, ...] = (None,),
 ) -> ModelInfo:
-    """Facts of a model; one window at least must be above 1, as windows of 1 carry no context."""
+    """Returns a model's description; at least one window must exceed 1 to carry any context."""
     assert any(window is None or window > 1 for window in windows)
     return ModelInfo(
         max_model_len=max_model_len,
@@ -43,7 +43,7 @@ def fake_config(**overrides: object) -> EngineConfig:
 
 
 def log_probabilities(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> list[float]:
-    """Of every token after a sequence, as the fake model has it; no two are equal."""
+    """Returns the log-probability of every token after a sequence; no two are equal."""
     scores = [_digest(token_ids, token) / 2**61 for token in range(vocab_size)]
     total = math.log(sum(math.exp(score) for score in scores))
     return [score - total for score in scores]
@@ -52,7 +52,7 @@ def log_probabilities(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) ->
 def top_tokens(
     token_ids: Sequence[int], num_top: int, vocab_size: int = VOCAB_SIZE
 ) -> list[tuple[int, float]]:
-    """The most likely tokens after a sequence with their log-probabilities."""
+    """Returns the most likely tokens after a sequence with their log-probabilities."""
     ranked = sorted(enumerate(log_probabilities(token_ids, vocab_size)), key=lambda pair: -pair[1])
     return ranked[:num_top]
 
@@ -60,7 +60,7 @@ def top_tokens(
 def next_token(
     token_ids: Sequence[int], draw: DrawParams = GREEDY, vocab_size: int = VOCAB_SIZE
 ) -> int:
-    """The token that the fake model draws after a sequence."""
+    """Returns the token that the fake model draws after a sequence."""
     if draw.temperature == 0:
         return top_tokens(token_ids, 1, vocab_size)[0][0]
     return _digest(token_ids, draw.seed) % vocab_size
@@ -79,6 +79,6 @@ def expected_tokens(
 
 
 def _digest(token_ids: Sequence[int], number: int) -> int:
-    """64 bits."""
+    """Returns a 64-bit hash."""
     data = bytes(token_ids) + b"|" + number.to_bytes(8, "big")
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")

@@ -2,8 +2,8 @@
 
 The "KV cache" is a table of slots that records for which layer group and which
 token prefix each was written. A step reads every slot that its windows see,
-before it writes and after, so a wrong, stale or foreign block is found at once.
-The token drawn is a function of the whole sequence and, unless the draw is greedy,
+before it writes and after, so a wrong, stale or foreign block is detected at once.
+The drawn token is a function of the whole sequence and, unless the draw is greedy,
 of the seed.
 """
 
@@ -55,7 +55,7 @@ class FakeRow:
 
     tables: list[dict[int, int]]
     position: int = 0
-    last_token: int | None = None  # None if it has not drawn a token that it could run
+    last_token: int | None = None  # None before it has drawn a token to run next
     draw: DrawParams = GREEDY
     wants_logprobs: bool = False
 
@@ -198,7 +198,7 @@ class FakeRunner:
 
     def _start_chunk(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> _Work:
         row = self._row(chunk.row)
-        is_broken = chunk.row in self._broken_rows and self._goes_on(chunk, batch)
+        is_broken = chunk.row in self._broken_rows and self._continues_sequence(chunk, batch)
         row.position = chunk.start_position + chunk.num_tokens
         row.last_token = None
         row.wants_logprobs = chunk.wants_logprobs
@@ -207,9 +207,10 @@ class FakeRunner:
             row.last_token = INVALID_TOKEN  # until the draw, which may not happen
         return _Work(chunk.row, row, chunk.start_position, chunk.token_ids, is_broken)
 
-    def _goes_on(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> bool:
-        """Whether the row still belongs to the sequence of the previous batch. A new one gets
-        a table that begins before the chunk.
+    def _continues_sequence(self, chunk: ScheduledChunk, batch: ScheduledBatch) -> bool:
+        """Whether the row still has the sequence of the previous batch.
+
+        A new sequence gets a table update that begins before the chunk.
         """
         start, block_size = chunk.start_position, self.info.layout.block_size
         own = (update for update in batch.table_updates if update.row == chunk.row)
@@ -218,7 +219,7 @@ class FakeRunner:
 
     def _start_decode(self, row_id: int) -> _Work:
         row = self._row(row_id)
-        self._check(row.last_token is not None, "a row decodes that has drawn nothing")
+        self._check(row.last_token is not None, "a row that has drawn nothing decodes")
         is_broken = row.last_token == INVALID_TOKEN
         work = _Work(row_id, row, row.position, (row.last_token,), is_broken)
         row.position += 1
@@ -233,7 +234,7 @@ class FakeRunner:
     def _move_blocks(self, batch: ScheduledBatch) -> None:
         for host, block in batch.swap_ins:
             content = self.host_pool[host]
-            self._check(content is not None, "a host block is read that holds nothing")
+            self._check(content is not None, "a host block that holds nothing is read")
             self.kv_pool[block] = list(content)
         for block, host in batch.swap_outs:
             self.host_pool[host] = list(self.kv_pool[block])
@@ -245,7 +246,7 @@ class FakeRunner:
             self._check(len(targets) == len(pairs), "a block is the target of two copies")
 
     def _run(self, works: Sequence[_Work]) -> None:
-        """Reads all contexts, writes all tokens, and reads the slots that each row sees again."""
+        """Reads all contexts, writes all tokens, and reads again the slots that each row sees."""
         sound = [work for work in works if not work.is_broken]
         for work in sound:
             work.context = self._context(work)
@@ -292,7 +293,7 @@ class FakeRunner:
     def _place(self, row: FakeRow, layer_group: int, position: int) -> tuple[int, int]:
         self._check(position < self.info.max_model_len, "a position is beyond the model's length")
         index, offset = divmod(position, self.info.layout.block_size)
-        self._check(index in row.tables[layer_group], "a block is read that the table lacks")
+        self._check(index in row.tables[layer_group], "a block is read that is not in the table")
         return row.tables[layer_group][index], offset
 
     def _window(self, layer_group: int) -> int:
@@ -342,12 +343,13 @@ class FakeRunner:
     def _raise_if(self, fails: bool) -> None:
         if fails:
             self.num_raised_in_row += 1
-            raise RuntimeError("as the test asked")
+            raise RuntimeError("injected by the test")
         self.num_raised_in_row = 0
 
     def _check(self, holds: bool, message: str) -> None:
-        """Records an error: the engine turns a runner's exception into a failed request,
-        and tests must see the cause.
+        """Records and raises an error if `holds` is false.
+
+        The engine turns a runner's exception into failed requests; tests must see the cause.
         """
         if not holds:
             self.failures.append(AssertionError(message))
@@ -355,7 +357,7 @@ class FakeRunner:
 
 
 class _LateFuture(Future[StepOutput]):
-    """A future that runs its batch, and earlier ones, when its result or exception is read."""
+    """A future that runs its batch and earlier ones when its result or exception is read."""
 
     def __init__(self, runner: FakeRunner, batch: ScheduledBatch) -> None:
         super().__init__()

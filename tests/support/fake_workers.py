@@ -1,8 +1,8 @@
-"""Prefill and decode workers whose model is a script, on real gRPC servers.
+"""Prefill and decode workers on real gRPC servers that generate scripted tokens.
 
-Every worker "generates" the same tokens: `script[i]` is the i-th one, whatever
-the prompt. Candidates beyond the first have scripts of their own, `others`, if
-given. A router is right if its clients get exactly the scripts.
+Every worker generates the same tokens for any prompt: `script[i]` is the i-th one.
+Candidates after the first have their own scripts, `others`, if these are given.
+A router is correct if its clients get exactly the scripts.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Changes:
 
 
 class FakeWorker:
-    """What both tiers share: a server, a description and a load."""
+    """Base of both tiers' workers: a server, a description and a load."""
 
     role: int
     service_name: str
@@ -126,7 +126,7 @@ class FakeWorker:
         return self
 
     async def stop(self) -> None:
-        """Dies: every call breaks."""
+        """Stops the server at once; all calls fail."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(0)
@@ -162,7 +162,7 @@ class FakeWorker:
         yield worker_pb2.WatchKvEventsResponse()
 
     def script_of(self, index: int) -> list[int]:
-        """What candidate `index` generates."""
+        """Returns the tokens that candidate `index` generates."""
         return self.others[index - 1] if 0 < index <= len(self.others) else self.script
 
     def finish_reason(self, spec: request_pb2.RequestSpec, num_tokens: int, index: int = 0) -> int:
@@ -174,7 +174,7 @@ class FakeWorker:
 
 
 class _FreezableServicer(WorkerServicer):
-    """A stopped process keeps its connections; it only never answers."""
+    """While frozen, acts like a stopped process: keeps its connections but never answers."""
 
     async def GetInfo(self, request, context):
         self._worker.num_infos += 1
@@ -187,11 +187,18 @@ class _FreezableServicer(WorkerServicer):
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
-    """Tells the scripts' first tokens, then a handoff.
+    """Sends the scripts' first tokens, then a handoff.
 
-    `hold` keeps prompts waiting, `hold_end` their ends; `num_cancelled` counts those
-    whose caller left. `saves` and `late_saves`: keys that are told as saved, one list
-    per event, before and after the first tokens.
+    Args:
+        script: tokens of the first candidate.
+        hold: whether prompts wait for `answer`.
+        hold_end: whether ends of prompts wait for `end`.
+        saves: keys reported as saved before the first tokens, one list per event.
+        late_saves: keys reported as saved after the first tokens, one list per event.
+        info: fields of the worker's description.
+
+    Attributes:
+        num_cancelled: prompts whose caller cancelled the call.
     """
 
     role = worker_pb2.WORKER_ROLE_PREFILL
@@ -222,11 +229,11 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             self._may_end.set()
 
     def answer(self) -> None:
-        """Ends `hold`."""
+        """Lets prompts that `hold` keeps waiting continue."""
         self._may_answer.set()
 
     def end(self) -> None:
-        """Ends `hold_end`."""
+        """Lets ends that `hold_end` keeps waiting continue."""
         self._may_end.set()
 
     def _add_servicer(self, server: RpcServer) -> None:
@@ -317,7 +324,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
     """Continues the scripts, one token of every candidate of a request per message.
 
-    `pause_after`: no candidate gets more tokens than this until `resume(…)`.
+    Args:
+        script: tokens of the first candidate.
+        pause_after: most tokens of a candidate until `resume` changes it; None for no limit.
+        info: fields of the worker's description.
     """
 
     role = worker_pb2.WORKER_ROLE_DECODE
@@ -345,7 +355,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
     def fail_running(self, error: BatonError, token_ids: Sequence[int] = ()) -> None:
         """Ends every request with this error and refuses more with it, as a dead engine does.
 
-        `token_ids` are an output before that, which nobody has read yet.
+        `token_ids` are sent as an output before the error.
         """
         self.refusal = error
         for request_id in list(self.running):
@@ -440,7 +450,7 @@ def _failure(request_id: str, error: BatonError) -> request_pb2.CandidateOutput:
 
 
 async def first_of(workers: Sequence[Any], condition: Callable[[Any], object]) -> Any:
-    """The first worker that a condition becomes true of."""
+    """Returns the first worker for which a condition becomes true."""
     waiters = {
         asyncio.create_task(worker.changes.until(lambda w=worker: condition(w))): worker
         for worker in workers
@@ -449,13 +459,13 @@ async def first_of(workers: Sequence[Any], condition: Callable[[Any], object]) -
     for waiter in pending:
         waiter.cancel()
     found = done.pop()
-    found.result()  # raises if the time was up
+    found.result()  # raises if it timed out
     return waiters[found]
 
 
 @contextlib.asynccontextmanager
 async def running_workers(*workers: FakeWorker) -> AsyncIterator[contextlib.AsyncExitStack]:
-    """Starts workers and stops those that still live at the end, after what is on the stack."""
+    """Starts workers; stops them at the end, after unwinding what was added to the stack."""
     async with contextlib.AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(worker)

@@ -1,7 +1,7 @@
 """A process that forks, idle and while its kernels compute; each child computes too.
 
-Run as a module. A child that hangs tells where, and is ended by the system. Prints how each
-child ended; the exit status says whether all got what the parent had.
+Run it as a module. A child that hangs prints its stack and is ended by an alarm. The process
+prints how each child ended; its exit status is 0 if all computed the parent's results.
 """
 
 import faulthandler
@@ -48,7 +48,7 @@ def main() -> bool:
 
 
 def _fork(run_as_child) -> int:
-    """The child's exit status, or the number of the signal that ended it, negated."""
+    """Returns the child's exit status, or minus the number of the signal that ended it."""
     pid = os.fork()
     if not pid:
         run_as_child()
@@ -56,13 +56,13 @@ def _fork(run_as_child) -> int:
 
 
 class _Busy:
-    """Computes in another thread, which gives Python's lock away only while it does."""
+    """Computes in another thread, which releases the GIL only while a kernel runs."""
 
     def __enter__(self):
         self._is_over, self._has_computed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._compute)
         self._thread.start()
-        # What a thread does first is torch's and the system's: not what this is about.
+        # The first computation also sets up torch and the thread, which is not tested here.
         assert self._has_computed.wait(_CHILD_LIMIT_S)
 
     def __exit__(self, *error):

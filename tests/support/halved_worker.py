@@ -1,4 +1,4 @@
-"""A connector worker as two ranks of tensor parallelism would have it, over one engine's pool."""
+"""A connector worker of two tensor-parallel ranks, over one engine's pool."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,17 +29,17 @@ _NUM_RANKS = 2
 class HalvedWorker(KvConnectorWorker):
     """Two workers with a pool of half the heads each.
 
-    What a job saves is first copied into their pools, what they have loaded out of them; of a
-    step to come, layer by layer. For types without factors.
+    Blocks to save are first copied into their pools, layer by layer for saves ahead of a step;
+    loaded blocks are copied out of them. Only KV types without scales are supported.
 
     Args:
-        url: of the store.
+        url: URL of the store.
     """
 
     def __init__(self, url: str) -> None:
         self.ranks = [StoreConnectorWorker(open_store(url)) for _ in range(_NUM_RANKS)]
         self._jobs: dict[int, LoadJob | SaveJob] = {}
-        self._told: dict[int, list[Any]] = {}
+        self._results: dict[int, list[Any]] = {}
         self._ahead: dict[int, list[SaveJob]] = {}
 
     def register_pool(
@@ -88,11 +88,11 @@ class HalvedWorker(KvConnectorWorker):
         for worker in self.ranks:
             results = worker.poll()
             for result in (*results.lookups, *results.loads, *results.saves):
-                self._told.setdefault(result.job_id, []).append(result)
-        both = [told for told in self._told.values() if len(told) == _NUM_RANKS]
-        ended = [self._together(*told) for told in both]
+                self._results.setdefault(result.job_id, []).append(result)
+        both = [results for results in self._results.values() if len(results) == _NUM_RANKS]
+        ended = [self._combine(*results) for results in both]
         for result in ended:
-            del self._told[result.job_id]
+            del self._results[result.job_id]
         return TransferResults(
             tuple(result for result in ended if isinstance(result, LookupResult)),
             tuple(result for result in ended if isinstance(result, LoadResult)),
@@ -103,8 +103,8 @@ class HalvedWorker(KvConnectorWorker):
         for worker in self.ranks:
             worker.close()
 
-    def _together(self, first: Any, second: Any) -> Any:
-        """What both ranks have."""
+    def _combine(self, first: Any, second: Any) -> Any:
+        """Returns the result that holds for both ranks."""
         if isinstance(first, SaveResult):
             return replace(first, committed=first.committed and second.committed)
         least = min((first, second), key=lambda result: result.num_blocks)
@@ -115,7 +115,7 @@ class HalvedWorker(KvConnectorWorker):
         return least
 
     def _copy_out(self, block_ids: Sequence[int], num_layers: int) -> None:
-        """The first layers only: what the others have is not computed."""
+        """Copies only the first layers, as the others are not computed yet."""
         for block_id in block_ids:
             for theirs, own in zip(self._heads(self._pool), self._halves, strict=True):
                 computed = self._part(theirs, block_id)[:num_layers]

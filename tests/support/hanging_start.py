@@ -1,4 +1,4 @@
-"""`python -m tests.support.hanging_start router|prefill|decode FLAGS...`: its load never ends."""
+"""`python -m tests.support.hanging_start router|prefill|decode FLAGS...`: loading never ends."""
 
 import sys
 import threading
@@ -16,7 +16,7 @@ LOADS = {
 
 
 def hang(*_):
-    """As a download does: several threads that nothing can interrupt, and one that waits."""
+    """Hangs as a download can: waits for threads that nothing can interrupt."""
     with ThreadPoolExecutor(2) as threads:
         waits = [threads.submit(threading.Event().wait) for _ in range(2)]
         print("loading", flush=True)

@@ -1,4 +1,4 @@
-"""A `BlockCopier` whose copies move their bytes when the test says so, and not before."""
+"""A `BlockCopier` whose copies move no bytes until the test ends them."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ __all__ = ["HeldCopier", "HeldCopy", "StagedCopier"]
 
 
 class StagedCopier(HostCopier):
-    """Copies as in memory, and shows no rows of the pool: blocks go by way of segments."""
+    """Copies on the host but exposes no rows of the pool, so that blocks go through segments."""
 
     def __init__(self, pool: torch.Tensor, slicing: BlockSlicing) -> None:
         super().__init__(as_objects(pool, slicing))
@@ -25,7 +25,12 @@ class StagedCopier(HostCopier):
 
 
 class HeldCopy:
-    """One copy; its events are set once somebody waits for it, and once it is over."""
+    """One copy.
+
+    Attributes:
+        is_awaited: set once a thread waits for the copy.
+        is_over: set once the copy has ended.
+    """
 
     def __init__(self, move: Callable[[], None]) -> None:
         self.is_awaited = threading.Event()
@@ -34,7 +39,7 @@ class HeldCopy:
         self._error: Exception | None = None
 
     def end(self, error: Exception | None = None) -> None:
-        """Moves the bytes, or fails."""
+        """Ends the copy: moves the bytes, or fails with `error`."""
         if error is None:
             self._move()
         self._error = error
@@ -42,7 +47,7 @@ class HeldCopy:
 
     def wait(self) -> None:
         self.is_awaited.set()
-        assert self.is_over.wait(TIMEOUT_S), "nobody ended the copy"
+        assert self.is_over.wait(TIMEOUT_S), "the test did not end the copy"
         if self._error is not None:
             raise self._error
 
@@ -50,14 +55,14 @@ class HeldCopy:
 class HeldCopier(BlockCopier):
     """Holds every copy in `copies`, the oldest first; raises `refusal` instead if it is set."""
 
-    def __init__(self, pool: torch.Tensor, cut: BlockSlicing) -> None:
+    def __init__(self, pool: torch.Tensor, slicing: BlockSlicing) -> None:
         self.copies: list[HeldCopy] = []
         self.refusal: Exception | None = None
         self.is_closed = False
         self._host = HostCopier(pool)
 
     def gather(self, object_ids: Sequence[int], segment: Segment) -> HeldCopy:
-        segment.payload.fill_(0xAA)  # what is read too early is not what was gathered
+        segment.payload.fill_(0xAA)  # so that reading too early shows
         return self._hold(lambda: self._host.gather(object_ids, segment))
 
     def scatter(self, segment: Segment, object_ids: Sequence[int]) -> HeldCopy:

@@ -1,4 +1,4 @@
-"""Streams through a router whose tokens are known beforehand."""
+"""Streams through a router, with known expected tokens."""
 
 import asyncio
 import time
@@ -14,17 +14,17 @@ TIMEOUT_S = 60.0
 
 
 class Job:
-    """A prompt and what must come of it.
+    """A prompt and the tokens it must give.
 
     Args:
-        seed: of the prompt.
-        num_tokens: to generate.
-        num_prompt_tokens: None for a number that follows from the seed.
+        seed: seed of the prompt.
+        num_tokens: number of tokens to generate.
+        num_prompt_tokens: length of the prompt; None for one that depends on the seed.
 
     Attributes:
-        tokens: what came so far.
-        has_first_token: set once prefill has told its token.
-        has_tokens: set once decode has told some too.
+        tokens: tokens received so far.
+        has_first_token: set once prefill's token has arrived.
+        has_tokens: set once tokens from decode have arrived too.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Job:
         self.has_tokens = asyncio.Event()
 
     async def run(self, client: AsyncClient, timeout_s: float = TIMEOUT_S) -> None:
-        """Streams; the tokens must be the reference's all along."""
+        """Streams the completion; checks each message against the reference's tokens."""
         params = SamplingParams(temperature=0, max_tokens=len(self.expected), ignore_eos=True)
         self.tokens = []
         async for chunk in client.stream(self.prompt, params, timeout_s=timeout_s):
@@ -50,11 +50,11 @@ class Job:
 
 
 async def retry_until_served(job: Job, client: AsyncClient) -> None:
-    """UNAVAILABLE says that a retry is safe; so retries."""
+    """Runs a job again while it fails with UNAVAILABLE, which means that a retry is safe."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
             return await job.run(client)
         except UnavailableError:
-            assert time.monotonic() < deadline, "the replica that came back is not used"
+            assert time.monotonic() < deadline, "the restarted replica is not used"
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: types, weights, poisoned memory, honest tolerances."""
+"""Helpers of the kernels' tests: types, weights, thread counts and error bounds."""
 
 from collections.abc import Sequence
 
@@ -30,18 +30,18 @@ _EPS32 = torch.finfo(torch.float32).eps
 
 
 def native_only(reason):
-    """Marks a test of what torch's operations do not promise, or do not have."""
+    """Marks a test of properties that torch's operations lack; `reason` names why."""
     return pytest.mark.skipif(not IS_NATIVE, reason=f"native kernels only: {reason}")
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
-    """Normal numbers, rounded to `dtype`."""
+    """Returns normally distributed numbers, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype)
 
 
 def filled_weight(matrix, use=kernels.WeightUse.LINEAR):
-    """A weight that holds `matrix`, of its type; a gated one's halves are filled one by one."""
+    """Returns a weight that holds `matrix`; the halves of a gated one are filled one by one."""
     weight = kernels.make_weight(*matrix.shape, matrix.dtype, CPU, use)
     num_parts = 2 if use is kernels.WeightUse.GATED_LINEAR else 1
     count = len(matrix) // num_parts
@@ -51,27 +51,27 @@ def filled_weight(matrix, use=kernels.WeightUse.LINEAR):
 
 
 def eps_of(dtype):
-    """The distance of 1 from the next number: twice the error of a rounding."""
+    """Returns the distance of 1 from the next number: twice the error of a rounding."""
     return torch.finfo(dtype).eps
 
 
 def spacing_at_zero(dtype):
-    """The distance of 0 from the next number: below the normal ones, errors are shares of it."""
+    """Returns the distance of 0 from the next number, the unit of errors of subnormal results."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def product_bound(hidden, matrix):
-    """How far float32 sums of products may be from `hidden @ matrix.T`, by element.
+    """Returns how far float32 sums of products may be from `hidden @ matrix.T`, by element.
 
-    Each of n additions errs by up to half an eps of what the magnitudes sum up to, in either
-    direction: so all of them by some share of sqrt(n) eps.
+    Each of n additions errs by up to half an eps of the sum of magnitudes, in either direction,
+    so that all of them err by a fraction of sqrt(n) eps.
     """
     num_eps = 2 + hidden.shape[1] ** 0.5 / 4
     return num_eps * _EPS32 * (hidden.double().abs() @ matrix.double().abs().T)
 
 
 def assert_within(actual, expected, bound):
-    """Every element of `actual` is within `bound` of `expected` (both float64), and no NaN."""
+    """Asserts that every element of `actual` is within `bound` of `expected`, and none is NaN."""
     error = (actual.double() - expected).abs()
     is_far = ~(error <= bound + 1e-30)  # NaN is far
     assert not is_far.any(), (
@@ -81,7 +81,7 @@ def assert_within(actual, expected, bound):
 
 
 def on_threads(counts: Sequence[int], compute):
-    """What `compute` gives with each number of threads; the number is put back."""
+    """Returns the result of `compute` with each number of threads; restores the number."""
     before = kernels.num_threads()
     results = []
     try:

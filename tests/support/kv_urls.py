@@ -11,7 +11,7 @@ __all__ = ["fresh_shm_name", "kv_urls", "with_faults"]
 
 @contextmanager
 def fresh_shm_name() -> Iterator[str]:
-    """A name of a shared-memory store that nobody has; its memory is freed at the end."""
+    """Yields an unused name for a shared-memory store; frees the store's memory at the end."""
     name = f"test-{uuid4().hex}"
     try:
         yield name
@@ -20,13 +20,13 @@ def fresh_shm_name() -> Iterator[str]:
 
 
 def kv_urls(folder: Path, shm_name: str, redis_url: str, timeout_s: float) -> dict[str, str]:
-    """URLs by backend; all bounded in size, and leases of peers in time.
+    """Returns connector URLs by backend, with bounded stores and short leases of peers.
 
     Args:
-        folder: of the file store.
-        shm_name: see `fresh_shm_name`.
-        redis_url: of a server.
-        timeout_s: longest wait for a backend; long where the machine has much else to do.
+        folder: folder of the file store.
+        shm_name: name of the shared-memory store; see `fresh_shm_name`.
+        redis_url: URL of a Redis server.
+        timeout_s: longest wait for a backend; larger for tests on a busy machine.
     """
     wait = f"timeout_s={timeout_s:g}"
     peer = f"{wait}&lease_s=10"
@@ -42,7 +42,7 @@ def kv_urls(folder: Path, shm_name: str, redis_url: str, timeout_s: float) -> di
 
 
 def with_faults(url: str, options: str) -> str:
-    """The connector with faults, options as `faults=corrupt:0.1`; of several, each member."""
+    """Returns the URL with faults, such as `faults=corrupt:0.1`; of `multi://`, in each member."""
     if url.startswith("multi://"):
         members = url.removeprefix("multi://").split(",")
         return "multi://" + ",".join(with_faults(member, options) for member in members)

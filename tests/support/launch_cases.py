@@ -1,8 +1,8 @@
 """Every Triton kernel launched as models launch it, compiled ahead of time for a GPU.
 
 `python -m tests.support.launch_cases DEVICE_NAME CASE...` prints a JSON object: case -> the kernels
-it compiled, each with its name and the shared memory of a program in bytes. It must not run where
-`triton` interprets.
+it compiled, each with its name and the shared memory of a program in bytes. It must not run in a
+process where `triton` interprets kernels.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Computes in a process whose memory is limited; the argument says which limit is met how.
+"""Computes in a process whose memory is limited; the argument names what runs out of memory.
 
-Run in a process of its own, since a limit on memory and a crash are the whole process's.
+It runs as its own process, since a memory limit and a crash affect the whole process.
 """
 
 import resource
@@ -27,7 +27,7 @@ _TOO_MANY_THREADS = 1000
 
 @contextmanager
 def _little_memory() -> Iterator[None]:
-    """Room for tensors, not for a unit of attention or the stacks of many threads."""
+    """Leaves memory for tensors, but not for a unit of attention or many threads' stacks."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM_BYTES, before[1]))

@@ -1,4 +1,4 @@
-"""A process with a `NixlTransport` and some bytes, which others read."""
+"""A process with a `NixlTransport` and some bytes that other processes read."""
 
 import ctypes
 import multiprocessing
@@ -24,7 +24,7 @@ _why_unreadable = cache(why_unreadable)
 
 
 class Pool:
-    """Registered bytes, with guards around each range that `ranges` cuts."""
+    """Registered bytes; the gaps of `ranges` guard each range."""
 
     def __init__(self, num_bytes: int, seed: int) -> None:
         self.bytes = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
@@ -35,7 +35,7 @@ class Pool:
 
 
 def ranges(address: int, num_ranges: int, num_bytes: int, *, gap: int) -> RangeTable:
-    """Ranges with `gap` bytes before each."""
+    """Returns ranges with `gap` bytes before each."""
     starts = [address + gap + i * (num_bytes + gap) for i in range(num_ranges)]
     return make_ranges(starts, num_bytes)
 
@@ -47,12 +47,12 @@ class NixlRemote:
         num_bytes: size of its memory.
         seed: seed of the bytes there.
         transports: its UCX_TLS; None to leave that unset.
-        is_confined: whether the kernel refuses it to read others' memory.
+        is_confined: whether the kernel forbids it to read other processes' memory.
 
     Attributes:
         metadata: metadata of its transport.
         address: address of its memory.
-        bytes: its bytes at first.
+        bytes: the initial bytes of its memory.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class NixlRemote:
         *,
         is_confined: bool = False,
     ) -> None:
-        # Forked from a process in which nothing has begun; it has another environment than ours.
+        # Forked from a clean process; its environment differs from that of this process.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["kvstore.peer.nixl.transport"])
         self._pipe, theirs = context.Pipe()
@@ -75,30 +75,30 @@ class NixlRemote:
         self.bytes = Pool(num_bytes, seed).bytes
 
     def now(self) -> np.ndarray:
-        """Returns its bytes now."""
+        """Returns its current bytes."""
         self._pipe.send(("bytes",))
         return np.frombuffer(self._answer(), np.uint8)
 
     def peek(self) -> np.ndarray:
-        """Returns its bytes now, also while it is stopped."""
+        """Returns its current bytes, even while it is stopped."""
         with Path(f"/proc/{self.process.pid}/mem").open("rb") as memory:
             memory.seek(self.address)
             return np.frombuffer(memory.read(self.bytes.nbytes), np.uint8)
 
     def keep_reading(self, other: "NixlRemote") -> None:
-        """Has it read all bytes of another one in a loop; returns when the first read is over."""
+        """Makes it read all bytes of another one in a loop; returns after the first read."""
         self._pipe.send(("read", other.metadata, other.address, other.bytes.nbytes))
         self._answer()
 
     def try_to_add(self, other: "NixlRemote") -> str:
-        """Has it add another one as a peer; returns why that failed."""
+        """Makes it add another one as a peer; returns the error, or "" without one."""
         self._pipe.send(("add", other.metadata))
         return self._answer()
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -106,7 +106,7 @@ class NixlRemote:
         self.process.join(_LIMIT_S)
 
     def close(self) -> None:
-        """Has it end by itself; kills it if it does not."""
+        """Asks it to end; kills it if it does not."""
         with suppress(OSError):
             self._pipe.send(("close",))
             self.process.join(5)
@@ -136,7 +136,7 @@ def _serve(
         elif command[0] == "add":
             pipe.send(_try_to_add(transport, command[1]))
         else:
-            _read_for_ever(transport, pool, pipe, *command[1:])
+            _read_forever(transport, pool, pipe, *command[1:])
     transport.close()
 
 
@@ -148,7 +148,7 @@ def _try_to_add(transport: NixlTransport, metadata: bytes) -> str:
     return ""
 
 
-def _read_for_ever(transport, pool, pipe, metadata, address, num_bytes) -> None:
+def _read_forever(transport, pool, pipe, metadata, address, num_bytes) -> None:
     transport.add_peer("other", metadata, _LIMIT_S)
     source = make_ranges([address], num_bytes)
     target = make_ranges([pool.address], num_bytes)

@@ -1,4 +1,4 @@
-"""Connectors of installed packages: one keeps the contract, the others break it in one way each.
+"""Connectors of installed packages: one keeps the contract, each other one breaks one rule.
 
 `GoodConnector` lends blocks within one process: a load copies from pool to pool.
 """
@@ -14,7 +14,7 @@ from kvstore.jobs import LoadResult, LookupResult, SaveResult, TransferResults
 from kvstore.mover.pool_objects import view_blocks
 from kvstore.url import StoreUrl, scheme_of
 
-_lenders = {}  # open workers, by what their handoffs carry
+_lenders = {}  # open workers by the params in their handoffs
 
 
 class GoodWorker(KvConnectorWorker):
@@ -26,9 +26,9 @@ class GoodWorker(KvConnectorWorker):
         self.lent = {}  # leases: {key: a view of the block, or a copy}
         self.jobs = {}  # leases: save jobs
         self.ends_at = {}  # leases that were offered
-        self.over = set()  # leases
+        self.over = set()  # ended leases
         self.kept = {}
-        self.news = []
+        self.ended = []
         self.released = []
         self.wake = lambda: None
         _lenders[self.params] = self
@@ -41,9 +41,9 @@ class GoodWorker(KvConnectorWorker):
         self.wake = wake
 
     def start(self, work):
-        self.news += [LookupResult(job.job_id, 0) for job in work.lookups]
-        self.news += [self.save(job) for job in work.saves]
-        self.news += [self.load(job) for job in work.loads]
+        self.ended += [LookupResult(job.job_id, 0) for job in work.lookups]
+        self.ended += [self.save(job) for job in work.saves]
+        self.ended += [self.load(job) for job in work.loads]
         for lease_id in work.offered:
             self.ends_at[lease_id] = time.monotonic() + self.lease_s
         for lease_id in work.ended:
@@ -61,9 +61,9 @@ class GoodWorker(KvConnectorWorker):
                 lender.ends_at[handoff.handoff_id] = now + lender.lease_s
         for lease_id in [each for each, end in self.ends_at.items() if end < now]:
             self.end(lease_id)
-        news, self.news, released, self.released = self.news, [], self.released, []
+        ended, self.ended, released, self.released = self.ended, [], self.released, []
         kinds = (LookupResult, LoadResult, SaveResult)
-        results = [tuple(each for each in news if isinstance(each, kind)) for kind in kinds]
+        results = [tuple(each for each in ended if isinstance(each, kind)) for kind in kinds]
         return TransferResults(*results, released=tuple(released))
 
     def close(self):
@@ -142,26 +142,26 @@ class TwofoldWorker(GoodWorker):
     """Reports a load twice."""
 
     def load(self, job):
-        self.news.append(super().load(job))
-        return self.news[-1]
+        self.ended.append(super().load(job))
+        return self.ended[-1]
 
 
 class LeakyWorker(GoodWorker):
-    """Shows the slots behind a tail."""
+    """Exposes the slots behind a tail."""
 
     def tail(self, block_id, num_tokens):
         return self.blocks[block_id]
 
 
 class BoastfulWorker(GoodWorker):
-    """Says that blocks arrived which did not."""
+    """Reports missing blocks as loaded."""
 
     def load(self, job):
         return LoadResult(job.job_id, max(super().load(job).num_blocks, len(job.keys)))
 
 
 class GappyWorker(GoodWorker):
-    """Counts the blocks that arrived, whether or not one before them is missing."""
+    """Counts all loaded blocks, even behind a missing one."""
 
     def load(self, job):
         lent = self.find(job)
@@ -179,7 +179,7 @@ class SilentWorker(GoodWorker):
 
 
 class LateWorker(GoodWorker):
-    """Writes after the result."""
+    """Writes to the pool after it has reported the result."""
 
     def load(self, job):
         lent, blocks = dict(self.find(job)), self.blocks
@@ -194,7 +194,7 @@ class LateWorker(GoodWorker):
 
 
 class EagerWorker(GoodWorker):
-    """Gives back what is still lent."""
+    """Releases blocks that are still lent."""
 
     def save(self, job):
         result = super().save(job)
@@ -203,7 +203,7 @@ class EagerWorker(GoodWorker):
 
 
 class HastyWorker(GoodWorker):
-    """Counts from the save, as if the rest of a prompt took no time."""
+    """Starts a lease's time at the save instead of at the offer."""
 
     def save(self, job):
         result = super().save(job)
@@ -212,7 +212,7 @@ class HastyWorker(GoodWorker):
 
 
 class RestlessWorker(GoodWorker):
-    """Lends anew for a lease that is over."""
+    """Lends blocks for a lease that has ended."""
 
     def save(self, job):
         self.over.discard(job.lease_id)
@@ -220,7 +220,7 @@ class RestlessWorker(GoodWorker):
 
 
 class GenerousWorker(GoodWorker):
-    """Lets others read what it has given back."""
+    """Lets others read blocks that it has released."""
 
     def end(self, lease_id):
         lent = self.lent.get(lease_id, {})
@@ -229,7 +229,7 @@ class GenerousWorker(GoodWorker):
 
 
 class ShapelessWorker(GoodWorker):
-    """Copies the bytes of any shape."""
+    """Loads blocks of any layout."""
 
     def has_layout_of(self, lender):
         return True
@@ -245,7 +245,7 @@ class ShapelessWorker(GoodWorker):
 
 
 class SwappedWorker(GoodWorker):
-    """Sorts the blocks, and not the keys with them."""
+    """Sorts the blocks without their keys."""
 
     def save(self, job):
         result = super().save(job)
@@ -255,7 +255,7 @@ class SwappedWorker(GoodWorker):
 
 
 class ForgetfulWorker(GoodWorker):
-    """Renews no lease."""
+    """Does not renew leases."""
 
     def lender_of(self, handoff):
         is_renewal = handoff.handoff_id in self.kept
@@ -263,7 +263,7 @@ class ForgetfulWorker(GoodWorker):
 
 
 class LastingWorker(GoodWorker):
-    """Lends on after it was closed."""
+    """Still lends blocks after it was closed."""
 
     def close(self):
         pass
@@ -290,13 +290,13 @@ LastingConnector = _connector_of(LastingWorker)
 
 
 class CarelessConnector(GoodConnector):
-    """Ignores options that it does not know."""
+    """Ignores an unknown option."""
 
     known_options = ("lease_s", "no_such_option")
 
 
 class ModestConnector(GoodConnector):
-    """Does not say that it lends."""
+    """Does not declare that it lends blocks."""
 
     capabilities = ConnectorCapabilities(
         shared_between_processes=False,

@@ -1,4 +1,4 @@
-"""Third parties' stores: one that keeps the contract, and some that break it, each in one way."""
+"""Third parties' stores: one keeps the contract, each other one breaks one rule."""
 
 import time
 
@@ -11,7 +11,7 @@ class GoodStore(MemoryStore):
 
 
 class OverwritingStore(MemoryStore):
-    """Replaces what exists."""
+    """Replaces existing objects."""
 
     def put(self, keys, objects):
         self.delete(keys)
@@ -19,7 +19,7 @@ class OverwritingStore(MemoryStore):
 
 
 class TornStore(MemoryStore):
-    """Shows a blank object of the right size while the real one is on its way."""
+    """Exposes a blank object of the right size before the real one is written."""
 
     def put(self, keys, objects):
         blanks = [KvObject(each.header, memoryview(bytes(len(each.payload)))) for each in objects]
@@ -31,14 +31,14 @@ class TornStore(MemoryStore):
 
 
 class CountingStore(MemoryStore):
-    """Counts all keys that exist, and not the prefix."""
+    """Counts all existing keys instead of the prefix."""
 
     def contains_prefix(self, keys):
         return sum(super(CountingStore, self).contains_prefix([key]) for key in keys)
 
 
 class ImmortalStore(MemoryStore):
-    """Forgets the TTL on reading."""
+    """Ignores the TTL in reads."""
 
     def put(self, keys, objects):
         super().put(keys, objects)
@@ -51,7 +51,7 @@ class ImmortalStore(MemoryStore):
 
 
 class UntouchedStore(MemoryStore):
-    """Does not touch what is read."""
+    """Does not renew the lease and TTL of an object that is read."""
 
     def get_into(self, keys, objects):
         entries = [self._objects.find(key) for key in keys]
@@ -64,7 +64,7 @@ class UntouchedStore(MemoryStore):
 
 
 class PeekingStore(MemoryStore):
-    """Does not touch what is looked up."""
+    """Does not renew the lease and TTL of an object that is looked up."""
 
     def contains_prefix(self, keys):
         missing = (i for i, key in enumerate(keys) if self._objects.find(key) is None)
@@ -72,7 +72,7 @@ class PeekingStore(MemoryStore):
 
 
 class RevivingStore(MemoryStore):
-    """Brings back what expired when it is looked up."""
+    """A look-up brings back expired objects."""
 
     def contains_prefix(self, keys):
         num_alive = super().contains_prefix(keys)
@@ -83,7 +83,7 @@ class RevivingStore(MemoryStore):
 
 
 class UnboundedStore(MemoryStore):
-    """Takes `max_bytes` and does not keep to it."""
+    """Accepts `max_bytes` and exceeds it."""
 
     def put(self, keys, objects):
         self._objects.max_bytes = 1 << 40
@@ -91,7 +91,7 @@ class UnboundedStore(MemoryStore):
 
 
 class EvictingStore(MemoryStore):
-    """Takes `lease_s` and evicts what is leased."""
+    """Accepts `lease_s` and evicts leased objects."""
 
     def put(self, keys, objects):
         self._objects.lease_s = 0.0
@@ -99,7 +99,7 @@ class EvictingStore(MemoryStore):
 
 
 class ForgetfulStore(MemoryStore):
-    """Leases what is put, and does not renew it."""
+    """Leases an object that is put, and a look-up does not renew the lease."""
 
     def contains_prefix(self, keys):
         entries = [self._objects.find(key) for key in keys]
@@ -112,7 +112,7 @@ class ForgetfulStore(MemoryStore):
 
 
 class HastyStore(MemoryStore):
-    """Does not tell the URL's `timeout_s`."""
+    """Does not report the URL's `timeout_s`."""
 
     @classmethod
     def from_url(cls, url):
@@ -122,7 +122,7 @@ class HastyStore(MemoryStore):
 
 
 class CarelessStore(MemoryStore):
-    """Ignores options that it does not know."""
+    """Ignores unknown options."""
 
     @classmethod
     def from_url(cls, url):

@@ -12,7 +12,7 @@ from kernels.paged_kv import AttentionMetadata
 def shuffled_tables(
     context_lens: Sequence[int], block_size: int, seed: int = 0
 ) -> tuple[list[list[int]], int]:
-    """Block ids for each sequence, scattered over a pool, and the pool's number of blocks.
+    """Returns block ids of each sequence, scattered over a pool, and the pool's number of blocks.
 
     No sequence gets block 0, which pads the tables, and some blocks stay unused.
     """
@@ -26,11 +26,11 @@ def shuffled_tables(
 def step_metadata(
     spans: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], block_size: int
 ) -> tuple[torch.Tensor, AttentionMetadata]:
-    """Positions `[num_tokens]` and metadata of a step.
+    """Returns positions `[num_tokens]` and metadata of a step.
 
     Args:
         spans: (start position, query length) of each sequence.
-        tables: its block ids.
+        tables: block ids of each sequence.
         block_size: tokens per block.
     """
     positions = [range(start, start + length) for start, length in spans]
@@ -57,6 +57,6 @@ def step_metadata(
 
 
 def meta_on(device: torch.device, meta: AttentionMetadata) -> AttentionMetadata:
-    """The same step on `device`."""
+    """Returns the metadata with its tensors on `device`."""
     names = ("block_tables", "query_starts", "context_lens", "slot_mapping")
     return replace(meta, **{name: getattr(meta, name).to(device) for name in names})

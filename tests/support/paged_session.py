@@ -1,4 +1,4 @@
-"""`PagedSession`: sequences of one model over their own pool, run step by step."""
+"""`PagedSession`: runs sequences of one model step by step over their own pool."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -25,7 +25,7 @@ BLOCK_SIZE = 8
 
 @cache
 def loaded(variant: str, dtype: str = "auto") -> LoadedModel:
-    """A tiny checkpoint's model."""
+    """Returns a tiny checkpoint's model."""
     return load_model(str(tiny_checkpoint(variant)), dtype, "cpu", progress=False)
 
 
@@ -61,7 +61,7 @@ class PagedSession:
             head_dim=model.head_dim,
             dtype=kv_dtype or model.dtype,
         )
-        # All ones: NaN in every type.
+        # Bytes of ones are NaN in every type.
         blocks = torch.full((num_blocks, layout.block_bytes), 0xFF, dtype=torch.uint8)
         blocks = blocks.view(getattr(torch, layout.pool_dtype))
         self.views = view_blocks(blocks.view(num_blocks, *layout.block_shape), layout)
@@ -121,7 +121,7 @@ class PagedSession:
         return ScheduledBatch(1, tuple(chunks)), self.rows()
 
     def rows(self) -> Rows:
-        """A row per sequence, with its tables."""
+        """Returns a row per sequence, with its tables."""
         max_blocks = max(len(table) for tables in self.tables for table in tables)
         rows = Rows(len(self.tables), len(self.done), max_blocks)
         for layer_group, tables in enumerate(self.tables):

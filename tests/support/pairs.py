@@ -1,4 +1,4 @@
-"""Pairwise coverage: fewer cases than a full matrix, in which all pairs of values still meet."""
+"""Pairwise coverage: fewer cases than a full matrix, but all pairs of values occur."""
 
 from collections.abc import Sequence
 from itertools import combinations, product

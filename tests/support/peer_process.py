@@ -1,4 +1,4 @@
-"""A `PeerRig` in a process of its own, which tests can call, stop and kill."""
+"""A `PeerRig` in its own process, which tests can call, stop and kill."""
 
 import multiprocessing
 import os
@@ -21,12 +21,12 @@ class LendingProcess:
     """Lends blocks of the pool that `random_pool` returns for the seed.
 
     Args:
-        url: the connector's.
+        url: URL of the connector.
         layout: layout of a block.
         num_blocks: size of the pool.
-        seed: of the pool's content.
+        seed: seed of the pool's content.
         transports: its UCX_TLS; None to leave that unset.
-        is_confined: whether the kernel refuses it to read others' memory.
+        is_confined: whether the kernel forbids it to read other processes' memory.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LendingProcess:
         transports: str | None = None,
         is_confined: bool = False,
     ) -> None:
-        # Forked from a process that has imported torch and nothing has begun in.
+        # Forked from a process that has imported torch and started nothing.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.peer_rig"])
         self._ours, theirs = context.Pipe()
@@ -51,12 +51,12 @@ class LendingProcess:
         self.endpoint: str = self._answer(60)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the rig in the process, which steps the rig all the time."""
+        """Calls a method of the rig in the process, between steps of the rig."""
         self._ours.send((method, arguments))
         return self._answer(TIMEOUT_S)
 
     def stop(self) -> None:
-        """Stops the process; returns when all its threads stand still."""
+        """Stops the process with SIGSTOP; returns once all its threads are stopped."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
         tasks = Path(f"/proc/{self._process.pid}/task")
@@ -65,7 +65,7 @@ class LendingProcess:
             assert time.monotonic() < give_up_at, "the process does not stop"
             time.sleep(0.001)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGCONT)
 

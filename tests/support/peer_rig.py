@@ -1,4 +1,4 @@
-"""One end of a peer connector with a pool of random blocks, and a transport in memory."""
+"""One end of a peer connector with a pool of random blocks, and an in-memory transport."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ NAMESPACE = b"n" * 32
 
 
 def random_pool(num_blocks: int, layout: KvLayout, seed: int = 0) -> torch.Tensor:
-    """Bytes that are all numbers: no NaN, so that equal bytes are equal numbers."""
+    """Returns a random pool without NaN, so that equal bytes are equal numbers."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, *layout.block_shape)
     if layout.has_scales:
@@ -37,7 +37,7 @@ def random_pool(num_blocks: int, layout: KvLayout, seed: int = 0) -> torch.Tenso
 
 
 class PeerRig(ConnectorDriver):
-    """A driver of one end of a peer connector. Keys are numbered."""
+    """A driver of one end of a peer connector, with numbered keys."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PeerRig(ConnectorDriver):
         first_key: int = 0,
         num_tail_tokens: int = 0,
     ) -> int:
-        """Lends blocks and offers them; returns the job."""
+        """Lends blocks and offers them; returns the save job's id."""
         job_id = self.start_save(
             keys(len(block_ids), first_key), block_ids, num_tail_tokens, lease_id
         )
@@ -92,13 +92,13 @@ class MemoryTransport(PeerTransport):
     """Copies between rigs of one process.
 
     Attributes:
-        fault: called before each copy.
-        settled: whether copies that failed can write no more.
+        fault: called before each copy; may raise.
+        settled: whether failed copies have stopped writing.
         obstacle: why peers cannot be read; empty if they can.
         connected: ids of peers in the order of `add_peer`, readable or not.
         removed: ids of peers that were removed.
-        allowed_s: the timeout of each copy.
-        num_moved: ranges copied.
+        allowed_s: timeout of each copy.
+        num_moved: number of ranges copied.
     """
 
     name = "memory"
@@ -150,7 +150,7 @@ class MemoryTransport(PeerTransport):
         self.is_closed = True
 
     def _check(self, peer_id: str, *ranges: list[int]) -> None:
-        """Only what either side has registered may be touched."""
+        """Asserts that the ranges lie in memory that either side has registered."""
         known = [*self.registered, *eval(self.peers[peer_id])]
         for address, num_bytes, _ in ranges:
             end = address + num_bytes

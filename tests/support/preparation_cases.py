@@ -1,4 +1,4 @@
-"""Steps whose queries, keys and values are prepared for attention, and what that gives."""
+"""Queries, keys and values to prepare for attention, and the expected results."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,8 +20,8 @@ class PreparationCase:
     """Q, K and V of a step as parts of one tensor, and a pool full of NaN.
 
     Attributes:
-        module: whose `rotate_and_write_kv` it is.
-        rounding: by which share of itself a number may change when it is stored.
+        module: module with the `rotate_and_write_kv` to test.
+        rounding: largest relative change of a number when it is stored.
     """
 
     module: ModuleType
@@ -49,7 +49,7 @@ class PreparationCase:
         )
 
     def check(self, parts=None):
-        """Runs the case on `parts`, which hold what its own do."""
+        """Runs the case on `parts`, which equal its own parts, and checks the results."""
         query, key, value = (part.double() for part in self.parts())
         value = value.to(self.qkv.dtype)
         prepared = self.run(*(parts or self.parts()))
@@ -61,7 +61,10 @@ class PreparationCase:
         assert self.pool.isnan().all()
 
     def take_written(self):
-        """K and V of each token, `[num_tokens, 2, num_kv_heads, head_dim]`, NaN in their place."""
+        """Returns the written K and V, `[num_tokens, 2, num_kv_heads, head_dim]`.
+
+        Overwrites them with NaN in the pool.
+        """
         block_size = self.pool.shape[4]
         slots = self.meta.slot_mapping
         place = slots // block_size, 1, slice(None), slice(None), slots % block_size
@@ -70,7 +73,7 @@ class PreparationCase:
         return written
 
     def _expected(self, states, weight):
-        """What Q or K become, and how far off they may be."""
+        """Returns the expected Q or K, and their largest errors."""
         bound = torch.zeros_like(states)
         if weight is not None:
             mean = states.square().mean(-1, keepdim=True)
@@ -104,7 +107,7 @@ def make_case(
     device=CPU,
     rounding=None,
 ):
-    """A case on `device`; `rounding` is half the distance of two numbers unless it is given."""
+    """Returns a case on `device`; `rounding` defaults to half the distance of two numbers."""
     tables, num_blocks = shuffled_tables([sum(span) for span in spans], block_size, seed)
     positions, meta = step_metadata(spans, tables, block_size)
     shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)

@@ -1,4 +1,4 @@
-"""A child of `baton.up.child` that says how OpenMP's threads wait in it."""
+"""A child of `baton.up.child` that prints its wait policy for OpenMP threads."""
 
 import os
 

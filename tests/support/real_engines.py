@@ -1,4 +1,4 @@
-"""Real engines on tiny checkpoints, stepped in the test's thread: whole, or split in two."""
+"""Real engines on tiny checkpoints, stepped in the test's thread: undivided or split in two."""
 
 import threading
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from engine.core import EngineCore
 from engine.request import CandidateProgress, EngineRequest, FinishReason, RequestOutput
 
 GREEDY = DrawParams(temperature=0, top_k=0, top_p=1, seed=0)
-CHUNK_TOKENS = 16  # smaller than the longest prompts, so that those are chunked
+CHUNK_TOKENS = 16  # smaller than the longest prompts, so that these are computed in chunks
 
 Outputs = dict[str, list[RequestOutput]]
 
@@ -30,19 +30,19 @@ def build_core(path: Path, role: str, **overrides: object) -> EngineCore:
 
 
 def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
-    """Runs requests to their ends; checks that every block came back."""
+    """Runs requests to their ends; checks that every block is free afterwards."""
     outputs: Outputs = {request.spec.request_id: [] for request in requests}
 
-    def take(step_outputs: Sequence[RequestOutput]) -> None:
+    def collect(step_outputs: Sequence[RequestOutput]) -> None:
         for output in step_outputs:
             outputs[output.request_id].append(output)
 
     for request in requests:
         core.check(request)
-        take(core.add_request(request))
+        collect(core.add_request(request))
     while core.has_work:
         core.wait()
-        core.run_step(take)
+        core.run_step(collect)
     core.scheduler.check()
     load = core.load()
     assert load.num_free_blocks == core.num_blocks
@@ -51,7 +51,7 @@ def run_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outputs:
 
 
 def tokens_of(outputs: Sequence[RequestOutput], index: int = 0) -> list[int]:
-    """One candidate's tokens."""
+    """Returns one candidate's tokens."""
     return [token for output in outputs if output.index == index for token in output.token_ids]
 
 
@@ -73,48 +73,48 @@ def hand_over(request: EngineRequest, outputs: Sequence[RequestOutput]) -> Engin
 
 
 class SplitRun:
-    """A prefill and a decode engine, stepped in turn as router and services would have them.
+    """A prefill and a decode engine, stepped in turn, with the messages of router and services.
 
-    Decode prefetches saved blocks while prefill computes. Handoffs follow; each is released with
-    decode's first output.
+    Decode prefetches saved blocks while prefill computes, then gets the handoff, which is
+    released with decode's first output.
 
     Args:
         prefill: a prefill engine.
         decode: a decode engine.
-        tells_saved: whether decode prefetches saved blocks.
+        prefetches_saved: whether decode prefetches saved blocks.
 
     Attributes:
         handed: requests as decode received them, by id.
         outputs: decode's outputs by id; prefill's for a prompt that failed there.
-        num_told: blocks reported before the handoff.
+        num_reported: blocks reported before the handoff.
     """
 
     def __init__(
-        self, prefill: EngineCore, decode: EngineCore, *, tells_saved: bool = True
+        self, prefill: EngineCore, decode: EngineCore, *, prefetches_saved: bool = True
     ) -> None:
         self._prefill = prefill
         self._decode = decode
-        self._tells_saved = tells_saved
-        self._news = threading.Event()
+        self._prefetches_saved = prefetches_saved
+        self._has_results = threading.Event()
         for core in (prefill, decode):
-            core._connector.set_waker(self._news.set)
+            core._connector.set_waker(self._has_results.set)
         self._prefilled: Outputs = {}
         self.handed: dict[str, EngineRequest] = {}
         self.outputs: Outputs = {}
-        self.num_told = 0
+        self.num_reported = 0
 
     def run(self, requests: Sequence[EngineRequest]) -> None:
-        """Runs requests to their ends; then every block has come back on both sides."""
+        """Runs requests until they have ended and every block is free on both sides."""
         self._requests = {request.spec.request_id: request for request in requests}
         for request in requests:
             self._prefill.check(request)
-            self._take_prefilled(self._prefill.add_request(request))
+            self._on_prefill_outputs(self._prefill.add_request(request))
         while not self._is_over():
-            self._news.clear()
-            self._prefill.run_step(self._take_prefilled)
-            self._decode.run_step(self._take_decoded)
+            self._has_results.clear()
+            self._prefill.run_step(self._on_prefill_outputs)
+            self._decode.run_step(self._on_decode_outputs)
             if self._prefill.is_stalled and self._decode.is_stalled and not self._is_over():
-                assert self._news.wait(30), "nothing moves any more"
+                assert self._has_results.wait(30), "both engines are stalled"
         for core in (self._prefill, self._decode):
             core.scheduler.check()
 
@@ -123,11 +123,11 @@ class SplitRun:
         is_idle = not any(core.has_work for core in cores)
         return is_idle and all(core.load().num_free_blocks == core.num_blocks for core in cores)
 
-    def _take_prefilled(self, outputs: Sequence[RequestOutput]) -> None:
+    def _on_prefill_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             if output.saved is not None:
-                self.num_told += len(output.saved.block_keys)
-                if self._tells_saved:
+                self.num_reported += len(output.saved.block_keys)
+                if self._prefetches_saved:
                     self._decode.prefetch(output.saved)
                 continue
             self._prefilled.setdefault(output.request_id, []).append(output)
@@ -138,9 +138,9 @@ class SplitRun:
                 handed = hand_over(request, self._prefilled[output.request_id])
                 self.handed[output.request_id] = handed
                 self._decode.check(handed)
-                self._take_decoded(self._decode.add_request(handed))
+                self._on_decode_outputs(self._decode.add_request(handed))
 
-    def _take_decoded(self, outputs: Sequence[RequestOutput]) -> None:
+    def _on_decode_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             if output.request_id not in self.outputs:
                 handoff = self.handed[output.request_id].handoff

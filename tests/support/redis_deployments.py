@@ -1,4 +1,4 @@
-"""Several real Redis processes for tests: a cluster, a master with sentinels; and certificates."""
+"""Deployments of real Redis processes: a cluster, a master with sentinels; and certificates."""
 
 import subprocess
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ __all__ = [
 
 _NUM_SLOTS = 16384
 _SERVICE = "kv"
-_NODE_TIMEOUT_MS = "60000"  # no test is about whom the servers give up
+_NODE_TIMEOUT_MS = "60000"  # long, as no test is about failover between nodes
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Certificate:
     """A certificate for 127.0.0.1 that is its own authority.
 
     Attributes:
-        path: of the certificate.
-        key: of its private key.
+        path: path of the certificate.
+        key: path of its private key.
     """
 
     path: str
     key: str
 
     def server_arguments(self, tls_port: int, *, clients: bool = False) -> tuple[str, ...]:
-        """The command line of a server that listens with it, and may ask clients for theirs."""
+        """Returns flags of a server that listens with it and may require client certificates."""
         # fmt: off
         return (
             "--tls-port", str(tls_port), "--tls-cert-file", self.path, "--tls-key-file", self.key,
@@ -66,7 +66,7 @@ def make_certificate(folder: Path) -> Certificate:
 
 
 def ask(server: RedisServer, *command: Any) -> Any:
-    """Sends a server one command; an error is the reply."""
+    """Sends a server one command; returns the reply or the error."""
     with Redis(port=server.port, socket_timeout=10) as client:
         try:
             return client.execute_command(*command)
@@ -90,7 +90,7 @@ class RedisCluster:
         return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
 
     def id_of(self, index: int) -> str:
-        """The cluster's name for a server."""
+        """Returns a server's node id in the cluster."""
         return str(ask(self.servers[index], "CLUSTER", "MYID").decode())
 
 
@@ -98,12 +98,12 @@ class RedisCluster:
 def running_cluster(
     folder: Path, num_servers: int = 3, num_replicas: int = 0
 ) -> Iterator[RedisCluster]:
-    """A running cluster in which every server knows every slot's.
+    """Runs a cluster in which every server knows the owners of all slots.
 
     Args:
-        folder: for what the servers note.
-        num_servers: with slots.
-        num_replicas: of the first one.
+        folder: folder for the servers' files.
+        num_servers: number of servers with slots.
+        num_replicas: number of replicas of the first server.
     """
     with ExitStack() as stack:
         servers, bus_ports = [], []
@@ -132,7 +132,7 @@ def running_cluster(
 
 
 def _own_folder(folder: Path, name: str) -> tuple[str, ...]:
-    """Where a server that replicates leaves files, and that it ends without asking its replicas."""
+    """Returns flags for a server's own folder, and for a shutdown that awaits no replica."""
     (folder / name).mkdir()
     return "--dir", str(folder / name), "--shutdown-timeout", "0"
 
@@ -148,9 +148,9 @@ class SentinelDeployment:
     """A master, its replica, and three sentinels that watch them.
 
     Attributes:
-        master: what is the master at first.
-        replica: what is its replica at first.
-        sentinels: their processes.
+        master: the initial master.
+        replica: the initial replica.
+        sentinels: the processes of the sentinels.
     """
 
     master: RedisServer
@@ -163,13 +163,13 @@ class SentinelDeployment:
         return f"redis+sentinel://{hosts}/{_SERVICE}/0"
 
     def await_replicated(self) -> None:
-        """Waits until the replica has all that the master has."""
+        """Waits until the replica has all of the master's data."""
         await_true(lambda: _offset(self.replica) == _offset(self.master), "replicated")
 
 
 @contextmanager
 def running_sentinels(folder: Path) -> Iterator[SentinelDeployment]:
-    """A running deployment whose sentinels know each other and the replica."""
+    """Runs a deployment whose sentinels know each other and the replica."""
     with ExitStack() as stack:
         master = stack.enter_context(
             running_redis_server(*_own_folder(folder, "master"), "--repl-diskless-sync-delay", "0")

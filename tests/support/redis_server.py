@@ -21,14 +21,14 @@ _POLL_S = 0.01
 
 
 class RedisServer:
-    """One server process; it keeps its port over restarts, and loses its data.
+    """One server process; a restart keeps its port and loses its data.
 
     Args:
-        arguments: more of the command line.
-        config: a file that the process reads first.
+        arguments: further arguments of the command line.
+        config: path of its configuration file; empty for none.
 
     Attributes:
-        port: where it listens, on 127.0.0.1.
+        port: port on 127.0.0.1 that it listens on.
         url: `redis://127.0.0.1:PORT/0`.
     """
 
@@ -53,7 +53,7 @@ class RedisServer:
         await_true(self._answers, "redis-server answers")
 
     def stop(self) -> None:
-        """Ends the process in good order; nothing to do if it has ended."""
+        """Ends the process with SIGTERM; does nothing if it has ended or was never started."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGCONT)
@@ -69,11 +69,11 @@ class RedisServer:
         self._running.wait(_STOP_DEADLINE_S)
 
     def pause(self) -> None:
-        """Stops the process, so that it holds its connections and answers nothing."""
+        """Stops the process with SIGSTOP: it keeps its connections and answers nothing."""
         self._running.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets a paused process go on."""
+        """Continues a paused process."""
         self._running.send_signal(signal.SIGCONT)
 
     @property
@@ -96,10 +96,10 @@ class RedisServer:
 
 
 def await_true(is_true: Callable[[], bool], what: str) -> None:
-    """Asks until it is so.
+    """Polls until a condition is true.
 
     Raises:
-        TimeoutError: it is not, after twenty seconds.
+        TimeoutError: the condition is false after twenty seconds.
     """
     deadline_s = time.monotonic() + _DEADLINE_S
     while not is_true():
@@ -110,7 +110,7 @@ def await_true(is_true: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def running_redis_server(*arguments: str, config: str = "") -> Iterator[RedisServer]:
-    """A running server; stopped at the end. See `RedisServer` for the arguments."""
+    """Runs a server until the block ends. See `RedisServer` for the arguments."""
     server = RedisServer(*arguments, config=config)
     try:
         server.start()
@@ -120,7 +120,7 @@ def running_redis_server(*arguments: str, config: str = "") -> Iterator[RedisSer
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody uses now."""
+    """Returns a port of 127.0.0.1 that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What requests must get of `tests.support.fake_model`: a decoder without cache or batch."""
+"""Expected outputs of `tests.support.fake_model`: a decoder without cache or batch."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,20 @@ __all__ = ["Expected", "candidates", "expected_results", "first_beams", "progres
 
 @dataclass(frozen=True)
 class Expected:
-    """One candidate's tokens from the first on, or one returned hypothesis."""
+    """One candidate with all of its tokens, or one returned hypothesis."""
 
     token_ids: tuple[int, ...]
     reason: FinishReason
     score: float
 
     def same_as(self, other: "Expected") -> bool:
-        """Scores may differ in their last digits: sums are made in another order."""
+        """Compares; scores may differ in the last digits, as sums have another order."""
         is_near = abs(self.score - other.score) < 1e-9
         return is_near and (self.token_ids, self.reason) == (other.token_ids, other.reason)
 
 
 def expected_results(request: EngineRequest, max_model_len: int) -> list[Expected]:
-    """By candidate; where candidates are ranked, the best first."""
+    """Returns the results by candidate; the best first if candidates are ranked."""
     if request.spec.params.beam_width is not None:
         return _beam_search(request, max_model_len)
     every = candidates(request, max_model_len)
@@ -35,7 +35,7 @@ def expected_results(request: EngineRequest, max_model_len: int) -> list[Expecte
 
 
 def candidates(request: EngineRequest, max_model_len: int) -> list[Expected]:
-    """What each candidate draws; its score is the mean log-probability."""
+    """Returns what each candidate draws; its score is the mean log-probability."""
     return [
         _candidate(request, index, max_model_len)
         for index in range(request.spec.params.num_candidates)
@@ -45,12 +45,12 @@ def candidates(request: EngineRequest, max_model_len: int) -> list[Expected]:
 def progress_of(
     request: EngineRequest, index: int, token_ids: tuple[int, ...]
 ) -> CandidateProgress:
-    """A candidate that has these tokens already."""
+    """Returns the progress of a candidate that already has these tokens."""
     return CandidateProgress(index, token_ids, _logprob(request.spec.prompt_token_ids, token_ids))
 
 
 def first_beams(request: EngineRequest) -> tuple[tuple[int, float], ...]:
-    """The most likely first tokens, as many as a beam search wants to know."""
+    """Returns the most likely first tokens, as many as a beam search needs."""
     num_top = request.spec.params.num_candidates + len(request.spec.stop_token_ids)
     return tuple(top_tokens(request.spec.prompt_token_ids, min(num_top, VOCAB_SIZE)))
 

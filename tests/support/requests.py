@@ -15,16 +15,16 @@ _PARAMS_FIELDS = {field.name for field in fields(SamplingParams)} - _SPEC_FIELDS
 def engine_request(
     request_id: str, prompt_token_ids: tuple[int, ...], **changes: object
 ) -> EngineRequest:
-    """A greedy request with some fields of it, of its spec or of its params set."""
+    """Returns a greedy request with some fields of it, of its spec or of its params set."""
     params = SamplingParams(temperature=0.0, seed=0)
     spec = RequestSpec(request_id=request_id, prompt_token_ids=prompt_token_ids, params=params)
     return changed(EngineRequest(spec=spec), **changes)
 
 
 def changed(request: EngineRequest, **changes: object) -> EngineRequest:
-    """The request with some fields of it, of its spec or of its params replaced.
+    """Returns the request with some fields of it, of its spec or of its params replaced.
 
-    `stop_token_ids` are those of the spec.
+    `stop_token_ids` is the field of the spec.
     """
     own = {name: changes.pop(name) for name in list(changes) if name in _PARAMS_FIELDS}
     params = replace(request.spec.params, **own)

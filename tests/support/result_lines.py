@@ -1,7 +1,7 @@
 """A pytest plugin: writes a JSON line when a test begins and when it ends.
 
-So whoever started the process knows how far it came, and in which test, even where it crashed or
-was killed. `-p tests.support.result_lines`; the file is named by `BATON_TEST_RESULTS`.
+The file shows which test was running even if the process crashed or was killed. Load the plugin
+with `-p tests.support.result_lines`; `BATON_TEST_RESULTS` names the file.
 """
 
 import json
@@ -23,7 +23,7 @@ def pytest_runtest_logstart(nodeid):
 
 
 def pytest_runtest_logreport(report):
-    """Of set-up, call and teardown the first that did not pass tells the outcome."""
+    """Records the outcome: that of the first of set-up, call and teardown that did not pass."""
     known = _outcomes.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
     known["seconds"] += report.duration
     if report.outcome != "passed" and known["outcome"] != "failed":
@@ -33,7 +33,7 @@ def pytest_runtest_logreport(report):
 
 
 def _message(report):
-    """What failed, or why it was skipped."""
+    """Returns what failed, or why the test was skipped."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -1,4 +1,4 @@
-"""Ways for KV from prefill to decode, which a test can hold up in the midst of a transfer."""
+"""Routes of KV from prefill to decode that a test can block in the middle of a transfer."""
 
 import fcntl
 from abc import ABC, abstractmethod
@@ -17,9 +17,9 @@ __all__ = ["HELD_S", "LEASE_S", "ROUTES", "Route", "open_route"]
 ROUTES = ("redis", "shm", "grpc", "nixl")
 LEASE_S = 5
 HELD_S = 30.0
-"""A `timeout_s` so long that what is held up stays so until the test lets it go."""
-_OTHER_HOST = "127.0.0.2"  # this machine too: stands for prefill's, as decode sees it
-# What comes before blocks' bytes is less than this, and any prompt's blocks are more.
+"""A `timeout_s` so long that a blocked transfer waits until the test releases it."""
+_OTHER_HOST = "127.0.0.2"  # this machine too; decode uses it as prefill's address
+# More than the bytes that precede a transfer's blocks, and less than any prompt's blocks.
 _SOME_BYTES = 8_000
 
 
@@ -27,10 +27,10 @@ class Route(ABC):
     """One connector over which a prefill and a decode process meet.
 
     Attributes:
-        prefill_url: of prefill's end.
-        decode_url: of decode's end.
-        held_decode_url: the same, for `hold_loads` to have an effect.
-        paths: of the network, in between.
+        prefill_url: connector URL of prefill.
+        decode_url: connector URL of decode.
+        held_decode_url: connector URL of decode with which `hold_loads` has an effect.
+        paths: network paths between the two.
     """
 
     prefill_url: str
@@ -40,19 +40,19 @@ class Route(ABC):
 
     @abstractmethod
     def hold_saves(self) -> None:
-        """From now on, holds up what prefill saves, if the connector moves anything then."""
+        """Blocks prefill's saves from now on, or loads if the connector's saves move nothing."""
 
     @abstractmethod
     def hold_loads(self) -> None:
-        """From now on, holds up what decode loads."""
+        """Blocks decode's loads from now on."""
 
     @abstractmethod
     def release(self) -> None:
-        """Lets everything go on."""
+        """Unblocks all transfers."""
 
     @abstractmethod
     async def is_holding(self, cluster: Cluster) -> bool:
-        """Returns whether a transfer is held up now; called after a first token."""
+        """Returns whether a transfer is blocked now; called after a first token."""
 
 
 class _PeerRoute(Route):
@@ -63,7 +63,7 @@ class _PeerRoute(Route):
         self.prefill_url = f"{scheme}://127.0.0.1:{port}?advertise={_OTHER_HOST}&{common}"
         self.decode_url = self.held_decode_url = f"{scheme}://?{common}"
         self.paths = [path]
-        # Blocks read by nixl do not come this way: the first call is held up.
+        # nixl reads blocks past the proxy, so the proxy blocks the first call instead.
         self._num_bytes = _SOME_BYTES if scheme == "grpc" else 0
 
     def hold_saves(self) -> None:
@@ -103,7 +103,7 @@ class _RedisRoute(Route):
 
 
 class _ShmRoute(Route):
-    """`shm://`: the test takes the store's lock, and all loads wait by a fault."""
+    """`shm://`: holding the store's lock blocks saves, and an injected delay blocks loads."""
 
     def __init__(self, name: str, options: str) -> None:
         self._folder = Path(f"/dev/shm/baton-{name}")
@@ -138,7 +138,7 @@ async def _holds_blocks(worker: ServerProcess) -> bool:
 async def open_route(
     name: str, redis_server: RedisServer, timeout_s: float = HELD_S
 ) -> AsyncIterator[Route]:
-    """One of `ROUTES`; what it held goes on at the end."""
+    """Opens one of `ROUTES`; unblocks its transfers at the end."""
     options = f"timeout_s={timeout_s:g}"
     if name == "redis":
         server = ("127.0.0.1", redis_server.port)

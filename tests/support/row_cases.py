@@ -1,4 +1,4 @@
-"""Rows' state and inputs of decode steps, and their expected values in plain Python."""
+"""Row state and inputs of decode steps, and their expected values in plain Python."""
 
 from dataclasses import dataclass, fields
 
@@ -40,7 +40,7 @@ class RowCase:
         return cls(rows, block_size, device)
 
     def new_inputs(self, count, spare=0):
-        """Inputs of `count` sequences, the first of memory for `spare` more; none is written."""
+        """Returns unwritten inputs of `count` sequences, in memory for `spare` more."""
         num_layer_groups, _, max_blocks = self.rows.tables.shape
 
         def unwritten(*shape, dtype=torch.int64):
@@ -58,7 +58,7 @@ class RowCase:
         )
 
     def check_laid_out(self, row_ids, inputs):
-        """Asserts that `inputs` are those of `row_ids`, one by one."""
+        """Asserts that `inputs` are those of `row_ids`, in this order."""
         positions = [int(self.rows.positions[row]) for row in row_ids]
         assert inputs.token_ids.tolist() == [int(self.rows.last_tokens[row]) for row in row_ids]
         assert inputs.positions.tolist() == positions
@@ -74,7 +74,7 @@ class RowCase:
                 assert int(inputs.slots[layer_group, index]) == expected
 
     def state(self):
-        """All that the rows hold, as plain lists."""
+        """Returns the rows' state, except for draws, as plain lists."""
         return {
             field.name: getattr(self.rows, field.name).tolist()
             for field in fields(RowState)

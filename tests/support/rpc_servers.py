@@ -16,7 +16,7 @@ from tests.support.fake_engine import NAMESPACE
 async def running_server(
     service_names: Sequence[str], start: Callable[[RpcServer], Service]
 ) -> AsyncIterator[tuple[RpcServer, grpc.aio.Channel]]:
-    """A listening server with a started service, and a channel to it."""
+    """Runs a listening server with a started service; yields it and a channel to it."""
     server = RpcServer(ServerConfig(), service_names)
     await server.listen()
     service = start(server)

@@ -23,7 +23,7 @@ class RunnerKind:
 
     Attributes:
         steps: the class that computes them.
-        kernels: "torch" or "triton" kernels; None for those that the CPU uses anyway.
+        kernels: "torch" or "triton" kernels; None for the CPU's default kernels.
     """
 
     steps: type[Steps] = HostSteps

@@ -1,4 +1,4 @@
-"""A whole router in this process, in front of fake workers, and a client of it."""
+"""A whole router in this process, with fake workers and a client."""
 
 import asyncio
 import tempfile
@@ -21,7 +21,7 @@ from tests.support.fake_workers import MODEL, FakeDecode, FakePrefill, FakeWorke
 from tests.support.tokenizer_folders import write_byte_level_folder
 
 PROMPT_IDS = tuple(range(100, 140))
-"""40 tokens: long enough to be worth a remote prefill."""
+"""40 tokens: long enough for a remote prefill."""
 
 
 @cache
@@ -31,14 +31,14 @@ def tokenizer() -> Tokenizer:
 
 
 def script_of(text: str) -> list[int]:
-    """The tokens that write this text."""
+    """Returns the tokens of a text."""
     return tokenizer().encode(text, add_special_tokens=False)
 
 
 def request(
     prompt: str | Sequence[int] = PROMPT_IDS, *, request_id: str = "", **stopping: Any
 ) -> generation_pb2.GenerateRequest:
-    """A greedy request; keywords are fields of `StoppingParams`."""
+    """Returns a greedy request; keywords are fields of `StoppingParams`."""
     message = generation_pb2.GenerateRequest(
         request_id=request_id,
         sampling=common_pb2.SamplingParams(temperature=0.0),
@@ -78,14 +78,14 @@ class RunningRouter:
     async def generate(
         self, message: generation_pb2.GenerateRequest, timeout_s: float | None = 30
     ) -> list[generation_pb2.GenerateStreamResponse]:
-        """All messages of a stream."""
+        """Generates; returns all messages of the stream."""
         stream = self.stub.GenerateStream(message, timeout=timeout_s)
         return [response async for response in stream]
 
 
 @asynccontextmanager
 async def running_router(*workers: FakeWorker, **config: Any) -> AsyncIterator[RunningRouter]:
-    """A router that is connected to these workers, started by the caller."""
+    """Runs a router that is connected to these workers, which the caller has started."""
     options = {
         "prefill": tuple(w.address for w in workers if isinstance(w, FakePrefill)),
         "decode": tuple(w.address for w in workers if isinstance(w, FakeDecode)),

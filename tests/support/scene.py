@@ -1,4 +1,4 @@
-"""A router, one worker a tier, and a route between them that a test can disturb."""
+"""A router, one worker per tier, and a route between the tiers that a test can block."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from tests.support.routes import Route
 
 __all__ = ["DEADLINE_S", "NUM_JOBS", "Scene", "await_started", "first_of", "running_scene"]
 
-DEADLINE_S = 150.0  # of streams that wait for a process to start again
+DEADLINE_S = 150.0  # for streams that wait for a process to restart
 NUM_JOBS = 3
 _NUM_TOKENS = 30
 _NUM_PROMPT_TOKENS = 100
@@ -27,7 +27,7 @@ _NUM_PROMPT_TOKENS = 100
 
 @dataclass
 class Scene:
-    """A cluster, a client of its router, and the way that KV goes."""
+    """A cluster, a client of its router, and the route of KV between its tiers."""
 
     cluster: Cluster
     client: AsyncClient
@@ -42,22 +42,24 @@ class Scene:
         ]
 
     def start_jobs(self, count: int = NUM_JOBS) -> tuple[list[Job], list[asyncio.Task[None]]]:
-        """Streams of such prompts."""
+        """Makes jobs and starts their streams."""
         jobs = self.make_jobs(count)
         return jobs, self.start(jobs)
 
     def start(self, jobs: Sequence[Job]) -> list[asyncio.Task[None]]:
-        """Streams of prompts that were made before."""
+        """Starts the streams of existing jobs."""
         return [asyncio.create_task(job.run(self.client, DEADLINE_S)) for job in jobs]
 
     async def start_until_held(self) -> list[asyncio.Task[None]]:
-        """Starts streams until the KV of one is stuck. An engine that has found loading to be
-        slower than computing loads only now and then, so it may take several.
+        """Starts streams until the KV of one is blocked.
+
+        This may take several streams: an engine that has found loads slower than computing loads
+        only now and then.
         """
         tasks = []
         give_up_at = time.monotonic() + DEADLINE_S
         while not await self.route.is_holding(self.cluster):
-            assert time.monotonic() < give_up_at, "nothing is held"
+            assert time.monotonic() < give_up_at, "no transfer is blocked"
             (job,), (task,) = self.start_jobs(1)
             tasks.append(task)
             await first_of(task, job.has_first_token.wait())
@@ -73,28 +75,28 @@ class Scene:
         before = await _num_loaded(self.cluster.decode[0])
         give_up_at = time.monotonic() + DEADLINE_S
         while await _num_loaded(self.cluster.decode[0]) == before:
-            assert time.monotonic() < give_up_at, "KV is not loaded any more"
+            assert time.monotonic() < give_up_at, "KV is no longer loaded"
             await asyncio.gather(*self.start_jobs(2)[1])
         await self.cluster.wait_pools_full(timeout_s=60)
 
 
 async def first_of(task: asyncio.Task[None], other: Any) -> None:
-    """Waits until a stream has ended, in error too, or something else has happened."""
+    """Waits until a stream has ended or failed, or `other` is done."""
     waiting = asyncio.ensure_future(other)
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
 
 
 async def await_started(cluster: Cluster, worker: ServerProcess, count: int) -> None:
-    """Waits until the router has given a worker so many requests."""
+    """Waits until the router has sent a worker `count` requests."""
     give_up_at = time.monotonic() + DEADLINE_S
     while cluster.router.log().count(f"replica={worker.address}\n") < count:
-        assert time.monotonic() < give_up_at, "the router does not ask it"
+        assert time.monotonic() < give_up_at, "the router sends the worker no requests"
         await asyncio.sleep(0.02)
 
 
 async def _num_loaded(server: ServerProcess) -> int:
-    """KV blocks that a worker has loaded since its start."""
+    """Returns the KV blocks that a worker has loaded since its start."""
     *_, url = re.findall(r"serving metrics url=(\S+)", server.log())
     text = await asyncio.to_thread(lambda: urlopen(url, timeout=30).read().decode())
     pattern = r'^baton_kv_objects_total\{.*direction="load".*\} (\S+)'
@@ -113,7 +115,7 @@ async def running_scene(
     """A running cluster whose tiers meet over a route.
 
     Args:
-        route: the way of the KV between the tiers.
+        route: the route of the KV between the tiers.
         folder: the folder for logs.
         decode_url: connector URL of the decode tier; the route's by default.
         decode_flags: further flags of the decode tier.

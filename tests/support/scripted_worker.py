@@ -1,9 +1,9 @@
 """`python -m tests.support.scripted_worker`: a small process for tests of the supervisor.
 
-Announces its pid, then lives as it is told:
+It prints its pid, then acts by its mode:
 
-    serve       until SIGTERM, upon which it says so and exits 0
-    stubborn    until SIGKILL; SIGTERM is only announced
+    serve       runs until SIGTERM, prints "terminated" and exits with status 0
+    stubborn    runs until SIGKILL; prints "terminated" upon SIGTERM
     crash N     exits with status N
 """
 

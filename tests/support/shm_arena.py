@@ -1,4 +1,4 @@
-"""A `shm://` store, and what lies in its memory, past the store."""
+"""A `shm://` store, and direct access to its memory."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ __all__ = ["ArenaContents", "interposed", "needs_shared_memory", "opened", "put"
 
 
 class ArenaContents:
-    """Looks at the files of a store that exists, and takes no lock."""
+    """Reads the files of an existing store, without locks."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -27,34 +27,34 @@ class ArenaContents:
         self.memory = MappedMemory(folder / "memory")
 
     def close(self):
-        """Closes them."""
+        """Closes the files."""
         self.memory.close()
         self.table.close()
 
     def extents(self, *states):
-        """Those in one of these states; all without any."""
+        """Returns the extents in one of these states, or all if no state is given."""
         found = (self.table[index] for index in range(len(self.table)))
         return [extent for extent in found if not states or extent.state in states]
 
     def objects(self):
-        """Extents of objects by key."""
+        """Returns the extents of objects by key."""
         found = self.extents(State.OBJECT)
         by_key = {extent.key: extent for extent in found}
         assert len(by_key) == len(found), "two objects of one key"
         return by_key
 
     def bytes_at(self, extent):
-        """An object's."""
+        """Returns the bytes of an object."""
         found = blank(extent.num_bytes)
         self.memory.read([(extent.offset, found)])
         return found.to_bytes()
 
     def memory_bytes(self):
-        """What the objects' file really takes."""
+        """Returns the memory that the file of objects really takes."""
         return (self.folder / "memory").stat().st_blocks * 512
 
     def check(self):
-        """What the table says of itself holds."""
+        """Checks the invariants of the extent table and its header."""
         extents, header = self.extents(), self.header
         assert all(extent.state in list(State) for extent in extents)
         ends = [0, *(extent.offset + extent.room for extent in extents)]
@@ -68,7 +68,7 @@ class ArenaContents:
         assert not header.is_changing
 
     def check_index(self, arena):
-        """What an `Arena` of this process knows, when it has caught up, is what the table says."""
+        """Checks that the up-to-date index of an `Arena` of this process agrees with the table."""
         with arena._locked():
             index = arena._space._index
             by_key = {key: extent.index for key, extent in index._by_key.items()}
@@ -84,7 +84,7 @@ class ArenaContents:
 
 @contextmanager
 def opened(**options):
-    """A store, what lies in its memory, and its URL."""
+    """Yields a new store, its `ArenaContents`, and its URL."""
     name = f"test-{uuid.uuid4().hex}"
     query = "&".join(f"{key}={value}" for key, value in {"lease_s": 0, **options}.items())
     url = f"shm://{name}?{query}"
@@ -99,7 +99,7 @@ def opened(**options):
 
 
 def needs_shared_memory(num_bytes):
-    """Skips a test where /dev/shm has less left, as in a container with Docker's default."""
+    """Skips a test if /dev/shm has less space left, as in a container with Docker's default."""
     free_bytes = shutil.disk_usage("/dev/shm").free
     if free_bytes < num_bytes:
         left, needed = free_bytes >> 20, num_bytes >> 20
@@ -107,12 +107,12 @@ def needs_shared_memory(num_bytes):
 
 
 def put(store, key, byte, num_bytes):
-    """An object of one byte."""
+    """Puts an object that repeats one byte."""
     store.put([key], [filled(byte, num_bytes)])
 
 
 def interposed(monkeypatch, name, act):
-    """Has something done once, in the midst of a call of `MappedMemory`."""
+    """Calls `act` once, at the start of the next call of a method of `MappedMemory`."""
     call = getattr(MappedMemory, name)
     todo = [act]
 
@@ -126,7 +126,7 @@ def interposed(monkeypatch, name, act):
 
 @contextmanager
 def refusing(monkeypatch, num_calls):
-    """No memory is to be had from the so many-th call on."""
+    """Makes `os.posix_fallocate` fail with ENOSPC after `num_calls` calls."""
     left, allocate = iter(range(num_calls)), os.posix_fallocate
 
     def allocate_or_refuse(*args):

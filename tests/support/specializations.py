@@ -1,4 +1,4 @@
-"""Which versions of kernels Triton would compile for what is launched in its interpreter."""
+"""Records the versions of kernels that Triton would compile for launches in its interpreter."""
 
 import inspect
 from collections.abc import Iterator
@@ -14,10 +14,11 @@ Version = tuple[object, ...]
 
 @contextmanager
 def recording_versions(seen: set[Version]) -> Iterator[None]:
-    """Adds to `seen` what Triton would compile for each launch: (kernel, argument or option...).
+    """Adds the version that Triton would compile for each launch: (kernel, argument or option...).
 
-    A version is (name, type and what of its value is compiled in) per argument. A number may be 1,
-    or divisible by 16; of a tensor, its address may be. See `specialize_impl` in Triton.
+    Each argument is (name, type and the properties of its value that are compiled in): whether a
+    number is 1 or divisible by 16, and whether a tensor's address is divisible by 16. See
+    `specialize_impl` in Triton.
     """
     run = InterpretedFunction.run
 

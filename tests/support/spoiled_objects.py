@@ -1,4 +1,4 @@
-"""Ways in which stored bytes come to harm, and objects of stores where they lie at rest."""
+"""Ways to corrupt stored objects, and direct access to the objects of stores."""
 
 import random
 from collections.abc import Sequence
@@ -14,83 +14,83 @@ from kvstore.stores.redis.objects import object_name
 from tests.support.shm_arena import ArenaContents
 
 __all__ = [
-    "ArenaShelf",
-    "FileShelf",
-    "MemoryShelf",
-    "RedisShelf",
-    "Shelf",
+    "RawArenaObjects",
+    "RawFileObjects",
+    "RawMemoryObjects",
+    "RawObjects",
+    "RawRedisObjects",
     "spoil",
     "spoil_in_place",
 ]
 
-_PAGE_BYTES = 512  # of storage: what a disk loses at a time is at least that
+_PAGE_BYTES = 512  # a disk loses whole pages of at least this size
 
 
-def spoil_in_place(value: bytes, lots: random.Random, others: Sequence[bytes]) -> bytes:
-    """As many bytes, and not the same ones.
+def spoil_in_place(value: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
+    """Returns other bytes of the same length.
 
     Args:
-        value: what was whole.
-        lots: says what becomes of it.
-        others: what lay elsewhere, or here before.
+        value: an intact object.
+        rng: random choices.
+        others: other objects, some of whose bytes may replace those of this one.
     """
     spoiled = bytearray(value)
     while bytes(spoiled) == value:
-        start = lots.randrange(len(value))
-        match lots.choice(("bit", "bytes", "zeros", "other", "torn", "shifted")):
+        start = rng.randrange(len(value))
+        match rng.choice(("bit", "bytes", "zeros", "other", "torn", "shifted")):
             case "bit":
-                spoiled[start] ^= 1 << lots.randrange(8)
+                spoiled[start] ^= 1 << rng.randrange(8)
             case "bytes":
-                for _ in range(lots.randint(1, 20)):
-                    spoiled[lots.randrange(len(value))] = lots.randrange(256)
+                for _ in range(rng.randint(1, 20)):
+                    spoiled[rng.randrange(len(value))] = rng.randrange(256)
             case "zeros":
                 start -= start % _PAGE_BYTES
-                end = min(len(value), start + _PAGE_BYTES * lots.randint(1, 8))
+                end = min(len(value), start + _PAGE_BYTES * rng.randint(1, 8))
                 spoiled[start:end] = bytes(end - start)
             case "other":
-                spoiled[:] = lots.choice(others)
+                spoiled[:] = rng.choice(others)
             case "torn":
-                spoiled[start:] = lots.choice(others)[start:]
+                spoiled[start:] = rng.choice(others)[start:]
             case "shifted":
                 spoiled[:] = value[start:] + value[:start]
     return bytes(spoiled)
 
 
-def spoil(value: bytes, lots: random.Random, others: Sequence[bytes]) -> bytes:
-    """Anything but the object: as `spoil_in_place`, or longer, shorter, or with another's seal."""
-    start = lots.randrange(len(value))
-    match lots.choice(("in place", "in place", "in place", "cut", "longer", "foreign", "blank")):
+def spoil(value: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
+    """Returns a spoiled object: as `spoil_in_place`, or longer, shorter, or of another key."""
+    start = rng.randrange(len(value))
+    match rng.choice(("in place", "in place", "in place", "cut", "longer", "foreign", "blank")):
         case "cut":
             return value[:start]
         case "longer":
-            return value + lots.choice((b"\0", bytes(_PAGE_BYTES), lots.choice(others)))
+            return value + rng.choice((b"\0", bytes(_PAGE_BYTES), rng.choice(others)))
         case "foreign":
-            return _sealed_for_another_key(value, lots)
+            return _sealed_for_another_key(value, rng)
         case "blank":
-            return lots.choice((b"", bytes(len(value)), lots.randbytes(len(value))))
+            return rng.choice((b"", bytes(len(value)), rng.randbytes(len(value))))
         case _:
-            return spoil_in_place(value, lots, others)
+            return spoil_in_place(value, rng, others)
 
 
-def _sealed_for_another_key(value: bytes, lots: random.Random) -> bytes:
+def _sealed_for_another_key(value: bytes, rng: random.Random) -> bytes:
     resealed = KvObject.split(memoryview(bytearray(value)), HEADER_BYTES)
-    seal([resealed], [lots.randbytes(32)])
+    seal([resealed], [rng.randbytes(32)])
     assert resealed.payload == value[HEADER_BYTES:]
     return resealed.to_bytes()
 
 
-class Shelf(Protocol):
-    """Objects of a store, past the store."""
+class RawObjects(Protocol):
+    """Direct access to the stored bytes of objects, without the store."""
 
     def read(self, key: bytes) -> bytes | None:
-        """What lies there."""
+        """Returns the stored bytes of an object; None if there is none."""
 
     def write(self, key: bytes, value: bytes) -> None:
-        """Lays something in the place of an object that is there."""
+        """Replaces the stored bytes of an existing object."""
 
 
-class ArenaShelf:
-    """Objects of `shm://`, each in the room of its extent."""
+class RawArenaObjects:
+    """Objects of `shm://`, each within its extent."""
 
     def __init__(self, folder: Path) -> None:
         self._contents = ArenaContents(folder)
@@ -101,13 +101,13 @@ class ArenaShelf:
 
     def write(self, key: bytes, value: bytes) -> None:
         extent = self._contents.objects()[key]
-        lying = KvObject.split(memoryview(value)[: extent.room], HEADER_BYTES)
-        self._contents.memory.write([(extent.offset, lying)])
-        self._contents.header.object_bytes += lying.nbytes - extent.num_bytes
-        extent.num_bytes = lying.nbytes
+        spoiled = KvObject.split(memoryview(value)[: extent.room], HEADER_BYTES)
+        self._contents.memory.write([(extent.offset, spoiled)])
+        self._contents.header.object_bytes += spoiled.nbytes - extent.num_bytes
+        extent.num_bytes = spoiled.nbytes
 
 
-class FileShelf:
+class RawFileObjects:
     """Objects of `file://`."""
 
     def __init__(self, folder: Path) -> None:
@@ -124,8 +124,8 @@ class FileShelf:
         return self._folder / key.hex()[:2] / key.hex()
 
 
-class RedisShelf:
-    """Objects of `redis://` that are single values."""
+class RawRedisObjects:
+    """Objects of `redis://` that are stored as single values."""
 
     def __init__(self, client: Redis) -> None:
         self._client = client
@@ -138,8 +138,8 @@ class RedisShelf:
         self._client.set(object_name(key), value, xx=True, keepttl=True)
 
 
-class MemoryShelf:
-    """Objects of `memory://NAME`, which is open."""
+class RawMemoryObjects:
+    """Objects of `memory://NAME`, which must be open."""
 
     def __init__(self, name: str) -> None:
         self._entries = memory._registry[name].entries

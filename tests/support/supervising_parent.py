@@ -1,4 +1,4 @@
-"""`python -m tests.support.supervising_parent N`: supervises N scripted workers for ever."""
+"""`python -m tests.support.supervising_parent N`: supervises N scripted workers until killed."""
 
 import asyncio
 import sys

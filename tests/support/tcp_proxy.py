@@ -1,4 +1,4 @@
-"""A network path of a test's own: it loses what it carries, breaks, and comes back."""
+"""A TCP proxy that can hold back bytes, reset connections and listen again."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,23 +7,24 @@ from contextlib import asynccontextmanager, suppress
 __all__ = ["TcpProxy", "running_proxy"]
 
 _CHUNK_BYTES = 1 << 16
-# Buffers would swallow what the test thinks it holds back.
+# Large buffers would hide bytes that the test means to hold back.
 _BUFFER_BYTES = 1 << 12
 
 
 class TcpProxy:
-    """Carries connections to a server, both ways. Of the event loop that started it.
+    """Forwards connections to a server in both directions, in the event loop that started it.
 
-    What is held back is late, not lost: it comes once it may pass, as TCP would send it again.
+    Bytes that are held back are late, not lost: they arrive after `let_pass`, as with TCP's
+    retransmissions.
 
     Args:
         target: `host` and `port` of the server.
-        host: to listen on.
-        port: to listen on; 0 for a free one, which it keeps.
+        host: address to listen on.
+        port: port to listen on; 0 for a free one, which it keeps.
 
     Attributes:
-        port: where it listens.
-        is_holding: set while something waits to pass.
+        port: port that it listens on.
+        is_holding: set while bytes or connections are held back.
     """
 
     def __init__(self, target: tuple[str, int], host: str = "127.0.0.1", port: int = 0) -> None:
@@ -31,31 +32,31 @@ class TcpProxy:
         self._server: asyncio.Server | None = None
         self._open = asyncio.Event()
         self._open.set()
-        self._num_left: dict[str, int] = {}  # bytes that may pass before it holds, by what
+        self._num_left: dict[str, int] = {}  # bytes that may still pass, by direction
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_holding = asyncio.Event()
 
     async def start(self) -> None:
-        """Listens; also after `cut`, at the same address."""
+        """Listens; after `cut`, at the same address again."""
         self._server = await asyncio.start_server(self._accept, self._host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def hold(self) -> None:
-        """From now on nothing passes either way; connections are taken and answer nothing."""
+        """Holds back all bytes from now on; accepts connections but answers nothing."""
         self._open.clear()
 
     def hold_after(self, num_bytes: int, what: str) -> None:
-        """Holds after so many more bytes, in the midst of whatever they are.
+        """Holds back all bytes after `num_bytes` more, even in the middle of a message.
 
         Args:
-            num_bytes: that still pass, over all connections.
-            what: "requests" or "answers": which way they go.
+            num_bytes: bytes that still pass, over all connections.
+            what: direction that is counted, "requests" or "answers".
         """
         self._num_left[what] = num_bytes
 
     def let_pass(self) -> None:
-        """What was held comes, and all else after it."""
+        """Forwards held bytes and all later ones."""
         self._num_left.clear()
         self.is_holding.clear()
         self._open.set()
@@ -71,7 +72,7 @@ class TcpProxy:
         self.let_pass()
 
     async def close(self) -> None:
-        """Cuts, and waits until all is gone."""
+        """Cuts, and waits until all tasks have ended."""
         self.cut()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -100,7 +101,7 @@ class TcpProxy:
     async def _carry(
         self, source: asyncio.StreamReader, target: asyncio.StreamWriter, what: str
     ) -> None:
-        """Carries bytes one way until either end is gone."""
+        """Forwards bytes in one direction until either end closes."""
         target.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
         while data := await source.read(_CHUNK_BYTES):
             if what in self._num_left:
@@ -112,7 +113,7 @@ class TcpProxy:
             await self._pass()
             target.write(data)
             await target.drain()
-        raise EOFError  # ends the other way too
+        raise EOFError  # ends the other direction too
 
     async def _pass(self) -> None:
         if not self._open.is_set():
@@ -124,7 +125,7 @@ class TcpProxy:
 async def running_proxy(
     target: tuple[str, int], host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[TcpProxy]:
-    """A proxy that listens; closed at the end. See `TcpProxy` for the arguments."""
+    """Runs a listening proxy until the block ends. See `TcpProxy` for the arguments."""
     proxy = TcpProxy(target, host, port)
     await proxy.start()
     try:

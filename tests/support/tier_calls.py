@@ -1,4 +1,4 @@
-"""Calls of one prefill or decode process, past the router."""
+"""Direct calls of one prefill or decode process, without a router."""
 
 from dataclasses import dataclass
 
@@ -24,13 +24,13 @@ _TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt with its first token and where its KV is, until the lease is over.
+    """A prefilled prompt, whose KV can be loaded until its lease ends.
 
     Attributes:
-        spec: as both tiers get it.
-        namespace: of both tiers.
-        token_ids: drawn so far.
-        handoff: where the KV is.
+        spec: the request as both tiers get it.
+        namespace: namespace of both tiers.
+        token_ids: tokens drawn by prefill.
+        handoff: the handoff of the KV.
     """
 
     spec: request_pb2.RequestSpec
@@ -42,7 +42,7 @@ class Prefilled:
 async def prefill_at(
     server: ServerProcess, request_id: str, prompt: list[int], num_tokens: int
 ) -> Prefilled:
-    """Prefills a prompt; nobody releases its KV."""
+    """Prefills a prompt; does not release its KV."""
     async with grpc.aio.insecure_channel(server.address) as channel:
         info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(
             worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S
@@ -67,7 +67,7 @@ async def decode_at(server: ServerProcess, prefilled: Prefilled) -> list[int]:
     """Generates from a handoff; returns all tokens.
 
     Raises:
-        BatonError: what decode says of the request.
+        BatonError: decode has reported an error.
     """
     start = decode_pb2.StartDecode(
         spec=prefilled.spec, namespace=prefilled.namespace, handoff=prefilled.handoff

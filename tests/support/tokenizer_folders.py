@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that checkpoints bring, written as checkpoint folders."""
+"""Small tokenizers of the kinds that checkpoints have, written as checkpoint folders."""
 
 import json
 from pathlib import Path
@@ -92,7 +92,7 @@ def write_opt_folder(folder: Path) -> Path:
 
 
 def write_gpt2_folder(folder: Path) -> Path:
-    """`vocab.json` and `merges.txt` alone, with one token added later."""
+    """`vocab.json` and `merges.txt` only, with one token in `added_tokens.json`."""
     write_opt_folder(folder)
     (folder / "special_tokens_map.json").unlink()
     vocab = json.loads((folder / "vocab.json").read_text())

@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on the CPU: the same operations on the same memory."""
+"""Stand-ins for CUDA graphs on the CPU: they rerun the same operations on the same memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class _Operation:
     function: Any
     args: Any
     kwargs: Any
-    results: list[torch.Tensor]  # fresh memory that it filled
+    results: list[torch.Tensor]  # new tensors that it filled
 
     def run(self) -> None:
         again = tree_leaves(self.function(*self.args, **self.kwargs))
@@ -29,10 +29,10 @@ class _Operation:
 
 
 class TracedStep(RecordedStep):
-    """A function's operations, to be run again without it.
+    """A function's operations, which can run again without the function.
 
-    Reading a value on the host fails, as it does while a graph is captured. What only views
-    memory is not run again: the views are there.
+    Reading a value on the host fails, as it does while a graph is captured. Views are not run
+    again, since they exist already.
     """
 
     def __init__(self, run: Callable[[], torch.Tensor]) -> None:
@@ -82,14 +82,14 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 class EagerDeviceSteps(DeviceSteps):
-    """As with `--enforce-eager`."""
+    """Runs every step eagerly, as with `--enforce-eager`."""
 
     def __init__(self, model: StepModel) -> None:
         super().__init__(replace(model, enforce_eager=True))
 
 
 class TracedDeviceSteps(DeviceSteps):
-    """On kernels made of torch's operations."""
+    """Traces steps; needs kernels that are made of torch's operations."""
 
     def __init__(self, model: StepModel) -> None:
         super().__init__(model, TracedStep)
@@ -104,7 +104,7 @@ class _Rerun(RecordedStep):
 
 
 class RerunDeviceSteps(DeviceSteps):
-    """For kernels whose launches cannot be traced: calls what a graph would have recorded."""
+    """Calls the function that a graph would record, for kernels that cannot be traced."""
 
     def __init__(self, model: StepModel) -> None:
         super().__init__(model, _Rerun)

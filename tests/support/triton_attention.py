@@ -1,4 +1,4 @@
-"""Checks of Triton's paged attention: cases on the device that the tests run on."""
+"""Checks of Triton's paged attention on the device of the tests."""
 
 import torch
 
@@ -20,7 +20,7 @@ def make_case(
     dtype=torch.float32,
     **options,
 ) -> AttentionCase:
-    """A case on the CPU: little work for the interpreter, and sizes that are compiled but once."""
+    """Returns a small case on the CPU; its default sizes keep interpreting and compiling short."""
     return attention_cases.make_case(
         spans,
         num_heads=num_heads,
@@ -34,12 +34,12 @@ def make_case(
 
 
 def attend(case: AttentionCase, sliding_window: int | None = None) -> torch.Tensor:
-    """What Triton's kernel gives on the device."""
+    """Returns the result of Triton's kernel on the device."""
     return case.on(DEVICE).attend(sliding_window, module=attention)
 
 
 def check(case: AttentionCase, sliding_window: int | None = None) -> torch.Tensor:
-    """The same, compared with the oracle."""
+    """Attends like `attend` and compares the result with the oracle."""
     is_widened = case.scales_pool is not None and case.query.dtype == torch.float16
     rounding = rounding_error(torch.bfloat16 if is_widened else case.query.dtype)
     return case.on(DEVICE).check(sliding_window, module=attention, rounding=rounding)

@@ -1,10 +1,10 @@
 """`python -m tests.support.turn_taker FOLDER`: takes turns as an engine, on commands from stdin.
 
-take            waits for a turn and says "taken"
-give            ends the turn and says "given"
-steps N FILE    takes N turns, writes its pid to FILE in each, and says "done". A turn lasts
+take            waits for a turn and prints "taken"
+give            ends the turn and prints "given"
+steps N FILE    takes N turns, writes its pid to FILE in each, and prints "done". A turn lasts
                 until another process is next, or has had all of its turns.
-fork            starts a child that lives until stdin ends; says its pid
+fork            starts a child that runs until stdin ends; prints its pid
 """
 
 import fcntl
@@ -35,7 +35,7 @@ def is_held(path: Path) -> bool:
 def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _DEADLINE_S
     while not is_so():
-        assert time.monotonic() < deadline, "it did not come"
+        assert time.monotonic() < deadline, "the condition did not become true"
         os.sched_yield()
 
 

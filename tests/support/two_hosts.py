@@ -1,4 +1,4 @@
-"""Two hosts on a cable, made of network namespaces. Needs root."""
+"""Two hosts connected by a cable, made of network namespaces; needs root."""
 
 import json
 import os
@@ -10,14 +10,16 @@ from contextlib import ExitStack, contextmanager
 from tests.support.cluster import Cluster, Place
 from tests.support.routes import LEASE_S, Route
 
-__all__ = ["TwoHosts", "running_two_hosts", "why_not"]
+__all__ = ["TwoHosts", "running_two_hosts", "why_unavailable"]
 
 _PEER_PORT = 7100
-_HALF_WAY_BYTES = 10_000  # more than what a transfer begins with, and less than it moves
+_STARTED_BYTES = (
+    10_000  # more than the bytes before a transfer's blocks, less than a whole transfer
+)
 
 
-def why_not() -> str:
-    """Returns what keeps this machine from making namespaces; empty if nothing does."""
+def why_unavailable() -> str:
+    """Returns why this machine cannot make network namespaces; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
@@ -32,24 +34,24 @@ def why_not() -> str:
 
 
 class TwoHosts(Route):
-    """Prefill's host and decode's, and a cable between them that carries KV alone.
+    """The hosts of prefill and decode, and a cable between them that carries only KV.
 
     Args:
-        scheme: of a peer connector, which meets over the cable.
-        options: of its URL.
+        scheme: scheme of the peer connector that uses the cable.
+        options: options of its URL.
 
     Attributes:
-        places: of the tiers' processes, by tier; this process reaches them by other cables.
+        places: places of the tiers' processes; this process reaches them by other links.
     """
 
     def __init__(self, scheme: str, options: str) -> None:
         self._names = {tier: f"bt{os.getpid()}{tier[0]}" for tier in ("prefill", "decode")}
-        # Addresses for tests of devices; of the first two, this process has the neighbours.
+        # 198.18.0.0/15 is reserved for benchmarks; this process has the addresses in `_here`.
         subnet = f"198.18.{os.getpid() % 250}"
         self._here = {"prefill": f"{subnet}.1", "decode": f"{subnet}.5"}
         hosts = {"prefill": f"{subnet}.2", "decode": f"{subnet}.6"}
         self._on_cable = {"prefill": f"{subnet}.9", "decode": f"{subnet}.10"}
-        # Both are one machine, where nixl would read memory by the kernel.
+        # Both hosts are one machine, on which nixl would read memory through the kernel.
         environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "cable"}
         self.places = {
             tier: Place(hosts[tier], ("ip", "netns", "exec", name), environment)
@@ -61,14 +63,14 @@ class TwoHosts(Route):
         self.held_decode_url = self.decode_url
         self._num_received = 0
 
-    def lay(self, stack: ExitStack) -> None:
-        """Makes hosts and cables; the stack removes them."""
+    def set_up(self, stack: ExitStack) -> None:
+        """Makes hosts and links; the stack removes them."""
         for tier, name in self._names.items():
             _run("ip", "netns", "add", name)
             stack.callback(_run, "ip", "netns", "delete", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "link", "add", name, "type", "veth", "peer", "name", "here", "netns", name)
-            stack.callback(_run, "ip", "link", "delete", name)  # a namespace takes its time
+            stack.callback(_run, "ip", "link", "delete", name)  # deleting a namespace may take time
             _run("ip", "address", "add", f"{self._here[tier]}/30", "dev", name)
             _run("ip", "link", "set", name, "up")
             _run("ip", "-n", name, "address", "add", f"{self.places[tier].host}/30", "dev", "here")
@@ -86,7 +88,7 @@ class TwoHosts(Route):
         self.hold_loads()
 
     def hold_loads(self) -> None:
-        """Limits the cable to a rate at which blocks take seconds."""
+        """Limits the cable to a rate at which a block takes seconds."""
         limit = ("tbf", "rate", "80kbit", "burst", "4kb", "latency", "60s")
         _run("tc", "-n", self._names["prefill"], "qdisc", "add", "dev", "cable", "root", *limit)
         self._num_received = self._count_received()
@@ -100,7 +102,7 @@ class TwoHosts(Route):
         _run("tc", "-n", self._names["prefill"], "qdisc", "delete", "dev", "cable", "root")
 
     async def is_holding(self, cluster: Cluster) -> bool:
-        return self._count_received() - self._num_received > _HALF_WAY_BYTES
+        return self._count_received() - self._num_received > _STARTED_BYTES
 
     def _set_cable(self, state: str) -> None:
         for name in self._names.values():
@@ -117,7 +119,7 @@ def running_two_hosts(scheme: str, options: str) -> Iterator[TwoHosts]:
     """Yields the hosts, and removes them at the end."""
     hosts = TwoHosts(scheme, options)
     with ExitStack() as stack:
-        hosts.lay(stack)
+        hosts.set_up(stack)
         yield hosts
 
 

@@ -1,6 +1,6 @@
-"""Every kernel compiles for Hopper cards, as models launch it: the interpreter takes more.
+"""Every kernel compiles for Hopper cards as models launch it; the interpreter accepts more.
 
-Needs no GPU; where there is one, the other tests compile.
+These tests need no GPU; on a GPU they are skipped, as the other tests compile the kernels there.
 """
 
 import json
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def compiled(names, tmp_path):
-    """Case -> (kernel, shared bytes) of each that it compiled, in a process that can compile."""
+    """Compiles cases in a process without the interpreter; returns case -> (kernel, bytes)."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     del environment["TRITON_INTERPRET"]
     result = subprocess.run(
@@ -42,7 +42,7 @@ def compiled(names, tmp_path):
 
 
 @pytest.mark.timeout(510)
-def test_kernels_compile_and_fit(tmp_path):
+def test_kernels_compile_and_fit_in_shared_memory(tmp_path):
     for name, kernels in compiled([*CASES], tmp_path).items():
         assert kernels, name
         for kernel, shared_bytes in kernels:
@@ -50,7 +50,7 @@ def test_kernels_compile_and_fit(tmp_path):
 
 
 def test_no_kernel_is_compiled_again_for_another_number_of_rows(tmp_path):
-    """What changes from step to step is no constant of a kernel, nor is a search's pass."""
+    """Values that change from step to step, and a search's pass, are no compile-time constants."""
     kernels = compiled(["thresholds", "rows"], tmp_path)
     searches = Counter(name for name, _ in kernels["thresholds"])
     assert searches == {"_search_kernel": 2, "_settle_kernel": 2}  # of top-k and of top-p

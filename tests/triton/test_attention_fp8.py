@@ -18,14 +18,14 @@ MIXED = [(120, 1), (0, 29), (30, 1), (65, 6), (0, 1)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spans", [DECODE, MIXED])
-def test_the_stored_values_are_attended(spans, dtype):
+def test_attention_reads_the_stored_values(spans, dtype):
     check(make_case(spans, dtype=dtype).quantized())
 
 
 @pytest.mark.parametrize("spans", [DECODE, MIXED])
-def test_a_window_and_a_soft_cap(spans):
+def test_attention_with_a_window_and_a_soft_cap(spans):
     case = make_case(spans, soft_cap=5.0, dtype=torch.bfloat16)
-    check(case.forgetting(40).quantized(), 40)
+    check(case.with_freed_blocks(40).quantized(), 40)
 
 
 @pytest.mark.parametrize("head_dim", [80, 128])
@@ -33,13 +33,13 @@ def test_head_sizes(head_dim):
     check(make_case(MIXED, head_dim=head_dim, block_size=8, dtype=torch.bfloat16).quantized())
 
 
-def test_matches_the_reference():
+def test_attention_matches_the_reference():
     case = make_case(MIXED).quantized()
     expected = case.attend(module=reference)
     torch.testing.assert_close(attend(case).cpu(), expected, atol=2e-6, rtol=2e-5)
 
 
-def test_is_close_to_attention_without_quantization():
+def test_attention_is_close_to_that_without_quantization():
     case = make_case([(300, 1), (50, 40)], dtype=torch.bfloat16)
     expected = case.expected()
     error = attend(case.quantized()).double().cpu() - expected
@@ -47,7 +47,7 @@ def test_is_close_to_attention_without_quantization():
     assert error.norm() < expected.norm() / 16
 
 
-def test_factors_may_lie_in_another_order():
+def test_scales_may_have_another_memory_order():
     case = make_case(MIXED, dtype=torch.bfloat16).quantized()
     expected = attend(case)
     scales_pool = case.scales_pool.transpose(2, 4).contiguous().transpose(2, 4)
@@ -59,7 +59,7 @@ def test_factors_may_lie_in_another_order():
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("spans", [DECODE, MIXED])
-def test_a_sequence_that_is_not_finite_spoils_no_other(spans):
+def test_a_non_finite_sequence_does_not_affect_others(spans):
     case = make_case(spans, dtype=torch.bfloat16)
     expected = attend(case.quantized())
     first, last = case.meta.query_starts[3:5].tolist()
@@ -70,7 +70,7 @@ def test_a_sequence_that_is_not_finite_spoils_no_other(spans):
     torch.testing.assert_close(output[others], expected[others], atol=0, rtol=0)
 
 
-def test_missing_factors_are_refused():
+def test_missing_scales_are_refused():
     quantized = make_case(DECODE, dtype=torch.bfloat16).quantized()
     with pytest.raises(AssertionError):
         attend(replace(quantized, scales_pool=None))

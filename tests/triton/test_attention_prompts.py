@@ -15,7 +15,7 @@ MIXES = {
     "cached prefix": [(90, 25), (3, 30), (64, 64)],
     "mixed": [(120, 1), (0, 29), (30, 1), (65, 6), (0, 1), (4, 2), (100, 40)],
 }
-# The same tiles in less time.
+# One head gives the same tiles in less time.
 ONE_HEAD = {"num_heads": 1}
 
 

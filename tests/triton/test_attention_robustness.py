@@ -1,4 +1,4 @@
-"""What Triton's paged attention reads, what it leaves, and what spoils whom."""
+"""Triton's paged attention with unusual layouts, empty contexts and non-finite values."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def with_meta(case, **changes):
     pairs([[(200, 1), (3, 1)], [(170, 40), (64, 5), (90, 1)]], (1, 60), DTYPES),
 )
 def test_blocks_before_the_windows_may_be_freed(spans, sliding_window, dtype):
-    check(make_case(spans, dtype=dtype).forgetting(sliding_window), sliding_window)
+    check(make_case(spans, dtype=dtype).with_freed_blocks(sliding_window), sliding_window)
 
 
 @pytest.mark.parametrize("spans", [DECODE, MIXED])
@@ -50,7 +50,7 @@ def test_tables_may_be_strided(spans):
 
 
 @pytest.mark.parametrize("spans", [[(6, 1), (0, 1), (70, 1)], [(9, 70), (0, 1), (9, 8), (0, 1)]])
-def test_an_empty_context_yields_zeros_and_spoils_no_neighbour(spans):
+def test_an_empty_context_yields_zeros_and_does_not_affect_others(spans):
     case = make_case(spans)
     expected = check(case)
     is_empty = [span == (0, 1) for span in spans]
@@ -63,7 +63,7 @@ def test_an_empty_context_yields_zeros_and_spoils_no_neighbour(spans):
 
 
 @pytest.mark.parametrize("spans", [[(6, 1), (70, 1)], [(9, 70), (4, 1)]])
-def test_sequences_without_tokens_and_rows_without_a_sequence(spans):
+def test_padding_with_empty_sequences_and_unused_rows_is_ignored(spans):
     case = make_case(spans)
     expected = check(case)
     meta = case.meta
@@ -80,8 +80,8 @@ def test_sequences_without_tokens_and_rows_without_a_sequence(spans):
 
 @pytest.mark.parametrize("spans", [DECODE, MIXED])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_longest_lengths_may_be_overestimated(spans, dtype):
-    # As of a graph, which is captured for any step up to a size.
+def test_the_maximum_lengths_may_be_overestimated(spans, dtype):
+    # A graph is captured with maximum lengths that fit every step up to a size.
     case = make_case(spans, dtype=dtype)
     check(with_meta(case, max_context_len=8000))
     check(with_meta(case, max_context_len=8000), 50)
@@ -89,7 +89,7 @@ def test_longest_lengths_may_be_overestimated(spans, dtype):
 
 @pytest.mark.parametrize("spans", [DECODE, MIXED])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_part_of_a_wider_tensor_attends_as_its_copy_does(spans, dtype):
+def test_a_slice_of_a_wider_query_gives_the_result_of_its_copy(spans, dtype):
     case = make_case(spans, dtype=dtype).on(DEVICE)
     expected = attend(case)
     num_tokens = len(case.query)
@@ -103,7 +103,7 @@ def test_a_part_of_a_wider_tensor_attends_as_its_copy_does(spans, dtype):
 
 
 @pytest.mark.parametrize("order", [(0, 4, 1, 3, 2, 5), (3, 1, 0, 2, 4, 5)])
-def test_pools_whose_axes_lie_in_another_order(order):
+def test_pools_may_have_axes_in_another_memory_order(order):
     case = make_case(MIXED, dtype=torch.bfloat16)
     back = [order.index(axis) for axis in range(6)]
     pool = case.pool.permute(order).contiguous().permute(back)
@@ -112,7 +112,7 @@ def test_pools_whose_axes_lie_in_another_order(order):
     assert torch.equal(attend(moved, 7), attend(case, 7))
 
 
-def test_the_pool_and_the_query_are_left_as_they_were():
+def test_attention_does_not_change_the_pool_or_the_query():
     case = make_case(MIXED).on(DEVICE)
     pool, query = case.pool.clone(), case.query.clone()
     attend(case, 3)
@@ -126,7 +126,7 @@ def test_the_pool_and_the_query_are_left_as_they_were():
 @pytest.mark.parametrize(
     ("value", "spans", "dtype"), pairs((torch.nan, torch.inf), (DECODE, MIXED), DTYPES)
 )
-def test_a_sequence_that_is_not_finite_spoils_no_other(value, spans, dtype):
+def test_a_non_finite_sequence_does_not_affect_others(value, spans, dtype):
     case = make_case(spans, dtype=dtype)
     expected = attend(case)
     first, last = case.meta.query_starts[3:5].tolist()
@@ -139,7 +139,7 @@ def test_a_sequence_that_is_not_finite_spoils_no_other(value, spans, dtype):
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("span", [(40, 3), (40, 30)])
-def test_a_query_that_is_not_finite_spoils_no_other_token_or_head(span):
+def test_a_non_finite_query_does_not_affect_other_tokens_or_heads(span):
     case = make_case([span], dtype=torch.bfloat16)
     expected = attend(case)
     case.query[2, 2, 5] = torch.nan

@@ -9,7 +9,7 @@ from tests.support.devices import DEVICE, IS_CUDA
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
-# 90 words end within a program's part, and 4110 within its second.
+# 90 words end within a program's first part, and 4110 within its second.
 BLOCK_WORDS = [1, 90, 4096, 4110]
 
 
@@ -57,7 +57,7 @@ def test_rows_may_be_strided(header_bytes):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_ids_may_lie_in_a_tensor_on_any_device(dtype):
+def test_ids_may_be_a_tensor_on_any_device(dtype):
     pool, out = random_pool(), torch.empty(3, 90, device=DEVICE)
     for device in (DEVICE, "cpu"):
         ids = torch.tensor([4, 4, 2], dtype=dtype, device=device)
@@ -67,7 +67,7 @@ def test_ids_may_lie_in_a_tensor_on_any_device(dtype):
     assert torch.equal(bits(pool)[[8, 0]], bits(out)[1:])
 
 
-@pytest.mark.skipif(not IS_CUDA, reason="the host is another device only beside a GPU")
+@pytest.mark.skipif(not IS_CUDA, reason="the host is another device only with a GPU")
 @pytest.mark.parametrize("pinned", [False, True])
 def test_blocks_travel_to_the_host_and_back(pinned):
     pool, other = random_pool(), random_pool()
@@ -126,7 +126,7 @@ def test_swapped_blocks_arrive_bit_for_bit(pairs):
 
 
 def test_adjacent_blocks_are_one_transfer(monkeypatch):
-    """Blocks that lie side by side in both pools are one transfer."""
+    """Blocks are copied together if they are adjacent in both pools."""
     copies = []
     copy = torch.Tensor.copy_
 
@@ -141,7 +141,7 @@ def test_adjacent_blocks_are_one_transfer(monkeypatch):
     assert copies == [3, 1, 2]
 
 
-def test_no_blocks_change_nothing():
+def test_empty_lists_of_blocks_change_nothing():
     pool = random_pool()
     before = bits(pool).clone()
     blocks.copy_blocks(pool, [])

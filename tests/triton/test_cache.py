@@ -1,4 +1,4 @@
-"""What Triton does to queries, keys and values before attention, against float64."""
+"""Triton's preparation of queries, keys and values for attention, against float64."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ def make_case(*, dtype=torch.float32, spans=SPANS, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("head_dim", [2, 64, 80, 128, 256])
-def test_rotated(head_dim, has_norms, dtype):
+def test_states_with_rotation(head_dim, has_norms, dtype):
     make_case(head_dim=head_dim, has_norms=has_norms, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("head_dim", [1, 5])
-def test_not_rotated(head_dim, has_norms, dtype):
+def test_states_without_rotation(head_dim, has_norms, dtype):
     make_case(head_dim=head_dim, has_norms=has_norms, dtype=dtype, rotates=False).check()
 
 
@@ -65,8 +65,8 @@ def test_any_shape(heads, half_dim, **options):
     make_case(num_heads=heads[0], num_kv_heads=heads[1], head_dim=2 * half_dim, **options).check()
 
 
-def test_strided_parts():
-    """Copies, as of GPT-2's parts, and heads that do not lie side by side."""
+def test_parts_may_be_strided():
+    """Contiguous copies, as for GPT-2, and heads that are not adjacent."""
     case = make_case(has_norms=True)
     parts = [part.clone() for part in case.parts()]
     case.check([part.clone() for part in parts])
@@ -80,7 +80,7 @@ def test_a_query_of_dense_heads_is_rotated_in_place():
     assert case.run(query, key, value).data_ptr() == query.data_ptr()
 
 
-def test_values_and_the_rest_of_a_wider_tensor_stay():
+def test_values_and_the_rest_of_a_wider_tensor_are_unchanged():
     case = make_case()
     wide = torch.full((len(case.qkv), 13, 8), 3.0, device=DEVICE)
     wide[:, 2:12] = case.qkv
@@ -92,7 +92,7 @@ def test_values_and_the_rest_of_a_wider_tensor_stay():
     assert (wide[:, 12] == 3).all()
 
 
-def test_a_token_that_is_not_finite_spoils_no_other():
+def test_a_non_finite_token_does_not_affect_others():
     case, spoiled = make_case(has_norms=True), make_case(has_norms=True)
     spoiled.qkv[3, 1:7, 3] = torch.nan  # some heads of its query and a key
     expected, prepared = case.run(*case.parts()), spoiled.run(*spoiled.parts())
@@ -112,18 +112,21 @@ def test_a_step_of_no_tokens():
 
 
 class NarrowCase:
-    """A case whose keys and values go to an 8-bit cache full of 7s, with factors of 7."""
+    """A case whose keys and values go to an 8-bit cache full of 7s, with scales of 7."""
 
     def __init__(self, **options):
         self.case = make_case(**options)
         shape = self.case.pool.shape
         self.pool = torch.full(shape, 7, dtype=torch.uint8, device=DEVICE)
-        # Heads outermost: strides of its own.
+        # Heads are outermost, so that the strides differ from the pool's.
         scales = torch.full((shape[3], shape[0], 2, shape[4]), 7.0, device=DEVICE)
         self.scales = scales.permute(1, 2, 0, 3)
 
     def run(self, parts=None):
-        """Query, `[num_tokens, 2, num_kv_heads, ...]` bytes and factors; the rest must stay."""
+        """Returns the query, and bytes and scales `[num_tokens, 2, num_kv_heads, ...]`.
+
+        Checks that the rest of the cache is unchanged.
+        """
         case = self.case
         query = cache.rotate_and_write_kv(
             *(parts or case.parts()),
@@ -144,7 +147,7 @@ class NarrowCase:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 64, 80])
-def test_quantized_bit_for_bit_as_the_reference_does(head_dim, dtype):
+def test_keys_and_values_are_quantized_like_the_reference_bit_for_bit(head_dim, dtype):
     options = {"head_dim": head_dim, "dtype": dtype, "has_norms": True}
     query, narrow, scales = NarrowCase(**options).run()
     plain = make_case(**options)
@@ -155,7 +158,7 @@ def test_quantized_bit_for_bit_as_the_reference_does(head_dim, dtype):
 
 
 def test_every_rounding_of_an_8_bit_float():
-    """All 8-bit floats, what lies halfway between them, and the next numbers to each of those."""
+    """All 8-bit floats, the midpoints between them, and the float32 neighbours of all of these."""
     floats = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     points = torch.cat((floats, (floats[1:] + floats[:-1]) / 2))
     above, below = torch.nextafter(points, points * 2), torch.nextafter(points, -points)
@@ -165,7 +168,7 @@ def test_every_rounding_of_an_8_bit_float():
     narrow_case = NarrowCase(spans=[(0, 1)], num_heads=1, num_kv_heads=1, head_dim=head_dim)
     values = torch.zeros(1, 1, head_dim)
     values[0, 0, : len(points)] = points
-    values[0, 0, -1] = 448  # the factor is 1
+    values[0, 0, -1] = 448  # the scale is 1
     query, key, _ = narrow_case.case.parts()
     _, narrow, scales = narrow_case.run((query, key, values.to(DEVICE)))
     assert scales[0, 1].tolist() == [1.0]
@@ -186,7 +189,7 @@ def test_quantized_states_of_any_size(scale):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of NaN
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_nonfinite_values_are_kept_and_spoil_no_other_head(bad):
+def test_non_finite_values_are_kept_and_do_not_affect_other_heads(bad):
     narrow_case = NarrowCase(rotates=False)
     narrow_case.case.qkv[2, 7, 5] = bad  # the second head of a key
     _, narrow, scales = narrow_case.run()

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU, against float64: what is added, in which type, and where it lands."""
+"""Linear layers on a GPU, against float64: bias, residual, types and in-place results."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SHAPES = [(0, 16, 24), (1, 16, 24), (3, 33, 17), (40, 96, 50)]
 
 @pytest.fixture(autouse=True)
 def plain_float32_products():
-    """A GPU may shorten the factors of float32 products, unless that is turned off."""
+    """Keeps a GPU from computing float32 products with operands of fewer bits (TF32)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -56,7 +56,7 @@ def test_linear(rows, columns, outputs, has_residual, has_bias, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_residual_is_added_where_it_lies_and_rounded_once(dtype):
+def test_a_residual_is_added_in_place_and_rounded_once(dtype):
     hidden = on_device(5, 32, dtype=dtype)
     matrix = on_device(8, 32, dtype=dtype, seed=1)
     residual = on_device(5, 8, dtype=dtype, seed=2)
@@ -64,7 +64,7 @@ def test_a_residual_is_added_where_it_lies_and_rounded_once(dtype):
     bound = product_bound(hidden, matrix) + eps_of(dtype) / 2 * expected.abs()
     out = linear.linear(hidden, filled_weight(matrix), residual=residual)
     assert out.data_ptr() == residual.data_ptr()
-    # Beside the product's own error, one of float32's for the sum.
+    # Besides the product's error, the sum has one rounding of float32.
     assert_within(out, expected, 1.01 * bound + eps_of(torch.float32) * expected.abs())
 
 

@@ -31,10 +31,10 @@ def check_rms_norm(hidden, weight, eps=1e-5):
     expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
     assert out.shape == hidden.shape
     assert out.dtype == hidden.dtype
-    # Rounded before the weight comes and after; the mean is a sum in float32.
+    # Rounded before and after the weight is applied; the mean is a sum in float32.
     num_eps = 4 + hidden.shape[-1] ** 0.5 / 4
     bound = (2 * rounding_error(hidden.dtype) + num_eps * EPS32) * expected.abs()
-    # What is rounded before the weight comes may be off by as much, times the weight.
+    # Near zero, rounding errs by the spacing of numbers, which the weight may multiply.
     assert_within(out, expected, bound + 8 * spacing_at_zero(hidden.dtype))
 
 
@@ -133,7 +133,7 @@ def test_rotary_angles_of_strided_positions():
 
 
 def check_maxima(logits):
-    """As torch finds them, in one row after the other."""
+    """Checks that maxima and their indices equal those of the reference."""
     maxima, indices = pointwise.row_maxima(logits.to(DEVICE))
     assert (maxima.dtype, indices.dtype) == (torch.float32, torch.int64)
     expected, places = reference.row_maxima(logits)
@@ -164,14 +164,14 @@ def test_row_maxima_of_ties_nan_and_infinities(data):
 
 @pytest.mark.parametrize("place", [0, 4095, 4096, 8191, 8192, 9000])
 @pytest.mark.parametrize("value", [5.0, INFINITY, math.nan])
-def test_the_largest_is_found_wherever_it_is(place, value):
+def test_the_largest_logit_is_found_at_any_place(place, value):
     logits = normal(2, 9001).clamp(max=4)
     logits[1, place] = value
     check_maxima(logits)
 
 
 @pytest.mark.parametrize("places", [(0, 8999), (4095, 4096), (100, 101), (5000, 8999)])
-def test_the_first_of_equals_counts_over_parts_too(places):
+def test_the_first_of_equal_maxima_is_found_across_parts(places):
     logits = normal(1, 9000).clamp(max=4)
     logits[0, list(places)] = 5
     check_maxima(logits)

@@ -1,4 +1,4 @@
-"""Rows' state on the device, by Triton and by the reference: read for a step, and moved on."""
+"""The rows' state on the device, by Triton and the reference: read for a step, and advanced."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def _check_layout(module, case, row_ids, spare=0):
 @by_both
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), block_size=st.sampled_from([1, 3, 8, 16]), seed=st.integers(0, 2**20))
-def test_inputs_of_any_rows(module, data, block_size, seed):
+def test_inputs_are_laid_out_for_any_rows(module, data, block_size, seed):
     case = RowCase.make(DEVICE, block_size=block_size, seed=seed)
     row_ids = data.draw(st.permutations(range(6)))[: data.draw(st.integers(1, 6))]
     _check_layout(module, case, row_ids, spare=data.draw(st.integers(0, 3)))
@@ -45,14 +45,14 @@ def test_padding_refers_to_the_spare_row_many_times(module):
 
 
 @by_both
-def test_tables_of_several_programs(module):
+def test_tables_may_need_several_programs(module):
     columns = 2 * row_state._COLUMNS + 5
     case = RowCase.make(DEVICE, num_layer_groups=1, num_rows=4, max_blocks=columns, block_size=2)
     _check_layout(module, case, [0, 3, 1, 2])
 
 
 @by_both
-def test_no_rows(module):
+def test_a_step_of_no_rows_changes_nothing(module):
     case = RowCase.make(DEVICE)
     before = case.state()
     module.lay_out_decode(case.rows, _ids([]), case.block_size, case.new_inputs(0))
@@ -67,7 +67,7 @@ def test_rows_advance_by_the_token_drawn(module):
     module.keep_drawn(case.rows, _ids([4, 0, 3]), _ids([17, -1, 0]))
     after = case.state()
     assert after["tables"] == before["tables"]
-    moved = {4: 17, 0: 0, 3: 0}  # an invalid token goes on as 0
+    moved = {4: 17, 0: 0, 3: 0}  # an invalid token is kept as 0
     for row in range(6):
         assert after["positions"][row] == before["positions"][row] + (row in moved)
         assert after["last_tokens"][row] == moved.get(row, before["last_tokens"][row])

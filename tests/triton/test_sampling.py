@@ -1,4 +1,4 @@
-"""Tokens drawn by Triton are those of the reference, in every row and for every way of drawing."""
+"""Tokens drawn by Triton equal those of the reference, in every row and way of drawing."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ def _check(case):
 
 @pytest.mark.parametrize("kind", LOGIT_KINDS)
 @pytest.mark.parametrize("vocab_size", [5, pytest.param(700, marks=pytest.mark.slow)])
-def test_same_tokens(kind, vocab_size):
+def test_tokens_equal_those_of_the_reference(kind, vocab_size):
     seed = LOGIT_KINDS.index(kind)
     logits = make_logits(kind, 4, vocab_size, seed)
     _check(_case(logits, make_draws(4, vocab_size, seed)))
@@ -59,7 +59,7 @@ def test_vocabularies_of_several_splits(vocab_size):
     draws = draw_table((1.0, 0, 1.0, 1), (0.8, 50, 0.9, 2), (0.0, 0, 1.0, 3))
     logits = make_logits("normal", 3, vocab_size)
     _check(_case(logits, draws))
-    # The only one left is the last one, which is in a split of its own where there is one more.
+    # Only the last token is left; with one token more than a split, it has its own split.
     logits[:2] = -math.inf
     logits[:2, -1] = -5.0
     assert _case(logits, draws).draw(sampling, DEVICE)[:2].tolist() == [vocab_size - 1] * 2
@@ -78,14 +78,14 @@ def test_a_large_vocabulary():
     vocab_size=st.integers(1, 700),
     seed=st.integers(0, 2**20),
 )
-def test_same_tokens_whatever_the_logits(kind, vocab_size, seed):
+def test_tokens_equal_those_of_the_reference_for_any_logits(kind, vocab_size, seed):
     _check(_case(make_logits(kind, 2, vocab_size, seed), make_draws(2, vocab_size, seed)))
 
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(kind=st.sampled_from(LOGIT_KINDS), vocab_size=st.integers(1, 700), data=st.data())
-def test_same_tokens_are_kept_whatever_the_logits(kind, vocab_size, data):
+def test_kept_tokens_equal_those_of_the_reference_for_any_logits(kind, vocab_size, data):
     seed = data.draw(st.integers(0, 2**20))
     logits, draws = make_logits(kind, 2, vocab_size, seed), make_draws(2, vocab_size, seed)
     kept, expected = _kept(logits, draws)
@@ -93,7 +93,7 @@ def test_same_tokens_are_kept_whatever_the_logits(kind, vocab_size, data):
 
 
 def _kept(logits, draws):
-    """Which tokens the thresholds keep, by Triton and by the reference: `[rows, vocab]`."""
+    """Returns which tokens the thresholds of Triton and the reference keep: `[rows, vocab]`."""
     draws = dataclasses.replace(draws, temperature=draws.temperature.clamp(min=1e-3))
     maxima, likeliest = row_maxima(logits.to(DEVICE))
     ids = torch.arange(len(logits), device=DEVICE)
@@ -107,11 +107,11 @@ def _kept(logits, draws):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "ties"])
-def test_programs_that_share_a_row_add_up_what_each_keeps(kind):
+def test_programs_that_share_a_row_add_up_their_kept_weights(kind):
     block_size = launch_table(DEVICE).draw_thresholds.for_size(10**5).block_size
     tokens_per_split = block_size * draw_thresholds._TILES
     logits = make_logits(kind, 4, 2 * tokens_per_split + 3)
-    logits[3, :tokens_per_split] = -math.inf  # the first program has none of what is kept
+    logits[3, :tokens_per_split] = -math.inf  # the first program keeps no token
     records = [(1.0, 40, 1.0, 0), (2.0, 0, 0.9, 0), (1.0, 0, 1.0, 0), (0.7, 3000, 0.99, 0)]
     kept, expected = _kept(logits, draw_table(*records))
     assert torch.equal(kept, expected)
@@ -121,7 +121,7 @@ def test_programs_that_share_a_row_add_up_what_each_keeps(kind):
 
 @pytest.mark.parametrize(("top_k", "sign"), [(1, 1.0), (4, -1.0)])
 def test_adjacent_numbers_are_distinguished(top_k, sign):
-    """Wherever in the search's sixteenths the threshold and the largest number lie."""
+    """The threshold and the largest number lie in each of the search's sixteen intervals."""
     first = int(torch.tensor(1.5).view(torch.int32))
     bits = first + torch.arange(16).unsqueeze(-1) + torch.arange(7)
     logits = bits.int().view(torch.float32) * sign
@@ -130,7 +130,7 @@ def test_adjacent_numbers_are_distinguished(top_k, sign):
     assert kept.sum(dim=-1).tolist() == [top_k] * 16
 
 
-def test_a_token_exactly_at_the_share_is_not_kept():
+def test_tokens_after_an_exactly_reached_top_p_are_not_kept():
     """The first token alone makes up `top_p` of the weight, to the last unit of 2**-32."""
     second = round(math.exp(-0.5) * 2**32)
     top_p = 2**32 / (2**32 + second)
@@ -139,8 +139,8 @@ def test_a_token_exactly_at_the_share_is_not_kept():
     assert kept.tolist() == expected.tolist() == [[True, False]]
 
 
-def test_weights_are_whole():
-    """A token of less than half a unit of 2**-32 weighs nothing, and more do not either."""
+def test_weights_are_rounded_to_whole_units():
+    """Tokens of less than half a unit of 2**-32 weigh nothing, however many they are."""
     logits = torch.full((1, 1000), -22.9)
     logits[0, 0] = 0.0
     kept, expected = _kept(logits, draw_table((1.0, 0, math.nextafter(1.0, 0.0), 0)))
@@ -148,8 +148,8 @@ def test_weights_are_whole():
     assert kept.sum() == 1
 
 
-def test_every_noise_word_and_the_whole_seed_and_position_count():
-    """Of equal logits only the noise decides: tokens differ, and are the reference's."""
+def test_tokens_depend_on_every_noise_word_and_the_whole_seed_and_position():
+    """With equal logits only the noise decides; tokens differ, and equal the reference's."""
     seeds = (0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
     draws = draw_table(*((1.0, 0, 1.0, seed) for seed in seeds))
     case = _case(make_logits("equal", 7, 1030), draws, positions=[0, 1, 2, 3, 2**20, 2**31, 77])
@@ -158,7 +158,7 @@ def test_every_noise_word_and_the_whole_seed_and_position_count():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
-def test_a_bad_row_is_invalid_and_hurts_no_other(bad):
+def test_a_bad_row_is_invalid_and_does_not_affect_others(bad):
     logits = make_logits("normal", 6, 300)
     draws = draw_table(*[(0.0, 0, 1.0, 1), (1.0, 0, 1.0, 2), (1.0, 5, 0.5, 3)] * 2)
     expected = _case(logits, draws).expected().tolist()
@@ -181,7 +181,7 @@ def test_several_draws_of_one_row_follow_entries_of_a_larger_table():
     _check(case)
 
 
-def test_fewer_draws_than_rows_take_the_first():
+def test_fewer_draws_than_rows_use_the_first_rows():
     draws = draw_table((1.0, 0, 1.0, 4), (0.0, 0, 1.0, 0))
     _check(_case(make_logits("normal", 5, 90), draws))
 
