@@ -33,6 +33,7 @@ class RequestSpec:
         cache_salt: separates prefix caches.
         deadline: `time.monotonic()` of this process at which the request must have
             ended; None for no deadline. Workers receive the time that is left.
+        bad_words_token_ids: the token sequences of `params.bad_words`, none of them empty.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class RequestSpec:
     priority: int = 0
     cache_salt: str = ""
     deadline: float | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def with_defaults(
@@ -54,6 +56,7 @@ class RequestSpec:
         priority: int = 0,
         cache_salt: str = "",
         deadline: float | None = None,
+        bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
     ) -> "RequestSpec":
         """Makes a spec from a user's parameters.
 
@@ -68,6 +71,7 @@ class RequestSpec:
             priority: larger is scheduled first.
             cache_salt: separates prefix caches.
             deadline: when the request must have ended.
+            bad_words_token_ids: the token sequences of `params.bad_words`.
         """
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(64) if params.temperature > 0 else 0)
@@ -80,6 +84,7 @@ class RequestSpec:
             priority=priority,
             cache_salt=cache_salt,
             deadline=deadline,
+            bad_words_token_ids=bad_words_token_ids,
         )
 
     @property

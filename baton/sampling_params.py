@@ -1,39 +1,61 @@
-"""`SamplingParams`: how tokens are drawn and when to stop.
+"""`SamplingParams`: how tokens are drawn, when to stop, and what is returned.
 
-A leaf module like `baton.errors`: clients, router and engine share it.
+A leaf module like `baton.errors`: clients, router and engine share it. Names, defaults and
+meanings are those of vLLM's class of the same name, where that has the field.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from baton.errors import InvalidArgumentError
 
-__all__ = ["MAX_CANDIDATES", "MAX_STOPS", "MAX_STOP_BYTES", "SamplingParams"]
+__all__ = ["MAX_CANDIDATES", "MAX_LOGPROBS", "MAX_STOPS", "MAX_STOP_BYTES", "SamplingParams"]
 
 MAX_CANDIDATES = 64
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
+MAX_LOGPROBS = 20
+_MAX_BAD_WORDS = 256
+_MAX_LOGIT_BIASES = 1024
+_MAX_LOGIT_BIAS = 100.0
+_MAX_PENALTY = 2.0
 _MAX_SEED = 2**64 - 1
 _MAX_UINT32 = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn, and when a generation ends.
+    """How the next token is drawn, when a generation ends, and what is returned.
+
+    None for a field means its default, except where it says otherwise.
 
     Attributes:
         temperature: divides the logits; 0 is greedy decoding.
-        top_k: keep only the k most likely tokens; 0 keeps all.
+        top_k: keep only the k most likely tokens; 0 and -1 keep all.
         top_p: keep the smallest set of most likely tokens that reaches this
             probability, in (0, 1].
+        min_p: keep only tokens whose probability is at least this share of the
+            likeliest token's, in [0, 1]. 0 keeps all.
+        repetition_penalty: logits of tokens in the prompt or the output are divided by
+            this if positive and multiplied if negative (Keskar et al. 2019, CTRL). 1: off.
+        presence_penalty: subtracted from the logits of tokens in the output, in [-2, 2].
+        frequency_penalty: subtracted from the logit of a token once for each time that
+            the output has it, in [-2, 2].
+        logit_bias: added to the logits, by token id; at most 1024 entries in [-100, 100].
+        allowed_token_ids: only these tokens are drawn. None: all.
+        bad_words: texts whose tokens are not drawn in sequence; at most 256.
+        min_tokens: no stop token is drawn, and no stop text ends the generation,
+            before the output has this many tokens.
         seed: 64-bit; the random noise depends on (seed, position) alone. None: a
             seed is drawn for the request.
-        max_tokens: the most tokens to generate.
+        max_tokens: the most tokens to generate. None: as many as the model's
+            context has room for.
         stop: texts that end the generation, matched across token boundaries;
-            the output text stops before the match.
-        stop_token_ids: token ids that end the generation.
+            the output text stops before the match. None: no texts.
+        stop_token_ids: token ids that end the generation. None: no ids.
+        include_stop_str_in_output: whether the output text includes the stop text.
         ignore_eos: continue past the model's end-of-sequence token.
         n: how many candidates to return. Candidate 0 draws with `seed`, the
             others with seeds derived from it.
@@ -47,6 +69,15 @@ class SamplingParams:
             `beam_width` finished hypotheses; False: when no running beam, scored
             at its present length, is better than the worst of them; "never":
             when no running beam can become better.
+        logprobs: return the log-probability of each generated token, and those of
+            this many likeliest tokens at its place, up to 20. None: none.
+        prompt_logprobs: the same for the tokens of the prompt. Such a request computes
+            its whole prompt, whatever caches hold.
+        truncate_prompt_tokens: keep only this many last tokens of the prompt; -1 keeps
+            as many as the model's context has room for. None: too long prompts are refused.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: write spaces between special tokens in the text.
+        detokenize: return text; if not, tokens alone, and `stop` must be empty.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
@@ -55,25 +86,58 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
     seed: int | None = None
     max_tokens: int = 16
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     n: int = 1
     best_of: int | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, value in self._normalized().items():
+            object.__setattr__(self, name, value)
         self._check_numbers()
+        self._check_penalties()
         self._check_stops()
+        self._check_token_lists()
         self._check_candidates()
+        self._check_outputs()
+
+    def _normalized(self) -> dict[str, Any]:
+        """Returns the fields that have another value, or type, than they were given."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        changed = {name: _DEFAULTS[name] for name, value in given.items() if value is None}
+        if given["max_tokens"] is None:
+            changed["max_tokens"] = _MAX_UINT32
+        if given["top_k"] == -1:
+            changed["top_k"] = 0
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = changed.get(name, given[name])
+            if value is not None:
+                changed[name] = (value,) if isinstance(value, str) else tuple(value)
+        if given["logit_bias"] is not None:
+            pairs = ((int(token), float(bias)) for token, bias in given["logit_bias"].items())
+            changed["logit_bias"] = dict(sorted(pairs))
+        return changed
 
     @property
     def num_candidates(self) -> int:
@@ -90,29 +154,48 @@ class SamplingParams:
             raise InvalidArgumentError.for_field("temperature", self.temperature, "finite and >= 0")
         if not 0 < self.top_p <= 1:
             raise InvalidArgumentError.for_field("top_p", self.top_p, "in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise InvalidArgumentError.for_field("min_p", self.min_p, "in [0, 1]")
         if not 0 <= self.top_k <= _MAX_UINT32:
-            raise InvalidArgumentError.for_field("top_k", self.top_k, "in [0, 2**32)")
-        if self.max_tokens < 1:
+            raise InvalidArgumentError.for_field("top_k", self.top_k, "in [0, 2**32), or -1")
+        if not 1 <= self.max_tokens <= _MAX_UINT32:
             raise InvalidArgumentError.for_field("max_tokens", self.max_tokens, ">= 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            limit = f"in [0, {self.max_tokens}], max_tokens"
+            raise InvalidArgumentError.for_field("min_tokens", self.min_tokens, limit)
         if self.seed is not None and not 0 <= self.seed <= _MAX_SEED:
             raise InvalidArgumentError.for_field("seed", self.seed, "in [0, 2**64)")
 
+    def _check_penalties(self) -> None:
+        for field in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, field)
+            if not -_MAX_PENALTY <= value <= _MAX_PENALTY:
+                raise InvalidArgumentError.for_field(field, value, "in [-2, 2]")
+        penalty = self.repetition_penalty
+        if not (math.isfinite(penalty) and penalty > 0):
+            raise InvalidArgumentError.for_field("repetition_penalty", penalty, "finite and > 0")
+
     def _check_stops(self) -> None:
         for field, stops in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
-            if len(stops) > MAX_STOPS:
-                raise InvalidArgumentError(
-                    f"{field} has {len(stops)} entries; at most {MAX_STOPS} are allowed"
-                )
+            _check_count(field, stops, MAX_STOPS)
         for text in self.stop:
-            if not 0 < len(text.encode()) <= MAX_STOP_BYTES:
-                raise InvalidArgumentError.for_field(
-                    "stop", text[:64], f"1 to {MAX_STOP_BYTES} bytes of UTF-8"
-                )
-        for token_id in self.stop_token_ids:
-            if not 0 <= token_id <= _MAX_UINT32:
-                raise InvalidArgumentError.for_field(
-                    "stop_token_ids", token_id, "below the vocabulary size"
-                )
+            _check_text("stop", text)
+        _check_ids("stop_token_ids", self.stop_token_ids)
+
+    def _check_token_lists(self) -> None:
+        _check_count("bad_words", self.bad_words, _MAX_BAD_WORDS)
+        for text in self.bad_words:
+            _check_text("bad_words", text)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InvalidArgumentError("allowed_token_ids is empty; it must allow a token")
+            _check_ids("allowed_token_ids", self.allowed_token_ids)
+        biases = self.logit_bias or {}
+        _check_count("logit_bias", biases, _MAX_LOGIT_BIASES)
+        _check_ids("logit_bias", biases)
+        for bias in biases.values():
+            if not -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS:
+                raise InvalidArgumentError.for_field("logit_bias", bias, "in [-100, 100]")
 
     def _check_candidates(self) -> None:
         for field in ("n", "best_of", "beam_width"):
@@ -137,3 +220,57 @@ class SamplingParams:
                 "stop texts are set together with beam_width or best_of > n; "
                 "candidates are compared by tokens: use stop_token_ids"
             )
+        if self.beam_width is not None:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        """Refuses what beam search, which ranks by the model's own probabilities, cannot obey."""
+        for field in _NOT_FOR_BEAMS:
+            if getattr(self, field) != _DEFAULTS[field]:
+                raise InvalidArgumentError(f"{field} is set together with beam_width; unset one")
+
+    def _check_outputs(self) -> None:
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise InvalidArgumentError.for_field(field, value, f"in [0, {MAX_LOGPROBS}]")
+        truncated = self.truncate_prompt_tokens
+        if truncated is not None and not (truncated == -1 or 1 <= truncated <= _MAX_UINT32):
+            limit = "-1 or at least 1"
+            raise InvalidArgumentError.for_field("truncate_prompt_tokens", truncated, limit)
+        if self.stop and not self.detokenize:
+            raise InvalidArgumentError("stop is set together with detokenize=False; unset one")
+
+
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_NOT_FOR_BEAMS = (
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+)
+
+
+def _check_count(field: str, entries: Collection[Any], most: int) -> None:
+    if len(entries) > most:
+        raise InvalidArgumentError(
+            f"{field} has {len(entries)} entries; at most {most} are allowed"
+        )
+
+
+def _check_text(field: str, text: str) -> None:
+    if not 0 < len(text.encode()) <= MAX_STOP_BYTES:
+        limit = f"1 to {MAX_STOP_BYTES} bytes of UTF-8"
+        raise InvalidArgumentError.for_field(field, text[:64], limit)
+
+
+def _check_ids(field: str, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id <= _MAX_UINT32:
+            raise InvalidArgumentError.for_field(field, token_id, "below the vocabulary size")

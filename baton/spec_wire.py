@@ -1,9 +1,9 @@
 """`SamplingParams` and `RequestSpec` as `baton.v1` messages and back.
 
 A leaf module that client, router and workers share. The fields of the messages
-`SamplingParams` and `StoppingParams` have the names of the dataclass's fields, so a
-new sampling parameter needs no line here. Beam search is the exception: it has a
-message of its own.
+`SamplingParams`, `StoppingParams` and `TextParams` have the names of the dataclass's
+fields, so a new sampling parameter needs no line here. Beam search is the exception:
+it has a message of its own.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ __all__ = [
     "spec_from_proto",
     "spec_to_proto",
     "stopping_to_proto",
+    "text_to_proto",
 ]
 
 _EARLY_STOPPING = {
@@ -35,12 +36,17 @@ _EARLY_STOPPING_OF: dict[int, Any] = {number: value for value, number in _EARLY_
 
 
 def _plain_fields(message: Descriptor) -> tuple[str, ...]:
-    """The names of a message's fields that are no messages themselves."""
-    return tuple(field.name for field in message.fields if field.message_type is None)
+    """The names of a message's fields that are maps, or no messages themselves."""
+    return tuple(
+        field.name
+        for field in message.fields
+        if field.message_type is None or field.message_type.GetOptions().map_entry
+    )
 
 
 _SAMPLING_FIELDS = _plain_fields(common_pb2.SamplingParams.DESCRIPTOR)
 _STOPPING_FIELDS = _plain_fields(common_pb2.StoppingParams.DESCRIPTOR)
+_TEXT_FIELDS = _plain_fields(common_pb2.TextParams.DESCRIPTOR)
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -62,17 +68,30 @@ def stopping_to_proto(params: SamplingParams) -> common_pb2.StoppingParams:
     return common_pb2.StoppingParams(**{name: getattr(params, name) for name in _STOPPING_FIELDS})
 
 
+def text_to_proto(params: SamplingParams) -> common_pb2.TextParams:
+    """The message that says how text is made into tokens and back.
+
+    Raises:
+        ValueError: a value that the message cannot hold.
+    """
+    return common_pb2.TextParams(**{name: getattr(params, name) for name in _TEXT_FIELDS})
+
+
 def params_from_proto(
-    sampling: common_pb2.SamplingParams, stopping: common_pb2.StoppingParams
+    sampling: common_pb2.SamplingParams,
+    stopping: common_pb2.StoppingParams,
+    text: common_pb2.TextParams | None = None,
 ) -> SamplingParams:
-    """The parameters that two messages set. Unset fields take the dataclass's defaults;
+    """The parameters that the messages set. Unset fields take the dataclass's defaults;
     explicit zeros stay zeros.
 
     Raises:
         InvalidArgumentError: a value is out of range; names the field.
     """
     fields: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
-    fields |= {field.name: value for field, value in stopping.ListFields()}
+    for message in (stopping, text):
+        if message is not None:
+            fields |= {field.name: value for field, value in message.ListFields()}
     beam_search: common_pb2.BeamSearch | None = fields.pop("beam_search", None)
     if beam_search is not None:
         fields |= _beam_search_fields(beam_search)
@@ -94,6 +113,9 @@ def spec_to_proto(spec: RequestSpec) -> request_pb2.RequestSpec:
         priority=spec.priority,
         cache_salt=spec.cache_salt,
         timeout_ms=max(int(spec.remaining_s() * 1000), 1),
+        bad_words_token_ids=[
+            common_pb2.TokenIds(ids=token_ids) for token_ids in spec.bad_words_token_ids
+        ],
     )
 
 
@@ -131,6 +153,7 @@ def spec_from_proto(message: request_pb2.RequestSpec, *, now: float) -> RequestS
         priority=message.priority,
         cache_salt=message.cache_salt,
         deadline=now + message.timeout_ms / 1000,
+        bad_words_token_ids=tuple(tuple(each.ids) for each in message.bad_words_token_ids),
     )
 
 

@@ -17,7 +17,7 @@ from baton.results import (
     Usage,
 )
 from baton.sampling_params import SamplingParams
-from baton.spec_wire import sampling_to_proto, stopping_to_proto
+from baton.spec_wire import sampling_to_proto, stopping_to_proto, text_to_proto
 from baton.v1 import common_pb2, generation_pb2
 
 __all__ = ["RequestOptions", "build_request", "parse_chunk", "parse_generation", "parse_model"]
@@ -63,6 +63,7 @@ def build_request(
             model=model,
             sampling=sampling_to_proto(params),
             stopping=stopping_to_proto(params),
+            text_params=text_to_proto(params),
             priority=priority,
             cache_salt=cache_salt,
         )

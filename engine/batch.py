@@ -12,18 +12,21 @@ its size grows with the changes and not with the number of running sequences:
   submitted while batch k computes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton.sampling_params import SamplingParams
+from baton.request_spec import RequestSpec
 
 __all__ = [
     "INVALID_TOKEN",
     "ChunkOutput",
     "DrawParams",
+    "LogitRules",
     "ScheduledBatch",
     "ScheduledChunk",
     "StepOutput",
     "TableUpdate",
+    "TokenLogprobs",
     "candidate_seed",
 ]
 
@@ -34,6 +37,58 @@ INVALID_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRules:
+    """Changes of a row's logits before a token is drawn from them.
+
+    `baton.SamplingParams` describes the penalties and `bias`. They change the logits in
+    this order: `bias`, penalties, then all tokens that must not be drawn become -inf.
+
+    Attributes:
+        num_prompt: leading tokens of the row's sequence that are the prompt; the penalties
+            of presence and frequency count only those after them.
+        repetition_penalty: 1 if off.
+        presence_penalty: 0 if off.
+        frequency_penalty: 0 if off.
+        bias: (token id, value to add), by token id.
+        allowed: the only tokens that may be drawn, ascending; None: all.
+        bad_words: sequences of tokens. The last token of one must not be drawn after the
+            tokens before it.
+        min_length: length of the sequence, prompt included, before which none of
+            `stop_token_ids` may be drawn.
+        stop_token_ids: ascending.
+    """
+
+    num_prompt: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_length: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, spec: RequestSpec) -> "LogitRules | None":
+        """The rules of a request; None if it has none."""
+        params, num_prompt = spec.params, len(spec.prompt_token_ids)
+        rules = cls(
+            num_prompt=num_prompt,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            bias=tuple((params.logit_bias or {}).items()),
+            allowed=None
+            if params.allowed_token_ids is None
+            else _ascending(params.allowed_token_ids),
+            bad_words=spec.bad_words_token_ids,
+            min_length=num_prompt + params.min_tokens if params.min_tokens else 0,
+            stop_token_ids=_ascending(spec.stop_token_ids) if params.min_tokens else (),
+        )
+        return None if rules == cls(num_prompt) else rules
+
+
+@dataclass(frozen=True, slots=True)
 class DrawParams:
     """The sampling parameters of one row: how its tokens are drawn from their logits."""
 
@@ -41,17 +96,26 @@ class DrawParams:
     top_k: int
     top_p: float
     seed: int
+    min_p: float = 0.0
+    rules: LogitRules | None = None
 
     @classmethod
-    def of_candidate(cls, params: SamplingParams, index: int) -> "DrawParams":
+    def of_candidate(cls, spec: RequestSpec, index: int) -> "DrawParams":
         """The parameters that candidate `index` of a request draws with."""
+        params = spec.params
         assert params.seed is not None, "a request's seed is set before an engine gets it"
         return cls(
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             seed=candidate_seed(params.seed, index),
+            min_p=params.min_p,
+            rules=LogitRules.of(spec),
         )
+
+
+def _ascending(token_ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(token_ids)))
 
 
 def candidate_seed(seed: int, index: int) -> int:
@@ -107,6 +171,8 @@ class ScheduledChunk:
         num_top: report this many most likely next tokens instead (beam search).
         wants_logprobs: report the drawn tokens' log-probabilities too, here
             and while the row decodes.
+        num_logprobs: if so, report those of this many likeliest tokens as well.
+        history: the sequence's tokens before `token_ids`, if any of `draws` has rules.
     """
 
     row: int
@@ -115,6 +181,8 @@ class ScheduledChunk:
     draws: tuple[DrawParams, ...] = ()
     num_top: int = 0
     wants_logprobs: bool = False
+    num_logprobs: int = 0
+    history: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +224,23 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Tokens to run, over all sequences; 0 if the batch only swaps."""
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decode_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at the place of one token.
+
+    Attributes:
+        logprob: the token's own.
+        rank: the token's rank in the vocabulary; the likeliest token has 1.
+        top_ids: the likeliest tokens, the likeliest first.
+        top_logprobs: their log-probabilities.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,12 +271,13 @@ class SequenceGroup:
         """Returns how to draw the tokens that follow the sequence's known ones."""
         if self.beams is not None:
             return ()
-        params = self.request.spec.params
+        spec = self.request.spec
         if sequence is not self.root:
-            return (DrawParams.of_candidate(params, sequence.index),)
+            return (DrawParams.of_candidate(spec, sequence.index),)
         if self.branches:
             return ()
-        return tuple(DrawParams.of_candidate(params, i) for i in range(params.num_candidates))
+        num_candidates = spec.params.num_candidates
+        return tuple(DrawParams.of_candidate(spec, index) for index in range(num_candidates))
 
     def num_top_of(self, sequence: Sequence) -> int:
         """Returns how many most likely next tokens a beam search needs there."""

@@ -52,7 +52,7 @@ def validate_generate_request(
     check_length("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
     check_length("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
     prompt_of(message)
-    return params_from_proto(message.sampling, message.stopping)
+    return params_from_proto(message.sampling, message.stopping, message.text_params)
 
 
 def prompt_of(message: generation_pb2.GenerateRequest) -> str | Sequence[int]:

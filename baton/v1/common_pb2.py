@@ -24,29 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf5\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x0e\n\x01n\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x06 \x01(\rH\x05\x88\x01\x01\x12)\n\x0b\x62\x65\x61m_search\x18\x07 \x01(\x0b\x32\x14.baton.v1.BeamSearchB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\n\n\x08_best_of\"\x81\x01\n\nBeamSearch\x12\x12\n\nbeam_width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x17.baton.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"\x86\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\":\n\x0bMatchedStop\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x12\n\x08token_id\x18\x02 \x01(\rH\x00\x42\x07\n\x05match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xa4\x01\n\x07Timings\x12\x10\n\x08route_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x0f\n\x07load_ms\x18\x05 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01*l\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12!\n\x1d\x45\x41RLY_STOPPING_FIRST_FINISHED\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02*\xb0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\"\x04\x08\x05\x10\x05*\x15\x46INISH_REASON_IGNOREDb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa8\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x0e\n\x01n\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x06 \x01(\rH\x05\x88\x01\x01\x12)\n\x0b\x62\x65\x61m_search\x18\x07 \x01(\x0b\x32\x14.baton.v1.BeamSearch\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12;\n\nlogit_bias\x18\x0c \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\r \x03(\r\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\n\n\x08_best_ofB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x81\x01\n\nBeamSearch\x12\x12\n\nbeam_width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x17.baton.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"\xf6\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x06 \x01(\x08H\x03\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x1d\n\x1b_include_stop_str_in_output\"\xfc\x01\n\nTextParams\x12#\n\x16truncate_prompt_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x03 \x01(\x08H\x02\x88\x01\x01\x12\x17\n\ndetokenize\x18\x04 \x01(\x08H\x03\x88\x01\x01\x42\x19\n\x17_truncate_prompt_tokensB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\r\n\x0b_detokenize\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\":\n\x0bMatchedStop\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x12\n\x08token_id\x18\x02 \x01(\rH\x00\x42\x07\n\x05match\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xa4\x01\n\x07Timings\x12\x10\n\x08route_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x0f\n\x07load_ms\x18\x05 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01*l\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12!\n\x1d\x45\x41RLY_STOPPING_FIRST_FINISHED\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02*\xb0\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\"\x04\x08\x05\x10\x05*\x15\x46INISH_REASON_IGNOREDb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EARLYSTOPPING']._serialized_start=886
-  _globals['_EARLYSTOPPING']._serialized_end=994
-  _globals['_FINISHREASON']._serialized_start=997
-  _globals['_FINISHREASON']._serialized_end=1173
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_EARLYSTOPPING']._serialized_start=1781
+  _globals['_EARLYSTOPPING']._serialized_end=1889
+  _globals['_FINISHREASON']._serialized_start=1892
+  _globals['_FINISHREASON']._serialized_end=2068
   _globals['_TOKENIDS']._serialized_start=35
   _globals['_TOKENIDS']._serialized_end=58
   _globals['_SAMPLINGPARAMS']._serialized_start=61
-  _globals['_SAMPLINGPARAMS']._serialized_end=306
-  _globals['_BEAMSEARCH']._serialized_start=309
-  _globals['_BEAMSEARCH']._serialized_end=438
-  _globals['_STOPPINGPARAMS']._serialized_start=441
-  _globals['_STOPPINGPARAMS']._serialized_end=575
-  _globals['_MATCHEDSTOP']._serialized_start=577
-  _globals['_MATCHEDSTOP']._serialized_end=635
-  _globals['_USAGE']._serialized_start=637
-  _globals['_USAGE']._serialized_end=717
-  _globals['_TIMINGS']._serialized_start=720
-  _globals['_TIMINGS']._serialized_end=884
+  _globals['_SAMPLINGPARAMS']._serialized_end=741
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=521
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=569
+  _globals['_BEAMSEARCH']._serialized_start=744
+  _globals['_BEAMSEARCH']._serialized_end=873
+  _globals['_STOPPINGPARAMS']._serialized_start=876
+  _globals['_STOPPINGPARAMS']._serialized_end=1122
+  _globals['_TEXTPARAMS']._serialized_start=1125
+  _globals['_TEXTPARAMS']._serialized_end=1377
+  _globals['_TOKENLOGPROBS']._serialized_start=1379
+  _globals['_TOKENLOGPROBS']._serialized_end=1470
+  _globals['_MATCHEDSTOP']._serialized_start=1472
+  _globals['_MATCHEDSTOP']._serialized_end=1530
+  _globals['_USAGE']._serialized_start=1532
+  _globals['_USAGE']._serialized_end=1612
+  _globals['_TIMINGS']._serialized_start=1615
+  _globals['_TIMINGS']._serialized_end=1779
 # @@protoc_insertion_point(module_scope)

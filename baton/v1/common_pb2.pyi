@@ -116,6 +116,23 @@ class SamplingParams(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LogitBiasEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: builtins.int
     TOP_K_FIELD_NUMBER: builtins.int
     TOP_P_FIELD_NUMBER: builtins.int
@@ -123,6 +140,15 @@ class SamplingParams(google.protobuf.message.Message):
     N_FIELD_NUMBER: builtins.int
     BEST_OF_FIELD_NUMBER: builtins.int
     BEAM_SEARCH_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """Logits are divided by this; 0 is greedy decoding. Unset: 1.0. Finite, >= 0."""
     top_k: builtins.int
@@ -144,11 +170,46 @@ class SamplingParams(google.protobuf.message.Message):
     token are returned, the best first. Unset: n. n to 64. Excludes
     beam_search.
     """
+    min_p: builtins.float
+    """Keep only tokens whose probability is at least this share of the likeliest
+    token's. In [0, 1]. Unset: 0, which keeps all.
+    """
+    repetition_penalty: builtins.float
+    """Logits of tokens in the prompt or the output are divided by this if
+    positive and multiplied if negative. Finite, > 0. Unset: 1, which changes
+    nothing.
+    """
+    presence_penalty: builtins.float
+    """Subtracted from the logits of tokens in the output. In [-2, 2]. Unset: 0."""
+    frequency_penalty: builtins.float
+    """Subtracted from a token's logit once for each time that the output has it.
+    In [-2, 2]. Unset: 0.
+    """
+    logprobs: builtins.int
+    """Return the log-probability of each generated token, and those of this many
+    likeliest tokens at its place. At most 20. Unset: none.
+    """
+    prompt_logprobs: builtins.int
+    """The same for the tokens of the prompt, which is then computed whole,
+    whatever caches hold. At most 20. Unset: none.
+    """
     @property
     def beam_search(self) -> Global___BeamSearch:
         """Search with beams instead of drawing, and return the n best hypotheses.
         Unset: no beam search.
         """
+
+    @property
+    def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
+        """Added to the logits, by token id. At most 1024 entries in [-100, 100]."""
+
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Only these tokens are drawn. Empty: all."""
+
+    @property
+    def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Texts whose tokens are not drawn in sequence. At most 256."""
 
     def __init__(
         self,
@@ -160,15 +221,36 @@ class SamplingParams(google.protobuf.message.Message):
         n: builtins.int | None = ...,
         best_of: builtins.int | None = ...,
         beam_search: Global___BeamSearch | None = ...,
+        min_p: builtins.float | None = ...,
+        repetition_penalty: builtins.float | None = ...,
+        presence_penalty: builtins.float | None = ...,
+        frequency_penalty: builtins.float | None = ...,
+        logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        bad_words: collections.abc.Iterable[builtins.str] | None = ...,
+        logprobs: builtins.int | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_n", b"_n", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "n", b"n", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_n", b"_n", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_search", b"beam_search", "best_of", b"best_of", "n", b"n", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "beam_search", b"beam_search", "best_of", b"best_of", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best_of: typing_extensions.TypeAlias = typing.Literal["best_of"]
     _WhichOneofArgType__best_of: typing_extensions.TypeAlias = typing.Literal["_best_of", b"_best_of"]
+    _WhichOneofReturnType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["frequency_penalty"]
+    _WhichOneofArgType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty"]
+    _WhichOneofReturnType__logprobs: typing_extensions.TypeAlias = typing.Literal["logprobs"]
+    _WhichOneofArgType__logprobs: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs"]
+    _WhichOneofReturnType__min_p: typing_extensions.TypeAlias = typing.Literal["min_p"]
+    _WhichOneofArgType__min_p: typing_extensions.TypeAlias = typing.Literal["_min_p", b"_min_p"]
     _WhichOneofReturnType__n: typing_extensions.TypeAlias = typing.Literal["n"]
     _WhichOneofArgType__n: typing_extensions.TypeAlias = typing.Literal["_n", b"_n"]
+    _WhichOneofReturnType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["presence_penalty"]
+    _WhichOneofArgType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["_presence_penalty", b"_presence_penalty"]
+    _WhichOneofReturnType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["prompt_logprobs"]
+    _WhichOneofArgType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]
+    _WhichOneofReturnType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["repetition_penalty"]
+    _WhichOneofArgType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["_repetition_penalty", b"_repetition_penalty"]
     _WhichOneofReturnType__seed: typing_extensions.TypeAlias = typing.Literal["seed"]
     _WhichOneofArgType__seed: typing_extensions.TypeAlias = typing.Literal["_seed", b"_seed"]
     _WhichOneofReturnType__temperature: typing_extensions.TypeAlias = typing.Literal["temperature"]
@@ -180,7 +262,19 @@ class SamplingParams(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @typing.overload
@@ -238,10 +332,18 @@ class StoppingParams(google.protobuf.message.Message):
     STOP_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     IGNORE_EOS_FIELD_NUMBER: builtins.int
+    MIN_TOKENS_FIELD_NUMBER: builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """The most tokens to generate per candidate. Unset: 16. At least 1."""
     ignore_eos: builtins.bool
     """Continue past the model's end-of-sequence token. Unset: false."""
+    min_tokens: builtins.int
+    """No stop token is drawn, and no stop text ends a candidate, before it has
+    this many tokens. At most max_tokens. Unset: 0.
+    """
+    include_stop_str_in_output: builtins.bool
+    """The returned text includes the stop text. Unset: false."""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts that end a candidate; the returned text stops before the match. A
@@ -260,21 +362,119 @@ class StoppingParams(google.protobuf.message.Message):
         stop: collections.abc.Iterable[builtins.str] | None = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         ignore_eos: builtins.bool | None = ...,
+        min_tokens: builtins.int | None = ...,
+        include_stop_str_in_output: builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_ignore_eos", b"_ignore_eos", "_include_stop_str_in_output", b"_include_stop_str_in_output", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ignore_eos: typing_extensions.TypeAlias = typing.Literal["ignore_eos"]
     _WhichOneofArgType__ignore_eos: typing_extensions.TypeAlias = typing.Literal["_ignore_eos", b"_ignore_eos"]
+    _WhichOneofReturnType__include_stop_str_in_output: typing_extensions.TypeAlias = typing.Literal["include_stop_str_in_output"]
+    _WhichOneofArgType__include_stop_str_in_output: typing_extensions.TypeAlias = typing.Literal["_include_stop_str_in_output", b"_include_stop_str_in_output"]
     _WhichOneofReturnType__max_tokens: typing_extensions.TypeAlias = typing.Literal["max_tokens"]
     _WhichOneofArgType__max_tokens: typing_extensions.TypeAlias = typing.Literal["_max_tokens", b"_max_tokens"]
+    _WhichOneofReturnType__min_tokens: typing_extensions.TypeAlias = typing.Literal["min_tokens"]
+    _WhichOneofArgType__min_tokens: typing_extensions.TypeAlias = typing.Literal["_min_tokens", b"_min_tokens"]
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__include_stop_str_in_output) -> _WhichOneofReturnType__include_stop_str_in_output | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
 
 Global___StoppingParams: typing_extensions.TypeAlias = StoppingParams
+
+@typing.final
+class TextParams(google.protobuf.message.Message):
+    """How text becomes the prompt's tokens, and generated tokens become text."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    DETOKENIZE_FIELD_NUMBER: builtins.int
+    truncate_prompt_tokens: builtins.int
+    """Keep only this many last tokens of the prompt; -1 keeps as many as the
+    model's context has room for. Unset: a prompt that is too long is refused.
+    """
+    skip_special_tokens: builtins.bool
+    """Leave special tokens out of the text. Unset: true."""
+    spaces_between_special_tokens: builtins.bool
+    """Write spaces between special tokens in the text. Unset: true."""
+    detokenize: builtins.bool
+    """Return text. If false: tokens alone, and stop texts are refused. Unset:
+    true.
+    """
+    def __init__(
+        self,
+        *,
+        truncate_prompt_tokens: builtins.int | None = ...,
+        skip_special_tokens: builtins.bool | None = ...,
+        spaces_between_special_tokens: builtins.bool | None = ...,
+        detokenize: builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_detokenize", b"_detokenize", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "detokenize", b"detokenize", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_detokenize", b"_detokenize", "_skip_special_tokens", b"_skip_special_tokens", "_spaces_between_special_tokens", b"_spaces_between_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "detokenize", b"detokenize", "skip_special_tokens", b"skip_special_tokens", "spaces_between_special_tokens", b"spaces_between_special_tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__detokenize: typing_extensions.TypeAlias = typing.Literal["detokenize"]
+    _WhichOneofArgType__detokenize: typing_extensions.TypeAlias = typing.Literal["_detokenize", b"_detokenize"]
+    _WhichOneofReturnType__skip_special_tokens: typing_extensions.TypeAlias = typing.Literal["skip_special_tokens"]
+    _WhichOneofArgType__skip_special_tokens: typing_extensions.TypeAlias = typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]
+    _WhichOneofReturnType__spaces_between_special_tokens: typing_extensions.TypeAlias = typing.Literal["spaces_between_special_tokens"]
+    _WhichOneofArgType__spaces_between_special_tokens: typing_extensions.TypeAlias = typing.Literal["_spaces_between_special_tokens", b"_spaces_between_special_tokens"]
+    _WhichOneofReturnType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["truncate_prompt_tokens"]
+    _WhichOneofArgType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__detokenize) -> _WhichOneofReturnType__detokenize | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spaces_between_special_tokens) -> _WhichOneofReturnType__spaces_between_special_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+
+Global___TextParams: typing_extensions.TypeAlias = TextParams
+
+@typing.final
+class TokenLogprobs(google.protobuf.message.Message):
+    """Log-probabilities at the place of one token."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    logprob: builtins.float
+    """The token's own."""
+    rank: builtins.int
+    """The token's rank among all tokens of the vocabulary; the likeliest has 1."""
+    @property
+    def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The likeliest tokens, the likeliest first; as many as were asked for."""
+
+    @property
+    def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Their log-probabilities."""
+
+    def __init__(
+        self,
+        *,
+        logprob: builtins.float = ...,
+        rank: builtins.int = ...,
+        top_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["logprob", b"logprob", "rank", b"rank", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TokenLogprobs: typing_extensions.TypeAlias = TokenLogprobs
 
 @typing.final
 class MatchedStop(google.protobuf.message.Message):

@@ -36,6 +36,7 @@ class GenerateRequest(google.protobuf.message.Message):
     STOPPING_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    TEXT_PARAMS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Names the request in logs and for WorkerService.Abort. Must be unique among
     this router's running requests. At most 128 characters. Empty: the router
@@ -65,6 +66,10 @@ class GenerateRequest(google.protobuf.message.Message):
     def stopping(self) -> baton.v1.common_pb2.StoppingParams:
         """When to stop."""
 
+    @property
+    def text_params(self) -> baton.v1.common_pb2.TextParams:
+        """How prompts and completions are converted between text and tokens."""
+
     def __init__(
         self,
         *,
@@ -76,10 +81,11 @@ class GenerateRequest(google.protobuf.message.Message):
         stopping: baton.v1.common_pb2.StoppingParams | None = ...,
         priority: builtins.int | None = ...,
         cache_salt: builtins.str = ...,
+        text_params: baton.v1.common_pb2.TextParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "text_params", b"text_params", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority", "cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority", "cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "text_params", b"text_params", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: typing_extensions.TypeAlias = typing.Literal["priority"]
     _WhichOneofArgType__priority: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority"]
@@ -102,6 +108,7 @@ class GenerateResponse(google.protobuf.message.Message):
     COMPLETIONS_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id."""
     @property
@@ -116,6 +123,12 @@ class GenerateResponse(google.protobuf.message.Message):
     def timings(self) -> baton.v1.common_pb2.Timings:
         """Time per stage."""
 
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenLogprobs]:
+        """If the request asks for prompt_logprobs: one per token of the prompt after
+        the first.
+        """
+
     def __init__(
         self,
         *,
@@ -123,10 +136,11 @@ class GenerateResponse(google.protobuf.message.Message):
         completions: collections.abc.Iterable[Global___Completion] | None = ...,
         usage: baton.v1.common_pb2.Usage | None = ...,
         timings: baton.v1.common_pb2.Timings | None = ...,
+        prompt_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["timings", b"timings", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["completions", b"completions", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["completions", b"completions", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse
@@ -143,6 +157,7 @@ class Completion(google.protobuf.message.Message):
     FINISH_REASON_FIELD_NUMBER: builtins.int
     MATCHED_STOP_FIELD_NUMBER: builtins.int
     SCORE_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     index: builtins.int
     """The candidate's number, from 0."""
     text: builtins.str
@@ -161,6 +176,10 @@ class Completion(google.protobuf.message.Message):
     def matched_stop(self) -> baton.v1.common_pb2.MatchedStop:
         """The stop that ended it, if finish_reason is STOP."""
 
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenLogprobs]:
+        """If the request asks for logprobs: one per token."""
+
     def __init__(
         self,
         *,
@@ -170,10 +189,11 @@ class Completion(google.protobuf.message.Message):
         finish_reason: baton.v1.common_pb2.FinishReason.ValueType = ...,
         matched_stop: baton.v1.common_pb2.MatchedStop | None = ...,
         score: builtins.float | None = ...,
+        logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "matched_stop", b"matched_stop", "score", b"score"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "matched_stop", b"matched_stop", "score", b"score", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "score", b"score", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
     _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]
@@ -196,6 +216,8 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     USAGE_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
     SCORE_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The request's id."""
     index: builtins.int
@@ -224,6 +246,14 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     def timings(self) -> baton.v1.common_pb2.Timings:
         """Time per stage; on the last message of the stream."""
 
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenLogprobs]:
+        """If the request asks for logprobs: one per entry of token_ids."""
+
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenLogprobs]:
+        """As in GenerateResponse; set on the first message of the stream."""
+
     def __init__(
         self,
         *,
@@ -236,10 +266,12 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         usage: baton.v1.common_pb2.Usage | None = ...,
         timings: baton.v1.common_pb2.Timings | None = ...,
         score: builtins.float | None = ...,
+        logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "matched_stop", b"matched_stop", "score", b"score", "timings", b"timings", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "matched_stop", b"matched_stop", "request_id", b"request_id", "score", b"score", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
     _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]

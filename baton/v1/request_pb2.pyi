@@ -39,6 +39,7 @@ class RequestSpec(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The router's name for the request, never used before: the client's id, a
     slash and 16 random hex digits; a repeat on another replica adds a slash
@@ -69,6 +70,10 @@ class RequestSpec(google.protobuf.message.Message):
         is set, the model's end-of-sequence ids.
         """
 
+    @property
+    def bad_words_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenIds]:
+        """The token sequences of `sampling.bad_words`."""
+
     def __init__(
         self,
         *,
@@ -80,10 +85,11 @@ class RequestSpec(google.protobuf.message.Message):
         priority: builtins.int = ...,
         cache_salt: builtins.str = ...,
         timeout_ms: builtins.int = ...,
+        bad_words_token_ids: collections.abc.Iterable[baton.v1.common_pb2.TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling", "stopping", b"stopping"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "timeout_ms", b"timeout_ms"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bad_words_token_ids", b"bad_words_token_ids", "cache_salt", b"cache_salt", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "timeout_ms", b"timeout_ms"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RequestSpec: typing_extensions.TypeAlias = RequestSpec
@@ -157,6 +163,8 @@ class CandidateOutput(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     IS_LAST_FIELD_NUMBER: builtins.int
     SCORE_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """RequestSpec.request_id."""
     finish_reason: baton.v1.common_pb2.FinishReason.ValueType
@@ -192,6 +200,16 @@ class CandidateOutput(google.protobuf.message.Message):
         prefill_ms and load_ms on the request's first output.
         """
 
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenLogprobs]:
+        """If the request asks for logprobs: one per entry of token_ids."""
+
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[baton.v1.common_pb2.TokenLogprobs]:
+        """If the request asks for prompt_logprobs: one per token of the prompt after
+        the first; set on the request's first output.
+        """
+
     def __init__(
         self,
         *,
@@ -204,10 +222,12 @@ class CandidateOutput(google.protobuf.message.Message):
         index: builtins.int = ...,
         is_last: builtins.bool = ...,
         score: builtins.float | None = ...,
+        logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: collections.abc.Iterable[baton.v1.common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "error", b"error", "score", b"score", "timings", b"timings"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "is_last", b"is_last", "request_id", b"request_id", "score", b"score", "timings", b"timings", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "is_last", b"is_last", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "timings", b"timings", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: typing_extensions.TypeAlias = typing.Literal["score"]
     _WhichOneofArgType__score: typing_extensions.TypeAlias = typing.Literal["_score", b"_score"]

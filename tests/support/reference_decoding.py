@@ -58,7 +58,7 @@ def first_beams(request: EngineRequest) -> tuple[tuple[int, float], ...]:
 def _candidate(request: EngineRequest, index: int, max_model_len: int) -> Expected:
     prompt, draw = (
         request.spec.prompt_token_ids,
-        DrawParams.of_candidate(request.spec.params, index),
+        DrawParams.of_candidate(request.spec, index),
     )
     tokens: list[int] = []
     reason = FinishReason.LENGTH
