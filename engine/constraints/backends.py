@@ -1,0 +1,98 @@
+"""Which grammar backends there are, and which of them compiles a constraint."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.errors import ConfigurationError, InvalidArgumentError
+from baton.structured_outputs import StructuredOutputs
+from engine.constraints.interface import Backend, RefusedError
+from engine.constraints.vocabulary import Vocabulary
+
+__all__ = ["BACKENDS", "Compiled", "check_installed", "compile_with", "installed_backends"]
+__all__ += ["load_backend"]
+
+BACKENDS = ("xgrammar", "llguidance")
+_INSTALL = "pip install 'baton-llm[constraints]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled constraint.
+
+    Attributes:
+        backend: the name of the backend that compiled it, and can load it.
+        data: the grammar.
+    """
+
+    backend: str
+    data: bytes
+
+
+def installed_backends() -> tuple[str, ...]:
+    """Returns the names of the backends that can be imported."""
+    return tuple(name for name in BACKENDS if importlib.util.find_spec(name) is not None)
+
+
+def check_installed(choice: str) -> None:
+    """Refuses a choice of backend that cannot be served.
+
+    Args:
+        choice: a backend's name, or "auto", which needs any of them.
+
+    Raises:
+        ConfigurationError: names the command that installs it.
+    """
+    if choice not in ("auto", *BACKENDS):
+        names = ", ".join(("auto", *BACKENDS))
+        raise ConfigurationError(f"no grammar backend is called {choice!r}; choose one of {names}")
+    installed = installed_backends()
+    if not installed or choice not in ("auto", *installed):
+        missing = " or ".join(BACKENDS) if choice == "auto" else choice
+        raise ConfigurationError(
+            f"structured outputs need {missing}, which is not installed; run: {_INSTALL}"
+        )
+
+
+def load_backend(name: str, vocabulary: Vocabulary) -> Backend:
+    """Imports a backend and gives it the token table, which takes up to seconds."""
+    if name == "xgrammar":
+        from engine.constraints.xgrammar import XGrammarBackend
+
+        return XGrammarBackend(vocabulary)
+    from engine.constraints.llguidance import LLGuidanceBackend
+
+    return LLGuidanceBackend(vocabulary)
+
+
+def compile_with(
+    backends: Mapping[str, Backend], choice: str, outputs: StructuredOutputs
+) -> Compiled:
+    """Compiles a constraint with the first backend that enforces all of it.
+
+    Args:
+        backends: those that are loaded, by name.
+        choice: a backend's name, or "auto".
+        outputs: the constraint.
+
+    Raises:
+        InvalidArgumentError: no backend does; has the reason of each.
+    """
+    reasons = []
+    for name in _candidates(backends, choice, outputs):
+        try:
+            return Compiled(name, backends[name].compile(outputs))
+        except RefusedError as error:
+            reasons.append(f"{error} ({name})")
+    field = f"structured_outputs.{outputs.form}"
+    raise InvalidArgumentError(f"{field} is not supported: {'; '.join(reasons)}")
+
+
+def _candidates(
+    backends: Mapping[str, Backend], choice: str, outputs: StructuredOutputs
+) -> list[str]:
+    if choice != "auto":
+        return [choice]
+    is_lark = outputs.grammar is not None and "::=" not in outputs.grammar
+    order = reversed(BACKENDS) if is_lark else BACKENDS
+    return [name for name in order if name in backends]

@@ -1,0 +1,198 @@
+"""`CompileProcess`: the engine's side of the process that compiles grammars."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from baton.errors import UnavailableError
+from engine.constraints.vocabulary import Vocabulary
+
+__all__ = ["READY", "STARTED", "CompileProcess", "JobLostError", "JobTimeoutError"]
+__all__ += ["read_message", "write_message"]
+
+READY = b"R"
+"""The process takes jobs."""
+STARTED = b"S"
+"""A job runs in a process of its own."""
+_HEADER_BYTES = 8
+
+# The process imports the backends first, and xgrammar imports torch.
+_START_TIMEOUT_S = 120.0
+# The kernel ends a job at its deadline; the parent waits this much longer.
+_MARGIN_S = 5.0
+
+
+class JobTimeoutError(Exception):
+    """The job's time was over."""
+
+
+class JobLostError(Exception):
+    """The job's process died: out of memory, or of a full stack."""
+
+
+class CompileProcess:
+    """Starts `engine.constraints.compile_server` and sends it jobs. Thread-safe.
+
+    Args:
+        vocabulary: the token table that it compiles for.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Starts the process unless it runs, and waits until it takes jobs.
+
+        Raises:
+            UnavailableError: it did not start, or `close` was called.
+        """
+        with self._lock:
+            self._start()
+
+    def run(self, job: bytes, timeout_s: float) -> bytes:
+        """Returns the answer to a job. Several threads may have one each.
+
+        Raises:
+            JobTimeoutError: the job took longer than `timeout_s`.
+            JobLostError: its process died.
+            UnavailableError: the server could not be started.
+        """
+        process, answer = self._try(job, timeout_s)
+        if answer is None and not self._is_alive(process):
+            process, answer = self._try(job, timeout_s)  # it died with the server, of another
+        if answer is None:
+            raise JobLostError
+        return answer
+
+    def _try(
+        self, job: bytes, timeout_s: float
+    ) -> tuple["subprocess.Popen[bytes] | None", bytes | None]:
+        """Returns the server, and its answer to a job; None if the job's process died."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs, self._lock:
+                process = self._send(theirs)
+            ours.settimeout(timeout_s + _MARGIN_S)
+            try:
+                return process, _talk(ours, job, timeout_s)
+            except TimeoutError:
+                self.kill()
+                raise JobTimeoutError from None
+            except OSError:
+                return process, None
+
+    def _is_alive(self, process: "subprocess.Popen[bytes] | None") -> bool:
+        with self._lock:
+            return process is not None and self._process is process and process.poll() is None
+
+    def kill(self) -> None:
+        """Ends the process and all its jobs at once; the next job starts it anew."""
+        with self._lock:
+            self._kill()
+
+    def close(self) -> None:
+        """Ends the process for good. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._kill()
+
+    def _start(self) -> socket.socket:
+        if self._is_closed:
+            raise UnavailableError("the worker is stopping")
+        if self._process is not None and self._process.poll() is not None:
+            self._kill()
+        if self._control is None:
+            self._control = self._launch()
+        return self._control
+
+    def _send(self, channel: socket.socket) -> "subprocess.Popen[bytes] | None":
+        """Gives the process the channel of a job; starts it anew if it has died."""
+        try:
+            socket.send_fds(self._start(), [b"J"], [channel.fileno()])
+        except OSError:
+            self._kill()
+            socket.send_fds(self._start(), [b"J"], [channel.fileno()])
+        return self._process
+
+    def _launch(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - a module of this package
+                [sys.executable, "-m", "engine.constraints.compile_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # Its children are killed with it, as one group.
+                start_new_session=True,
+                # A process with threads must not be forked.
+                env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+            )
+        try:
+            ours.settimeout(_START_TIMEOUT_S)
+            write_message(ours, self._vocabulary.to_json().encode())
+            if ours.recv(1) != READY:
+                raise ConnectionError("it ended")
+            ours.settimeout(None)
+        except OSError as error:
+            ours.close()
+            self._kill()
+            raise UnavailableError(
+                f"the process that compiles grammars did not start: {error}"
+            ) from error
+        return ours
+
+    def _kill(self) -> None:
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _talk(channel: socket.socket, job: bytes, timeout_s: float) -> bytes | None:
+    """Sends a job and returns its answer; None if its process died before its time was over."""
+    if channel.recv(1) != STARTED:
+        return None
+    started = time.monotonic()
+    write_message(channel, job)
+    answer = read_message(channel)
+    if answer is not None:
+        return answer
+    # The clocks of the two processes start within a fork of each other.
+    if time.monotonic() - started > 0.95 * timeout_s:
+        raise JobTimeoutError
+    return None
+
+
+def write_message(channel: socket.socket, message: bytes) -> None:
+    """Sends a message with its length before it."""
+    channel.sendall(len(message).to_bytes(_HEADER_BYTES, "big"))
+    channel.sendall(message)
+
+
+def read_message(channel: socket.socket) -> bytes | None:
+    """Returns the next message; None if the other side has gone."""
+    header = _read_bytes(channel, _HEADER_BYTES)
+    return None if header is None else _read_bytes(channel, int.from_bytes(header, "big"))
+
+
+def _read_bytes(channel: socket.socket, num_bytes: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = channel.recv(min(1 << 20, num_bytes - len(data)))
+        if not part:
+            return None
+        data += part
+    return bytes(data)

@@ -1,0 +1,222 @@
+"""`GrammarCompiler`: compiles grammars beside the engine, caches them, and bounds both."""
+
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from baton.errors import (
+    BatonError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from baton.structured_outputs import StructuredOutputs
+from engine.constraints.backends import check_installed, load_backend
+from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError
+from engine.constraints.interface import Backend
+from engine.constraints.matcher import Constraint
+from engine.constraints.vocabulary import Vocabulary
+
+__all__ = ["CompileLimits", "GrammarCompiler"]
+
+_logger = logging.getLogger("baton.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileLimits:
+    """Bounds of a `GrammarCompiler`.
+
+    Attributes:
+        timeout_s: the longest that one grammar may compile.
+        memory_bytes: the most memory that compiling one grammar may take.
+        cache_bytes: the most memory of compiled grammars that no sequence uses any more.
+        num_workers: grammars that compile at the same time.
+        max_waiting: grammars that may wait or compile; further ones are refused.
+        refusal_s: how long a refusal is remembered, so that a grammar that timed out does not
+            take the time again for each of its requests.
+    """
+
+    timeout_s: float = 10.0
+    memory_bytes: int = 1 << 30
+    cache_bytes: int = 256 << 20
+    num_workers: int = 2
+    max_waiting: int = 256
+    refusal_s: float = 60.0
+
+
+class GrammarCompiler:
+    """Compiles constraints. Thread-safe.
+
+    Grammars are compiled in a process of their own (`engine.constraints.compile_server`), which
+    starts with the first of them or with `start`. A grammar is compiled once, however many
+    requests wait for it, and kept while the cache has room.
+
+    Args:
+        vocabulary: the model's token table.
+        backend: "xgrammar", "llguidance", or "auto", which is xgrammar for all that it can
+            express and llguidance for the rest.
+        limits: bounds.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigurationError: the backend is unknown or not installed; names the command that
+            installs it.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        backend: str = "auto",
+        limits: CompileLimits = CompileLimits(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_installed(backend)
+        self._vocabulary = vocabulary
+        self._backend = backend
+        self._limits = limits
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[bytes, Constraint] = OrderedDict()
+        self._num_cached_bytes = 0
+        self._refusals: OrderedDict[bytes, tuple[float, BatonError]] = OrderedDict()
+        self._pending: dict[bytes, Future[Constraint]] = {}
+        self._process = CompileProcess(vocabulary)
+        self._workers = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="grammar")
+        self._load_lock = threading.Lock()
+        self._loaded: dict[str, Backend] = {}
+        self._is_closed = False
+
+    @property
+    def num_cached_bytes(self) -> int:
+        """About how much memory the cached grammars take."""
+        return self._num_cached_bytes
+
+    def start(self) -> None:
+        """Starts the process in the background, so that the first request need not wait for it."""
+        self._workers.submit(self._process.start)
+
+    def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
+        """Returns the constraint's future; done already if it is cached.
+
+        The future may be shared and cannot be cancelled. Its exception is an
+        InvalidArgumentError that names the field if the constraint is malformed, unsupported,
+        too large or too slow, a ResourceExhaustedError if too many grammars wait, or an
+        UnavailableError after `close`.
+        """
+        key = outputs.key
+        with self._lock:
+            if (pending := self._pending.get(key)) is not None:
+                return pending
+            future: Future[Constraint] = Future()
+            future.set_running_or_notify_cancel()
+            if self._is_closed:
+                future.set_exception(UnavailableError("the worker is stopping"))
+            elif (cached := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                future.set_result(cached)
+            elif (refusal := self._refusal_of(key)) is not None:
+                future.set_exception(refusal)
+            elif len(self._pending) >= self._limits.max_waiting:
+                limit = self._limits.max_waiting
+                future.set_exception(
+                    ResourceExhaustedError(f"{limit} grammars wait to be compiled; try again later")
+                )
+            else:
+                self._pending[key] = future
+                self._workers.submit(self._compile, key, outputs, future)
+        return future
+
+    def close(self) -> None:
+        """Ends the process; pending futures fail. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        self._process.close()
+        self._workers.shutdown(wait=True)
+
+    def _compile(
+        self, key: bytes, outputs: StructuredOutputs, future: "Future[Constraint]"
+    ) -> None:
+        """Runs in a worker thread; the future always ends."""
+        try:
+            constraint = self._compile_in_process(outputs)
+        except BatonError as error:
+            self._end(key, future, error)
+        except BaseException:
+            _logger.exception("compiling a grammar failed")
+            self._end(key, future, InternalError("the grammar could not be compiled"))
+        else:
+            self._end(key, future, constraint)
+
+    def _compile_in_process(self, outputs: StructuredOutputs) -> Constraint:
+        field = f"structured_outputs.{outputs.form}"
+        job = {
+            "outputs": asdict(outputs),
+            "backend": self._backend,
+            "timeout_s": self._limits.timeout_s,
+            "memory_bytes": self._limits.memory_bytes,
+        }
+        try:
+            answer = self._process.run(json.dumps(job).encode(), self._limits.timeout_s)
+        except JobTimeoutError:
+            limit_s = self._limits.timeout_s
+            raise InvalidArgumentError(
+                f"{field} took more than {limit_s:g} s to compile; simplify it"
+            ) from None
+        except JobLostError:
+            raise InvalidArgumentError(
+                f"{field} needs too much memory, or nests too deeply, to compile; simplify it"
+            ) from None
+        header, _, data = answer.partition(b"\n")
+        report = json.loads(header)
+        if "error" in report:
+            raise InvalidArgumentError(report["error"])
+        if "bug" in report:
+            raise RuntimeError(report["bug"])
+        grammar = self._backend_called(report["backend"]).load(data)
+        return Constraint(grammar, self._vocabulary, field)
+
+    def _backend_called(self, name: str) -> Backend:
+        """Returns a backend of this process; the first call loads it."""
+        with self._load_lock:
+            if name not in self._loaded:
+                self._loaded[name] = load_backend(name, self._vocabulary)
+            return self._loaded[name]
+
+    def _end(
+        self, key: bytes, future: "Future[Constraint]", result: Constraint | BatonError
+    ) -> None:
+        with self._lock:
+            del self._pending[key]
+            if isinstance(result, Constraint):
+                self._keep(key, result)
+            elif isinstance(result, InvalidArgumentError):
+                self._refusals[key] = (self._clock() + self._limits.refusal_s, result)
+                while len(self._refusals) > self._limits.max_waiting:
+                    self._refusals.popitem(last=False)
+        # Callbacks run here, without the lock.
+        if isinstance(result, Constraint):
+            future.set_result(result)
+        else:
+            future.set_exception(result)
+
+    def _keep(self, key: bytes, constraint: Constraint) -> None:
+        """Caches a grammar; drops those that were used the longest ago."""
+        self._cache[key] = constraint
+        self._num_cached_bytes += constraint.grammar.num_bytes
+        while self._num_cached_bytes > self._limits.cache_bytes and self._cache:
+            _, dropped = self._cache.popitem(last=False)
+            self._num_cached_bytes -= dropped.grammar.num_bytes
+
+    def _refusal_of(self, key: bytes) -> BatonError | None:
+        until, error = self._refusals.get(key, (0.0, None))
+        if error is not None and until <= self._clock():
+            del self._refusals[key]
+            return None
+        return error

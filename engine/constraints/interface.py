@@ -1,0 +1,70 @@
+"""What a backend provides: `Backend`, the `Grammar` that it compiles, and positions in it."""
+
+from typing import Protocol
+
+from baton.structured_outputs import StructuredOutputs
+from engine.constraints.vocabulary import Mask
+
+__all__ = ["Backend", "Grammar", "GrammarState", "RefusedError", "TooComplexError"]
+
+
+class RefusedError(Exception):
+    """A backend cannot express a constraint, or would enforce only a part of it."""
+
+
+class TooComplexError(Exception):
+    """A backend gave up on a grammar that exceeds its limits."""
+
+
+class GrammarState(Protocol):
+    """A position in a grammar. It gets only tokens that have text, never stop tokens.
+
+    `fill_mask` and `accept` raise TooComplexError if the grammar exceeds the backend's limits.
+    """
+
+    def fill_mask(self, row: Mask) -> None:
+        """Writes which tokens may come next. Bits of end-of-sequence tokens, and those past the
+        vocabulary, have no meaning.
+        """
+
+    def accept(self, token_id: int) -> bool:
+        """Moves on by a token; returns False, and stays, if the token may not come next."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last accepted tokens."""
+
+    def is_complete(self) -> bool:
+        """Whether the text so far belongs to the grammar."""
+
+    def forced_text(self) -> bytes:
+        """Returns the bytes that every text of the grammar has next."""
+
+    def fork(self) -> "GrammarState":
+        """Returns an independent copy."""
+
+
+class Grammar(Protocol):
+    """A grammar that a backend has compiled.
+
+    Attributes:
+        num_bytes: about how much memory it takes.
+    """
+
+    num_bytes: int
+
+    def new_state(self) -> GrammarState:
+        """Returns the position before the first token."""
+
+
+class Backend(Protocol):
+    """A library that compiles grammars for one vocabulary."""
+
+    def compile(self, outputs: StructuredOutputs) -> bytes:
+        """Returns a compiled grammar in a form that other processes can load.
+
+        Raises:
+            RefusedError: says what cannot be expressed.
+        """
+
+    def load(self, data: bytes) -> Grammar:
+        """Returns the grammar that `compile` returned."""

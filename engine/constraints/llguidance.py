@@ -1,0 +1,188 @@
+"""The backend llguidance (Microsoft's guidance)."""
+
+import json
+from typing import Any
+
+from baton.structured_outputs import StructuredOutputs
+from engine.constraints.interface import Grammar, GrammarState, RefusedError, TooComplexError
+from engine.constraints.schema import close_objects
+from engine.constraints.structural_tags import tag_with_format
+from engine.constraints.vocabulary import Mask, Vocabulary
+
+__all__ = ["LLGuidanceBackend"]
+
+# Without it, a mask allows but one tokenization of forced text, that of the `_TokenTable`.
+_OPTIONS = '%llguidance {"no_forcing": true}'
+# A state of the lexer takes 1 to 2 kB, and each sequence has its own.
+_MAX_LEXER_STATES = 20_000
+# What a grammar takes, about, beyond its text: llguidance does not say.
+_GRAMMAR_BYTES = 256 * 1024
+_BYTES_PER_SOURCE_BYTE = 50
+
+
+class LLGuidanceBackend:
+    """Compiles with llguidance, which has no form of a compiled grammar but its source.
+
+    Args:
+        vocabulary: the model's token table.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import llguidance
+
+        self._library: Any = llguidance
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_TokenTable(vocabulary)), n_vocab=vocabulary.size
+        )
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+        )
+
+    def compile(self, outputs: StructuredOutputs) -> bytes:
+        """Returns the source that llguidance compiles, which it has compiled once.
+
+        Raises:
+            RefusedError: llguidance refuses the constraint, or it is too complex.
+        """
+        try:
+            source = self._source_of(outputs).encode()
+        except RefusedError:
+            raise
+        except Exception as error:  # its converter of GBNF raises several types
+            raise RefusedError(_first_line(str(error))) from None
+        matcher = self._compile(source)
+        if matcher.is_error():
+            raise RefusedError(_first_line(matcher.get_error()))
+        return source
+
+    def load(self, data: bytes) -> Grammar:
+        """Compiles the source that `compile` returned."""
+        return _LLGuidanceGrammar(self._compile(data), len(data))
+
+    def _compile(self, source: bytes) -> Any:
+        return self._library.LLMatcher(
+            self._tokenizer, source.decode(), log_level=0, limits=self._limits
+        )
+
+    def _source_of(self, outputs: StructuredOutputs) -> str:
+        text, form = getattr(outputs, outputs.form), outputs.form
+        if form == "json_object":
+            return self._schema_source({"type": "object"}, outputs)
+        if form == "json":
+            return self._schema_source(json.loads(text), outputs)
+        if form == "choice":
+            return f"start: {' | '.join(map(json.dumps, text))}\n{_OPTIONS}"
+        if form == "regex":
+            # Classes such as \d are those of ASCII, as in xgrammar.
+            return f"start: /{self._library.regex_to_lark(text, 'dws')}/\n{_OPTIONS}"
+        if form == "grammar":
+            is_gbnf = "::=" in text
+            lark = self._library.gbnf_to_lark.gbnf_to_lark(text) if is_gbnf else text
+            return f"{lark}\n{_OPTIONS}"
+        return self._tag_source(json.loads(text), outputs)
+
+    def _schema_source(self, schema: Any, outputs: StructuredOutputs) -> str:
+        text = json.dumps(self._schema_with_options(schema, outputs))
+        return f"start: %json {text}\n{_OPTIONS}"
+
+    def _schema_with_options(self, schema: Any, outputs: StructuredOutputs) -> dict[str, Any]:
+        options: dict[str, Any] = {"whitespace_flexible": not outputs.disable_any_whitespace}
+        if outputs.whitespace_pattern is not None:
+            options["whitespace_pattern"] = outputs.whitespace_pattern
+        # Under this key a schema could turn its own enforcement off.
+        closed = close_objects(schema) if isinstance(schema, dict) else {"allOf": [schema]}
+        return {**closed, "x-guidance": options}
+
+    def _tag_source(self, tag: dict[str, Any], outputs: StructuredOutputs) -> str:
+        form = tag_with_format(tag)["format"]
+        tags = form.get("tags")
+        if form.get("type") != "triggered_tags" or not isinstance(tags, list) or not tags:
+            raise RefusedError("a structural tag other than triggered_tags")
+        parts = [self._struct_tag(one, form["triggers"], outputs) for one in tags]
+        source = str(self._library.StructTag.to_grammar(parts, assume_special=False))
+        return source.replace("%llguidance {}", _OPTIONS, 1)
+
+    def _struct_tag(self, tag: Any, triggers: Any, outputs: StructuredOutputs) -> Any:
+        content = tag.get("content") if isinstance(tag, dict) else None
+        if not isinstance(content, dict) or content.get("type") != "json_schema":
+            raise RefusedError("a tag whose content is not a json_schema")
+        begin, end = tag.get("begin"), tag.get("end")
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise RefusedError("a tag whose begin or end is not a text")
+        trigger = next((one for one in triggers if begin.startswith(str(one))), None)
+        if not trigger:
+            raise RefusedError(f"the tag {begin!r}, which begins with none of the triggers")
+        return self._library.StructTag(
+            trigger=trigger,
+            begin=begin,
+            grammar=self._schema_with_options(content["json_schema"], outputs),
+            end=end,
+        )
+
+
+class _TokenTable:
+    """The vocabulary as llguidance reads it. Tokenization of forced text is Baton's own."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        names = vocabulary.special_tokens
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.special_token_ids = list(names)
+        self.tokens = [
+            names[i].encode() if i in names else text for i, text in enumerate(vocabulary.tokens)
+        ]
+        self._bytes = {text: i for i, text in enumerate(vocabulary.tokens) if len(text) == 1}
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        encoded = text.encode() if isinstance(text, str) else text
+        return [self._bytes[bytes([byte])] for byte in encoded if bytes([byte]) in self._bytes]
+
+
+class _LLGuidanceGrammar:
+    def __init__(self, matcher: Any, source_bytes: int) -> None:
+        self._matcher = matcher
+        self.num_bytes = _GRAMMAR_BYTES + _BYTES_PER_SOURCE_BYTE * source_bytes
+
+    def new_state(self) -> GrammarState:
+        return _LLGuidanceState(self._matcher.deep_copy())
+
+
+class _LLGuidanceState:
+    """A position in a grammar of llguidance."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def fill_mask(self, row: Mask) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.get_error().startswith("NoExtension"):
+            row.fill(0)  # the vocabulary has no token for what comes next
+        else:
+            self._check()
+
+    def accept(self, token_id: int) -> bool:
+        is_accepted = bool(self._matcher.try_consume_tokens([token_id]))
+        self._check()
+        return is_accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def is_complete(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    def forced_text(self) -> bytes:
+        return bytes(self._matcher.compute_ff_bytes())
+
+    def fork(self) -> GrammarState:
+        return _LLGuidanceState(self._matcher.deep_copy())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise TooComplexError(_first_line(self._matcher.get_error()))
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0][:300] if lines else "it gives no reason"

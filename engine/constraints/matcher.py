@@ -1,0 +1,225 @@
+"""`Matcher`: where a text is within its grammar, and which tokens may come next.
+
+`Constraint` is a compiled grammar; every sequence that it constrains has a `Matcher` of its
+own. What differs between xgrammar and llguidance is behind `engine.constraints.interface`.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.errors import InvalidArgumentError
+from engine.constraints.interface import Grammar, GrammarState, TooComplexError
+from engine.constraints.vocabulary import Mask, Vocabulary, bits_of
+
+__all__ = ["Constraint", "Matcher"]
+
+# CPU seconds that a sequence's grammar may use at once, and on average per token. Everything
+# else in the batch waits meanwhile.
+_BURST_S = 0.5
+_STEADY_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A compiled grammar, shared by all sequences that it constrains.
+
+    Attributes:
+        grammar: the backend's.
+        vocabulary: the token table that it was compiled against.
+        field: the user's field in error messages, such as `structured_outputs.json`.
+    """
+
+    grammar: Grammar
+    vocabulary: Vocabulary
+    field: str
+
+    def new_matcher(
+        self, stop_token_ids: Iterable[int], *, starts_after: Sequence[int] = ()
+    ) -> "Matcher":
+        """Returns a matcher at the start of a generated text.
+
+        Args:
+            stop_token_ids: the tokens that end the sequence. They may be drawn once the text
+                belongs to the grammar. Tokens with text among them also follow the grammar.
+            starts_after: the text is free until these tokens were generated in sequence, such
+                as the end of a reasoning part. Empty: it is constrained from its start.
+        """
+        return Matcher(self, self.grammar.new_state(), frozenset(stop_token_ids), starts_after)
+
+
+class Matcher:
+    """The constraint of one sequence. `Constraint.new_matcher` makes one.
+
+    Not safe to call from two threads at once.
+
+    Attributes:
+        num_tokens: tokens that were accepted.
+    """
+
+    def __init__(
+        self,
+        constraint: Constraint,
+        state: GrammarState,
+        stop_token_ids: frozenset[int],
+        starts_after: Sequence[int],
+    ) -> None:
+        self._constraint = constraint
+        self._state = state
+        self._stop_token_ids = stop_token_ids
+        vocabulary = constraint.vocabulary
+        self._stop_bits = bits_of(i for i in stop_token_ids if i < vocabulary.size)
+        self._meaningless_bits = vocabulary.meaningless_bits
+        self._row: Mask | None = None  # of this state, if `is_terminated` needed it
+        self._starts_after = tuple(starts_after)
+        self._free: list[int] = []  # tokens before the constraint began
+        self._is_free = bool(starts_after)
+        self._num_matched = 0  # tokens that the state has accepted
+        self._num_stops = 0
+        self._allowance_s = _BURST_S
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were accepted."""
+        return len(self._free) + self._num_matched + self._num_stops
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the text is constrained already; False in a reasoning part."""
+        return not self._is_free
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the sequence may end here."""
+        return self._is_free or self._num_stops > 0 or self._state.is_complete()
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether nothing but a stop token can follow, or one was accepted."""
+        if self._num_stops:
+            return True
+        if self._is_free or not self._state.is_complete():
+            return False
+        if self._row is None:
+            row = np.empty(self._constraint.vocabulary.num_mask_words, dtype=np.int32)
+            self._fill_from_state(row)
+            self._row = row
+        return not self._row.any()
+
+    def fill_mask(self, row: Mask) -> bool:
+        """Writes which tokens may come next into a row of `vocabulary.num_mask_words` words.
+
+        Returns:
+            Whether the row forbids anything; False means that it need not be applied.
+
+        The row is empty if the text is complete and the sequence has no stop tokens.
+
+        Raises:
+            InvalidArgumentError: no token may come next, or the grammar takes too long.
+        """
+        if self._is_free:
+            row.fill(-1)
+            return False
+        if self._num_stops:
+            row.fill(0)
+        elif self._row is not None:
+            row[:] = self._row
+        else:
+            self._fill_from_state(row)
+        if self.may_stop:
+            words, bits = self._stop_bits
+            row[words] |= bits
+        elif not row.any():
+            raise self._error("allows no token of this model's vocabulary here")
+        return True
+
+    def accept(self, token_id: int) -> bool:
+        """Moves on by a token; returns False, and stays, if the token may not come next.
+
+        Raises:
+            InvalidArgumentError: the grammar takes too long.
+        """
+        if self._is_free:
+            self._free.append(token_id)
+            width = len(self._starts_after)
+            self._is_free = tuple(self._free[-width:]) != self._starts_after
+            return True
+        if self._num_stops:
+            return False
+        if token_id in self._stop_token_ids and self._state.is_complete():
+            self._num_stops = 1
+            return True
+        started = time.thread_time()
+        try:
+            is_accepted = self._has_text(token_id) and self._state.accept(token_id)
+        except TooComplexError as error:
+            raise self._error(f"is too complex: {error}") from None
+        if is_accepted:
+            self._num_matched += 1
+            self._row = None
+        self._charge(started)
+        return is_accepted
+
+    def replay(self, token_ids: Iterable[int]) -> bool:
+        """Accepts tokens that were generated before; returns False at the first that fails."""
+        return all(self.accept(token_id) for token_id in token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last accepted tokens."""
+        assert num_tokens <= self.num_tokens, "more tokens than were accepted"
+        num_stops = min(num_tokens, self._num_stops)
+        self._num_stops -= num_stops
+        num_matched = min(num_tokens - num_stops, self._num_matched)
+        if num_matched:
+            self._state.rollback(num_matched)
+            self._row = None
+            self._num_matched -= num_matched
+        num_free = num_tokens - num_stops - num_matched
+        if num_free:
+            del self._free[-num_free:]
+            self._is_free = True
+
+    def forced_text(self) -> bytes:
+        """Returns the bytes that come next in every continuation; empty if there is a choice."""
+        if self._is_free or self._num_stops or self._state.is_complete():
+            return b""
+        return self._state.forced_text()
+
+    def fork(self) -> "Matcher":
+        """Returns an independent copy, for another candidate that has the same tokens."""
+        twin = Matcher(
+            self._constraint, self._state.fork(), self._stop_token_ids, self._starts_after
+        )
+        twin._free = self._free.copy()
+        twin._is_free = self._is_free
+        twin._num_matched, twin._num_stops = self._num_matched, self._num_stops
+        twin._allowance_s = self._allowance_s
+        return twin
+
+    def _fill_from_state(self, row: Mask) -> None:
+        """Writes which tokens with text may come next."""
+        started = time.thread_time()
+        try:
+            self._state.fill_mask(row)
+        except TooComplexError as error:
+            raise self._error(f"is too complex: {error}") from None
+        words, bits = self._meaningless_bits
+        row[words] &= ~bits
+        self._charge(started)
+
+    def _has_text(self, token_id: int) -> bool:
+        tokens = self._constraint.vocabulary.tokens
+        return 0 <= token_id < len(tokens) and bool(tokens[token_id])
+
+    def _charge(self, started: float) -> None:
+        """Refuses a grammar that has used up its time."""
+        used_s = time.thread_time() - started
+        self._allowance_s = min(self._allowance_s + _STEADY_S, _BURST_S) - used_s
+        if self._allowance_s < 0:
+            limit = f"it may take {_STEADY_S * 1e3:.0f} ms on average"
+            raise self._error(f"took {used_s * 1e3:.0f} ms for one token; {limit}")
+
+    def _error(self, problem: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"{self._constraint.field} {problem}")

@@ -1,0 +1,56 @@
+"""Structural tags: which parts of a text are constrained, and how."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine.constraints.interface import RefusedError
+
+__all__ = ["schemas_of_tag", "tag_with_format"]
+
+
+def tag_with_format(tag: dict[str, Any]) -> dict[str, Any]:
+    """Returns a structural tag in the form that has a `format`.
+
+    The older form has `structures`, a list of tags with begin, schema and end, and `triggers`.
+
+    Raises:
+        RefusedError: it has neither form.
+    """
+    if "structures" not in tag:
+        if not isinstance(tag.get("format"), dict):
+            raise RefusedError("it has neither format nor structures and triggers")
+        return {"type": "structural_tag", **tag}
+    structures, triggers = tag["structures"], tag.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise RefusedError("structures and triggers must be lists")
+    tags = [
+        {
+            "type": "tag",
+            "begin": _text_of(structure, "begin"),
+            "content": {"type": "json_schema", "json_schema": structure.get("schema", {})},
+            "end": _text_of(structure, "end"),
+        }
+        for structure in structures
+    ]
+    form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    return {"type": "structural_tag", "format": form}
+
+
+def schemas_of_tag(value: Any) -> Iterator[Any]:
+    """Yields the JSON schemas in a structural tag that has a `format`."""
+    if isinstance(value, list):
+        for item in value:
+            yield from schemas_of_tag(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name == "json_schema":
+                yield item
+            else:
+                yield from schemas_of_tag(item)
+
+
+def _text_of(structure: Any, name: str) -> str:
+    text = structure.get(name) if isinstance(structure, dict) else None
+    if not isinstance(text, str):
+        raise RefusedError(f"each of structures needs a text {name}")
+    return text

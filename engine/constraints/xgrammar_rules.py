@@ -1,0 +1,140 @@
+"""What xgrammar enforces of JSON schemas and regular expressions, found by trying.
+
+Random texts under the masks of xgrammar 0.2 were checked with `jsonschema`. These rules accept
+only what held; all else goes to llguidance, which enforces a schema as a whole or refuses it.
+Left out without an error were, among others: `uniqueItems`, `contains`, `not`, `if`, `allOf` of
+several schemas, keywords beside `$ref` and `anyOf`, keywords without a `type`, `dependentRequired`,
+required properties that are not listed, values of `enum` of another type, unknown formats, dates
+such as 31 November, large `multipleOf`, bounds near 0, anchors within a regular expression. With
+`minLength`, `maxLength` and patterns such as `[^a]` or `"`, strings were no JSON: their control
+characters and quotes were not escaped.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["regex_refusal", "schema_refusal"]
+
+_ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "example", "deprecated", "readOnly",
+     "writeOnly", "nullable", "$schema", "$comment", "$defs", "definitions")
+)  # fmt: skip
+_KEYWORDS: dict[str, frozenset[str]] = {
+    "null": frozenset(),
+    "boolean": frozenset(),
+    "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "string": frozenset(("pattern",)),
+    "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems")),
+    "object": frozenset(
+        ("properties", "required", "additionalProperties", "unevaluatedProperties", "propertyNames")
+    ),
+}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "null": type(None),
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "string": str,
+    "array": list,
+    "object": dict,
+}
+_ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_SMALLEST_BOUND, _LARGEST_BOUND = 1e-4, 1e15
+# Literals that JSON need not escape, classes of them, groups, repetitions.
+_ESCAPED = r"\\[dw.*+?()\[\]{}|/-]"
+_RANGE = r"(?:[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]|[^\x00-\x7f]-[^\x00-\x7f])"
+_CLASS = rf"\[(?:{_RANGE}|{_ESCAPED}|[\w ,.:;@#%&=!<>~'/*+?(){{}}|])+-?\]"
+_PLAIN_PATTERN = re.compile(rf"(?:{_CLASS}|{_ESCAPED}|[\w \-,:;@#%&=!<>~'/*+?(){{}}|])*")
+
+
+def schema_refusal(node: Mapping[str, Any]) -> str | None:
+    """Returns what of a schema, without those in it, xgrammar may not enforce; None: nothing."""
+    keywords = node.keys() - _ANNOTATIONS
+    for keyword in _ALONE:
+        if keyword in keywords:
+            return _alone_refusal(keyword, node, keywords)
+    kinds = node.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds is None:
+        return f"{min(keywords)} without type" if keywords else None
+    if not isinstance(kinds, list) or not all(kind in _KEYWORDS for kind in kinds):
+        return "type"
+    unknown = keywords - {"type"} - frozenset().union(*(_KEYWORDS[kind] for kind in kinds))
+    if unknown:
+        return min(unknown)
+    return _value_refusal(node, "integer" in kinds)
+
+
+def _alone_refusal(keyword: str, node: Mapping[str, Any], keywords: set[str]) -> str | None:
+    """Refuses keywords beside one that xgrammar reads alone."""
+    others = keywords - {keyword}
+    value = node[keyword]
+    if keyword in ("enum", "const"):
+        kind = _TYPES.get(node["type"], ()) if isinstance(node.get("type"), str) else object
+        values = value if keyword == "enum" and isinstance(value, list) else [value]
+        is_typed = all(isinstance(one, kind) for one in values)
+        return None if others <= {"type"} and is_typed else f"{keyword} beside other keywords"
+    if others:
+        return f"{min(others)} beside {keyword}"
+    if keyword == "$ref" and not (isinstance(value, str) and re.fullmatch(r"#[^~%]*", value)):
+        return "$ref"
+    if keyword == "allOf" and not (isinstance(value, list) and len(value) == 1):
+        return "allOf of several schemas"
+    return None
+
+
+def _value_refusal(node: Mapping[str, Any], has_integers: bool) -> str | None:
+    if "pattern" in node and not _is_plain_pattern(node["pattern"]):
+        return "pattern"
+    for bound in _BOUNDS:
+        if bound in node and not _is_plain_bound(node[bound], has_integers):
+            return bound
+    properties, required = node.get("properties", {}), node.get("required", [])
+    if not isinstance(required, list) or not set(required) <= set(properties):
+        return "required properties that are not listed"
+    if "propertyNames" in node and properties:
+        return "propertyNames with properties"
+    return None
+
+
+def _is_plain_bound(value: Any, is_integer: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if is_integer and not isinstance(value, int):
+        return False
+    return value == 0 or _SMALLEST_BOUND <= abs(value) < _LARGEST_BOUND
+
+
+def _is_plain_pattern(pattern: Any) -> bool:
+    """Whether a pattern describes the whole string and needs no escapes of JSON."""
+    if not isinstance(pattern, str) or not re.fullmatch(r"\^.*\$", pattern):
+        return False
+    body = pattern[1:-1]
+    return bool(_PLAIN_PATTERN.fullmatch(body)) and "(?" not in body and not _has_open_choice(body)
+
+
+def _has_open_choice(pattern: str) -> bool:
+    """Whether a pattern has a `|` outside of groups: then its anchors belong to a part of it."""
+    bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "", pattern)
+    depth = 0
+    for char in bare:
+        depth += (char == "(") - (char == ")")
+        if char == "|" and depth == 0:
+            return True
+    return False
+
+
+def regex_refusal(regex: str) -> str | None:
+    """Returns what of a regular expression xgrammar may not enforce; None: nothing."""
+    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", regex, flags=re.DOTALL)
+    if "(?" in bare.replace("(?:", ""):
+        return "a group that begins with (?"
+    inner = bare.removeprefix("^").removesuffix("$")
+    if "^" in inner or "$" in inner:
+        return "an anchor within the expression"
+    if inner != bare and _has_open_choice(regex):
+        return "an anchor beside a choice"
+    return None

@@ -1,0 +1,310 @@
+"""Grammars compile beside each other, once each, and hostile ones hurt no neighbour."""
+
+import json
+import re
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from baton.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from baton.structured_outputs import StructuredOutputs
+from engine.constraints import backends as grammar_backends
+from engine.constraints.compiler import CompileLimits, GrammarCompiler
+from tests.support.constraints import vocabulary_of
+from tests.support.json_schemas import allowed_tokens, text_of, walk
+
+pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
+
+TIMEOUT_S = 3.0
+RESULT_S = 60.0
+FINE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def chain(depth, leaf):
+    schema = leaf
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def doubling(depth, keyword):
+    schema = {"type": "integer"}
+    for i in range(depth):
+        wrapped = {"type": "object", "properties": {f"k{i}": schema}, "required": [f"k{i}"]}
+        schema = {keyword: [schema, wrapped]}
+    return schema
+
+
+# Each is refused when it is made, refused or timed out when it is compiled, or compiles within
+# its bounds and stays within them while tokens are drawn.
+HOSTILE = {
+    "deep nesting": {"json": chain(30, {"type": "null"})},
+    "deeper than JSON may be": {"json": "[" * 100_000},
+    "a reference to itself": {"json": {"$ref": "#"}},
+    "references in a circle": {
+        "json": {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            "$ref": "#/$defs/a",
+        }
+    },
+    "a required property of its own kind": {
+        "json": {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
+    },
+    "a remote reference": {"json": {"$ref": "http://example.com/a.json"}},
+    "a missing reference": {"json": {"$ref": "#/$defs/none"}},
+    "a huge enum": {"json": {"enum": [f"value {i}" for i in range(12_000)]}},
+    "thousands of optional properties": {
+        "json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
+    },
+    "a huge minItems": {"json": {"type": "array", "items": FINE, "minItems": 10**6}},
+    "a huge maxLength": {"json": {"type": "string", "maxLength": 10**9}},
+    "a huge minLength": {"json": {"type": "string", "minLength": 10**7}},
+    "bounds past 64 bits": {"json": {"type": "integer", "minimum": 10**20}},
+    "bounds that exclude each other": {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
+    "doubling by anyOf": {"json": doubling(8, "anyOf")},
+    "doubling by oneOf": {"json": doubling(8, "oneOf")},
+    "a product of alternatives": {
+        "json": {
+            "allOf": [
+                {
+                    "anyOf": [
+                        {"type": "object", "properties": {f"a{i}": {"const": j}}} for j in range(9)
+                    ]
+                }
+                for i in range(9)
+            ]
+        }
+    },
+    "unsupported keywords": {"json": {"type": "array", "uniqueItems": True}},
+    "lookahead in a pattern": {"json": {"type": "string", "pattern": "^(?=a)b$"}},
+    "an unknown format": {"json": {"type": "string", "format": "bogus"}},
+    "an exponential pattern": {"json": {"type": "string", "pattern": "^(a|b)*a(a|b){24}$"}},
+    "nested repetitions": {"regex": "(a{1,1000}){1,1000}"},
+    "thrice nested repetitions": {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+    "ambiguous repetitions": {"regex": "(a|aa|aaa|a*)*b" + "(x+x+)+y" * 50},
+    "an exponential automaton": {"regex": "(a|b)*a(a|b){24}c"},
+    "a broken expression": {"regex": "(["},
+    "a backreference": {"regex": "(a)\\1"},
+    "a long choice": {"choice": ["x" * 200_000, "y"]},
+    "thousands of choices": {"choice": [f"option number {i}" for i in range(4000)]},
+    "invalid JSON": {"json": '{"type":'},
+    "broken EBNF": {"grammar": 'root ::= "a" | other ('},
+    "EBNF without its rule": {"grammar": "root ::= other"},
+    "endless EBNF": {"grammar": 'root ::= "a" root'},
+    "ambiguous EBNF": {"grammar": 'root ::= root root root | "a" | ""'},
+    "broken Lark": {"grammar": 'start: "a" | ('},
+    "endless Lark": {"grammar": 'start: "a" start'},
+    "ambiguous Lark": {"grammar": 'start: start start start | "a" | ""'},
+    "an unknown structural tag": {"structural_tag": {"format": {"type": "bogus"}}},
+    "a structural tag of nothing": {"structural_tag": {}},
+}
+# These must not pass.
+REFUSED = {
+    "deeper than JSON may be": "is not JSON",
+    "a reference to itself": r"json has no finite instance: # requires itself",
+    "references in a circle": r"json has no finite instance: #/\$defs/\w requires itself",
+    "a required property of its own kind": "json has no finite instance",
+    "a remote reference": r"json is not supported: \$ref at # \(xgrammar\); .*example\.com",
+    "a missing reference": "json is not supported",
+    "bounds past 64 bits": "json has a minimum past 64 bits at #",
+    "bounds that exclude each other": "json is not supported: .*minimum",
+    "unsupported keywords": r"json is not supported: uniqueItems at # \(xgrammar\); .*uniqueItems",
+    "lookahead in a pattern": "json is not supported: pattern",
+    "an unknown format": "json is not supported: format",
+    "a broken expression": "regex is not supported",
+    "a backreference": "regex is not supported",
+    "invalid JSON": "json is not JSON",
+    "broken EBNF": "grammar is not supported",
+    "EBNF without its rule": "grammar is not supported",
+    "broken Lark": "grammar is not supported",
+    "endless EBNF": "grammar has no finite text: the rule root has none",
+    "endless Lark": "grammar has no finite text: the rule root has none",
+    "an unknown structural tag": "structural_tag is not supported: .*bogus",
+    "a structural tag of nothing": "structural_tag is not supported",
+}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    limits = CompileLimits(timeout_s=TIMEOUT_S, num_workers=2)
+    compiler = GrammarCompiler(vocabulary_of("byte_level"), limits=limits)
+    compiler.start()
+    compiler.compile(StructuredOutputs(json=FINE)).result(RESULT_S)
+    yield compiler
+    compiler.close()
+
+
+def new_compiler(**limits):
+    return GrammarCompiler(vocabulary_of("byte_level"), limits=CompileLimits(**limits))
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_hostile_constraint_is_bounded_and_hurts_no_neighbour(compiler, hostile):
+    neighbour = StructuredOutputs(regex=f"[a-c]+{len(hostile)}{hostile[:9]}")
+    started = time.monotonic()
+    error = None
+    try:
+        future = compiler.compile(StructuredOutputs(**HOSTILE[hostile]))
+        beside = compiler.compile(neighbour)
+        beside.result(TIMEOUT_S)  # it does not wait for the other
+        constraint = future.result(RESULT_S)
+    except InvalidArgumentError as raised:
+        error = raised
+    else:
+        draw_many(constraint)
+    assert time.monotonic() - started < 3 * TIMEOUT_S
+    if hostile in REFUSED:
+        assert error is not None, "it compiled"
+        assert re.search(REFUSED[hostile], error.message), error.message
+    if error is not None:
+        assert error.message.startswith("structured_outputs.")
+        assert len(error.message) < 1000
+
+
+def draw_many(constraint):
+    """Draws tokens until the text or the grammar's time ends."""
+    vocabulary = constraint.vocabulary
+    with suppress(InvalidArgumentError):
+        walk(constraint.new_matcher(vocabulary.eos_token_ids), vocabulary, 1, num_most=200)
+
+
+def test_a_compiled_constraint_works(compiler):
+    vocabulary = vocabulary_of("byte_level")
+    constraint = compiler.compile(StructuredOutputs(json=FINE)).result(RESULT_S)
+    tokens = walk(constraint.new_matcher(vocabulary.eos_token_ids), vocabulary, 3)
+    assert isinstance(json.loads(text_of(vocabulary, tokens))["a"], int)
+
+
+def test_llguidance_compiles_what_xgrammar_does_not_express(compiler):
+    schema = {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 60}
+    constraint = compiler.compile(StructuredOutputs(json=schema)).result(RESULT_S)
+    assert type(constraint.grammar).__name__ == "_LLGuidanceGrammar"
+    vocabulary = vocabulary_of("byte_level")
+    for seed in range(5):
+        tokens = walk(constraint.new_matcher(vocabulary.eos_token_ids), vocabulary, seed)
+        assert int(text_of(vocabulary, tokens)) % 7 == 0
+
+
+def test_lark_is_compiled_by_llguidance_and_gbnf_by_xgrammar(compiler):
+    lark = compiler.compile(StructuredOutputs(grammar='start: "a" /b+/')).result(RESULT_S)
+    gbnf = compiler.compile(StructuredOutputs(grammar='root ::= "a" "b"+')).result(RESULT_S)
+    assert type(lark.grammar).__name__ == "_LLGuidanceGrammar"
+    assert type(gbnf.grammar).__name__ == "_XGrammar"
+    vocabulary = vocabulary_of("byte_level")
+    for constraint in (lark, gbnf):
+        matcher = constraint.new_matcher(vocabulary.eos_token_ids)
+        assert {vocabulary.tokens[i] for i in allowed_tokens(matcher, vocabulary)} == {b"a"}
+
+
+def test_a_chosen_backend_refuses_what_it_does_not_enforce():
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    for name in ("xgrammar", "llguidance"):
+        compiler = GrammarCompiler(vocabulary_of("byte_level"), backend=name)
+        try:
+            with pytest.raises(InvalidArgumentError, match=rf"uniqueItems.* \({name}\)$"):
+                compiler.compile(StructuredOutputs(json=schema)).result(RESULT_S)
+        finally:
+            compiler.close()
+
+
+def test_one_content_compiles_once_however_many_wait(compiler):
+    outputs = StructuredOutputs(regex="once{1,200}")
+    futures = [compiler.compile(StructuredOutputs(regex="once{1,200}")) for _ in range(20)]
+    assert len(set(map(id, futures))) == 1
+    assert not futures[0].cancel()
+    assert compiler.compile(outputs).result(RESULT_S) is futures[0].result(RESULT_S)
+    cached = compiler.compile(outputs)
+    assert cached.done()
+    assert cached.result() is futures[0].result()
+
+
+def test_the_cache_is_bounded_and_keeps_what_was_used_last(compiler):
+    small = new_compiler(cache_bytes=1)
+    try:
+        constraint = small.compile(StructuredOutputs(regex="small")).result(RESULT_S)
+        assert constraint.grammar.num_bytes > 1
+        assert small.num_cached_bytes == 0
+        assert not small.compile(StructuredOutputs(regex="small")).done()
+    finally:
+        small.close()
+    one = compiler.compile(StructuredOutputs(regex="one")).result(RESULT_S)
+    room = new_compiler(cache_bytes=int(2.5 * one.grammar.num_bytes))
+    try:
+        for regex in ("one", "two", "one", "six"):
+            room.compile(StructuredOutputs(regex=regex)).result(RESULT_S)
+        assert room.compile(StructuredOutputs(regex="one")).done()
+        assert room.num_cached_bytes <= 2.5 * one.grammar.num_bytes
+        assert not room.compile(StructuredOutputs(regex="two")).done()
+    finally:
+        room.close()
+
+
+def test_a_refusal_is_remembered_for_a_while():
+    now_s = [0.0]
+    compiler = GrammarCompiler(vocabulary_of("byte_level"), clock=lambda: now_s[0])
+    try:
+        bad = StructuredOutputs(regex="([")
+        with pytest.raises(InvalidArgumentError):
+            compiler.compile(bad).result(RESULT_S)
+        assert compiler.compile(bad).done()
+        now_s[0] = 61.0
+        again = compiler.compile(bad)
+        assert not again.done()
+        with pytest.raises(InvalidArgumentError):
+            again.result(RESULT_S)
+    finally:
+        compiler.close()
+
+
+def test_too_many_waiting_grammars_are_refused():
+    compiler = new_compiler(max_waiting=2, num_workers=1)
+    try:
+        waiting = [compiler.compile(StructuredOutputs(regex=f"w{i}")) for i in range(2)]
+        with pytest.raises(ResourceExhaustedError, match="2 grammars wait"):
+            compiler.compile(StructuredOutputs(regex="w9")).result(0)
+        for future in waiting:
+            future.result(RESULT_S)
+    finally:
+        compiler.close()
+
+
+def test_the_process_is_started_anew_after_it_died(compiler):
+    compiler._process.kill()
+    constraint = compiler.compile(StructuredOutputs(regex="after a death")).result(RESULT_S)
+    assert constraint.field == "structured_outputs.regex"
+    compiler._process._process.kill()
+    compiler._process._process.wait()
+    compiler.compile(StructuredOutputs(regex="after another")).result(RESULT_S)
+
+
+def test_closing_ends_what_waits():
+    compiler = new_compiler(timeout_s=60.0)
+    pending = compiler.compile(StructuredOutputs(json=doubling(8, "anyOf")))
+    done = threading.Event()
+    pending.add_done_callback(lambda _: done.set())
+    compiler.close()
+    compiler.close()
+    assert done.wait(RESULT_S)
+    assert pending.exception() is not None
+    with pytest.raises(UnavailableError):
+        compiler.compile(StructuredOutputs(regex="late")).result(0)
+
+
+def test_a_missing_backend_names_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(grammar_backends, "installed_backends", lambda: ("llguidance",))
+    with pytest.raises(ConfigurationError, match=r"xgrammar, which is not installed; run: pip ins"):
+        GrammarCompiler(vocabulary_of("byte_level"), backend="xgrammar")
+    GrammarCompiler(vocabulary_of("byte_level"), backend="auto").close()
+    monkeypatch.setattr(grammar_backends, "installed_backends", lambda: ())
+    with pytest.raises(ConfigurationError, match=r"xgrammar or llguidance, which is not installed"):
+        GrammarCompiler(vocabulary_of("byte_level"))
+    with pytest.raises(ConfigurationError, match="no grammar backend is called 'outlines'"):
+        GrammarCompiler(vocabulary_of("byte_level"), backend="outlines")

@@ -1,0 +1,287 @@
+"""Masks and positions of the grammar backends, against acceptance token by token."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from baton.errors import InvalidArgumentError
+from baton.structured_outputs import StructuredOutputs
+from engine.constraints.backends import load_backend
+from engine.constraints.interface import RefusedError
+from engine.constraints.matcher import Constraint
+from engine.constraints.vocabulary import Vocabulary
+from tests.support.constraints import (
+    BACKENDS,
+    KINDS,
+    backend_of,
+    constraint_of,
+    new_matcher,
+    tokenizer_of,
+    vocabulary_of,
+)
+from tests.support.json_schemas import allowed_tokens, text_of, walk
+
+pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,8}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["größe", "x y"]},
+    },
+    "required": ["name", "age", "kind"],
+}
+FORMS = {
+    "json": {"json": PERSON},
+    "json_object": {"json_object": True},
+    "regex": {"regex": r"(ab|日本)*[0-9]{2,3}(\.\d)?"},
+    "choice": {"choice": ["yes", "no", 'maybe "\\\n', "nope", "größe"]},
+    "gbnf": {"grammar": 'root ::= item ("," item)*\nitem ::= [a-z]+ | "日"'},
+    "lark": {"grammar": 'start: item ("," item)*\nitem: /[a-z]+/ | "日"'},
+}
+each_backend = pytest.mark.parametrize("name", BACKENDS)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+def accepted_one_by_one(matcher, vocabulary):
+    """The tokens that forks of a matcher accept: what the mask must say."""
+    return [i for i in range(vocabulary.size) if matcher.fork().accept(i)]
+
+
+def type_text(matcher, vocabulary, text):
+    """Accepts a text byte by byte, with single-byte tokens."""
+    singles = {token: i for i, token in enumerate(vocabulary.tokens) if len(token) == 1}
+    for byte in text.encode():
+        assert matcher.accept(singles[bytes([byte])]), f"{byte:#x} of {text!r}"
+
+
+@each_backend
+@each_kind
+@each_form
+def test_the_mask_is_what_a_fork_accepts(name, kind, form):
+    vocabulary = vocabulary_of(kind)
+    for seed in range(3):
+        matcher = new_matcher(name, kind, **FORMS[form])
+        tokens = walk(new_matcher(name, kind, **FORMS[form]), vocabulary, seed, num_free=8)
+        for token_id in tokens[:12]:
+            expected = accepted_one_by_one(matcher, vocabulary)
+            assert allowed_tokens(matcher, vocabulary) == expected
+            assert matcher.accept(token_id)
+        assert allowed_tokens(matcher, vocabulary) == accepted_one_by_one(matcher, vocabulary)
+
+
+@each_backend
+@each_kind
+def test_choices_are_the_only_texts(name, kind):
+    vocabulary, choices = vocabulary_of(kind), FORMS["choice"]["choice"]
+    texts = {
+        text_of(vocabulary, walk(new_matcher(name, kind, choice=choices), vocabulary, seed))
+        for seed in range(40)
+    }
+    assert texts <= set(choices)
+    assert len(texts) > 2
+
+
+@each_backend
+@each_kind
+def test_a_json_object_is_an_object(name, kind):
+    vocabulary = vocabulary_of(kind)
+    for seed in range(10):
+        tokens = walk(new_matcher(name, kind, json_object=True), vocabulary, seed)
+        if tokens is not None:
+            assert isinstance(json.loads(text_of(vocabulary, tokens)), dict)
+
+
+@each_backend
+@each_kind
+def test_without_whitespace_json_is_compact(name, kind):
+    vocabulary = vocabulary_of(kind)
+    matcher = new_matcher(name, kind, json=PERSON, disable_any_whitespace=True)
+    tokens = walk(matcher, vocabulary, 1)
+    assert re.match(r'\{"name": ?"', text_of(vocabulary, tokens))
+
+
+@each_backend
+@each_kind
+@each_form
+def test_rollback_fork_and_replay_give_the_same_masks(name, kind, form):
+    vocabulary = vocabulary_of(kind)
+    tokens = walk(new_matcher(name, kind, **FORMS[form]), vocabulary, 5, num_free=12)
+    matcher, masks, forks = new_matcher(name, kind, **FORMS[form]), [], []
+    for token_id in tokens:
+        masks.append(allowed_tokens(matcher, vocabulary))
+        forks.append(matcher.fork())
+        assert matcher.accept(token_id)
+    for num_kept in range(len(tokens) - 1, -1, -1):
+        matcher.rollback(1)
+        assert matcher.num_tokens == num_kept
+        assert allowed_tokens(matcher, vocabulary) == masks[num_kept]
+        assert allowed_tokens(forks[num_kept], vocabulary) == masks[num_kept]
+        again = new_matcher(name, kind, **FORMS[form])
+        assert again.replay(tokens[:num_kept])
+        assert allowed_tokens(again, vocabulary) == masks[num_kept]
+    assert matcher.replay(tokens)
+    matcher.rollback(len(tokens))
+    assert matcher.replay(tokens)
+
+
+@each_backend
+@each_kind
+def test_stop_tokens_are_allowed_at_the_end_alone(name, kind):
+    vocabulary = vocabulary_of(kind)
+    (eos,) = vocabulary.eos_token_ids
+    padding = vocabulary.size - 1  # an id without a token, as a user's stop token
+    matcher = constraint_of(name, kind, regex="ab?").new_matcher({eos, padding})
+    assert not matcher.may_stop
+    assert not matcher.accept(eos)
+    type_text(matcher, vocabulary, "a")
+    assert matcher.may_stop
+    assert not matcher.is_terminated
+    assert {eos, padding} < set(allowed_tokens(matcher, vocabulary))
+    type_text(matcher, vocabulary, "b")
+    assert matcher.is_terminated
+    assert allowed_tokens(matcher, vocabulary) == sorted([eos, padding])
+    assert matcher.accept(padding)
+    assert matcher.is_terminated
+    assert not matcher.accept(eos)
+    matcher.rollback(2)
+    assert matcher.num_tokens == 1
+    assert not matcher.is_terminated
+    assert eos in allowed_tokens(matcher, vocabulary)
+
+
+@each_backend
+@each_kind
+def test_without_stop_tokens_a_complete_text_ends_with_an_empty_mask(name, kind):
+    vocabulary = vocabulary_of(kind)
+    matcher = constraint_of(name, kind, choice=["a"]).new_matcher(())
+    type_text(matcher, vocabulary, "a")
+    assert matcher.is_terminated
+    assert allowed_tokens(matcher, vocabulary) == []
+
+
+@each_backend
+@each_kind
+def test_a_constraint_may_begin_after_the_reasoning_part(name, kind):
+    vocabulary = vocabulary_of(kind)
+    end = tokenizer_of(kind).encode("fox jumps", add_special_tokens=False).ids
+    constraint = constraint_of(name, kind, choice=["yes"])
+    matcher = constraint.new_matcher(vocabulary.eos_token_ids, starts_after=end)
+    row = np.zeros(vocabulary.num_mask_words, dtype=np.int32)
+    free = [5, 7, *end[:-1], 9]
+    assert matcher.replay(free)
+    assert not matcher.fill_mask(row)
+    assert (row == -1).all()
+    assert not matcher.is_active
+    assert matcher.forced_text() == b""
+    assert matcher.replay(end)
+    assert matcher.is_active
+    assert matcher.fill_mask(row)
+    assert matcher.forced_text() == b"yes"
+    twin = matcher.fork()
+    type_text(matcher, vocabulary, "yes")
+    assert matcher.is_terminated
+    assert not twin.is_terminated
+    matcher.rollback(4)
+    assert not matcher.is_active
+    assert matcher.replay([end[-1]])
+    assert matcher.is_active
+
+
+@each_backend
+@each_kind
+def test_structural_tags_constrain_only_what_follows_a_trigger(name, kind):
+    vocabulary = vocabulary_of(kind)
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    tag = {
+        "structures": [{"begin": "<f=x>", "schema": schema, "end": "</f>"}],
+        "triggers": ["<f="],
+    }
+    matcher = new_matcher(name, kind, structural_tag=tag)
+    type_text(matcher, vocabulary, "any text < at all ")
+    assert matcher.may_stop
+    type_text(matcher, vocabulary, "<f=")
+    assert not matcher.may_stop
+    assert matcher.forced_text().startswith(b"x>")
+    type_text(matcher, vocabulary, 'x>{"a":')
+    assert b"n" in {vocabulary.tokens[i] for i in allowed_tokens(matcher, vocabulary)}
+    assert b"1" not in {vocabulary.tokens[i] for i in allowed_tokens(matcher, vocabulary)}
+    type_text(matcher, vocabulary, "null}</f>more")
+    assert matcher.may_stop
+
+
+def test_the_newer_form_of_structural_tags():
+    vocabulary = vocabulary_of("byte_level")
+    tag = {
+        "format": {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
+    }
+    matcher = new_matcher("xgrammar", "byte_level", structural_tag=tag)
+    assert matcher.forced_text() == b"<a>"
+    type_text(matcher, vocabulary, "<a>free</a>")
+    assert matcher.is_terminated
+    with pytest.raises(RefusedError, match="other than triggered_tags"):
+        new_matcher("llguidance", "byte_level", structural_tag=tag)
+
+
+def test_whitespace_patterns_are_llguidances_alone():
+    vocabulary = vocabulary_of("byte_level")
+    with pytest.raises(RefusedError, match="whitespace_pattern"):
+        new_matcher("xgrammar", "byte_level", json=PERSON, whitespace_pattern=" ")
+    matcher = new_matcher("llguidance", "byte_level", json=PERSON, whitespace_pattern="_")
+    type_text(matcher, vocabulary, '{_"name":_"Xa"')
+
+
+def test_a_schema_cannot_turn_its_own_enforcement_off():
+    schema = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
+    with pytest.raises(RefusedError, match="uniqueItems"):
+        new_matcher("llguidance", "byte_level", json=schema)
+
+
+@each_backend
+def test_a_vocabulary_that_cannot_write_the_text_is_an_error(name):
+    vocabulary = Vocabulary((b"a", b"b", b""), {2: "</s>"}, (2,))
+    backend = load_backend(name, vocabulary)
+    grammar = backend.load(backend.compile(StructuredOutputs(choice=["ac"])))
+    matcher = Constraint(grammar, vocabulary, "structured_outputs.choice").new_matcher({2})
+    row = np.zeros(1, dtype=np.int32)
+    matcher.fill_mask(row)
+    assert matcher.accept(0)
+    with pytest.raises(InvalidArgumentError, match=r"structured_outputs\.choice allows no token"):
+        matcher.fill_mask(row)
+
+
+def test_a_slow_grammar_ends_its_own_sequence(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr("engine.constraints.matcher.time.thread_time", lambda: now_s[0])
+    matcher = new_matcher("xgrammar", "byte_level", json_object=True)
+
+    class SlowState:
+        def __getattr__(self, name):
+            return getattr(state, name)
+
+        def fill_mask(self, row):
+            state.fill_mask(row)
+            now_s[0] += 0.03
+
+    state = matcher._state
+    matcher._state = SlowState()
+    row = np.zeros(vocabulary_of("byte_level").num_mask_words, dtype=np.int32)
+
+    def fill(times):
+        for _ in range(times):
+            matcher.fill_mask(row)
+
+    fill(times=20)  # the burst allows it
+    with pytest.raises(InvalidArgumentError, match=r"json_object took 30 ms for one token"):
+        fill(times=10)
+
+
+def test_compiled_grammars_are_the_same_in_another_process():
+    backend = backend_of("xgrammar", "byte_level")
+    data = backend.compile(StructuredOutputs(json=PERSON))
+    assert data == backend.compile(StructuredOutputs(json=PERSON))
