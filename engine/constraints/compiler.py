@@ -17,7 +17,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.structured_outputs import StructuredOutputs
-from engine.constraints.backends import check_installed, load_backend
+from engine.constraints.backends import check_installed, installed_backends, load_backend
 from engine.constraints.compile_process import CompileProcess, JobLostError, JobTimeoutError
 from engine.constraints.interface import Backend
 from engine.constraints.matcher import Constraint
@@ -33,7 +33,7 @@ class CompileLimits:
     """Bounds of a `GrammarCompiler`.
 
     Attributes:
-        timeout_s: the longest that one grammar may compile.
+        timeout_s: the longest that one grammar may compile, once it has begun.
         memory_bytes: the most memory that compiling one grammar may take.
         cache_bytes: the most memory of compiled grammars that no sequence uses any more.
         num_workers: grammars that compile at the same time.
@@ -79,7 +79,9 @@ class GrammarCompiler:
     ) -> None:
         check_installed(backend)
         self._vocabulary = vocabulary
-        self._backend = backend
+        # What takes xgrammar too long is often quick in llguidance.
+        is_double = backend == "auto" and "llguidance" in installed_backends()
+        self._choices = ("auto", "llguidance") if is_double else (backend,)
         self._limits = limits
         self._clock = clock
         self._lock = threading.Lock()
@@ -155,32 +157,42 @@ class GrammarCompiler:
             self._end(key, future, constraint)
 
     def _compile_in_process(self, outputs: StructuredOutputs) -> Constraint:
+        """Compiles with each choice of backend in turn until one has neither run out of time
+        nor of memory; together they have the time of one grammar.
+        """
         field = f"structured_outputs.{outputs.form}"
+        timeout_s = self._limits.timeout_s / len(self._choices)
+        problem = ""
+        for choice in self._choices:
+            try:
+                report, data = self._run_job(outputs, choice, timeout_s)
+            except JobTimeoutError:
+                problem = f"took more than {timeout_s:g} s to compile"
+            except JobLostError:
+                problem = "needs too much memory, or nests too deeply, to compile"
+            else:
+                grammar = self._backend_called(report["backend"]).load(data)
+                return Constraint(grammar, self._vocabulary, field)
+        raise InvalidArgumentError(f"{field} {problem}; simplify it")
+
+    def _run_job(
+        self, outputs: StructuredOutputs, choice: str, timeout_s: float
+    ) -> tuple[dict[str, str], bytes]:
+        """Returns the process's report on a grammar, and the compiled grammar."""
         job = {
             "outputs": asdict(outputs),
-            "backend": self._backend,
-            "timeout_s": self._limits.timeout_s,
+            "backend": choice,
+            "timeout_s": timeout_s,
             "memory_bytes": self._limits.memory_bytes,
         }
-        try:
-            answer = self._process.run(json.dumps(job).encode(), self._limits.timeout_s)
-        except JobTimeoutError:
-            limit_s = self._limits.timeout_s
-            raise InvalidArgumentError(
-                f"{field} took more than {limit_s:g} s to compile; simplify it"
-            ) from None
-        except JobLostError:
-            raise InvalidArgumentError(
-                f"{field} needs too much memory, or nests too deeply, to compile; simplify it"
-            ) from None
+        answer = self._process.run(json.dumps(job).encode(), timeout_s)
         header, _, data = answer.partition(b"\n")
         report = json.loads(header)
         if "error" in report:
             raise InvalidArgumentError(report["error"])
         if "bug" in report:
             raise RuntimeError(report["bug"])
-        grammar = self._backend_called(report["backend"]).load(data)
-        return Constraint(grammar, self._vocabulary, field)
+        return report, data
 
     def _backend_called(self, name: str) -> Backend:
         """Returns a backend of this process; the first call loads it."""

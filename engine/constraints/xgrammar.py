@@ -85,13 +85,14 @@ class XGrammarBackend:
     def _prepare(self, outputs: StructuredOutputs) -> Callable[[], Any]:
         """Returns the call that compiles the constraint; refuses what it would not enforce."""
         compiler, text = self._compiler, getattr(outputs, outputs.form)
-        spaces = not outputs.disable_any_whitespace
-        if outputs.form == "json_object":
-            return lambda: compiler.compile_json_schema('{"type":"object"}', any_whitespace=spaces)
-        if outputs.form == "json":
-            schema = _checked(json.loads(text))
-            return lambda: compiler.compile_json_schema(schema, any_whitespace=spaces)
+        if outputs.form in ("json", "json_object"):
+            schema = _checked(json.loads(text)) if outputs.form == "json" else '{"type":"object"}'
+            return lambda: compiler.compile_json_schema(
+                schema, any_whitespace=not outputs.disable_any_whitespace, separators=(",", ":")
+            )
         if outputs.form == "structural_tag":
+            if outputs.disable_any_whitespace:
+                raise RefusedError("disable_any_whitespace in a structural tag")
             tag = tag_with_format(json.loads(text))
             for schema in schemas_of_tag(tag):
                 _checked(schema)

@@ -193,6 +193,20 @@ def test_llguidance_compiles_what_xgrammar_does_not_express(compiler):
         assert int(text_of(vocabulary, tokens)) % 7 == 0
 
 
+def test_llguidance_compiles_what_takes_xgrammar_too_long(compiler):
+    schema = doubling(7, "anyOf")
+    chosen = GrammarCompiler(
+        vocabulary_of("byte_level"), backend="xgrammar", limits=CompileLimits(timeout_s=1.0)
+    )
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"json took more than 1 s to compile"):
+            chosen.compile(StructuredOutputs(json=schema)).result(RESULT_S)
+    finally:
+        chosen.close()
+    constraint = compiler.compile(StructuredOutputs(json=schema)).result(RESULT_S)
+    assert type(constraint.grammar).__name__ == "_LLGuidanceGrammar"
+
+
 def test_lark_is_compiled_by_llguidance_and_gbnf_by_xgrammar(compiler):
     lark = compiler.compile(StructuredOutputs(grammar='start: "a" /b+/')).result(RESULT_S)
     gbnf = compiler.compile(StructuredOutputs(grammar='root ::= "a" "b"+')).result(RESULT_S)

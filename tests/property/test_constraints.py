@@ -65,15 +65,15 @@ def check_replays(name, kind, tokens, seed, **fields):
 def check_the_other_agrees(name, kind, tokens, **fields):
     """The other backend accepts the text too, unless it refuses the constraint.
 
-    xgrammar knows no integer -0, and no escapes of characters in constants, which llguidance
-    allows.
+    xgrammar knows no integer -0, no escapes of characters in constants, and no numbers of many
+    digits between bounds, which llguidance allows.
     """
     try:
         matcher = new_matcher(other(name), kind, **fields)
     except RefusedError:
         return
     text = text_of(vocabulary_of(kind), tokens)
-    if re.search(r"-0\b|\\u", text) is None:
+    if re.search(r"-0\b|\\u|\d{10}", text) is None:
         assert matcher.replay(tokens), text
         assert matcher.may_stop
 
@@ -89,8 +89,7 @@ def test_walks_under_a_schema_end_in_its_instances(name, kind, schema, seed, spa
     assume(tokens is not None)
     jsonschema.validate(json.loads(text_of(vocabulary, tokens)), schema)
     check_replays(name, kind, tokens, seed, **fields)
-    if spaces:
-        check_the_other_agrees(name, kind, tokens, **fields)
+    check_the_other_agrees(name, kind, tokens, **fields)
 
 
 @given(name=names, kind=kinds, regex=REGEXES, seed=seeds)
