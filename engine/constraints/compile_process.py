@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from baton.errors import UnavailableError
@@ -40,10 +41,12 @@ class CompileProcess:
 
     Args:
         vocabulary: the token table that it compiles for.
+        backends: the names of the backends that it loads.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, backends: Sequence[str]) -> None:
         self._vocabulary = vocabulary
+        self._backends = tuple(backends)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -100,9 +103,11 @@ class CompileProcess:
             self._kill()
 
     def close(self) -> None:
-        """Ends the process for good. Idempotent."""
+        """Ends the process for good, even while it starts. Idempotent."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()  # then a thread that waits for it releases the lock
         with self._lock:
-            self._is_closed = True
             self._kill()
 
     def _start(self) -> socket.socket:
@@ -127,7 +132,10 @@ class CompileProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - a module of this package
-                [sys.executable, "-m", "engine.constraints.compile_server", str(theirs.fileno())],
+                [
+                    *(sys.executable, "-m", "engine.constraints.compile_server"),
+                    *(str(theirs.fileno()), *self._backends),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

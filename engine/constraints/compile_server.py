@@ -1,4 +1,4 @@
-"""The process that compiles grammars: `python -m engine.constraints.compile_server FD`.
+"""The process that compiles grammars: `python -m engine.constraints.compile_server FD BACKEND...`.
 
 A backend's compiler is native code, which no thread can interrupt, and what users send may
 keep it busy for hours, make it use all memory or overflow its stack. This process loads the
@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from baton.errors import InvalidArgumentError
 from baton.structured_outputs import StructuredOutputs
-from engine.constraints.backends import compile_with, installed_backends, load_backend
+from engine.constraints.backends import compile_with, load_backend
 from engine.constraints.compile_process import READY, STARTED, read_message, write_message
 from engine.constraints.interface import Backend
 from engine.constraints.matcher import Constraint
@@ -40,7 +40,7 @@ _NICENESS = 10  # the engine's own threads come first
 _NUM_TRIED_TOKENS = 48
 
 
-def main(control_fd: int) -> None:
+def main(control_fd: int, names: Sequence[str]) -> None:
     """Serves jobs until the parent closes the control socket."""
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -51,7 +51,7 @@ def main(control_fd: int) -> None:
         if setup is None:
             return
         vocabulary = Vocabulary.from_json(setup.decode())
-        backends = {name: load_backend(name, vocabulary) for name in installed_backends()}
+        backends = {name: load_backend(name, vocabulary) for name in names}
         control.sendall(READY)
         while True:
             data, fds, _, _ = socket.recv_fds(control, 1, 1)
@@ -139,4 +139,4 @@ def try_out(constraint: Constraint) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -35,7 +35,7 @@ class CompileLimits:
     Attributes:
         timeout_s: the longest that one grammar may compile, once it has begun.
         memory_bytes: the most memory that compiling one grammar may take.
-        cache_bytes: the most memory of compiled grammars that no sequence uses any more.
+        cache_bytes: the most memory of cached grammars. What sequences use stays besides.
         num_workers: grammars that compile at the same time.
         max_waiting: grammars that may wait or compile; further ones are refused.
         refusal_s: how long a refusal is remembered, so that a grammar that timed out does not
@@ -89,7 +89,9 @@ class GrammarCompiler:
         self._num_cached_bytes = 0
         self._refusals: OrderedDict[bytes, tuple[float, BatonError]] = OrderedDict()
         self._pending: dict[bytes, Future[Constraint]] = {}
-        self._process = CompileProcess(vocabulary)
+        self._process = CompileProcess(
+            vocabulary, installed_backends() if backend == "auto" else [backend]
+        )
         self._workers = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="grammar")
         self._load_lock = threading.Lock()
         self._loaded: dict[str, Backend] = {}

@@ -13,10 +13,11 @@ __all__ = ["LLGuidanceBackend"]
 
 # Without it, a mask allows but one tokenization of forced text, that of the `_TokenTable`.
 _OPTIONS = '%llguidance {"no_forcing": true}'
-# A state of the lexer takes 1 to 2 kB, and each sequence has its own.
-_MAX_LEXER_STATES = 20_000
-# What a grammar takes, about, beyond its text: llguidance does not say.
-_GRAMMAR_BYTES = 256 * 1024
+# A state of the lexer takes 1 to 2 kB. All sequences of a grammar share them.
+_MAX_LEXER_STATES = 50_000
+# What a grammar takes, about, beyond its text. llguidance does not say, and states are added as
+# sequences meet them.
+_GRAMMAR_BYTES = 4 << 20
 _BYTES_PER_SOURCE_BYTE = 50
 
 
@@ -71,7 +72,8 @@ class LLGuidanceBackend:
         if form == "json":
             return self._schema_source(json.loads(text), outputs)
         if form == "choice":
-            return f"start: {' | '.join(map(json.dumps, text))}\n{_OPTIONS}"
+            literals = [json.dumps(choice, ensure_ascii=False) for choice in text]
+            return f"start: {' | '.join(literals)}\n{_OPTIONS}"
         if form == "regex":
             # Classes such as \d are those of ASCII, as in xgrammar.
             return f"start: /{self._library.regex_to_lark(text, 'dws')}/\n{_OPTIONS}"
@@ -82,7 +84,7 @@ class LLGuidanceBackend:
         return self._tag_source(json.loads(text), outputs)
 
     def _schema_source(self, schema: Any, outputs: StructuredOutputs) -> str:
-        text = json.dumps(self._schema_with_options(schema, outputs))
+        text = json.dumps(self._schema_with_options(schema, outputs), ensure_ascii=False)
         return f"start: %json {text}\n{_OPTIONS}"
 
     def _schema_with_options(self, schema: Any, outputs: StructuredOutputs) -> dict[str, Any]:

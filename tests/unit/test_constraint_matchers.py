@@ -38,7 +38,7 @@ FORMS = {
     "json": {"json": PERSON},
     "json_object": {"json_object": True},
     "regex": {"regex": r"(ab|日本)*[0-9]{2,3}(\.\d)?"},
-    "choice": {"choice": ["yes", "no", 'maybe "\\\n', "nope", "größe"]},
+    "choice": {"choice": ["yes", "no", 'maybe "\\\n', "nope", "größe😀"]},
     "gbnf": {"grammar": 'root ::= item ("," item)*\nitem ::= [a-z]+ | "日"'},
     "lark": {"grammar": 'start: item ("," item)*\nitem: /[a-z]+/ | "日"'},
 }
