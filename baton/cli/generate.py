@@ -33,7 +33,8 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Completes a prompt: streams the text to stdout and writes the timings to stderr.
 
-    The server's defaults hold for sampling flags that are not given.
+    For sampling flags that are not given the server's defaults hold: those of this list, unless
+    the model's generation_config.json states others.
     """
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = sampling_fields_from_args(args)

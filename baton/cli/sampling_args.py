@@ -7,6 +7,7 @@ from baton.sampling_params import SamplingParams
 
 __all__ = ["add_sampling_args", "sampling_fields_from_args"]
 
+_DEFAULTS = SamplingParams()
 _MAX_TOKENS = 128
 _EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
     "true": True,
@@ -71,7 +72,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "early-stopping",
         {"choices": _EARLY_STOPPING},
         "when beam search ends: with the first finished texts (true), when a better one is "
-        "unlikely (false) or impossible (never)",
+        "unlikely (false) or impossible (never) (default: false)",
     ),
     ("logprobs", _INTEGER, "log-probabilities of the tokens, and of the N likeliest at each place"),
     ("prompt-logprobs", _INTEGER, "the same for the tokens of the prompt"),
@@ -94,7 +95,11 @@ def add_sampling_args(parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_argument_group("sampling")
     for flag, options, text in _FLAGS:
-        group.add_argument(f"--{flag}", **{"default": argparse.SUPPRESS, **options}, help=text)
+        default = getattr(_DEFAULTS, flag.replace("-", "_"), None)
+        note = "" if default in (None, ()) or "(default" in text else f" (default: {default})"
+        group.add_argument(
+            f"--{flag}", **{"default": argparse.SUPPRESS, **options}, help=text + note
+        )
 
 
 def sampling_fields_from_args(args: argparse.Namespace) -> dict[str, Any]:

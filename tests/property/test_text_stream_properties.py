@@ -241,7 +241,7 @@ def stops_in(text: str) -> st.SearchStrategy[list[str]]:
 
 def stream_of(tokenizer: Tokenizer, prompt: list[int], **params) -> TextStream:
     sampling_params = SamplingParams(max_tokens=1000, **params)
-    spec = RequestSpec.with_defaults("r", tuple(prompt), sampling_params)
+    spec = RequestSpec.with_defaults("r", tuple(prompt), sampling_params, eos_token_ids=())
     return TextStream(tokenizer, spec)
 
 
