@@ -1,4 +1,4 @@
-"""`Lender`: what becomes of a job whose lease ends as it is lent."""
+"""`Lender`: a job whose lease ends while its blocks are being lent."""
 
 import threading
 import time
@@ -13,11 +13,11 @@ from kvstore.transfer_form import BlockSlicing
 from tests.support.peer_rig import LAYOUT, random_pool
 
 TIMEOUT_S = 10.0
-A_WHILE_S = 0.1
+WAIT_S = 0.1
 
 
 class ShortLeases(LeaseTable):
-    """A table whose leases end as soon as something is lent, and stay so for a while."""
+    """A table that ends the lease of a save as soon as it is lent, and then waits for `go_on`."""
 
     def __init__(self):
         super().__init__(30.0, time.monotonic)
@@ -28,7 +28,7 @@ class ShortLeases(LeaseTable):
         is_lent = super().end_save(job_id, blocks)
         self.end(["lease"])
         self.has_ended.set()
-        self.go_on.wait(A_WHILE_S)
+        self.go_on.wait(WAIT_S)
         return is_lent
 
 
@@ -40,16 +40,16 @@ def leases():
 @pytest.fixture
 def lender(leases):
     lender = Lender(leases, lambda: None)
-    pool, cut = random_pool(4, LAYOUT), BlockSlicing.of(LAYOUT)
-    lender.register(HostMemory(pool, TailSlots(cut.object_layout, len(pool))), cut)
+    pool, slicing = random_pool(4, LAYOUT), BlockSlicing.of(LAYOUT)
+    lender.register(HostMemory(pool, TailSlots(slicing.object_layout, len(pool))), slicing)
     yield lender
     lender.close()
 
 
-def test_no_job_is_released_before_its_result_is_told(lender, leases):
+def test_no_job_is_released_before_its_result_is_returned(lender, leases):
     lender.start([SaveJob(7, (b"k",), (2,), lease_id="lease")])
     assert leases.has_ended.wait(TIMEOUT_S)
-    results, released = lender.poll()  # while the result is on its way
+    results, released = lender.poll()  # while the table still waits
     leases.go_on.set()
 
     assert released == [7]

@@ -1,4 +1,4 @@
-"""`ReadCloser`: ends of reads go to their peers together, and wait for none that load."""
+"""`ReadCloser`: closes reads at their peers in batches, on a thread of its own."""
 
 import threading
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ ADDRESSES = [PeerAddress(f"127.0.0.1:{port}", bytes([port] * 16)) for port in (1
 
 
 class FakePeers:
-    """Peers that note the calls, which wait for `go_on`."""
+    """Peers that record their calls; each call waits for `go_on`."""
 
     def __init__(self):
         self.stub = self
@@ -52,7 +52,7 @@ def closer(peers):
     closer.close()
 
 
-def test_what_ends_while_a_peer_is_told_goes_in_one_call_each(closer, peers):
+def test_reads_that_end_during_a_call_are_closed_in_one_call_per_peer(closer, peers):
     first, second = ADDRESSES
     closer.add(first, 1)
     peers.wait(1)
@@ -69,7 +69,7 @@ def test_what_ends_while_a_peer_is_told_goes_in_one_call_each(closer, peers):
 
 
 @pytest.mark.parametrize("failure", [StoreUnavailableError("closed"), ValueError("closed channel")])
-def test_who_cannot_be_told_keeps_nobody_else_from_it(closer, peers, failure):
+def test_a_failed_call_does_not_prevent_calls_to_other_peers(closer, peers, failure):
     peers.failure = failure
     closer.add(ADDRESSES[0], 1)
     closer._thread.submit(lambda: None).result(TIMEOUT_S)
@@ -80,7 +80,7 @@ def test_who_cannot_be_told_keeps_nobody_else_from_it(closer, peers, failure):
     assert peers.calls == [(ADDRESSES[1].generation, [2])]
 
 
-def test_reads_that_end_after_the_end_are_nobodys(closer, peers):
+def test_reads_that_end_after_close_are_ignored(closer, peers):
     closer.close()
     closer.add(ADDRESSES[0], 1)
     closer.close()
