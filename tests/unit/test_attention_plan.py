@@ -1,4 +1,4 @@
-"""How Triton's attention is divided among programs."""
+"""`plan_passes`: the division of Triton's attention among passes and programs."""
 
 from dataclasses import replace
 

@@ -254,7 +254,7 @@ def test_the_search_ends_when_the_likeliest_beam_cannot_improve_the_results(
     assert search.is_done == is_done
 
 
-def test_a_negative_length_penalty_is_applied_to_the_present_length():
+def test_a_negative_length_penalty_is_applied_to_the_present_length_in_never_mode():
     params = {"early_stopping": "never", "length_penalty": -1.0}
     search, _ = scripted_search(*UNLIKELY_STOPS, max_tokens=100, **params)
     assert not search.is_done  # -0.2 * 2 is better than -4.1 * 2, but -0.2 * 100 is worse

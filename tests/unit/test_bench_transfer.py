@@ -153,7 +153,7 @@ def test_prompts_must_be_computed_in_full_and_loaded_in_full():
 
 
 def test_the_cost_of_a_prompt_is_the_change_of_the_workers_metrics():
-    """Earlier prompts do not count."""
+    """Costs are differences of the workers' metrics, so earlier prompts do not count."""
 
     class FakeTiers:
         num_reads = 0

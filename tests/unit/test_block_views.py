@@ -57,7 +57,7 @@ def test_writes_to_views_change_their_blocks_alone():
     layout = _layout("fp8_e4m3")
     pool = _distinct_blocks(layout, 4)
     before = pool.clone()
-    for block in (pool[2], pool[3]):  # one block each
+    for block in (pool[2], pool[3]):
         views = view_blocks(block, layout)
         views.states.fill_(1.0)
         views.scales.fill_(2.0)

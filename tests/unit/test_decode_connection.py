@@ -65,10 +65,7 @@ async def connected():
 
 async def test_unread_outputs_are_merged(connected):
     stub, connection, _ = connected
-    a, b = (
-        connection.start(start_command("a")),
-        connection.start(start_command("b")),
-    )
+    a, b = connection.start(start_command("a")), connection.start(start_command("b"))
     first = make_output("a", 1)
     first.cached_tokens = 5
     stub.send(first, make_output("b", 9))
@@ -220,10 +217,7 @@ async def test_commands_end_with_the_stream(connected):
 
 async def test_a_broken_stream_fails_its_requests_after_their_received_tokens(connected):
     stub, connection, task = connected
-    reader, waiter = (
-        connection.start(start_command("a")),
-        connection.start(start_command("b")),
-    )
+    reader, waiter = connection.start(start_command("a")), connection.start(start_command("b"))
     waiting = asyncio.create_task(waiter.read())
     stub.send(make_output("a", 1))
     stub.responses.put_nowait(None)

@@ -50,9 +50,8 @@ def test_prefill_needs_blocks_for_the_prompt_alone():
     prefill = {"role": "prefill", "kv_connector": "memory://x"}
     assert num_blocks_needed(request.spec, fake_config(**prefill), INFO) == 3
     check(request, num_blocks=3, **prefill)
-    check(
-        request, num_blocks=3, max_num_seqs=1, **prefill
-    )  # one sequence draws the tokens of all candidates
+    # One sequence draws the first tokens of all candidates.
+    check(request, num_blocks=3, max_num_seqs=1, **prefill)
     with pytest.raises(ResourceExhaustedError, match="for 10 tokens; the pool has 2"):
         check(request, num_blocks=2, **prefill)
 

@@ -21,7 +21,7 @@ LONG_S = 10.0
 class Rig:
     def __init__(self, num_threads: int = 2, most_of_group: int = 1) -> None:
         self.has_hung = threading.Semaphore(0)
-        self.go_on = threading.Event()
+        self.may_continue = threading.Event()
         self.ended = threading.Semaphore(0)
         self.done: list[int] = []
         self.threads = IoThreads(num_threads, "test-io", 0.0, self.has_hung.release, most_of_group)
@@ -30,7 +30,7 @@ class Rig:
         self.threads.submit(self._do, number, hangs, group=group)
 
     def _do(self, number: int, hangs: bool) -> None:
-        assert not hangs or self.go_on.wait(LONG_S)
+        assert not hangs or self.may_continue.wait(LONG_S)
         self.done.append(number)
         self.ended.release()
 
@@ -39,7 +39,7 @@ class Rig:
             assert self.ended.acquire(timeout=LONG_S)
 
     def wait_for_threads(self) -> None:
-        self.go_on.set()
+        self.may_continue.set()
         self.threads.close()
         for thread in self.threads._threads:
             if thread.ident:
@@ -74,7 +74,7 @@ def test_a_group_leaves_threads_to_other_groups(monkeypatch: pytest.MonkeyPatch)
     rig.submit(7)
     rig.wait_for_ends(3)
     assert rig.done == [5, 6, 7]  # while two tasks of group a hang and three wait
-    rig.go_on.set()
+    rig.may_continue.set()
     rig.wait_for_ends(5)
     assert sorted(rig.done[3:]) == list(range(5))
     rig.wait_for_threads()
@@ -89,7 +89,7 @@ def test_hanging_is_reported_once_and_ends_with_a_task(
             rig.submit(number, hangs=True)
         assert rig.has_hung.acquire(timeout=LONG_S)
         assert rig.threads.is_hanging
-        rig.go_on.set()
+        rig.may_continue.set()
         rig.wait_for_ends(3)
         rig.submit(3)
         rig.wait_for_ends(1)
@@ -104,9 +104,9 @@ def test_hanging_is_reported_again_after_a_recovery(rig: Rig) -> None:
         rig.submit(0, hangs=True)
         rig.submit(1, hangs=True)
         assert rig.has_hung.acquire(timeout=LONG_S)
-        rig.go_on.set()
+        rig.may_continue.set()
         rig.wait_for_ends(2)
-        rig.go_on.clear()
+        rig.may_continue.clear()
 
 
 def test_threads_do_not_count_as_hanging_while_one_is_free(rig: Rig) -> None:
@@ -152,7 +152,7 @@ def test_drop_calls_the_replacement_of_each_waiting_task(rig: Rig) -> None:
     assert rig.has_hung.acquire(timeout=LONG_S)
     rig.threads.drop()
     assert dropped == [2, 3]
-    rig.go_on.set()
+    rig.may_continue.set()
     rig.wait_for_ends(2)
     assert sorted(rig.done) == [0, 1]
 

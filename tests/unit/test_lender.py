@@ -17,18 +17,18 @@ WAIT_S = 0.1
 
 
 class ShortLeases(LeaseTable):
-    """A table that ends the lease of a save as soon as it is lent, and then waits for `go_on`."""
+    """A table that ends the lease of a save once it is lent, then waits for `may_continue`."""
 
     def __init__(self):
         super().__init__(30.0, time.monotonic)
         self.has_ended = threading.Event()
-        self.go_on = threading.Event()
+        self.may_continue = threading.Event()
 
     def end_save(self, job_id, blocks):
         is_lent = super().end_save(job_id, blocks)
         self.end(["lease"])
         self.has_ended.set()
-        self.go_on.wait(WAIT_S)
+        self.may_continue.wait(WAIT_S)
         return is_lent
 
 
@@ -50,7 +50,7 @@ def test_no_job_is_released_before_its_result_is_returned(lender, leases):
     lender.start([SaveJob(7, (b"k",), (2,), lease_id="lease")])
     assert leases.has_ended.wait(TIMEOUT_S)
     results, released = lender.poll()  # while the table still waits
-    leases.go_on.set()
+    leases.may_continue.set()
 
     assert released == [7]
     assert [result.job_id for result in results] == [7]

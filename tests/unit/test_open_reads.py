@@ -33,12 +33,12 @@ class FakePeer:
         self.ranges_per_block = 0  # unknown until a response names it
         self.granted_ms = int(TIMEOUT_S * 1000)
         self.failures = []
-        self.is_called, self.go_on = threading.Event(), threading.Event()
-        self.go_on.set()
+        self.is_called, self.may_continue = threading.Event(), threading.Event()
+        self.may_continue.set()
 
     def OpenBlocks(self, request, timeout):
         self.is_called.set()
-        assert self.go_on.wait(TIMEOUT_S)
+        assert self.may_continue.wait(TIMEOUT_S)
         if self.failures:
             raise self.failures.pop()
         self.requested_keys.append(tuple(request.blocks.keys))
@@ -93,12 +93,12 @@ def test_the_pieces_of_a_load_share_one_call(reads, peer):
 
 
 def test_concurrent_pieces_in_any_order_share_one_call(reads, peer):
-    peer.go_on.clear()
+    peer.may_continue.clear()
     with ThreadPoolExecutor(4) as pool:
         found = {3: pool.submit(headers, reads, peer, piece(60, 20))}
         assert peer.is_called.wait(TIMEOUT_S)
         found |= {i: pool.submit(headers, reads, peer, piece(20 * i, 20)) for i in (1, 0, 2)}
-        peer.go_on.set()
+        peer.may_continue.set()
         for i, each in found.items():
             assert each.result(TIMEOUT_S) == list(KEYS[20 * i :][:20])
     assert len(peer.requested_keys) == 1
@@ -187,11 +187,11 @@ def test_a_failed_call_is_repeated_for_the_next_piece(reads, peer):
 
 
 def test_a_piece_waits_for_the_call_of_another_no_longer_than_its_timeout(reads, peer):
-    peer.go_on.clear()
+    peer.may_continue.clear()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(headers, reads, peer, piece(0, 20))
         assert peer.is_called.wait(TIMEOUT_S)
         with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1"):
             reads.find(peer, piece(20, 20, timeout_s=0.01))
-        peer.go_on.set()
+        peer.may_continue.set()
         assert first.result(TIMEOUT_S) == list(KEYS[:20])

@@ -1,4 +1,4 @@
-"""Framing of blocks in the messages of ReadBlocks: protobuf encoding without copies."""
+"""Framing of blocks in the messages of ReadBlocks: protobuf encoding, round trips, refusals."""
 
 import pytest
 from hypothesis import given

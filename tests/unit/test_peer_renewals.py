@@ -28,15 +28,15 @@ class FakePeer:
         self.calls = []
         self.gone = []
         self.failure = None
-        self.go_on = threading.Event()
-        self.go_on.set()
+        self.may_continue = threading.Event()
+        self.may_continue.set()
 
     def ask(self, call):
         return call()
 
     def RenewLeases(self, request, timeout):
         self.calls.append(sorted(request.lease_ids))
-        self.go_on.wait(10)
+        self.may_continue.wait(10)
         if self.failure:
             raise self.failure
         return pb.RenewLeasesResponse(gone=self.gone)
@@ -86,7 +86,9 @@ def test_the_leases_of_a_peer_are_renewed_in_one_call(renewals, peers, clock):
         renewals.keep(handoff(name))
     renewals.keep(handoff("d", ADDRESSES[1]))
     run_due(renewals)
-    assert peers.peers[ADDRESSES[0]].calls == [], "a lease is not renewed at once"
+    assert peers.peers[ADDRESSES[0]].calls == [], (
+        "a handoff that is loaded at once needs no renewal"
+    )
 
     clock[0] += 1
     run_due(renewals)
@@ -164,7 +166,7 @@ def test_the_thread_renews_and_ends():
 def test_a_hanging_peer_does_not_delay_renewals_at_other_peers():
     peers = FakePeers()
     hanging, well = (peers.peers[address] for address in ADDRESSES)
-    hanging.go_on.clear()
+    hanging.may_continue.clear()
     renewals = Renewals(peers, 1.0)
     try:
         for name, address in zip("ab", ADDRESSES, strict=True):
@@ -175,7 +177,7 @@ def test_a_hanging_peer_does_not_delay_renewals_at_other_peers():
             threading.Event().wait(0.005)
         assert hanging.calls == [["a"]], "a peer gets one call at a time"
     finally:
-        hanging.go_on.set()
+        hanging.may_continue.set()
         renewals.close()
 
 

@@ -14,13 +14,13 @@ ADDRESSES = [PeerAddress(f"127.0.0.1:{port}", bytes([port] * 16)) for port in (1
 
 
 class FakePeers:
-    """Peers that record their calls; each call waits for `go_on`."""
+    """Peers that record their calls; each call waits for `may_continue`."""
 
     def __init__(self):
         self.stub = self
         self.calls = []
         self.called = threading.Semaphore(0)
-        self.go_on = threading.Event()
+        self.may_continue = threading.Event()
         self.failure = None
 
     @contextmanager
@@ -32,7 +32,7 @@ class FakePeers:
     def CloseBlocks(self, request, timeout):
         self.calls.append((request.generation, list(request.read_ids)))
         self.called.release()
-        assert self.go_on.wait(timeout=timeout)
+        assert self.may_continue.wait(timeout=timeout)
 
     def wait(self, count):
         for _ in range(count):
@@ -48,7 +48,7 @@ def peers():
 def closer(peers):
     closer = ReadCloser(peers)
     yield closer
-    peers.go_on.set()
+    peers.may_continue.set()
     closer.close()
 
 
@@ -59,7 +59,7 @@ def test_reads_that_end_during_a_call_are_closed_in_one_call_per_peer(closer, pe
     for read_id in (2, 3):
         closer.add(first, read_id)
         closer.add(second, 10 * read_id)
-    peers.go_on.set()
+    peers.may_continue.set()
     peers.wait(2)
     assert peers.calls == [
         (first.generation, [1]),
@@ -74,7 +74,7 @@ def test_a_failed_call_does_not_prevent_calls_to_other_peers(closer, peers, fail
     closer.add(ADDRESSES[0], 1)
     closer._thread.submit(lambda: None).result(TIMEOUT_S)
     peers.failure = None
-    peers.go_on.set()
+    peers.may_continue.set()
     closer.add(ADDRESSES[1], 2)
     peers.wait(1)
     assert peers.calls == [(ADDRESSES[1].generation, [2])]

@@ -26,7 +26,7 @@ def _prepare(draws, rows=None):
     return sampler.prepare_draws(records, _CPU, rows)
 
 
-def _sample_tokens(logits, draws, positions, rows=None):
+def _draw_tokens(logits, draws, positions, rows=None):
     scores = sampler.Scores(logits, *kernels.row_maxima(logits))
     return sampler.sample(scores, _prepare(draws, rows), np.array(positions)).tolist()
 
@@ -43,7 +43,7 @@ def _random_logits(rows, vocab, seed=0, scale=3.0):
 def _counts(logits, draw, num_draws):
     """Counts how often each token is drawn over `num_draws` positions: `[vocab]`."""
     rows = logits.expand(num_draws, -1)
-    tokens = _sample_tokens(rows, [draw] * num_draws, list(range(num_draws)))
+    tokens = _draw_tokens(rows, [draw] * num_draws, list(range(num_draws)))
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
 
 
@@ -76,7 +76,7 @@ def _warped_logits(logits, draw):
 
 def test_greedy_sampling_draws_the_largest_logit_and_the_lowest_token_of_ties():
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 1.0, 5.0], [-math.inf, -3.0, -3.0]])
-    assert _sample_tokens(logits, [_draw_params(temperature=0.0)] * 3, [4, 4, 4]) == [1, 0, 1]
+    assert _draw_tokens(logits, [_draw_params(temperature=0.0)] * 3, [4, 4, 4]) == [1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,14 @@ def test_draws_follow_the_warped_softmax(draw):
 def test_draws_of_many_seeds_at_one_position_follow_the_softmax():
     logits = _random_logits(1, 11, scale=1.0)
     draws = [_draw_params(seed=seed * 2**29) for seed in range(20_000)]
-    tokens = _sample_tokens(logits.expand(len(draws), -1), draws, [7] * len(draws))
+    tokens = _draw_tokens(logits.expand(len(draws), -1), draws, [7] * len(draws))
     counts = torch.bincount(torch.tensor(tokens), minlength=11)
     _assert_follows(counts, logits.softmax(-1)[0])
 
 
 def test_draws_at_neighbouring_positions_are_independent():
     logits = torch.zeros(1, 3)
-    tokens = _sample_tokens(
-        logits.expand(9000, -1), [_draw_params(seed=8)] * 9000, list(range(9000))
-    )
+    tokens = _draw_tokens(logits.expand(9000, -1), [_draw_params(seed=8)] * 9000, list(range(9000)))
     pairs = torch.tensor(tokens[::2]) * 3 + torch.tensor(tokens[1::2])
     _assert_follows(torch.bincount(pairs, minlength=9), torch.full((9,), 1 / 9))
 
@@ -154,14 +152,14 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch(vocab, monkeypatch):
     ]
     positions = [row * 1000 for row in range(24)]
     alone = [
-        _sample_tokens(logits[row : row + 1].clone(), [draws[row]], [positions[row]])[0]
+        _draw_tokens(logits[row : row + 1].clone(), [draws[row]], [positions[row]])[0]
         for row in range(24)
     ]
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled = _sample_tokens(
+    shuffled = _draw_tokens(
         logits[order], [draws[row] for row in order], [positions[row] for row in order]
     )
-    assert _sample_tokens(logits, draws, positions) == alone
+    assert _draw_tokens(logits, draws, positions) == alone
     assert shuffled == [alone[row] for row in order]
 
 
@@ -169,12 +167,12 @@ def test_draws_that_share_a_row_equal_draws_from_copies_of_it():
     logits = _random_logits(3, 40)
     draws = [_draw_params((0.0, 1.0, 0.8)[i % 3], (0, 5)[i % 2], seed=i) for i in range(9)]
     rows, positions = [0, 0, 0, 2, 2, 1, 0, 1, 2], [7] * 9
-    expected = _sample_tokens(logits[rows], draws, positions)
-    assert _sample_tokens(logits, draws, positions, rows) == expected
+    expected = _draw_tokens(logits[rows], draws, positions)
+    assert _draw_tokens(logits, draws, positions, rows) == expected
     logits[2] = math.nan
     for index in (3, 4, 8):
         expected[index] = INVALID_TOKEN
-    assert _sample_tokens(logits, draws, positions, rows) == expected
+    assert _draw_tokens(logits, draws, positions, rows) == expected
 
 
 def test_noise_is_bitwise_the_same_in_any_batch():
@@ -215,7 +213,7 @@ def test_extreme_words_give_finite_noise(monkeypatch):
 def test_a_tiny_temperature_draws_the_largest_logit(temperature):
     logits = torch.tensor([[-3e38, 1.0, 3e38, 2.0]])
     draws = [_draw_params(temperature, top_k, top_p) for top_k, top_p in ((0, 1.0), (3, 0.9))]
-    assert _sample_tokens(logits.expand(2, -1), draws, [0, 0]) == [2, 2]
+    assert _draw_tokens(logits.expand(2, -1), draws, [0, 0]) == [2, 2]
 
 
 def test_minus_infinity_is_never_drawn():
@@ -230,8 +228,8 @@ def test_minus_infinity_is_never_drawn():
 def test_a_row_that_is_not_finite_is_invalid_and_does_not_affect_others(bad):
     logits = _random_logits(6, 50)
     draws = [_draw_params(0.0), _draw_params(), _draw_params(top_k=5, top_p=0.5)] * 2
-    expected = _sample_tokens(logits, draws, list(range(6)))
+    expected = _draw_tokens(logits, draws, list(range(6)))
     logits[:3] = -math.inf
     if bad != "all -inf":
         logits[:3, 20] = bad
-    assert _sample_tokens(logits, draws, list(range(6))) == [INVALID_TOKEN] * 3 + expected[3:]
+    assert _draw_tokens(logits, draws, list(range(6))) == [INVALID_TOKEN] * 3 + expected[3:]

@@ -145,7 +145,7 @@ class _ThirdPartyConnector:
 
 
 def test_the_connector_of_a_third_party_is_found_by_its_entry_point(monkeypatch):
-    value = f"{__name__}:_ThirdPartysConnector"
+    value = f"{__name__}:_ThirdPartyConnector"
     broken = {"absent": "no_such_module:X", "wrong": "kvstore.layout:KvLayout"}
     points = [
         EntryPoint(name, value, "baton.kv_connectors")

@@ -79,7 +79,7 @@ def test_a_prompt_announced_in_parts_gives_each_block_once(cuts: list[int], size
 def test_no_block_follows_a_missing_part() -> None:
     parts = PromptParts(TransferBlocks(SPEC, 2))
     assert parts.whole_blocks(handoff_of(0, 3)) == []
-    assert parts.whole_blocks(handoff_of(5, 4)) == []  # block 3 and block 4 were never announced
+    assert parts.whole_blocks(handoff_of(5, 4)) == []  # blocks 3 and 4 were never announced
     assert parts.whole_blocks(handoff_of(9, 3)) == []
     (again,) = parts.whole_blocks(handoff_of(0, 4))
     assert again == PromptBlock(tuple(KEYS[:4]), None)
