@@ -139,7 +139,7 @@ def test_wrong_results_have_no_figures():
     assert to_plain(good, CEILINGS)["limit_s"] == 2.0
 
 
-def test_times_below_the_limit_are_noted():
+def test_times_well_below_the_limit_are_noted():
     def note(kernel_s):
         outcome = Outcome("linear", "qkv", "1 row", Cost(200, 100), kernel_s, reference_s=6.0)
         (table,) = make_tables([outcome], CEILINGS)

@@ -85,7 +85,7 @@ def test_a_long_prompt_leaves_room_for_short_ones() -> None:
     assert driven.shares == {"long": 4, "short": 3}, "only one prompt at a time is chunked"
 
 
-def test_max_num_partial_prefills_prompts_are_chunked_at_a_time() -> None:
+def test_at_most_max_num_partial_prefills_prompts_are_chunked_at_a_time() -> None:
     driven = DrivenScheduler(
         max_num_batched_tokens=16, long_prefill_token_threshold=4, max_num_partial_prefills=2
     )
