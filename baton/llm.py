@@ -20,7 +20,6 @@ from baton.results import Generation
 from baton.sampling_params import SamplingParams
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.kv_cache.spec import spec_of
 from engine.request import EngineRequest, RequestOutput
 from router.generation_config import load_default_params
 from router.request import truncated
@@ -192,12 +191,12 @@ class LLM:
 
 
 def _limits_of(core: EngineCore) -> RequestLimits:
-    """Returns the limits of an engine's requests."""
-    info, cache = core.info, spec_of(core.config, core.info.windows)
+    """Returns the limits of an engine's requests. Its pool holds the longest one."""
+    max_model_len = core.info.max_model_len
     return RequestLimits(
-        vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
-        max_pool_tokens=cache.max_tokens(core.num_blocks, info.max_model_len),
+        vocab_size=core.info.vocab_size,
+        max_model_len=max_model_len,
+        max_pool_tokens=max_model_len,
         max_candidates=core.config.max_running,
     )
 

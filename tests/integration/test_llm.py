@@ -81,7 +81,7 @@ def test_defaults_come_from_the_checkpoint_if_no_parameters_are_given(path, tmp_
     stated = {"temperature": 0, "max_new_tokens": 3, "repetition_penalty": 1.0}
     folder = shutil.copytree(path, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps(stated | {"eos_token_id": 0}))
-    arguments = {"dtype": "float32", "num_gpu_blocks_override": NUM_BLOCKS, "num_threads": 1}
+    arguments = {"dtype": "float32", "num_threads": 1, "max_model_len": 64}
     with LLM(str(folder), **arguments) as made:
         assert made.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
         (result,) = made.generate("abc", use_tqdm=False)
