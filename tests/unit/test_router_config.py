@@ -40,11 +40,11 @@ def test_defaults_are_those_of_the_dataclass():
 
 
 def test_the_generation_config_is_one_of_two(capsys):
-    assert parse("--decode", "a:1").generation_config == "auto"
-    none = parse("--decode", "a:1", "--generation-config", "none")
+    assert parse_config("--decode", "a:1").generation_config == "auto"
+    none = parse_config("--decode", "a:1", "--generation-config", "none")
     assert none.generation_config == "none"
     with pytest.raises(SystemExit):
-        parse("--decode", "a:1", "--generation-config", "vllm")
+        parse_config("--decode", "a:1", "--generation-config", "vllm")
     assert "--generation-config: invalid choice: 'vllm'" in capsys.readouterr().err
 
 
