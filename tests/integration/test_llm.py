@@ -98,6 +98,8 @@ def test_no_max_tokens_means_as_many_as_fit(llm):
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     (result,) = llm.generate([prompt_of(150)], params, use_tqdm=False)
     assert (len(result.token_ids), result.finish_reason) == (50, "length")
+    fitting = llm._make_request(prompt_of(150), replace(params, min_tokens=2**32 - 1)).spec.params
+    assert (fitting.max_tokens, fitting.min_tokens) == (50, 50)
 
 
 def test_prompts_are_truncated_to_their_last_tokens(llm):
