@@ -243,6 +243,7 @@ class StopChecker:
     """
 
     def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
+        self._has_stops = bool(stops)
         self._state = _build_automaton(stops)
         self._keep_stop = keep_stop
         self._held = ""  # the last characters, which may begin a stop that is cut away
@@ -259,6 +260,8 @@ class StopChecker:
             The text that is certain to be part of the result, and the stop if one is
             complete.
         """
+        if not self._has_stops:
+            return text, None
         for i, character in enumerate(text):
             self._state = self._state.step(character)
             if may_stop and self._state.stop is not None:
