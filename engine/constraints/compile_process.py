@@ -42,11 +42,14 @@ class CompileProcess:
     Args:
         vocabulary: the token table that it compiles for.
         backends: the names of the backends that it loads.
+
+    Attributes:
+        backends: those names.
     """
 
     def __init__(self, vocabulary: Vocabulary, backends: Sequence[str]) -> None:
         self._vocabulary = vocabulary
-        self._backends = tuple(backends)
+        self.backends = tuple(backends)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -134,7 +137,7 @@ class CompileProcess:
             self._process = subprocess.Popen(  # noqa: S603 - a module of this package
                 [
                     *(sys.executable, "-m", "engine.constraints.compile_server"),
-                    *(str(theirs.fileno()), *self._backends),
+                    *(str(theirs.fileno()), *self.backends),
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -103,8 +103,12 @@ class GrammarCompiler:
         return self._num_cached_bytes
 
     def start(self) -> None:
-        """Starts the process in the background, so that the first request need not wait for it."""
+        """Starts the process and loads the backends in the background, so that the first request
+        need not wait for them. Problems show with the first request.
+        """
         self._workers.submit(self._process.start)
+        for name in self._process.backends:
+            self._workers.submit(self._backend_called, name)
 
     def compile(self, outputs: StructuredOutputs) -> "Future[Constraint]":
         """Returns the constraint's future; done already if it is cached.

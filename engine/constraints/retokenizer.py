@@ -30,7 +30,7 @@ class Retokenizer:
     """Tokenizes forced text as the model's tokenizer would have.
 
     Args:
-        backend: the model's tokenizer.
+        backend: the model's tokenizer, without truncation and padding.
         vocabulary: its token table.
     """
 
