@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
 from baton.errors import BatonError, InternalError, InvalidArgumentError
+from baton.sampling_params import MAX_LOGPROBS
 from baton.spec_wire import spec_from_proto
 from baton.v1 import decode_pb2, request_pb2
 from engine.async_engine import AsyncEngine
@@ -26,6 +27,7 @@ __all__ = ["RouterSession"]
 _LOGGER = logging.getLogger("baton.decode")
 _MAX_PENDING_REQUESTS = 1024  # with more, commands wait until the router reads
 _FULL_RESPONSE_TOKENS = 2**20  # keeps a response well below rpc.channels.MAX_MESSAGE_BYTES
+_LOGPROBS_TOKENS = 4 + 2 * MAX_LOGPROBS  # a token's log-probabilities take as much as these tokens
 
 Commands = AsyncIterator[decode_pb2.ConnectRequest]
 Responses = AsyncGenerator[decode_pb2.ConnectResponse, None]
@@ -180,7 +182,8 @@ class RouterSession:
         num_tokens = 0
         while self._pending and num_tokens < _FULL_RESPONSE_TOKENS:
             for output in self._pending.pop(next(iter(self._pending))).values():
-                num_tokens += len(output.token_ids)
+                num_logprobs = len(output.logprobs) + len(output.prompt_logprobs)
+                num_tokens += len(output.token_ids) + _LOGPROBS_TOKENS * num_logprobs
                 messages.append(output)
         self._has_room.set()
         return decode_pb2.ConnectResponse(outputs=messages)

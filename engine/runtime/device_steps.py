@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,7 +28,8 @@ from engine.runtime.device_decode import (
     padded_size,
 )
 from engine.runtime.device_rows import DeviceRows
-from engine.runtime.drawing import ChunkDraws
+from engine.runtime.drawing import ChunkDraws, DecodedTokens, reported_rows
+from engine.runtime.logprobs import PromptTokens, ReportedTokens
 from engine.runtime.sampler import Scores, draw_kinds, draw_table
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from kernels import CudaGraphRecorder
@@ -72,6 +74,7 @@ class DeviceSteps(Steps):
         self._decode_rows: tuple[int, ...] = ()
         self._decode_ids = np.zeros(0, np.int64)
         self._with_logprobs = np.zeros(0, bool)
+        self._reported: ReportedTokens | None = None
 
     @override
     @torch.inference_mode()
@@ -80,6 +83,12 @@ class DeviceSteps(Steps):
         if batch.decode_rows is not self._decode_rows:
             self._decode_ids = np.array(batch.decode_rows, np.int64)
             self._with_logprobs = self._rows.host.wants_logprobs[self._decode_ids]
+            self._reported = reported_rows(
+                self._rows.host,
+                self._decode_ids,
+                self._model.device,
+                is_processed=self._model.reports_processed,
+            )
             self._decode.set_rows(self._decode_ids)
             self._decode_rows = batch.decode_rows
 
@@ -87,20 +96,30 @@ class DeviceSteps(Steps):
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         num_decodes = len(self._decode_ids)
-        scores = self._run_chunks(batch) if batch.chunks else self._run_decode()
-        draws = ChunkDraws(batch.chunks)
-        of_chunks = draws.draw(scores, _draw)
+        scores = raw = self._run_chunks(batch) if batch.chunks else self._run_decode()
+        prompts = PromptTokens(batch.chunks)
+        of_prompts = prompts.compute(self._model.model, scores.hidden)
+        draws = ChunkDraws(batch.chunks, is_processed=self._model.reports_processed)
+        of_chunks = draws.draw(scores, raw, _draw)
         if draws.single:
             self._rows.keep_drawn(draws.single, of_chunks[0])
-        of_decodes = self._drawn(scores.last(num_decodes)) if num_decodes else []
-        with_logprobs = self._with_logprobs
+        decoded = _Decoded(self._with_logprobs, self._reported)
+        of_decodes: list[torch.Tensor] = []
+        if num_decodes:
+            tokens = self._decode.tokens[:num_decodes]
+            of_decodes = decoded.compute(scores.last(num_decodes), raw.last(num_decodes), tokens)
 
         def read(tensors: Sequence[torch.Tensor]) -> StepOutput:
-            decoded = _read_decoded(tensors[: len(of_decodes)], with_logprobs)
-            chunks = draws.outputs(tensors[len(of_decodes) :])
-            return StepOutput(batch.step, tuple(chunks), *decoded)
+            ends = len(of_decodes), len(of_decodes) + len(of_chunks)
+            return StepOutput(
+                batch.step,
+                tuple(draws.outputs(tensors[ends[0] : ends[1]])),
+                *decoded.read(tensors[: ends[0]]),
+                prompts.read(tensors[ends[1] :]),
+            )
 
-        return LaunchedStep(fetch(self._model.device, [*of_decodes, *of_chunks]), read)
+        results = [*of_decodes, *of_chunks, *of_prompts]
+        return LaunchedStep(fetch(self._model.device, results), read)
 
     @override
     def graph_bytes(self) -> int:
@@ -174,18 +193,13 @@ class DeviceSteps(Steps):
     def _scores_of(self, inputs: BatchInputs) -> Scores:
         model = self._model
         kv = model.paged_kv(inputs.layer_groups, inputs.logit_rows)
-        logits = model.model.logits(model.model(inputs.token_ids, inputs.positions, kv))
+        states = model.model(inputs.token_ids, inputs.positions, kv)
+        logits = model.model.logits(inputs.logit_states(states))
+        hidden = states if self._inputs.needs_all_hidden else None
         if not len(logits):
             nothing = logits.new_empty(0)
-            return Scores(logits, nothing, nothing.long())
-        return Scores(logits, *kernels.row_maxima(logits))
-
-    def _drawn(self, scores: Scores) -> list[torch.Tensor]:
-        """Returns the decoding rows' tokens, and log-probabilities if requested for any row."""
-        tokens = self._decode.tokens[: len(self._decode_ids)]
-        if not self._with_logprobs.any():
-            return [tokens]
-        return [tokens, kernels.token_logprobs(scores.logits, scores.maxima, tokens, None)]
+            return Scores(logits, nothing, nothing.long(), hidden)
+        return Scores(logits, *kernels.row_maxima(logits), hidden)
 
 
 def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:
@@ -228,16 +242,36 @@ def _draw(
     )
 
 
-def _read_decoded(
-    tensors: Sequence[torch.Tensor], with_logprobs: np.ndarray
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns tokens, and log-probabilities if requested for any row: NaN for the other rows."""
-    if not tensors:
-        return (), ()
-    tokens = tuple(tensors[0].tolist())
-    if len(tensors) == 1:
-        return tokens, ()
-    return tokens, tuple(np.where(with_logprobs, tensors[1].numpy(), math.nan).tolist())
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Computes and reads what the decode rows of a step drew.
+
+    Attributes:
+        with_logprobs: `[n]` bool; the rows that are ranked.
+        reported: the rows whose `TokenLogprobs` are reported; None if there are none.
+    """
+
+    with_logprobs: np.ndarray
+    reported: ReportedTokens | None
+
+    def compute(self, scores: Scores, raw: Scores, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tokens, and log-probabilities and details if requested for any row."""
+        tensors = [tokens]
+        if self.with_logprobs.any():
+            tensors.append(kernels.token_logprobs(raw.logits, raw.maxima, tokens, None))
+        if self.reported is not None:
+            tensors += self.reported.compute(scores, raw, tokens)
+        return tensors
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> DecodedTokens:
+        """Reads the tensors that `compute` returned, once they are on the host."""
+        if not tensors:
+            return DecodedTokens()
+        logprobs: tuple[float, ...] = ()
+        if self.with_logprobs.any():  # NaN for the other rows
+            logprobs = tuple(np.where(self.with_logprobs, tensors[1].numpy(), math.nan).tolist())
+        details = self.reported.read(tensors[-2:]) if self.reported is not None else ()
+        return DecodedTokens(tuple(tensors[0].tolist()), logprobs, details)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -7,13 +7,15 @@ decode rows. `ChunkDraws.draw` does not wait for the device; its results are rea
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import kernels
-from engine.batch import INVALID_TOKEN, ChunkOutput, ScheduledChunk
+from engine.batch import INVALID_TOKEN, ChunkOutput, ScheduledChunk, TokenLogprobs
 from engine.runtime.device import to_device
+from engine.runtime.logprobs import ReportedTokens
 from engine.runtime.rows import Rows
 from engine.runtime.sampler import (
     DRAW_RECORD,
@@ -24,7 +26,14 @@ from engine.runtime.sampler import (
     sample,
 )
 
-__all__ = ["ChunkDraws", "DecodeRows", "Draw", "draw_by_sampling"]
+__all__ = [
+    "ChunkDraws",
+    "DecodeRows",
+    "DecodedTokens",
+    "Draw",
+    "draw_by_sampling",
+    "reported_rows",
+]
 
 Draw = Callable[[Scores, np.ndarray, list[int], np.ndarray], torch.Tensor]
 """Draws tokens, `[n]` int64. Arguments: the scores, `[n]` of `DRAW_RECORD`, per draw the row of the
@@ -39,45 +48,101 @@ class DecodeRows:
         rows: the batch's `decode_rows`.
         ids: `[n]` int64; `rows` as an array.
         draws: the rows' draw parameters, on the device.
-        logprob_rows: `[m]` int64; indices into `rows` of those with log-probabilities.
+        logprob_rows: `[m]` int64; indices into `rows` of those that are ranked.
+        reported: the rows whose `TokenLogprobs` are reported; None if there are none.
     """
 
     rows: tuple[int, ...]
     ids: np.ndarray
     draws: PreparedDraws
     logprob_rows: torch.Tensor
+    reported: ReportedTokens | None
 
     @classmethod
-    def of(cls, decode_rows: tuple[int, ...], rows: Rows, device: torch.device) -> "DecodeRows":
-        """Reads the rows' draw parameters, which their chunks set, from `rows`."""
+    def of(
+        cls,
+        decode_rows: tuple[int, ...],
+        rows: Rows,
+        device: torch.device,
+        *,
+        is_processed: bool = False,
+    ) -> "DecodeRows":
+        """Reads the rows' draw parameters, which their chunks set, from `rows`.
+
+        Args:
+            decode_rows: the batch's.
+            rows: the state of all rows.
+            device: the scores' device.
+            is_processed: as in `ReportedTokens.among`.
+        """
         ids = np.array(decode_rows, np.int64)
         return cls(
             rows=decode_rows,
             ids=ids,
             draws=prepare_draws(rows.draws[ids], device),
             logprob_rows=to_device(np.flatnonzero(rows.wants_logprobs[ids]), device),
+            reported=reported_rows(rows, ids, device, is_processed=is_processed),
         )
 
-    def draw(
-        self, scores: Scores, positions: np.ndarray
-    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Returns tokens, and log-probabilities if requested for any row: NaN for the other rows.
+    def draw(self, scores: Scores, raw: Scores, positions: np.ndarray) -> "DecodedTokens":
+        """Draws the rows' tokens, and computes log-probabilities if requested for any row.
 
         Args:
             scores: the step's scores; the decode rows' are the last `n`.
+            raw: the model's own scores.
             positions: `[num_rows]` int64; per row, the position of the token to draw.
         """
         if not self.rows:
-            return (), ()
-        scores = scores.last(len(self.rows))
+            return DecodedTokens()
+        scores, raw = scores.last(len(self.rows)), raw.last(len(self.rows))
         tokens = sample(scores, self.draws, positions[self.ids])
+        return DecodedTokens(
+            tuple(tokens.tolist()), self._logprobs(raw, tokens), self._details(scores, raw, tokens)
+        )
+
+    def _logprobs(self, raw: Scores, tokens: torch.Tensor) -> tuple[float, ...]:
         if not len(self.logprob_rows):
-            return tuple(tokens.tolist()), ()
+            return ()
         logprobs = torch.full(tokens.shape, math.nan, device=tokens.device)
         logprobs[self.logprob_rows] = kernels.token_logprobs(
-            scores.logits, scores.maxima, tokens[self.logprob_rows], self.logprob_rows
+            raw.logits, raw.maxima, tokens[self.logprob_rows], self.logprob_rows
         )
-        return tuple(tokens.tolist()), tuple(logprobs.tolist())
+        return tuple(logprobs.tolist())
+
+    def _details(
+        self, scores: Scores, raw: Scores, tokens: torch.Tensor
+    ) -> tuple[TokenLogprobs | None, ...]:
+        if self.reported is None:
+            return ()
+        return self.reported.read(self.reported.compute(scores, raw, tokens))
+
+
+def reported_rows(
+    rows: Rows, ids: np.ndarray, device: torch.device, *, is_processed: bool
+) -> ReportedTokens | None:
+    """Returns the decode rows `ids` whose `TokenLogprobs` are reported; None if there are none.
+
+    Args:
+        rows: the state of all rows.
+        ids: `[n]` int64; the rows that decode.
+        device: the scores' device.
+        is_processed: as in `ReportedTokens.among`.
+    """
+    return ReportedTokens.among(
+        rows.num_logprobs[ids],
+        np.arange(len(ids)),
+        rows.draws[ids],
+        device,
+        is_processed=is_processed,
+    )
+
+
+class DecodedTokens(NamedTuple):
+    """The last fields of `StepOutput`: what a step's decode rows drew."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    details: tuple[TokenLogprobs | None, ...] = ()
 
 
 class ChunkDraws:
@@ -85,33 +150,37 @@ class ChunkDraws:
 
     Args:
         chunks: the step's chunks.
+        is_processed: as in `ReportedTokens.among`.
 
     Attributes:
         single: (index among all draws, chunk) of the chunks that draw one token; their rows
             decode that token next.
     """
 
-    def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
+    def __init__(self, chunks: Sequence[ScheduledChunk], *, is_processed: bool = False) -> None:
         self._chunks = chunks
         self._logit_chunks = [chunk for chunk in chunks if chunk.needs_logits]
         self._drawing = [
             (row, chunk) for row, chunk in enumerate(self._logit_chunks) if chunk.draws
         ]
         self._wants_logprobs = any(chunk.wants_logprobs for _, chunk in self._drawing)
+        self._is_processed = is_processed
+        self._reported: ReportedTokens | None = None
         self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
 
-    def draw(self, scores: Scores, draw: Draw) -> list[torch.Tensor]:
+    def draw(self, scores: Scores, raw: Scores, draw: Draw) -> list[torch.Tensor]:
         """Computes the outputs of all chunks; `outputs` reads them once they are on the host.
 
         Args:
             scores: the step's scores; the first rows are those of the chunks that need logits.
+            raw: the model's own scores.
             draw: draws tokens.
 
         Returns:
             Tensors on the scores' device. If any chunk draws, the first holds the tokens.
         """
-        return [*self._draw(scores, draw), *self._most_likely(scores.logits)]
+        return [*self._draw(scores, raw, draw), *self._most_likely(raw.logits)]
 
     def outputs(self, drawn: Sequence[torch.Tensor]) -> list[ChunkOutput | None]:
         """Returns one output per chunk; None for a chunk that needs no logits.
@@ -131,8 +200,8 @@ class ChunkDraws:
                 yield index, chunk
             index += len(chunk.draws)
 
-    def _draw(self, scores: Scores, draw: Draw) -> Iterator[torch.Tensor]:
-        """Yields the tokens, then log-probabilities if requested for any chunk."""
+    def _draw(self, scores: Scores, raw: Scores, draw: Draw) -> Iterator[torch.Tensor]:
+        """Yields the tokens, then log-probabilities and details if requested for any chunk."""
         if not self._drawing:
             return
         draws = [(row, chunk, params) for row, chunk in self._drawing for params in chunk.draws]
@@ -143,7 +212,13 @@ class ChunkDraws:
         yield tokens
         if self._wants_logprobs:
             logit_rows = to_device(np.array(rows, np.int64), tokens.device)
-            yield kernels.token_logprobs(scores.logits, scores.maxima, tokens, logit_rows)
+            yield kernels.token_logprobs(raw.logits, raw.maxima, tokens, logit_rows)
+        nums = np.array([chunk.num_logprobs for _, chunk, _ in draws], np.int64)
+        self._reported = ReportedTokens.among(
+            nums, np.array(rows, np.int64), records, tokens.device, is_processed=self._is_processed
+        )
+        if self._reported is not None:
+            yield from self._reported.compute(scores, raw, tokens)
 
     def _most_likely(self, logits: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yields, per different `num_top`, the most likely tokens and their log-probabilities."""
@@ -164,10 +239,12 @@ class ChunkDraws:
             return outputs
         tokens, start = next(tensors).tolist(), 0
         logprobs = next(tensors).tolist() if self._wants_logprobs else []
+        details = self._reported.read((next(tensors), next(tensors))) if self._reported else ()
         for row, chunk in self._drawing:
             part = slice(start, start + len(chunk.draws))
             wanted = logprobs[part] if chunk.wants_logprobs else ()
-            outputs[row] = ChunkOutput(tuple(tokens[part]), tuple(wanted))
+            found = tuple([each for each in details[part] if each is not None])
+            outputs[row] = ChunkOutput(tuple(tokens[part]), tuple(wanted), found)
             start = part.stop
         return outputs
 

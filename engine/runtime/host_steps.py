@@ -8,6 +8,7 @@ from engine.batch import ScheduledBatch, StepOutput
 from engine.runner import LayersComputed
 from engine.runtime.batch_inputs import StepInputs
 from engine.runtime.drawing import ChunkDraws, DecodeRows, draw_by_sampling
+from engine.runtime.logprobs import PromptTokens
 from engine.runtime.recorded_steps import OnLayer, RecordedSteps
 from engine.runtime.rows import Rows
 from engine.runtime.steps import FinishedStep, StepModel, Steps
@@ -26,7 +27,8 @@ class HostSteps(Steps):
     is_asynchronous = False
 
     def __init__(self, model: StepModel) -> None:
-        self._device = model.device
+        self._device, self._model = model.device, model.model
+        self._is_processed = model.reports_processed
         self._rows = Rows(model.num_layer_groups, model.max_rows, model.max_blocks)
         inputs = StepInputs(self._rows, model.max_tokens, model.block_size, model.device)
         self._recorded = RecordedSteps(model.model, model.kv, model.layer_slots, inputs)
@@ -42,7 +44,9 @@ class HostSteps(Steps):
     def update(self, batch: ScheduledBatch) -> None:
         self._rows.update_tables(batch.table_updates)
         if batch.decode_rows is not self._decode_rows.rows:
-            self._decode_rows = DecodeRows.of(batch.decode_rows, self._rows, self._device)
+            self._decode_rows = DecodeRows.of(
+                batch.decode_rows, self._rows, self._device, is_processed=self._is_processed
+            )
 
     @override
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
@@ -50,12 +54,14 @@ class HostSteps(Steps):
         rows, decode = self._rows, self._decode_rows
         self._recorded.inputs.fill(batch, rows, decode.ids)
         rows.advance(batch.chunks, decode.ids)
-        scores = self._recorded.scores(self._on_layer(batch))
-        decoded, decoded_logprobs = decode.draw(scores, rows.positions)
-        draws = ChunkDraws(batch.chunks)
-        chunks = draws.outputs(draws.draw(scores, draw_by_sampling))
-        rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded)
-        return FinishedStep(StepOutput(batch.step, tuple(chunks), decoded, decoded_logprobs))
+        scores = raw = self._recorded.scores(self._on_layer(batch))
+        prompts = PromptTokens(batch.chunks)
+        of_prompts = prompts.read(prompts.compute(self._model, scores.hidden))
+        decoded = decode.draw(scores, raw, rows.positions)
+        draws = ChunkDraws(batch.chunks, is_processed=self._is_processed)
+        chunks = draws.outputs(draws.draw(scores, raw, draw_by_sampling))
+        rows.keep_drawn(batch.chunks, chunks, decode.ids, decoded.tokens)
+        return FinishedStep(StepOutput(batch.step, tuple(chunks), *decoded, of_prompts))
 
     def _on_layer(self, batch: ScheduledBatch) -> OnLayer | None:
         """Returns the function to call after each layer; None if the step has no chunks."""

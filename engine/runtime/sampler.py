@@ -83,11 +83,14 @@ class Scores:
         maxima: `[rows]` float32; the maximum of each row.
         likeliest: `[rows]` int64; the lowest token id with the maximum. `INVALID_TOKEN`
             if a row holds NaN or infinity, or no finite number.
+        hidden: `[num_tokens, hidden_size]`; the final hidden states of all tokens of the
+            step, if it needs them.
     """
 
     logits: torch.Tensor
     maxima: torch.Tensor
     likeliest: torch.Tensor
+    hidden: torch.Tensor | None = None
 
     def last(self, num_rows: int) -> "Scores":
         """Returns the scores of the last `num_rows` rows."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from engine.batch import DrawParams
+from engine.batch import DrawParams, TokenLogprobs
 from engine.config import EngineConfig
 from engine.runner import ModelInfo
 from kvstore.layout import KvLayout
@@ -55,6 +55,18 @@ def top_tokens(
     """Returns the most likely tokens after a sequence with their log-probabilities."""
     ranked = sorted(enumerate(log_probabilities(token_ids, vocab_size)), key=lambda pair: -pair[1])
     return ranked[:num_top]
+
+
+def token_logprobs(
+    token_ids: Sequence[int], token_id: int, num_top: int, vocab_size: int = VOCAB_SIZE
+) -> TokenLogprobs:
+    """Returns the log-probabilities at the place of a token after a sequence."""
+    ranked = top_tokens(token_ids, vocab_size, vocab_size)
+    rank = [other for other, _ in ranked].index(token_id)
+    tops = ranked[:num_top]
+    return TokenLogprobs(
+        ranked[rank][1], rank + 1, tuple(t for t, _ in tops), tuple(value for _, value in tops)
+    )
 
 
 def next_token(

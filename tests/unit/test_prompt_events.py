@@ -135,7 +135,7 @@ async def test_first_tokens_of_several_candidates_are_one_result():
 
 @pytest.mark.parametrize("params", [{"best_of": 2}, {"beam_width": 2}])
 async def test_first_tokens_of_ranked_candidates_are_for_decode_alone(params):
-    tokens = drawn(42, 43, logprobs=(-0.5, -1.5), cached_tokens=4)
+    tokens = drawn(42, 43, first_logprobs=(-0.5, -1.5), cached_tokens=4)
     result = (await all_messages(tokens, handed_over(), **params))[0].result
     (output,) = result.outputs
     assert (list(output.token_ids), output.cached_tokens, output.is_last) == ([], 4, False)

@@ -212,7 +212,7 @@ def test_prefill_hands_every_candidates_first_token_over() -> None:
     (first,) = driven.step()
     (output,) = driven.end_saves(job.job_id for job in driven.work().saves)
 
-    assert len(first.token_ids) == len(first.logprobs) == 3
+    assert len(first.token_ids) == len(first.first_logprobs) == 3
     assert output.is_last
 
 
