@@ -1,5 +1,6 @@
 """`OutputProcessor`: turns tokens and ends of transfers into outputs, forks and ends. Pure."""
 
+import math
 from collections import abc
 from collections.abc import Callable
 from typing import Any
@@ -75,19 +76,26 @@ class OutputProcessor:
         sequences: abc.Sequence[Sequence],
         chunks: abc.Sequence[ScheduledChunk],
         details: abc.Sequence[tuple[TokenLogprobs, ...]],
-    ) -> None:
-        """Keeps log-probabilities of prompts' tokens for the groups' first outputs.
+    ) -> Outputs:
+        """Keeps log-probabilities of prompts' tokens for the groups' first outputs; ends groups
+        whose logits are not finite.
 
         Args:
             sequences: the sequence of each chunk.
             chunks: the step's.
             details: `StepOutput.prompt_details`.
         """
+        outputs: Outputs = []
         for sequence, chunk, found in zip(sequences, chunks, details, strict=True):
-            if found and sequence.row == chunk.row:
+            if not found or sequence.row != chunk.row:
+                continue  # nothing to report, or ended or preempted while the step ran
+            if any(math.isnan(token.logprob) for token in found):
+                outputs.append(self._end_poisoned(sequence.group))
+            else:
                 known = self._prompt_logprobs.setdefault(sequence.group, [])
                 del known[chunk.start_position :]  # from before a preemption
                 known += found
+        return outputs
 
     def take_chunk(self, sequence: Sequence, result: ChunkOutput | None) -> Outputs:
         """Processes a computed chunk.

@@ -274,7 +274,9 @@ class Scheduler:
         record = self._end_step(batch)
         outputs: list[RequestOutput] = []
         if output.prompt_details:
-            self._outputs.take_prompt_logprobs(record.chunks, batch.chunks, output.prompt_details)
+            outputs += self._outputs.take_prompt_logprobs(
+                record.chunks, batch.chunks, output.prompt_details
+            )
         for sequence, chunk, result in zip(record.chunks, batch.chunks, output.chunks, strict=True):
             if sequence.row != chunk.row:
                 continue  # ended or preempted meanwhile

@@ -149,21 +149,22 @@ async def test_first_tokens_of_ranked_candidates_take_theirs_to_decode():
 
 
 async def test_a_slow_client_gets_all_of_them_in_fewer_messages():
-    decode = FakeDecode(SCRIPT)
+    script = SCRIPT * 8
+    decode = FakeDecode(script)
     async with running_workers(decode), running_router(decode) as router:
         # The window does not grow, so that the stream soon blocks.
         options = [("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(router.server.address, options) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            message = asking(logprobs=20, prompt_logprobs=0, max_tokens=len(SCRIPT))
+            message = asking(logprobs=20, prompt_logprobs=0, max_tokens=len(script))
             call = stub.GenerateStream(message, timeout=60)
             responses = [await call.read()]
-            await decode.changes.until(lambda: decode.num_sent == len(SCRIPT))
+            await decode.changes.until(lambda: decode.num_sent == len(script))
             while (response := await call.read()) is not grpc.aio.EOF:
                 responses.append(response)
     check_stream(responses, num_top=20, prompt=PROMPT_IDS)
-    assert [t for response in responses for t in response.token_ids] == SCRIPT
-    assert len(responses) < len(SCRIPT)
+    assert [t for response in responses for t in response.token_ids] == script
+    assert len(responses) < len(script)
 
 
 async def test_a_prompt_that_decode_has_cached_goes_to_prefill():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from engine.batch import DrawParams, TokenLogprobs
@@ -44,9 +45,14 @@ def fake_config(**overrides: object) -> EngineConfig:
 
 def log_probabilities(token_ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> list[float]:
     """Returns the log-probability of every token after a sequence; no two are equal."""
+    return list(_log_probabilities(tuple(token_ids), vocab_size))
+
+
+@lru_cache(10_000)
+def _log_probabilities(token_ids: tuple[int, ...], vocab_size: int) -> tuple[float, ...]:
     scores = [_digest(token_ids, token) / 2**61 for token in range(vocab_size)]
     total = math.log(sum(math.exp(score) for score in scores))
-    return [score - total for score in scores]
+    return tuple(score - total for score in scores)
 
 
 def top_tokens(
