@@ -90,8 +90,7 @@ class ReportedTokens:
         num_top, source = int(self.nums.max()), raw if self.draws is None else scores
         size = _part_size(source.logits.shape[-1])
         parts = []
-        for start in range(0, len(tokens), size):
-            part = slice(start, start + size)
+        for part in _parts(len(tokens), size):
             rows = self.rows[part]
             logits = source.logits.index_select(0, rows)
             if self.draws is not None:
@@ -145,8 +144,8 @@ class PromptTokens:
                 targets = to_device(np.array(chunk.prompt_targets, np.int64), hidden.device)
                 states = hidden[first : first + len(targets)]
                 parts = [
-                    _details(model.logits(some), tokens, chunk.num_prompt_logprobs)
-                    for some, tokens in zip(states.split(size), targets.split(size), strict=True)
+                    _details(model.logits(states[part]), targets[part], chunk.num_prompt_logprobs)
+                    for part in _parts(len(targets), size)
                 ]
                 tensors += _joined(parts)
             first += chunk.num_tokens
@@ -172,8 +171,13 @@ _UNCHANGED = (1.0, 0, 1.0, 0)  # a `DRAW_RECORD` that neither scales nor filters
 
 
 def _part_size(vocab_size: int) -> int:
-    """Returns how many rows of logits are processed at a time."""
+    """Returns the number of rows of logits that are processed at a time."""
     return max(1, _PART_ELEMENTS // vocab_size)
+
+
+def _parts(count: int, size: int) -> Iterator[slice]:
+    """Yields slices of at most `size` that cover `count` entries."""
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _details(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> list[torch.Tensor]:

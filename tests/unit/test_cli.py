@@ -1,4 +1,4 @@
-"""The `baton` command: help, version, exit statuses, what it writes."""
+"""The `baton` command: help, version, exit statuses, output."""
 
 import io
 
@@ -23,7 +23,7 @@ COMMANDS = {
 }
 
 
-def test_version(capsys):
+def test_version_prints_the_version(capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["--version"])
     assert exit_info.value.code == 0
@@ -38,7 +38,7 @@ def test_help_names_every_command(capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_every_command(command, capsys):
+def test_every_command_prints_help_with_its_flags(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main([command, "--help"])
     assert exit_info.value.code == 0
@@ -82,7 +82,7 @@ def test_generate_prints_each_candidate_under_its_name(capsys):
     assert not sampling.HasField("beam_search")
 
 
-def test_generate_searches_with_beams(capsys):
+def test_generate_sends_the_parameters_of_beam_search(capsys):
     flags = ["--beam-width", "4", "--length-penalty", "0", "--early-stopping", "never"]
     with running_fake_generation() as server:
         assert main(["generate", "hi", "--address", server.address, *flags]) == 0
@@ -101,32 +101,32 @@ def test_generate_reads_stdin(capsys, monkeypatch):
     assert server.requests[0].text == "from a pipe"
 
 
-def test_errors_are_one_line_and_status_1(capsys):
+def test_errors_print_one_line_and_exit_with_1(capsys):
     with running_fake_generation() as server:
         assert main(["generate", "fail", "--address", server.address]) == 1
     assert capsys.readouterr().err == "baton generate: error: no replica is left\n"
 
 
-def test_a_bad_parameter_is_told(capsys):
+def test_an_invalid_sampling_parameter_is_named(capsys):
     assert main(["generate", "hi", "--top-p", "0"]) == 1
     assert "top_p is 0.0" in capsys.readouterr().err
 
 
-def test_health_of_nobody(capsys):
+def test_health_reports_an_address_without_a_server_as_unavailable(capsys):
     assert main(["health", "127.0.0.1:1", "--timeout-s", "5"]) == 1
     assert capsys.readouterr().out == "UNAVAILABLE\n"
 
 
 @pytest.mark.parametrize("port", ["99999", "-1"])
 @pytest.mark.parametrize("command", ["up", "decode"])
-def test_a_port_out_of_range_is_told(command, port, capsys):
+def test_a_port_out_of_range_is_refused(command, port, capsys):
     assert main([command, "--model", "m", "--port", port]) == 2
     message = f"--port is {port}; it must be in [0, 65536)"
     assert capsys.readouterr().err == f"baton {command}: error: {message}\n"
 
 
 @pytest.mark.parametrize("field", FIXED_FIELDS["prefill"])
-def test_a_flag_that_means_nothing_to_prefill_is_not_known_there(field, capsys):
+def test_prefill_has_no_flags_for_its_fixed_fields(field, capsys):
     flag = f"--{field.replace('_', '-')}"
     with pytest.raises(SystemExit):
         main(["prefill", "--model", "m", flag, "off"])
@@ -134,7 +134,7 @@ def test_a_flag_that_means_nothing_to_prefill_is_not_known_there(field, capsys):
 
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode"])
-def test_a_store_of_one_process_alone_is_refused(command, capsys):
+def test_a_store_within_one_process_is_refused(command, capsys):
     assert main([command, "--model", "m", "--port", "0", "--kv-connector", "memory://x"]) == 2
     assert capsys.readouterr().err == (
         f"baton {command}: error: --kv-connector memory:// is shared within one process only; "

@@ -1,4 +1,4 @@
-"""Specs and sampling parameters come back from the wire as they were."""
+"""Conversion of specs and sampling parameters to protobuf messages and back."""
 
 import time
 from dataclasses import fields, replace
@@ -54,12 +54,12 @@ SPEC = RequestSpec(
 
 @settings(deadline=None)
 @given(PARAMS)
-def test_params_come_back(params):
+def test_sampling_parameters_survive_a_round_trip(params):
     assert params_from_proto(sampling_to_proto(params), stopping_to_proto(params)) == params
 
 
 def test_every_parameter_has_a_field():
-    """A parameter that is missing in the messages would be dropped on its way to the workers."""
+    """A parameter without a field would not reach the workers."""
     names = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
     names |= {field.name for field in common_pb2.StoppingParams.DESCRIPTOR.fields}
     names |= {field.name for field in common_pb2.BeamSearch.DESCRIPTOR.fields}
@@ -73,14 +73,14 @@ def test_unset_fields_take_the_defaults_and_zeros_stay_zeros():
     assert params_from_proto(zero, nothing[1]) == SamplingParams(temperature=0.0, seed=0)
 
 
-def test_an_unknown_way_to_stop_early_is_refused():
+def test_an_unknown_value_of_early_stopping_is_refused():
     search = common_pb2.BeamSearch(beam_width=2, early_stopping=9)
     message = common_pb2.SamplingParams(beam_search=search)
     with pytest.raises(InvalidArgumentError, match="early_stopping is 9"):
         params_from_proto(message, common_pb2.StoppingParams())
 
 
-def test_a_spec_comes_back_with_the_time_that_is_left():
+def test_a_spec_survives_a_round_trip_with_its_remaining_time():
     now = time.monotonic()
     message = spec_to_proto(replace(SPEC, deadline=now + 5))
     assert 4000 < message.timeout_ms <= 5000
@@ -122,11 +122,11 @@ def test_bad_fields_are_named(changes, field):
 
 
 def unknown_field(number):
-    """A number in a field that this build does not know, as a newer router may send it."""
+    """Returns the encoding of a field that this build does not know, as a newer router may send."""
     return bytes([number << 3, 1])
 
 
-def test_fields_that_a_newer_router_set_are_refused_by_name():
+def test_unknown_fields_of_a_newer_router_are_refused_by_number():
     message = spec_message("r")
     sampling = message.sampling.SerializeToString() + unknown_field(14)
     message.sampling.MergeFrom(common_pb2.SamplingParams.FromString(sampling))
@@ -137,7 +137,7 @@ def test_fields_that_a_newer_router_set_are_refused_by_name():
         spec_from_proto(newer, now=0.0)
 
 
-def test_ids_are_unique_and_keep_the_clients():
+def test_request_ids_are_unique_and_contain_the_id_of_the_client():
     ids = {unique_request_id("c/d") for _ in range(9)}
     assert len(ids) == 9
     assert {client_id_of(each) for each in ids} == {"c/d"}

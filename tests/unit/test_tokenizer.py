@@ -1,4 +1,4 @@
-"""`Tokenizer` agrees with `transformers` and refuses what it cannot read."""
+"""`Tokenizer`: agreement with `transformers`, special tokens, unreadable files."""
 
 import json
 import random
@@ -66,7 +66,7 @@ def test_decode_equals_transformers(folder):
             assert ours.decode(ids, skip_special_tokens=skip) == expected, ids
 
 
-def test_many_ids_decode_as_few_do(folder):
+def test_decode_of_many_ids_equals_transformers(folder):
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     ids = ours.encode(" ".join(TEXTS) * 60)
     assert len(ids) > 4096
@@ -89,7 +89,7 @@ def test_long_inputs_let_other_threads_run(tmp_path, name):
     assert num_turns > 20
 
 
-def test_no_token_has_more_text_than_the_longest(folder):
+def test_longest_token_chars_bounds_the_text_of_every_token(folder):
     tokenizer = Tokenizer.load(folder)
     longest = max(len(tokenizer.decode([i], False)) for i in range(tokenizer.vocab_size))
     assert longest <= tokenizer.longest_token_chars < 40
@@ -120,7 +120,7 @@ def test_special_tokens_have_no_text(tmp_path):
     assert tokenizer.has_text(tokenizer.encode("dog")[-1])
 
 
-def test_a_token_named_by_role_is_special_whatever_the_file_says(tmp_path):
+def test_a_token_with_a_role_is_special_even_if_the_file_denies_it(tmp_path):
     write_byte_level_folder(tmp_path)
     description = json.loads((tmp_path / "tokenizer.json").read_text())
     for token in description["added_tokens"]:
@@ -144,7 +144,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
     assert len(tokenizer.encode("a")) == 2
 
 
-def test_needs_neither_torch_nor_transformers():
+def test_the_router_imports_neither_torch_nor_transformers():
     code = "import sys, router.text_stream; print({'torch', 'transformers'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert run.stdout.strip() == b"set()"
@@ -156,7 +156,7 @@ def test_a_lone_surrogate_is_refused(tmp_path):
         tokenizer.encode("ab\ud800")
 
 
-def test_sentencepiece_alone_says_how_to_convert(tmp_path):
+def test_the_error_of_a_sentencepiece_file_shows_how_to_convert_it(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
     with pytest.raises(
         ConfigurationError, match=r"convert it once with: .*save_pretrained"
