@@ -18,7 +18,7 @@ from typing_extensions import override
 import kernels
 from engine.batch import DrawParams, ScheduledBatch, ScheduledChunk, StepOutput
 from engine.runtime.batch_inputs import BatchInputs, StepInputs
-from engine.runtime.device import fetch, to_device
+from engine.runtime.device import fetch
 from engine.runtime.device_decode import (
     DecodeGraphs,
     DeviceDecode,
@@ -28,7 +28,8 @@ from engine.runtime.device_decode import (
 )
 from engine.runtime.device_rows import DeviceRows
 from engine.runtime.drawing import ChunkDraws
-from engine.runtime.sampler import Scores, draw_kinds, draw_table
+from engine.runtime.rules import RowRules
+from engine.runtime.sampler import Scores
 from engine.runtime.steps import LaunchedStep, StepModel, Steps
 from kernels import CudaGraphRecorder
 
@@ -66,6 +67,7 @@ class DeviceSteps(Steps):
         self._decode = DeviceDecode(model, self._rows)
         sizes = () if model.enforce_eager else capture_sizes(model.max_rows)
         vocab_size = model.model.config.vocab_size
+        self._rules = RowRules(model.max_rows, model.max_model_len, vocab_size, model.device)
         # All graphs write their logits here; otherwise each would keep its own memory for them.
         self._logits = torch.empty((max(sizes, default=0), vocab_size), device=model.device)
         self._graphs = DecodeGraphs(sizes, self._run_in_place, record or CudaGraphRecorder())
@@ -87,9 +89,13 @@ class DeviceSteps(Steps):
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         num_decodes = len(self._decode_ids)
-        scores = self._run_chunks(batch) if batch.chunks else self._run_decode()
         draws = ChunkDraws(batch.chunks)
-        of_chunks = draws.draw(scores, _draw)
+        scores, positions = self._run_chunks(batch) if batch.chunks else self._run_decode()
+        # Until here the logits are the model's own.
+        self._rules.apply_to_chunks(draws.ruled, scores)
+        if num_decodes:
+            self._draw_decodes(scores.last(num_decodes), positions)
+        of_chunks = draws.draw(scores)
         if draws.single:
             self._rows.keep_drawn(draws.single, of_chunks[0])
         of_decodes = self._drawn(scores.last(num_decodes)) if num_decodes else []
@@ -115,6 +121,7 @@ class DeviceSteps(Steps):
         """Compiles the kernels of every kind of step, and captures graphs of decode steps."""
         for batch in _warm_up_batches(self._model):
             self._run_and_wait(batch)
+        self._rules.warm_up()
         self.update(ScheduledBatch(0))  # so that capturing advances only the spare row
         start, free_before = time.perf_counter(), _free_bytes(self._model.device)
         with torch.inference_mode():
@@ -148,28 +155,33 @@ class DeviceSteps(Steps):
         """Runs `DeviceDecode.run` and copies the logits to the memory that all graphs share."""
         return self._logits[:size].copy_(self._decode.run(size))
 
-    def _run_decode(self) -> Scores:
-        """Computes a step that only decodes."""
+    def _run_decode(self) -> tuple[Scores, torch.Tensor]:
+        """Computes a step that only decodes; returns its scores and the positions to draw."""
         num_rows = len(self._decode_ids)
         self._rows.advance((), self._decode_ids)
         size = padded_size(self._graphs.sizes, num_rows)
         logits = self._decode.run(num_rows) if size is None else self._graphs.run(size)
-        scores = self._decode.scores(logits[:num_rows])
-        self._decode.draw(scores, self._decode.draw_positions[:num_rows])
-        return scores
+        return self._decode.scores(logits[:num_rows]), self._decode.draw_positions[:num_rows]
 
-    def _run_chunks(self, batch: ScheduledBatch) -> Scores:
-        """Computes a step of chunks and decoding rows, whose tokens only the device knows."""
+    def _run_chunks(self, batch: ScheduledBatch) -> tuple[Scores, torch.Tensor]:
+        """Computes a step of chunks and decoding rows, whose tokens only the device knows.
+
+        Returns:
+            The scores, and the positions of the tokens that decoding rows draw.
+        """
         self._inputs.fill(batch, self._rows.host, self._decode_ids)
         self._rows.advance(batch.chunks, self._decode_ids)
         inputs, num_decodes = self._inputs.tensors(), len(self._decode_ids)
         first = len(inputs.token_ids) - num_decodes
         last_tokens, row_ids = self._rows.state.last_tokens, self._decode.row_ids[:num_decodes]
         inputs.token_ids[first:] = last_tokens.index_select(0, row_ids)
-        scores = self._scores_of(inputs)
-        if num_decodes:
-            self._decode.draw(scores.last(num_decodes), inputs.positions[first:] + 1)
-        return scores
+        return self._scores_of(inputs), inputs.positions[first:] + 1
+
+    def _draw_decodes(self, scores: Scores, positions: torch.Tensor) -> None:
+        """Draws the tokens of the rows that decode, from logits that follow their rules."""
+        last_tokens = self._rows.state.last_tokens
+        self._rules.apply_to_decodes(self._decode.ruled, scores, last_tokens, positions)
+        self._decode.draw(scores, positions)
 
     def _scores_of(self, inputs: BatchInputs) -> Scores:
         model = self._model
@@ -204,28 +216,6 @@ def _warm_up_batches(model: StepModel) -> Iterator[ScheduledBatch]:
 def _warm_up_batch(row: int, num_tokens: int, decode_rows: tuple[int, ...]) -> ScheduledBatch:
     chunk = ScheduledChunk(row, (0,) * num_tokens, 0, (_WARM_UP_DRAWS[row],), wants_logprobs=True)
     return ScheduledBatch(0, (chunk,), decode_rows)
-
-
-def _draw(
-    scores: Scores, records: np.ndarray, rows: list[int], positions: np.ndarray
-) -> torch.Tensor:
-    """Implements `Draw` without waiting for the device."""
-    device = scores.logits.device
-    is_random, is_filtered = draw_kinds(records)
-    if not is_random.any():
-        return scores.likeliest.index_select(0, to_device(np.array(rows, np.int64), device))
-    order = np.stack((np.arange(len(records)), positions, np.array(rows, np.int64)))
-    draw_ids, sent_positions, logit_rows = to_device(order, device)
-    return kernels.draw_tokens(
-        scores.logits,
-        scores.maxima,
-        scores.likeliest,
-        draw_table(records, device),
-        draw_ids=draw_ids,
-        positions=sent_positions,
-        logit_rows=logit_rows,
-        filtered=bool(is_filtered.any()),
-    )
 
 
 def _read_decoded(

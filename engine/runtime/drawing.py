@@ -5,7 +5,7 @@ decode rows. `ChunkDraws.draw` does not wait for the device; its results are rea
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,20 +15,18 @@ import kernels
 from engine.batch import INVALID_TOKEN, ChunkOutput, ScheduledChunk
 from engine.runtime.device import to_device
 from engine.runtime.rows import Rows
+from engine.runtime.rules import RuledRows
 from engine.runtime.sampler import (
     DRAW_RECORD,
-    PreparedDraws,
     Scores,
+    draw_kinds,
     draw_record,
-    prepare_draws,
-    sample,
+    draw_table,
+    draw_tokens,
 )
+from kernels import DrawTable
 
-__all__ = ["ChunkDraws", "DecodeRows", "Draw", "draw_by_sampling"]
-
-Draw = Callable[[Scores, np.ndarray, list[int], np.ndarray], torch.Tensor]
-"""Draws tokens, `[n]` int64. Arguments: the scores, `[n]` of `DRAW_RECORD`, per draw the row of the
-scores that it draws from, and the tokens' positions, `[n]` int64."""
+__all__ = ["ChunkDraws", "DecodeRows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +37,35 @@ class DecodeRows:
         rows: the batch's `decode_rows`.
         ids: `[n]` int64; `rows` as an array.
         draws: the rows' draw parameters, on the device.
+        draw_ids: `[n]` int64; 0 to n.
+        is_random: whether any row's draw is not greedy.
+        is_filtered: whether any of those filters by top-k, top-p or min-p.
+        ruled: the rows that have rules; None if none has.
         logprob_rows: `[m]` int64; indices into `rows` of those with log-probabilities.
     """
 
     rows: tuple[int, ...]
     ids: np.ndarray
-    draws: PreparedDraws
+    draws: DrawTable
+    draw_ids: torch.Tensor
+    is_random: bool
+    is_filtered: bool
+    ruled: RuledRows | None
     logprob_rows: torch.Tensor
 
     @classmethod
     def of(cls, decode_rows: tuple[int, ...], rows: Rows, device: torch.device) -> "DecodeRows":
         """Reads the rows' draw parameters, which their chunks set, from `rows`."""
         ids = np.array(decode_rows, np.int64)
+        is_random, is_filtered = draw_kinds(rows.draws[ids])
         return cls(
             rows=decode_rows,
             ids=ids,
-            draws=prepare_draws(rows.draws[ids], device),
+            draws=draw_table(rows.draws[ids], device),
+            draw_ids=to_device(np.arange(len(ids)), device),
+            is_random=bool(is_random.any()),
+            is_filtered=bool(is_filtered.any()),
+            ruled=RuledRows.among(ids, rows.has_rules, device),
             logprob_rows=to_device(np.flatnonzero(rows.wants_logprobs[ids]), device),
         )
 
@@ -70,7 +81,7 @@ class DecodeRows:
         if not self.rows:
             return (), ()
         scores = scores.last(len(self.rows))
-        tokens = sample(scores, self.draws, positions[self.ids])
+        tokens = self._draw(scores, positions[self.ids]) if self.is_random else scores.likeliest
         if not len(self.logprob_rows):
             return tuple(tokens.tolist()), ()
         logprobs = torch.full(tokens.shape, math.nan, device=tokens.device)
@@ -78,6 +89,17 @@ class DecodeRows:
             scores.logits, scores.maxima, tokens[self.logprob_rows], self.logprob_rows
         )
         return tuple(tokens.tolist()), tuple(logprobs.tolist())
+
+    def _draw(self, scores: Scores, positions: np.ndarray) -> torch.Tensor:
+        return kernels.draw_tokens(
+            scores.logits,
+            scores.maxima,
+            scores.likeliest,
+            self.draws,
+            draw_ids=self.draw_ids,
+            positions=to_device(positions, scores.logits.device),
+            filtered=self.is_filtered,
+        )
 
 
 class ChunkDraws:
@@ -89,6 +111,7 @@ class ChunkDraws:
     Attributes:
         single: (index among all draws, chunk) of the chunks that draw one token; their rows
             decode that token next.
+        ruled: (row of the scores, chunk) of the chunks that draw and have rules.
     """
 
     def __init__(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -100,18 +123,18 @@ class ChunkDraws:
         self._wants_logprobs = any(chunk.wants_logprobs for _, chunk in self._drawing)
         self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
+        self.ruled = [entry for entry in self._drawing if entry[1].rules is not None]
 
-    def draw(self, scores: Scores, draw: Draw) -> list[torch.Tensor]:
+    def draw(self, scores: Scores) -> list[torch.Tensor]:
         """Computes the outputs of all chunks; `outputs` reads them once they are on the host.
 
         Args:
             scores: the step's scores; the first rows are those of the chunks that need logits.
-            draw: draws tokens.
 
         Returns:
             Tensors on the scores' device. If any chunk draws, the first holds the tokens.
         """
-        return [*self._draw(scores, draw), *self._most_likely(scores.logits)]
+        return [*self._draw(scores), *self._most_likely(scores.logits)]
 
     def outputs(self, drawn: Sequence[torch.Tensor]) -> list[ChunkOutput | None]:
         """Returns one output per chunk; None for a chunk that needs no logits.
@@ -131,7 +154,7 @@ class ChunkDraws:
                 yield index, chunk
             index += len(chunk.draws)
 
-    def _draw(self, scores: Scores, draw: Draw) -> Iterator[torch.Tensor]:
+    def _draw(self, scores: Scores) -> Iterator[torch.Tensor]:
         """Yields the tokens, then log-probabilities if requested for any chunk."""
         if not self._drawing:
             return
@@ -139,7 +162,7 @@ class ChunkDraws:
         rows = [row for row, _, _ in draws]
         records = np.array([draw_record(params) for _, _, params in draws], DRAW_RECORD)
         ends = [chunk.start_position + chunk.num_tokens for _, chunk, _ in draws]
-        tokens = draw(scores, records, rows, np.array(ends, np.int64))
+        tokens = draw_tokens(scores, records, rows, np.array(ends, np.int64))
         yield tokens
         if self._wants_logprobs:
             logit_rows = to_device(np.array(rows, np.int64), tokens.device)
@@ -179,10 +202,3 @@ class ChunkDraws:
             for row, (tokens, logprobs) in zip(self._rows_of_top(num_top), reports, strict=True):
                 outputs[row] = ChunkOutput(tuple(tokens), tuple(logprobs))
         return outputs
-
-
-def draw_by_sampling(
-    scores: Scores, records: np.ndarray, rows: list[int], positions: np.ndarray
-) -> torch.Tensor:
-    """Implements `Draw` with `sample`."""
-    return sample(scores, prepare_draws(records, scores.logits.device, rows), positions)

@@ -76,13 +76,16 @@ class StepPlan:
         group, start = sequence.group, sequence.num_scheduled
         end = start + num_tokens
         ends = end == len(sequence.token_ids)
+        draws = group.draws_of(sequence) if ends else ()
+        has_rules = bool(draws) and draws[0].rules is not None
         chunk = ScheduledChunk(
             row=sequence.row,
             token_ids=tuple(sequence.token_ids[start:end]),
             start_position=start,
-            draws=group.draws_of(sequence) if ends else (),
+            draws=draws,
             num_top=group.num_top_of(sequence) if ends else 0,
             wants_logprobs=group.request.spec.params.is_ranked,
+            history=tuple(sequence.token_ids[:start]) if has_rules else (),
         )
         sequence.num_scheduled = end
         self.budget -= num_tokens

@@ -228,7 +228,7 @@ def test_ranked_candidates_are_not_ended_by_their_numbers() -> None:
 def test_candidates_go_on_where_another_replica_left_them() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
     asked = request("a", 10, max_tokens=6, best_of=3, **DRAWN)
-    draws = [DrawParams.of_candidate(asked.spec, index) for index in range(3)]
+    draws = list(DrawParams.of_candidates(asked.spec, range(3)))
     every = [expected_tokens(asked.spec.prompt_token_ids, 6, draw) for draw in draws]
     begun = tuple(
         progress_of(asked, index, tuple(tokens[: index + 1])) for index, tokens in enumerate(every)
