@@ -20,6 +20,7 @@ from baton.request_spec import RequestSpec
 __all__ = [
     "INVALID_TOKEN",
     "NO_LOGPROBS",
+    "NO_TOKEN",
     "ChunkOutput",
     "DrawParams",
     "LogitRules",
@@ -39,6 +40,10 @@ INVALID_TOKEN = -1
 NO_LOGPROBS = -1
 """The number of likeliest tokens to report if no `TokenLogprobs` are to be reported."""
 
+NO_TOKEN = -2
+"""Reported if a row's rules leave no token: the engine ends that request with
+`InvalidArgumentError`."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
@@ -54,7 +59,7 @@ class LogitRules:
         presence_penalty: 0 if off.
         frequency_penalty: 0 if off.
         bias: (token id, value to add), by token id.
-        allowed: the only tokens that may be drawn, ascending; None: all.
+        allowed: the only tokens that may be drawn; None: all.
         bad_words: sequences of tokens. The last token of one must not be drawn after the
             tokens before it.
         min_length: length of the sequence, prompt included, before which none of
@@ -74,8 +79,13 @@ class LogitRules:
 
     @classmethod
     def of(cls, spec: RequestSpec) -> "LogitRules | None":
-        """The rules of a request; None if it has none."""
+        """The rules of a request; None if it has none.
+
+        Lists of tokens are those of the request itself, since a copy of 100,000 allowed tokens
+        would take a millisecond.
+        """
         params, num_prompt = spec.params, len(spec.prompt_token_ids)
+        is_long = bool(params.min_tokens and spec.stop_token_ids)
         rules = cls(
             num_prompt=num_prompt,
             repetition_penalty=params.repetition_penalty,
@@ -84,10 +94,10 @@ class LogitRules:
             bias=tuple((params.logit_bias or {}).items()),
             allowed=None
             if params.allowed_token_ids is None
-            else _ascending(params.allowed_token_ids),
+            else tuple(params.allowed_token_ids),  # the same object, as it is a tuple
             bad_words=spec.bad_words_token_ids,
-            min_length=num_prompt + params.min_tokens if params.min_tokens else 0,
-            stop_token_ids=_ascending(spec.stop_token_ids) if params.min_tokens else (),
+            min_length=num_prompt + params.min_tokens if is_long else 0,
+            stop_token_ids=tuple(sorted(spec.stop_token_ids)) if is_long else (),
         )
         return None if rules == cls(num_prompt) else rules
 
@@ -104,22 +114,22 @@ class DrawParams:
     rules: LogitRules | None = None
 
     @classmethod
-    def of_candidate(cls, spec: RequestSpec, index: int) -> "DrawParams":
-        """The parameters that candidate `index` of a request draws with."""
-        params = spec.params
-        assert params.seed is not None, "a request's seed is set before an engine gets it"
-        return cls(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=candidate_seed(params.seed, index),
-            min_p=params.min_p,
-            rules=LogitRules.of(spec),
+    def of_candidates(cls, spec: RequestSpec, indices: Iterable[int]) -> tuple["DrawParams", ...]:
+        """The parameters that candidates of a request draw with; they share the rules."""
+        params, rules = spec.params, LogitRules.of(spec)
+        seed = params.seed
+        assert seed is not None, "a request's seed is set before an engine gets it"
+        return tuple(
+            cls(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                seed=candidate_seed(seed, index),
+                min_p=params.min_p,
+                rules=rules,
+            )
+            for index in indices
         )
-
-
-def _ascending(token_ids: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(token_ids)))
 
 
 def candidate_seed(seed: int, index: int) -> int:
@@ -180,7 +190,8 @@ class ScheduledChunk:
         prompt_targets: the tokens of the prompt that follow the first
             `len(prompt_targets)` of `token_ids`; report `TokenLogprobs` of them.
         num_prompt_logprobs: number of likeliest tokens in these reports.
-        history: the sequence's tokens before `token_ids`, if any of `draws` has rules.
+        history: the sequence's tokens before `token_ids` if `draws` have rules, which are the
+            same in all of them; else empty.
     """
 
     row: int
@@ -198,6 +209,11 @@ class ScheduledChunk:
     def num_tokens(self) -> int:
         """Tokens to run."""
         return len(self.token_ids)
+
+    @property
+    def rules(self) -> LogitRules | None:
+        """The rules that the logits after `token_ids` must follow."""
+        return self.draws[0].rules if self.draws else None
 
     @property
     def needs_logits(self) -> bool:
@@ -262,7 +278,8 @@ class ChunkOutput:
 
     Attributes:
         token_ids: one per entry of `draws`, or the `num_top` most likely, the
-            likeliest first. Each is `INVALID_TOKEN` if logits are not finite.
+            likeliest first. Each is `INVALID_TOKEN` if logits are not finite, and `NO_TOKEN`
+            if the rules leave none.
         logprobs: log-softmax of the model's own logits at `token_ids`, if `wants_logprobs`
             or `num_top` is set.
         details: one per entry of `token_ids`, if the chunk's `num_logprobs` asks for them.

@@ -288,11 +288,10 @@ class SequenceGroup:
             return ()
         spec = self.request.spec
         if sequence is not self.root:
-            return (DrawParams.of_candidate(spec, sequence.index),)
+            return DrawParams.of_candidates(spec, (sequence.index,))
         if self.branches:
             return ()
-        num_candidates = spec.params.num_candidates
-        return tuple(DrawParams.of_candidate(spec, index) for index in range(num_candidates))
+        return DrawParams.of_candidates(spec, range(spec.params.num_candidates))
 
     def num_top_of(self, sequence: Sequence) -> int:
         """Returns how many most likely next tokens a beam search needs there."""

@@ -5,7 +5,7 @@ decode rows. `ChunkDraws.draw` does not wait for the device; its results are rea
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,31 +13,106 @@ import numpy as np
 import torch
 
 import kernels
-from engine.batch import INVALID_TOKEN, ChunkOutput, ScheduledChunk, TokenLogprobs
+from engine.batch import INVALID_TOKEN, NO_LOGPROBS, ChunkOutput, ScheduledChunk, TokenLogprobs
 from engine.runtime.device import to_device
 from engine.runtime.logprobs import ReportedTokens
 from engine.runtime.rows import Rows
+from engine.runtime.rules import RuledRows
 from engine.runtime.sampler import (
     DRAW_RECORD,
-    PreparedDraws,
     Scores,
+    draw_kinds,
     draw_record,
-    prepare_draws,
-    sample,
+    draw_table,
+    draw_tokens,
 )
+from kernels import DrawTable
 
-__all__ = [
-    "ChunkDraws",
-    "DecodeRows",
-    "DecodedTokens",
-    "Draw",
-    "draw_by_sampling",
-    "reported_rows",
-]
+__all__ = ["ChunkDraws", "DecodeReports", "DecodeRows", "DecodedTokens"]
 
-Draw = Callable[[Scores, np.ndarray, list[int], np.ndarray], torch.Tensor]
-"""Draws tokens, `[n]` int64. Arguments: the scores, `[n]` of `DRAW_RECORD`, per draw the row of the
-scores that it draws from, and the tokens' positions, `[n]` int64."""
+
+class DecodedTokens(NamedTuple):
+    """The last fields of `StepOutput`: what a step's decode rows drew."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    details: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReports:
+    """The log-probabilities that decode rows report; reused while the same rows decode.
+
+    Attributes:
+        ranked: `[m]` int64; indices of the rows that are ranked.
+        ranked_ids: the same on the device.
+        reported: the rows whose `TokenLogprobs` are reported; None if there are none.
+        keeps_raw: whether rules change logits that are reported as the model computed them.
+    """
+
+    ranked: np.ndarray
+    ranked_ids: torch.Tensor
+    reported: ReportedTokens | None
+    keeps_raw: bool
+
+    @classmethod
+    def of(
+        cls, rows: Rows, ids: np.ndarray, device: torch.device, *, is_processed: bool
+    ) -> "DecodeReports":
+        """Reads what the rows report, which their chunks set.
+
+        Args:
+            rows: the state of all rows.
+            ids: `[n]` int64; the rows that decode.
+            device: the scores' device.
+            is_processed: as in `ReportedTokens.among`.
+        """
+        is_ranked, nums = rows.wants_logprobs[ids], rows.num_logprobs[ids]
+        records = rows.draws[ids]
+        reports_raw = is_ranked if is_processed else is_ranked | (nums > NO_LOGPROBS)
+        return cls(
+            ranked=np.flatnonzero(is_ranked),
+            ranked_ids=to_device(np.flatnonzero(is_ranked), device),
+            reported=ReportedTokens.among(
+                nums, np.arange(len(ids)), records, device, is_processed=is_processed
+            ),
+            keeps_raw=bool((reports_raw & rows.has_rules[ids]).any()),
+        )
+
+    def compute(self, scores: Scores, raw: Scores, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Computes what the rows report, and does not wait for the device.
+
+        Args:
+            scores: the rows' scores, from which the tokens were drawn.
+            raw: the model's own scores of the rows.
+            tokens: `[n]` int64.
+
+        Returns:
+            Tensors on the scores' device for `read`, `tokens` first.
+        """
+        tensors = [tokens]
+        if len(self.ranked):
+            of_ranked = tokens.index_select(0, self.ranked_ids)
+            tensors.append(
+                kernels.token_logprobs(raw.logits, raw.maxima, of_ranked, self.ranked_ids)
+            )
+        if self.reported is not None:
+            tensors += self.reported.compute(scores, raw, tokens)
+        return tensors
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> DecodedTokens:
+        """Reads the tensors that `compute` returned, on the host; none if no row decodes."""
+        if not tensors:
+            return DecodedTokens()
+        tokens, logprobs = tuple(tensors[0].tolist()), None
+        if len(self.ranked):
+            logprobs = np.full(len(tokens), math.nan)
+            logprobs[self.ranked] = tensors[1].numpy()
+        return DecodedTokens(
+            tokens,
+            () if logprobs is None else tuple(logprobs.tolist()),
+            () if self.reported is None else self.reported.read(tensors[-2:]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +123,21 @@ class DecodeRows:
         rows: the batch's `decode_rows`.
         ids: `[n]` int64; `rows` as an array.
         draws: the rows' draw parameters, on the device.
-        logprob_rows: `[m]` int64; indices into `rows` of those that are ranked.
-        reported: the rows whose `TokenLogprobs` are reported; None if there are none.
+        draw_ids: `[n]` int64; 0 to n.
+        is_random: whether any row's draw is not greedy.
+        is_filtered: whether any of those filters by top-k, top-p or min-p.
+        ruled: the rows that have rules; None if none has.
+        reports: the log-probabilities that the rows report.
     """
 
     rows: tuple[int, ...]
     ids: np.ndarray
-    draws: PreparedDraws
-    logprob_rows: torch.Tensor
-    reported: ReportedTokens | None
+    draws: DrawTable
+    draw_ids: torch.Tensor
+    is_random: bool
+    is_filtered: bool
+    ruled: RuledRows | None
+    reports: DecodeReports
 
     @classmethod
     def of(
@@ -65,7 +146,7 @@ class DecodeRows:
         rows: Rows,
         device: torch.device,
         *,
-        is_processed: bool = False,
+        is_processed: bool,
     ) -> "DecodeRows":
         """Reads the rows' draw parameters, which their chunks set, from `rows`.
 
@@ -76,12 +157,16 @@ class DecodeRows:
             is_processed: as in `ReportedTokens.among`.
         """
         ids = np.array(decode_rows, np.int64)
+        is_random, is_filtered = draw_kinds(rows.draws[ids])
         return cls(
             rows=decode_rows,
             ids=ids,
-            draws=prepare_draws(rows.draws[ids], device),
-            logprob_rows=to_device(np.flatnonzero(rows.wants_logprobs[ids]), device),
-            reported=reported_rows(rows, ids, device, is_processed=is_processed),
+            draws=draw_table(rows.draws[ids], device),
+            draw_ids=to_device(np.arange(len(ids)), device),
+            is_random=bool(is_random.any()),
+            is_filtered=bool(is_filtered.any()),
+            ruled=RuledRows.among(ids, rows.has_rules, device),
+            reports=DecodeReports.of(rows, ids, device, is_processed=is_processed),
         )
 
     def draw(self, scores: Scores, raw: Scores, positions: np.ndarray) -> "DecodedTokens":
@@ -95,54 +180,19 @@ class DecodeRows:
         if not self.rows:
             return DecodedTokens()
         scores, raw = scores.last(len(self.rows)), raw.last(len(self.rows))
-        tokens = sample(scores, self.draws, positions[self.ids])
-        return DecodedTokens(
-            tuple(tokens.tolist()), self._logprobs(raw, tokens), self._details(scores, raw, tokens)
+        tokens = self._draw(scores, positions[self.ids]) if self.is_random else scores.likeliest
+        return self.reports.read(self.reports.compute(scores, raw, tokens))
+
+    def _draw(self, scores: Scores, positions: np.ndarray) -> torch.Tensor:
+        return kernels.draw_tokens(
+            scores.logits,
+            scores.maxima,
+            scores.likeliest,
+            self.draws,
+            draw_ids=self.draw_ids,
+            positions=to_device(positions, scores.logits.device),
+            filtered=self.is_filtered,
         )
-
-    def _logprobs(self, raw: Scores, tokens: torch.Tensor) -> tuple[float, ...]:
-        if not len(self.logprob_rows):
-            return ()
-        logprobs = torch.full(tokens.shape, math.nan, device=tokens.device)
-        logprobs[self.logprob_rows] = kernels.token_logprobs(
-            raw.logits, raw.maxima, tokens[self.logprob_rows], self.logprob_rows
-        )
-        return tuple(logprobs.tolist())
-
-    def _details(
-        self, scores: Scores, raw: Scores, tokens: torch.Tensor
-    ) -> tuple[TokenLogprobs | None, ...]:
-        if self.reported is None:
-            return ()
-        return self.reported.read(self.reported.compute(scores, raw, tokens))
-
-
-def reported_rows(
-    rows: Rows, ids: np.ndarray, device: torch.device, *, is_processed: bool
-) -> ReportedTokens | None:
-    """Returns the decode rows `ids` whose `TokenLogprobs` are reported; None if there are none.
-
-    Args:
-        rows: the state of all rows.
-        ids: `[n]` int64; the rows that decode.
-        device: the scores' device.
-        is_processed: as in `ReportedTokens.among`.
-    """
-    return ReportedTokens.among(
-        rows.num_logprobs[ids],
-        np.arange(len(ids)),
-        rows.draws[ids],
-        device,
-        is_processed=is_processed,
-    )
-
-
-class DecodedTokens(NamedTuple):
-    """The last fields of `StepOutput`: what a step's decode rows drew."""
-
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    details: tuple[TokenLogprobs | None, ...] = ()
 
 
 class ChunkDraws:
@@ -155,9 +205,11 @@ class ChunkDraws:
     Attributes:
         single: (index among all draws, chunk) of the chunks that draw one token; their rows
             decode that token next.
+        ruled: (row of the scores, chunk) of the chunks that draw and have rules.
+        keeps_raw: whether rules change logits that are reported as the model computed them.
     """
 
-    def __init__(self, chunks: Sequence[ScheduledChunk], *, is_processed: bool = False) -> None:
+    def __init__(self, chunks: Sequence[ScheduledChunk], *, is_processed: bool) -> None:
         self._chunks = chunks
         self._logit_chunks = [chunk for chunk in chunks if chunk.needs_logits]
         self._drawing = [
@@ -168,19 +220,20 @@ class ChunkDraws:
         self._reported: ReportedTokens | None = None
         self._num_tops = sorted({chunk.num_top for chunk in self._logit_chunks if chunk.num_top})
         self.single = list(self._find_single())
+        self.ruled = [entry for entry in self._drawing if entry[1].rules is not None]
+        self.keeps_raw = any(self._reports_raw(chunk) for _, chunk in self.ruled)
 
-    def draw(self, scores: Scores, raw: Scores, draw: Draw) -> list[torch.Tensor]:
+    def draw(self, scores: Scores, raw: Scores) -> list[torch.Tensor]:
         """Computes the outputs of all chunks; `outputs` reads them once they are on the host.
 
         Args:
             scores: the step's scores; the first rows are those of the chunks that need logits.
             raw: the model's own scores.
-            draw: draws tokens.
 
         Returns:
             Tensors on the scores' device. If any chunk draws, the first holds the tokens.
         """
-        return [*self._draw(scores, raw, draw), *self._most_likely(raw.logits)]
+        return [*self._draw(scores, raw), *self._most_likely(raw.logits)]
 
     def outputs(self, drawn: Sequence[torch.Tensor]) -> list[ChunkOutput | None]:
         """Returns one output per chunk; None for a chunk that needs no logits.
@@ -193,6 +246,10 @@ class ChunkDraws:
         outputs = (output_of_row[row] for row in range(len(self._logit_chunks)))
         return [next(outputs) if chunk.needs_logits else None for chunk in self._chunks]
 
+    def _reports_raw(self, chunk: ScheduledChunk) -> bool:
+        has_details = chunk.num_logprobs > NO_LOGPROBS and not self._is_processed
+        return chunk.wants_logprobs or has_details
+
     def _find_single(self) -> Iterator[tuple[int, ScheduledChunk]]:
         index = 0
         for _, chunk in self._drawing:
@@ -200,7 +257,7 @@ class ChunkDraws:
                 yield index, chunk
             index += len(chunk.draws)
 
-    def _draw(self, scores: Scores, raw: Scores, draw: Draw) -> Iterator[torch.Tensor]:
+    def _draw(self, scores: Scores, raw: Scores) -> Iterator[torch.Tensor]:
         """Yields the tokens, then log-probabilities and details if requested for any chunk."""
         if not self._drawing:
             return
@@ -208,7 +265,7 @@ class ChunkDraws:
         rows = [row for row, _, _ in draws]
         records = np.array([draw_record(params) for _, _, params in draws], DRAW_RECORD)
         ends = [chunk.start_position + chunk.num_tokens for _, chunk, _ in draws]
-        tokens = draw(scores, records, rows, np.array(ends, np.int64))
+        tokens = draw_tokens(scores, records, rows, np.array(ends, np.int64))
         yield tokens
         if self._wants_logprobs:
             logit_rows = to_device(np.array(rows, np.int64), tokens.device)
@@ -256,10 +313,3 @@ class ChunkDraws:
             for row, (tokens, logprobs) in zip(self._rows_of_top(num_top), reports, strict=True):
                 outputs[row] = ChunkOutput(tuple(tokens), tuple(logprobs))
         return outputs
-
-
-def draw_by_sampling(
-    scores: Scores, records: np.ndarray, rows: list[int], positions: np.ndarray
-) -> torch.Tensor:
-    """Implements `Draw` with `sample`."""
-    return sample(scores, prepare_draws(records, scores.logits.device, rows), positions)

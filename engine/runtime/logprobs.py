@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.batch import NO_LOGPROBS, ScheduledChunk, TokenLogprobs
+from engine.batch import NO_LOGPROBS, DrawParams, ScheduledChunk, TokenLogprobs
 from engine.models.layers import CausalModel
 from engine.runtime.device import to_device
-from engine.runtime.sampler import Scores, draw_kinds, draw_table
+from engine.runtime.sampler import Scores, draw_kinds, draw_record, draw_table
 from kernels.reference.sampling import scaled_logits
 from kernels.row_state import DrawTable
 
@@ -167,7 +167,8 @@ class PromptTokens:
         return tuple(details)
 
 
-_UNCHANGED = (1.0, 0, 1.0, 0)  # a `DRAW_RECORD` that neither scales nor filters
+# Neither scales nor filters.
+_UNCHANGED = draw_record(DrawParams(temperature=1.0, top_k=0, top_p=1.0, seed=0))
 
 
 def _part_size(vocab_size: int) -> int:

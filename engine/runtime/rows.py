@@ -24,6 +24,7 @@ class Rows:
         positions: `[num_rows]` int64; position of the next token to run.
         last_tokens: `[num_rows]` int64; the token drawn last.
         draws: `[num_rows]` of `DRAW_RECORD`; the draw parameters.
+        has_rules: `[num_rows]` bool; whether the draw parameters have rules.
         wants_logprobs: `[num_rows]` bool; `ScheduledChunk.wants_logprobs`.
         num_logprobs: `[num_rows]` int64; `ScheduledChunk.num_logprobs`.
     """
@@ -33,6 +34,7 @@ class Rows:
         self.positions = np.zeros(num_rows, np.int64)
         self.last_tokens = np.zeros(num_rows, np.int64)
         self.draws = np.zeros(num_rows, DRAW_RECORD)
+        self.has_rules = np.zeros(num_rows, bool)
         self.wants_logprobs = np.zeros(num_rows, bool)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS)
 
@@ -54,6 +56,7 @@ class Rows:
             self.num_logprobs[chunk.row] = chunk.num_logprobs
             if len(chunk.draws) == 1:
                 self.draws[chunk.row] = draw_record(chunk.draws[0])
+                self.has_rules[chunk.row] = chunk.rules is not None
         self.positions[decode_rows] += 1
 
     def keep_drawn(
@@ -71,7 +74,7 @@ class Rows:
 
 
 def _runnable(token_id: int) -> int:
-    """Returns a valid token id in place of `INVALID_TOKEN`.
+    """Returns a valid token id in place of `INVALID_TOKEN` and `NO_TOKEN`.
 
     The next step may run the token before the engine ends its request.
     """

@@ -5,8 +5,8 @@ from collections import abc
 from collections.abc import Callable
 from typing import Any
 
-from baton.errors import AbortedError, BatonError, InternalError
-from engine.batch import INVALID_TOKEN, ChunkOutput, ScheduledChunk, TokenLogprobs
+from baton.errors import AbortedError, BatonError, InternalError, InvalidArgumentError
+from engine.batch import NO_TOKEN, ChunkOutput, ScheduledChunk, TokenLogprobs
 from engine.beam_search import BeamStep
 from engine.group import FinishedCandidate, GroupState, Sequence, SequenceGroup
 from engine.kv_transfer.loads import FinishedLoad
@@ -105,8 +105,8 @@ class OutputProcessor:
             result: the tokens drawn at the chunk's end; None if it draws none.
         """
         group = sequence.group
-        if result is not None and INVALID_TOKEN in result.token_ids:
-            return [self._end_poisoned(group)]
+        if result is not None and min(result.token_ids) < 0:
+            return [self._end_without_token(group, min(result.token_ids))]
         self._branches.register(sequence)
         if sequence is group.lead:
             self._transfers.saves.save_computed(group)
@@ -152,11 +152,7 @@ class OutputProcessor:
                 continue  # ended or preempted while the step ran
             tokens = sequence.token_ids
             tokens.append(token_id)
-            if (
-                len(tokens) >= sequence.limit
-                or token_id in sequence.stop_token_ids
-                or token_id == INVALID_TOKEN
-            ):
+            if len(tokens) >= sequence.limit or token_id in sequence.stop_token_ids or token_id < 0:
                 outputs += self._take_last(sequence, token_id)
             elif sequence.is_streamed:
                 request_id = sequence.group.request.spec.request_id
@@ -173,8 +169,8 @@ class OutputProcessor:
         for sequence, token_id, found in zip(sequences, token_ids, details, strict=True):
             if sequence.row < 0:
                 continue
-            if token_id == INVALID_TOKEN:
-                outputs.append(self._end_poisoned(sequence.group))
+            if token_id < 0:
+                outputs.append(self._end_without_token(sequence.group, token_id))
             else:
                 result = ChunkOutput((token_id,), details=() if found is None else (found,))
                 outputs += self._take_token(sequence, result)
@@ -203,9 +199,9 @@ class OutputProcessor:
         )
 
     def _take_last(self, sequence: Sequence, token_id: int) -> Outputs:
-        if token_id == INVALID_TOKEN:
+        if token_id < 0:
             sequence.token_ids.pop()
-            return [self._end_poisoned(sequence.group)]
+            return [self._end_without_token(sequence.group, token_id)]
         return self._end_if_over(sequence, (token_id,))
 
     def _take_first_tokens(self, root: Sequence, result: ChunkOutput) -> Outputs:
@@ -374,6 +370,21 @@ class OutputProcessor:
         ]
         self._queues.forget(group)
         return outputs
+
+    def _end_without_token(self, group: SequenceGroup, token_id: int) -> RequestOutput:
+        """Ends a group for which no token could be drawn.
+
+        Args:
+            group: the group.
+            token_id: `INVALID_TOKEN` or `NO_TOKEN`, which names the cause.
+        """
+        if token_id == NO_TOKEN:
+            error = InvalidArgumentError(
+                "logit_bias, allowed_token_ids, bad_words, min_tokens and the penalties of this "
+                "request leave no token to draw next"
+            )
+            return self.end(group, FinishReason.ERROR, error)
+        return self._end_poisoned(group)
 
     def _end_poisoned(self, group: SequenceGroup) -> RequestOutput:
         """Ends a group whose logits are not finite.

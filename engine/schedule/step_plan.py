@@ -77,14 +77,17 @@ class StepPlan:
         spec = group.request.spec
         end = start + num_tokens
         ends = end == len(sequence.token_ids)
+        draws = group.draws_of(sequence) if ends else ()
+        has_rules = bool(draws) and draws[0].rules is not None
         chunk = ScheduledChunk(
             row=sequence.row,
             token_ids=tuple(sequence.token_ids[start:end]),
             start_position=start,
-            draws=group.draws_of(sequence) if ends else (),
+            draws=draws,
             num_top=group.num_top_of(sequence) if ends else 0,
             wants_logprobs=spec.params.is_ranked,
             num_logprobs=NO_LOGPROBS if spec.params.logprobs is None else spec.params.logprobs,
+            history=tuple(sequence.token_ids[:start]) if has_rules else (),
         )
         if group.owes_prompt_logprobs:
             targets = spec.prompt_token_ids[start + 1 : end + 1]

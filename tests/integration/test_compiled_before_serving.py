@@ -55,9 +55,9 @@ def fresh_memory(monkeypatch):
     for module in (
         "batch_inputs",
         "device_decode",
-        "device_steps",
         "device_rows",
         "drawing",
+        "rules",
         "sampler",
     ):
         monkeypatch.setattr(f"engine.runtime.{module}.to_device", to_device)

@@ -60,6 +60,7 @@ class FakeRow:
     position: int = 0
     last_token: int | None = None  # None before it has drawn a token to run next
     draw: DrawParams = GREEDY
+    history: Prefix = ()  # if `draw` has rules: the sequence, from chunks and draws
     wants_logprobs: bool = False
     num_logprobs: int = NO_LOGPROBS
 
@@ -211,6 +212,7 @@ class FakeRunner:
         row.num_logprobs = chunk.num_logprobs
         if len(chunk.draws) == 1:
             (row.draw,) = chunk.draws
+            row.history = chunk.history + chunk.token_ids
             row.last_token = INVALID_TOKEN  # until the draw, which may not happen
         return _Work(chunk.row, row, chunk.start_position, chunk.token_ids, is_broken)
 
@@ -229,6 +231,7 @@ class FakeRunner:
         self._check(row.last_token is not None, "a row that has drawn nothing decodes")
         is_broken = row.last_token == INVALID_TOKEN
         work = _Work(row_id, row, row.position, (row.last_token,), is_broken)
+        row.history += work.token_ids
         row.position += 1
         row.last_token = INVALID_TOKEN
         return work
@@ -320,6 +323,9 @@ class FakeRunner:
         if chunk.num_top:
             tops = top_tokens(work.sequence, chunk.num_top, vocab_size)
             return ChunkOutput(*zip(*tops, strict=True))
+        given = chunk.history + chunk.token_ids
+        is_right = given == work.sequence if chunk.rules else not chunk.history
+        self._check(is_right, "a chunk has the wrong history")
         tokens = tuple(next_token(work.sequence, draw, vocab_size) for draw in chunk.draws)
         if len(tokens) == 1:
             (work.row.last_token,) = tokens
@@ -333,6 +339,8 @@ class FakeRunner:
 
     def _decode(self, work: _Work) -> int:
         if not work.is_broken:
+            is_right = not work.row.draw.rules or work.row.history == work.sequence
+            self._check(is_right, "a row has the wrong history")
             work.row.last_token = next_token(work.sequence, work.row.draw, self.info.vocab_size)
         return work.row.last_token
 

@@ -69,10 +69,8 @@ def first_beams(request: EngineRequest) -> tuple[tuple[int, float], ...]:
 
 
 def _candidate(request: EngineRequest, index: int, max_model_len: int) -> Expected:
-    prompt, draw = (
-        request.spec.prompt_token_ids,
-        DrawParams.of_candidate(request.spec, index),
-    )
+    prompt = request.spec.prompt_token_ids
+    (draw,) = DrawParams.of_candidates(request.spec, (index,))
     tokens: list[int] = []
     reason = FinishReason.LENGTH
     for _ in range(_max_tokens(request, max_model_len)):

@@ -228,7 +228,7 @@ def test_ranked_candidates_cannot_be_finished_one_by_one() -> None:
 def test_candidates_continue_from_the_progress_of_another_replica() -> None:
     driven = DrivenScheduler(max_num_seqs=8)
     submitted = request("a", 10, max_tokens=6, best_of=3, **DRAWN)
-    draws = [DrawParams.of_candidate(submitted.spec, index) for index in range(3)]
+    draws = list(DrawParams.of_candidates(submitted.spec, range(3)))
     every = [expected_tokens(submitted.spec.prompt_token_ids, 6, draw) for draw in draws]
     begun = tuple(
         progress_of(submitted, index, tuple(tokens[: index + 1]))
