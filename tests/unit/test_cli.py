@@ -1,11 +1,14 @@
 """The `baton` command: help, version, exit statuses, output."""
 
+import argparse
 import io
 
 import pytest
 
 import baton
 from baton.cli import main
+from baton.cli.sampling_args import add_sampling_args, sampling_fields_from_args
+from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from engine.cli_args import FIXED_FIELDS
 from tests.support.fake_generation import running_fake_generation
@@ -92,6 +95,74 @@ def test_generate_sends_the_parameters_of_beam_search(capsys):
     assert beam_search.HasField("length_penalty")
     assert beam_search.length_penalty == 0
     assert beam_search.early_stopping == common_pb2.EARLY_STOPPING_NEVER
+
+
+def test_generate_sends_only_what_is_stated(capsys):
+    with running_fake_generation() as server:
+        assert main(["generate", "hi", "--address", server.address]) == 0
+        assert main(["generate", "hi", "--address", server.address, "--min-tokens", "200"]) == 1
+    assert "min_tokens is 200; it must be in [0, 128], max_tokens" in capsys.readouterr().err
+    (request,) = server.requests
+    assert request.sampling == common_pb2.SamplingParams()
+    assert request.stopping == common_pb2.StoppingParams(max_tokens=128)
+    assert request.text_params == common_pb2.TextParams()
+
+
+def test_generate_has_a_flag_for_every_parameter():
+    given = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {7: -1.5, 9: 2.0},
+        "allowed_token_ids": [7, 8],
+        "bad_words": ["no", "never"],
+        "seed": 4,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop": ["x", "y"],
+        "stop_token_ids": [5, 6],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "n": 1,
+        "best_of": 2,
+        "beam_width": 3,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+        "logprobs": 2,
+        "prompt_logprobs": 0,
+        "truncate_prompt_tokens": -1,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "detokenize": False,
+    }
+    assert given.keys() == set(SamplingParams.__slots__)
+    parser = argparse.ArgumentParser()
+    add_sampling_args(parser)
+    singular = {
+        "allowed_token_ids": "allowed-token-id",
+        "bad_words": "bad-word",
+        "stop_token_ids": "stop-token-id",
+    }
+    for name, value in given.items():
+        flag = singular.get(name, name.replace("_", "-"))
+        if isinstance(value, bool):
+            flags = [f"--{flag}" if value else f"--no-{flag}"]
+        elif isinstance(value, dict):
+            flags = [f"--{flag}={token}={bias}" for token, bias in value.items()]
+        else:
+            flags = [f"--{flag}={one}" for one in (value if isinstance(value, list) else [value])]
+        stated = sampling_fields_from_args(parser.parse_args(flags))
+        assert stated == {"max_tokens": 128, name: value}
+
+
+def test_a_malformed_bias_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", "--logit-bias", "7"])
+    assert "--logit-bias: invalid ID=BIAS value: '7'" in capsys.readouterr().err
 
 
 def test_generate_reads_stdin(capsys, monkeypatch):

@@ -93,3 +93,35 @@ def test_progress_that_another_replica_may_have_made_is_accepted():
     check(replace(REQUEST, progress=progress((0, [0] * 6))))
     check(changed(REQUEST, n=4, progress=progress((3, [0]), (1, [1]))))
     check(changed(REQUEST, **BEAMS, first_beams=((1, -1.0), (0, -2.0))))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"allowed_token_ids": [2]}, r"allowed_token_ids is 2; it must be in \[0, 2\)"),
+        ({"logit_bias": {2: 1.0}}, "logit_bias is 2"),
+        ({"bad_words_token_ids": ((0, 1), (1, 2))}, "bad_words_token_ids is 2"),
+        ({"min_tokens": 1, "stop_token_ids": frozenset({2})}, "stop_token_ids is 2"),
+        (
+            {"min_tokens": 1, "stop_token_ids": frozenset({1}), "allowed_token_ids": [1]},
+            "leave no token to draw",
+        ),
+        ({"bad_words_token_ids": ((0,),), "allowed_token_ids": [0]}, "leave no token to draw"),
+        ({"bad_words_token_ids": ((0,), (1,))}, "leave no token to draw"),
+    ],
+)
+def test_rules_that_cannot_be_obeyed_are_refused(fields, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        check(changed(REQUEST, **fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": frozenset({1}), "allowed_token_ids": [1]},
+        {"min_tokens": 1, "stop_token_ids": frozenset({1}), "allowed_token_ids": [0, 1]},
+        {"bad_words_token_ids": ((0,), (1, 0)), "logit_bias": {0: 1.0}},
+    ],
+)
+def test_rules_that_leave_a_token_are_accepted(fields):
+    check(changed(REQUEST, **fields))

@@ -39,6 +39,15 @@ def test_defaults_are_those_of_the_dataclass():
     assert parse_config("--decode", "a:1", "--served-model-name", "n").model_name == "n"
 
 
+def test_the_generation_config_is_one_of_two(capsys):
+    assert parse_config("--decode", "a:1").generation_config == "auto"
+    none = parse_config("--decode", "a:1", "--generation-config", "none")
+    assert none.generation_config == "none"
+    with pytest.raises(SystemExit):
+        parse_config("--decode", "a:1", "--generation-config", "vllm")
+    assert "--generation-config: invalid choice: 'vllm'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flags",
     [

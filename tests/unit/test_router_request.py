@@ -49,6 +49,43 @@ async def test_a_prompt_that_fits_is_accepted():
     assert await tokenize_prompt([5] * 7, tokenizer(), LIMITS) == (5,) * 7
 
 
+async def test_a_text_to_truncate_may_be_longer_than_what_fits():
+    few = tokenizer()
+    text = "the dog sleeps " * 1000
+    assert len(text) > 8 * few.longest_token_chars
+    token_ids = few.encode(text)
+    for truncate, kept in ((3, 3), (-1, 7)):
+        assert await tokenize_prompt(text, few, LIMITS, truncate) == tuple(token_ids[-kept:])
+    with pytest.raises(InvalidArgumentError, match=r"text has 1048577 .* most 1048576$"):
+        await tokenize_prompt("a" * (2**20 + 1), few, LIMITS, 3)
+
+
+async def test_a_truncated_prompt_must_still_fit():
+    with pytest.raises(InvalidArgumentError, match="prompt has 8 tokens"):
+        await tokenize_prompt([5] * 20, tokenizer(), LIMITS, 8)
+    assert await tokenize_prompt([1, 2, 3], tokenizer(), LIMITS, 8) == (1, 2, 3)
+    assert await tokenize_prompt(range(20), tokenizer(), LIMITS, 2) == (18, 19)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop_token_ids": [1000]}, "stop_token_ids is 1000; .* vocabulary size 1000"),
+        ({"allowed_token_ids": [3, 1001]}, "allowed_token_ids is 1001"),
+        ({"logit_bias": {1002: 1.0}}, "logit_bias is 1002"),
+        ({"bad_words": ["fine", " "]}, "bad_words is ' '"),
+    ],
+)
+async def test_tokens_outside_the_vocabulary_are_refused(params, message):
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        await prepare(SamplingParams(**params))
+
+
+async def test_as_many_tokens_as_fit_are_generated():
+    spec = (await prepare(SamplingParams(max_tokens=None, min_tokens=50))).spec
+    assert (spec.params.max_tokens, spec.params.min_tokens) == (3, 3)
+
+
 async def prepare(params, num_tokens=5):
     message = generation_pb2.GenerateRequest(
         request_id="r",
