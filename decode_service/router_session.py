@@ -46,6 +46,7 @@ class RouterSession:
         self._live: dict[str, EngineRequest] = {}
         # By request id; no value is empty.
         self._pending: dict[str, PendingOutputs] = {}
+        self._has_logprobs = False  # whether any pending output may have log-probabilities
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._is_closing = False
@@ -168,6 +169,8 @@ class RouterSession:
 
     def _add(self, output: RequestOutput) -> None:
         error = None if output.error is None else to_worker_error(output.error)
+        if output.logprobs or output.prompt_logprobs:
+            self._has_logprobs = True
         pending = self._pending.setdefault(output.request_id, {})
         add_output(pending, output_to_proto(output, error))
         self._changed.set()
@@ -182,8 +185,11 @@ class RouterSession:
         num_tokens = 0
         while self._pending and num_tokens < _FULL_RESPONSE_TOKENS:
             for output in self._pending.pop(next(iter(self._pending))).values():
-                num_logprobs = len(output.logprobs) + len(output.prompt_logprobs)
-                num_tokens += len(output.token_ids) + _LOGPROBS_TOKENS * num_logprobs
+                num_tokens += len(output.token_ids)
+                if self._has_logprobs:
+                    num_logprobs = len(output.logprobs) + len(output.prompt_logprobs)
+                    num_tokens += _LOGPROBS_TOKENS * num_logprobs
                 messages.append(output)
+        self._has_logprobs = self._has_logprobs and bool(self._pending)
         self._has_room.set()
         return decode_pb2.ConnectResponse(outputs=messages)

@@ -29,7 +29,8 @@ class Completion:
     def __init__(self, spec: RequestSpec, tokenizer: Tokenizer, arrival: float) -> None:
         self._request_id = spec.client_id
         text = TextStream(tokenizer, spec)
-        self._running = {index: _Candidate(text.fork()) for index in range(spec.params.n)}
+        asks = spec.params.logprobs is not None
+        self._running = {index: _Candidate(text.fork(), asks) for index in range(spec.params.n)}
         self._usage = common_pb2.Usage(prompt_tokens=len(spec.prompt_token_ids))
         self._timings = common_pb2.Timings()
         self._arrival = arrival
@@ -56,7 +57,7 @@ class Completion:
         """
         if output.HasField("timings"):
             self._add_timings(output)
-        if output.prompt_logprobs and self._prompt is not None:
+        if self._prompt is not None and output.prompt_logprobs:
             del self._prompt.prompt_logprobs[:]
             self._prompt.prompt_logprobs.extend(output.prompt_logprobs)
         is_for_client = bool(output.token_ids or output.finish_reason)
@@ -114,10 +115,16 @@ class Completion:
 
 
 class _Candidate:
-    """One candidate's text, and its last token, which a later output may declare a stop token."""
+    """One candidate's text, and its last token, which a later output may declare a stop token.
 
-    def __init__(self, text: TextStream) -> None:
+    Args:
+        text: makes its text.
+        asks_for_logprobs: whether messages have its tokens' log-probabilities.
+    """
+
+    def __init__(self, text: TextStream, asks_for_logprobs: bool) -> None:
         self._text = text
+        self._asks_for_logprobs = asks_for_logprobs
         self._last_token_id: int | None = None
 
     def response_to(self, output: request_pb2.CandidateOutput) -> _Response:
@@ -131,7 +138,7 @@ class _Candidate:
         if token_ids:
             self._last_token_id = token_ids[-1]
         response = _Response(index=output.index, token_ids=token_ids, text=text)
-        if output.logprobs:
+        if self._asks_for_logprobs:
             response.logprobs.extend(output.logprobs[: piece.num_tokens])
         if matched_stop is not None:
             response.finish_reason = common_pb2.FINISH_REASON_STOP
