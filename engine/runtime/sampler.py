@@ -80,7 +80,8 @@ def draw_kinds(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def draw_words(records: np.ndarray) -> np.ndarray:
     """Returns `[n]` of `DRAW_RECORD` as `[5, n]` int64: the bits of each field in one row."""
-    return np.ascontiguousarray(records.view(np.int64).reshape(len(records), len(DRAW_RECORD)).T)
+    num_fields = DRAW_RECORD.itemsize // 8
+    return np.ascontiguousarray(records.view(np.int64).reshape(-1, num_fields).T)
 
 
 def table_of_words(words: torch.Tensor) -> DrawTable:

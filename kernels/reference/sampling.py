@@ -71,7 +71,8 @@ def draw_tokens(
     chosen = draws.take(draw_ids)
     tokens = likeliest.clone() if out is None else out.copy_(likeliest)
     is_drawn = (chosen.temperature > 0) & (likeliest >= 0)
-    for part in is_drawn.nonzero().flatten().split(max(1, _PART_ELEMENTS // logits.shape[-1])):
+    draws_per_part = max(1, _PART_ELEMENTS // logits.shape[-1])
+    for part in torch.split(is_drawn.nonzero().flatten(), draws_per_part):
         tokens[part] = draw_random(
             logits[part], maxima[part], chosen.take(part), positions[part], filtered=filtered
         )
