@@ -26,8 +26,8 @@ from engine.runtime.device_decode import (
     padded_size,
 )
 from engine.runtime.device_rows import DeviceRows
-from engine.runtime.drawing import ChunkDraws, DecodeReports
-from engine.runtime.logprobs import PromptTokens
+from engine.runtime.drawing import ChunkDraws
+from engine.runtime.logprobs import DecodeReports, PromptTokens
 from engine.runtime.rules import RowRules
 from engine.runtime.sampler import Scores
 from engine.runtime.steps import LaunchedStep, StepModel, Steps

@@ -4,20 +4,24 @@ Nothing here waits for the device; `read` is called once the results are on the 
 bounded: a few times `_PART_ELEMENTS` numbers, however many tokens are reported.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+import kernels
 from engine.batch import NO_LOGPROBS, DrawParams, ScheduledChunk, TokenLogprobs
 from engine.models.layers import CausalModel
 from engine.runtime.device import to_device
+from engine.runtime.rows import Rows
 from engine.runtime.sampler import Scores, draw_kinds, draw_record, draw_table
 from kernels.reference.sampling import scaled_logits
 from kernels.row_state import DrawTable
 
-__all__ = ["PromptTokens", "ReportedTokens"]
+__all__ = ["DecodeReports", "DecodedTokens", "PromptTokens", "ReportedTokens"]
 
 _PART_ELEMENTS = 2**23
 
@@ -109,6 +113,90 @@ class ReportedTokens:
         nums = self.nums.tolist()
         found = _read(tensors, [num for num in nums if num > NO_LOGPROBS])
         return tuple(next(found) if num > NO_LOGPROBS else None for num in nums)
+
+
+class DecodedTokens(NamedTuple):
+    """The last fields of `StepOutput`: what a step's decode rows drew."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    details: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReports:
+    """The log-probabilities that decode rows report; reused while the same rows decode.
+
+    Attributes:
+        ranked: `[m]` int64; indices of the rows that are ranked.
+        ranked_ids: the same on the device.
+        reported: the rows whose `TokenLogprobs` are reported; None if there are none.
+        keeps_raw: whether rules change logits that are reported as the model computed them.
+    """
+
+    ranked: np.ndarray
+    ranked_ids: torch.Tensor
+    reported: ReportedTokens | None
+    keeps_raw: bool
+
+    @classmethod
+    def of(
+        cls, rows: Rows, ids: np.ndarray, device: torch.device, *, is_processed: bool
+    ) -> "DecodeReports":
+        """Reads what the rows report, which their chunks set.
+
+        Args:
+            rows: the state of all rows.
+            ids: `[n]` int64; the rows that decode.
+            device: the scores' device.
+            is_processed: as in `ReportedTokens.among`.
+        """
+        is_ranked, nums = rows.wants_logprobs[ids], rows.num_logprobs[ids]
+        records = rows.draws[ids]
+        reports_raw = is_ranked if is_processed else is_ranked | (nums > NO_LOGPROBS)
+        return cls(
+            ranked=np.flatnonzero(is_ranked),
+            ranked_ids=to_device(np.flatnonzero(is_ranked), device),
+            reported=ReportedTokens.among(
+                nums, np.arange(len(ids)), records, device, is_processed=is_processed
+            ),
+            keeps_raw=bool((reports_raw & rows.has_rules[ids]).any()),
+        )
+
+    def compute(self, scores: Scores, raw: Scores, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Computes what the rows report, and does not wait for the device.
+
+        Args:
+            scores: the rows' scores, from which the tokens were drawn.
+            raw: the model's own scores of the rows.
+            tokens: `[n]` int64.
+
+        Returns:
+            Tensors on the scores' device for `read`, `tokens` first.
+        """
+        tensors = [tokens]
+        if len(self.ranked):
+            of_ranked = tokens.index_select(0, self.ranked_ids)
+            tensors.append(
+                kernels.token_logprobs(raw.logits, raw.maxima, of_ranked, self.ranked_ids)
+            )
+        if self.reported is not None:
+            tensors += self.reported.compute(scores, raw, tokens)
+        return tensors
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> DecodedTokens:
+        """Reads the tensors that `compute` returned, on the host; none if no row decodes."""
+        if not tensors:
+            return DecodedTokens()
+        tokens, logprobs = tuple(tensors[0].tolist()), None
+        if len(self.ranked):
+            logprobs = np.full(len(tokens), math.nan)
+            logprobs[self.ranked] = tensors[1].numpy()
+        return DecodedTokens(
+            tokens,
+            () if logprobs is None else tuple(logprobs.tolist()),
+            () if self.reported is None else self.reported.read(tensors[-2:]),
+        )
 
 
 class PromptTokens:

@@ -223,7 +223,7 @@ def test_all_logits_of_a_prompt_never_exist_at_once(monkeypatch: pytest.MonkeyPa
         check_outputs("llama", request, outputs[request.spec.request_id])
 
 
-@pytest.mark.parametrize("kind", ["host", "device, graphs"])
+@pytest.mark.parametrize("kind", ["host", "device, eager"])
 def test_processed_logprobs_are_those_of_the_distribution_drawn_from(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +266,7 @@ RULES = {"repetition_penalty": 1.7, "logit_bias": {5: 9.0, 9: -30.0}, "min_p": 0
 FEW = {"allowed_token_ids": tuple(range(0, 200, 17))}
 
 
-@pytest.mark.parametrize("kind", ["host", "device, graphs"])
+@pytest.mark.parametrize("kind", ["host", "device, eager"])
 def test_raw_logprobs_are_those_before_rules(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kind(kind, monkeypatch)
     requests = [
@@ -284,7 +284,7 @@ def test_raw_logprobs_are_those_before_rules(kind: str, monkeypatch: pytest.Monk
                 assert of_one[0].score == pytest.approx(sum(own) / len(own), abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["host", "device, graphs"])
+@pytest.mark.parametrize("kind", ["host", "device, eager"])
 def test_processed_logprobs_are_those_after_rules(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
